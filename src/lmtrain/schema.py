@@ -1,0 +1,212 @@
+"""The typed config: every key a user can set, with its type. Defaults live in conf/, never here.
+
+A field without a default must stand in the yaml; one that defaults to None may be absent from yamls it has no
+meaning for (AdamW has no `momentum`), and setting it there is refused. `Any` marks what omegaconf can't express.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(kw_only=True)
+class Run:
+    name: str | None
+    dir: str | None  # resolved to an absolute path before anything is written
+    root: str
+    resume: str | None  # none, auto or a checkpoint folder; None: auto for a named run, none for an unnamed one
+    allow_target: Any  # list of package names whose classes `_target_` may name besides the known ones
+
+
+@dataclass(kw_only=True)
+class Objective:
+    name: str
+    loss_chunk_tokens: int | str
+    z_loss: float
+    label_smoothing: float
+
+
+@dataclass(kw_only=True)
+class Model:
+    name: str
+    init: str  # scratch or pretrained
+    family: str | None = None  # a transformers model_type: gpt2, llama, qwen3, qwen3_moe
+    name_or_path: str | None = None
+    revision: str | None = None
+    trust_remote_code: bool
+    attention: str
+    learning_rate: float
+    vocab_size: int | None
+    vocab_multiple_of: int
+    # The fields below are the transformers config's own names.
+    hidden_size: int | None = None
+    num_hidden_layers: int | None = None
+    num_attention_heads: int | None = None
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    intermediate_size: int | None = None
+    hidden_act: str | None = None
+    max_position_embeddings: int | None = None
+    dropout: float
+    tie_word_embeddings: bool | None = None
+    rope_theta: float | None = None
+    norm_eps: float | None = None
+    initializer_range: float | None = None
+    num_experts: int | None = None
+    num_experts_per_tok: int | None = None
+    moe_intermediate_size: int | None = None
+    router_aux_loss_coef: float | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class Data:
+    source: str  # hub, files, python_stdlib or bins
+    name: str | None
+    config_name: str | None
+    revision: str | None
+    path: Any  # a file, folder or glob, or a list of them
+    format: str  # auto, text, jsonl, json, parquet, arrow
+    text_column: Any  # a column or a list of columns, joined by column_separator
+    column_separator: str
+    sample_by: str  # for text files: document, paragraph or line
+    document_start: str | None  # rows are joined into one document until a row that matches this pattern
+    train_split: str
+    val_split: str | None
+    val_fraction: float
+    min_length: int
+    num_samples: int | None
+    streaming: bool
+    append_eos: bool
+    shard_tokens: int
+    num_proc: int | None
+    cache_dir: str
+    seq_len: int
+    global_batch_size: int
+    micro_batch_size: int
+    num_workers: int
+    isolate_documents: bool
+
+
+@dataclass(kw_only=True)
+class Tokenizer:
+    kind: str  # hub, bpe, bytes or char
+    name_or_path: str | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+    vocab_size: int | None = None
+    min_frequency: int | None = None
+    train_characters: int | None = None
+
+
+@dataclass(kw_only=True)
+class Optimizer:
+    name: str
+    lr: float
+    weight_decay: float
+    groups: list[dict[str, Any]]  # [{pattern, lr, weight_decay}], first match wins
+    fused: bool | str | None = None
+    betas: Any = None
+    eps: float | None = None
+    momentum: float | None = None
+    nesterov: bool | None = None
+    ns_steps: int | None = None
+    clip_threshold: float | None = None
+    beta2_decay: float | None = None
+
+
+@dataclass(kw_only=True)
+class Schedule:
+    name: str
+    warmup_steps: int | None
+    warmup_ratio: float | None
+    min_lr_ratio: float | None = None
+    num_cycles: int | None = None
+    power: float | None = None
+    decay_ratio: float | None = None
+    decay_shape: str | None = None
+    timescale: int | None = None
+
+
+@dataclass(kw_only=True)
+class Trainer:
+    max_steps: int | None
+    max_epochs: int | None
+    accelerator: str
+    devices: int | str
+    num_nodes: int
+    strategy: str
+    precision: str
+    val_check_interval: int | None
+    limit_val_batches: int | None
+    log_every_n_steps: int
+    save_every_n_steps: int | None
+    gradient_clip_val: float | None
+    compile: bool | str
+    activation_checkpointing: bool | str
+    num_threads: int | None
+
+
+@dataclass(kw_only=True)
+class EarlyStopping:
+    enabled: bool
+    monitor: str
+    mode: str
+    patience: int
+    threshold: float
+
+
+@dataclass(kw_only=True)
+class Samples:
+    every_n_validations: int
+    prompts: list[str]
+    max_new_tokens: int
+    temperature: float
+    top_k: int | None
+
+
+@dataclass(kw_only=True)
+class Progress:
+    style: str  # auto, rich, plain or none
+
+
+@dataclass(kw_only=True)
+class Callbacks:
+    early_stopping: EarlyStopping
+    samples: Samples
+    progress: Progress
+    extra: list[dict[str, Any]]  # a user's own Lightning callbacks, each with its _target_
+
+
+@dataclass(kw_only=True)
+class Checkpoint:
+    keep_last: int
+    keep_best: int
+    keep_every: int | None
+    monitor: str
+    mode: str
+
+
+@dataclass(kw_only=True)
+class Export:
+    enabled: bool
+    dtype: str
+    merge: bool
+
+
+@dataclass(kw_only=True)
+class Config:
+    seed: int
+    run: Run
+    objective: Objective
+    model: Model
+    data: Data
+    tokenizer: Tokenizer
+    peft: dict[str, Any]
+    optimizer: Optimizer
+    schedule: Schedule
+    trainer: Trainer
+    callbacks: Callbacks
+    checkpoint: Checkpoint
+    logger: dict[str, Any]
+    export: Export
+    debug: dict[str, Any] = field(default_factory=dict)
