@@ -206,6 +206,7 @@ def _check_ranges(c: Config) -> None:
             raise UserError(f"{key}={value}: a share from 0 up to (not including) 1 is needed")
     if c.trainer.max_steps is None and c.trainer.max_epochs is None:
         raise UserError("the run would never end: set trainer.max_steps or trainer.max_epochs")
+    time_limit_seconds(c.run.time_limit)
     if c.schedule.warmup_steps is not None and c.schedule.warmup_ratio is not None:
         raise UserError(
             f"schedule.warmup_steps={c.schedule.warmup_steps} and schedule.warmup_ratio={c.schedule.warmup_ratio} "
@@ -272,6 +273,16 @@ def horizon(max_steps: int | None, max_epochs: int | None, rows: int, global_bat
     if steps < 1:
         raise UserError("the run has no steps: the training data has no rows")
     return steps
+
+
+def time_limit_seconds(text: str | None) -> float | None:
+    """HH:MM:SS, MM:SS or seconds as seconds."""
+    if text is None:
+        return None
+    parts = text.split(":")
+    if len(parts) > 3 or not all(re.fullmatch(r"\d+", p) for p in parts):
+        raise UserError(f"run.time_limit={text!r}: write HH:MM:SS, such as 11:50:00")
+    return float(sum(int(p) * 60**i for i, p in enumerate(reversed(parts))))
 
 
 def to_plain(config: Config) -> dict[str, Any]:

@@ -14,6 +14,7 @@ class Run:
     dir: str | None  # resolved to an absolute path before anything is written
     root: str
     resume: str | None  # none, auto or a checkpoint folder; None: auto for a named run, none for an unnamed one
+    time_limit: str | None  # HH:MM:SS, measured from the start of the process
     allow_target: Any  # list of package names whose classes `_target_` may name besides the known ones
 
 
@@ -167,6 +168,7 @@ class Samples:
 @dataclass(kw_only=True)
 class Progress:
     style: str  # auto, rich, plain or none
+    plain_every_seconds: float
 
 
 @dataclass(kw_only=True)

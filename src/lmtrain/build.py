@@ -1,0 +1,305 @@
+"""From config to objects, in one order: data, model, optimizer, objective, callbacks, loggers, trainer.
+
+Nothing else in lmtrain instantiates these.
+"""
+
+import hashlib
+import importlib
+import json
+import logging
+import uuid
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+from rich.console import Console
+
+from lmtrain.callbacks.checkpoints import Checkpoints
+from lmtrain.callbacks.metrics import Metrics
+from lmtrain.callbacks.preemption import Preemption
+from lmtrain.callbacks.progress import PlainLines, RichBar
+from lmtrain.callbacks.samples import Samples
+from lmtrain.callbacks.validation import Validation
+from lmtrain.checkpoint import FolderCheckpointIO
+from lmtrain.config import horizon, time_limit_seconds
+from lmtrain.data import bins
+from lmtrain.data.modules import TokenDataModule
+from lmtrain.data.prepare import PreparedData, prepare
+from lmtrain.data.tokenizers import tokenizer_hash
+from lmtrain.data.windows import Windows
+from lmtrain.errors import UserError
+from lmtrain.models import flops
+from lmtrain.models.build import build_model
+from lmtrain.models.language_model import LanguageModel, compile_model, enable_activation_checkpointing
+from lmtrain.objectives.base import Objective
+from lmtrain.objectives.causal_lm import CausalLM
+from lmtrain.optim.optimizers import build_optimizer
+from lmtrain.run_dir import RunDir
+from lmtrain.schema import Config
+
+
+@dataclass
+class Corpus:
+    """The prepared data of a run as rows."""
+
+    prepared: PreparedData
+    train: Windows
+    val: Windows | None
+    train_split: bins.SplitBins
+    val_split: bins.SplitBins | None
+
+    @property
+    def val_bytes_per_token(self) -> float | None:
+        split = self.val_split
+        return split.bytes / split.tokens if split is not None and split.bytes else None
+
+
+@dataclass
+class Run:
+    """Everything a run needs, built."""
+
+    config: Config
+    dir: RunDir
+    console: Console
+    corpus: Corpus
+    objective: Objective
+    datamodule: TokenDataModule
+    metrics: Metrics
+    preemption: Preemption
+    trainer: pl.Trainer
+    total_steps: int
+
+
+def build(config: Config, run_dir: RunDir, console: Console, started: float) -> Run:
+    """Builds every object of a run; UserError for what only data or model can tell."""
+    quiet_libraries()
+    corpus = build_corpus(config)
+    total_steps = horizon(
+        config.trainer.max_steps, config.trainer.max_epochs, len(corpus.train), config.data.global_batch_size
+    )
+    objective = build_objective(config, corpus, total_steps)
+    datamodule = TokenDataModule(
+        corpus.train,
+        corpus.val,
+        seed=config.seed,
+        global_batch_size=config.data.global_batch_size,
+        micro_batch_size=config.data.micro_batch_size,
+        total_steps=total_steps,
+        max_epochs=config.trainer.max_epochs,
+        limit_val_batches=config.trainer.limit_val_batches,
+        num_workers=config.data.num_workers,
+    )
+    metrics = build_metrics(config, run_dir, corpus, objective)
+    preemption = Preemption(time_limit_seconds(config.run.time_limit), started)
+    callbacks = build_callbacks(config, run_dir, corpus, metrics, preemption, console, total_steps)
+    trainer = build_trainer(config, run_dir, callbacks, total_steps)
+    return Run(config, run_dir, console, corpus, objective, datamodule, metrics, preemption, trainer, total_steps)
+
+
+def quiet_libraries() -> None:
+    """Lightning's and transformers' tips and progress bars: what matters is said by the plan, once."""
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning", "transformers", "datasets", "httpx"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="lightning")
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+
+
+def build_corpus(config: Config) -> Corpus:
+    prepared = prepare(config.data, config.tokenizer)
+    train = bins.open_bins(prepared.folder, "train")
+    val = bins.open_bins(prepared.folder, "val") if bins.has_split(prepared.folder, "val") else None
+    seq_len, isolate = config.data.seq_len, config.data.isolate_documents
+    return Corpus(
+        prepared,
+        Windows(train.shards, seq_len, seed=config.seed, isolate_documents=isolate),
+        Windows(val.shards, seq_len, seed=None, isolate_documents=isolate) if val is not None else None,
+        train,
+        val,
+    )
+
+
+def build_objective(config: Config, corpus: Corpus, total_steps: int) -> Objective:
+    tokenizer = corpus.prepared.tokenizer
+    pl.seed_everything(config.seed, verbose=False)
+    hf_model = build_model(config.model, len(tokenizer), tokenizer.eos_token_id, config.data.seq_len)
+    model = LanguageModel(hf_model, config.objective)
+    if config.trainer.activation_checkpointing:
+        enable_activation_checkpointing(hf_model)
+    if config.trainer.compile:
+        compile_model(hf_model)
+    optimizer = build_optimizer(hf_model.named_parameters(), config.optimizer, config.trainer.accelerator)
+    return CausalLM(
+        model,
+        optimizer,
+        config.schedule,
+        seed=config.seed,
+        total_steps=total_steps,
+        gradient_clip_val=config.trainer.gradient_clip_val,
+        fingerprint=fingerprint(config, corpus, hf_model),
+    )
+
+
+def fingerprint(config: Config, corpus: Corpus, hf_model: Any) -> dict[str, Any]:
+    """What a resumed run must share with its beginning to continue it exactly, in plain values."""
+    architecture = json.dumps(hf_model.config.to_dict(), sort_keys=True, default=str)
+    return {
+        "data": corpus.prepared.fingerprint,
+        "tokenizer": tokenizer_hash(corpus.prepared.tokenizer),
+        "model": hashlib.sha256(architecture.encode()).hexdigest()[:16],
+        "data.seq_len": config.data.seq_len,
+        "data.global_batch_size": config.data.global_batch_size,
+        "data.isolate_documents": config.data.isolate_documents,
+        "optimizer": config.optimizer.name,
+        "seed": config.seed,
+    }
+
+
+def build_metrics(config: Config, run_dir: RunDir, corpus: Corpus, objective: Objective) -> Metrics:
+    hf_model = objective.model.model
+    device = torch.device(config.trainer.accelerator)
+    return Metrics(
+        run_dir.metrics,
+        log_every_n_steps=config.trainer.log_every_n_steps,
+        bytes_per_token=corpus.val_bytes_per_token,
+        flops_per_token=flops.flops_per_token(hf_model, config.data.seq_len),
+        peak=flops.peak_flops(device, config.trainer.precision),
+    )
+
+
+def build_callbacks(
+    config: Config,
+    run_dir: RunDir,
+    corpus: Corpus,
+    metrics: Metrics,
+    preemption: Preemption,
+    console: Console,
+    total_steps: int,
+) -> list[pl.Callback]:
+    """In the order they run: numbers, validation, stopping, samples, the screen, a user's own, the checkpoint last."""
+    cb, t = config.callbacks, config.trainer
+    validation = Validation(metrics, every_n_steps=t.val_check_interval, total_steps=total_steps)
+    callbacks: list[pl.Callback] = [metrics, validation, preemption]
+    if cb.early_stopping.enabled:
+        es = cb.early_stopping
+        callbacks.append(
+            EarlyStopping(
+                monitor=es.monitor,
+                mode=es.mode,
+                patience=es.patience,
+                min_delta=es.threshold,
+                check_on_train_epoch_end=False,
+            )
+        )
+    if cb.samples.every_n_validations > 0:
+        tokenizer = corpus.prepared.tokenizer
+        prompts = cb.samples.prompts or [first_words(corpus.val or corpus.train, tokenizer)]
+        callbacks.append(Samples(run_dir.samples, tokenizer, prompts, cb.samples, metrics, console, config.seed))
+    bar = progress_bar(config, console, total_steps)
+    if bar is not None:
+        metrics.listeners.append(bar.listen)
+        callbacks.append(bar)
+    callbacks += [build_target(entry) for entry in cb.extra]
+    callbacks.append(
+        Checkpoints(
+            run_dir.checkpoints,
+            metrics,
+            config.checkpoint,
+            every_n_steps=t.save_every_n_steps,
+            total_steps=total_steps,
+        )
+    )
+    return callbacks
+
+
+def progress_bar(config: Config, console: Console, total_steps: int) -> RichBar | PlainLines | None:
+    style = config.callbacks.progress.style
+    if style == "auto":
+        style = "rich" if console.is_terminal else "plain"
+    if style == "rich":
+        return RichBar(console, total_steps)
+    if style == "plain":
+        return PlainLines(console, total_steps, config.callbacks.progress.plain_every_seconds)
+    return None
+
+
+def first_words(rows: Windows, tokenizer: Any, tokens: int = 16) -> str:
+    """The start of the first row, as a prompt."""
+    batch = rows.read(torch.zeros(1, 2, dtype=torch.int64).numpy())
+    return tokenizer.decode(batch["input_ids"][0, :tokens].tolist(), skip_special_tokens=True)
+
+
+def build_target(entry: dict[str, Any]) -> Any:
+    """An object from {_target_: package.module.Class, ...arguments}; config.check has allowed the package."""
+    target = entry["_target_"]
+    module_name, _, name = target.rpartition(".")
+    try:
+        cls = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(f"_target_={target} can't be imported: {error}") from error
+    arguments = {k: v for k, v in entry.items() if k != "_target_"}
+    try:
+        return cls(**arguments)
+    except TypeError as error:
+        raise UserError(f"_target_={target}: {error}") from error
+
+
+def build_loggers(config: Config, run_dir: RunDir) -> list[Logger]:
+    loggers: list[Logger] = []
+    folder = str(run_dir.path)
+    for name, options in config.logger.items():
+        if options is None:
+            continue
+        if name == "tensorboard":
+            loggers.append(TensorBoardLogger(folder, name="", version="tensorboard", **options))
+        elif name == "csv":
+            loggers.append(CSVLogger(folder, name="", version="csv", **options))
+        elif name == "wandb":
+            loggers.append(wandb_logger(options, run_dir))
+        else:
+            raise UserError(f"logger.{name} is not known (options: tensorboard, wandb, csv)")
+    return loggers
+
+
+def wandb_logger(options: dict[str, Any], run_dir: RunDir) -> Logger:
+    """W&B with an id kept in the run's folder, so that a resumed run continues the same one."""
+    folder = run_dir.path / "wandb"
+    folder.mkdir(exist_ok=True)
+    id_file = folder / "run_id"
+    if not id_file.exists():
+        id_file.write_text(uuid.uuid4().hex[:12])
+    name = options.get("name") or run_dir.path.name
+    rest = {k: v for k, v in options.items() if k not in ("name",)}
+    return WandbLogger(name=name, id=id_file.read_text(), save_dir=str(run_dir.path), resume="allow", **rest)
+
+
+def build_trainer(config: Config, run_dir: RunDir, callbacks: list[pl.Callback], total_steps: int) -> pl.Trainer:
+    t = config.trainer
+    return pl.Trainer(
+        accelerator=t.accelerator,
+        devices=t.devices,
+        num_nodes=t.num_nodes,
+        strategy=t.strategy,
+        precision=t.precision,  # type: ignore[arg-type]
+        max_steps=total_steps,
+        max_epochs=-1,
+        # The Validation callback says when; this keeps Lightning's own trigger from firing.
+        val_check_interval=2**62,
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,  # the loader already gives each rank its share
+        enable_checkpointing=True,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        logger=build_loggers(config, run_dir),
+        log_every_n_steps=2**62,  # the Metrics callback feeds the loggers
+        callbacks=callbacks,
+        plugins=[FolderCheckpointIO()],
+        default_root_dir=Path(run_dir.path),
+        benchmark=False,
+        inference_mode=True,
+    )

@@ -1,0 +1,78 @@
+"""When to save and what to keep.
+
+Every n optimizer steps, after the last, and after a validation that is the best so far: always after that step's
+validation, so that its score stands in the checkpoint's manifest and the best one is found by reading manifests.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Checkpoint
+
+from lmtrain import checkpoint as store
+from lmtrain.callbacks.metrics import Metrics
+from lmtrain.schema import Checkpoint as CheckpointConfig
+
+
+class Checkpoints(Checkpoint):
+    """A Lightning Checkpoint, so it runs after the callbacks whose state it saves."""
+
+    def __init__(
+        self, folder: Path, metrics: Metrics, cfg: CheckpointConfig, *, every_n_steps: int | None, total_steps: int
+    ) -> None:
+        self.folder, self.metrics, self.cfg = folder, metrics, cfg
+        self.every_n_steps, self.total_steps = every_n_steps, total_steps
+
+    def due(self, step: int) -> bool:
+        by_interval = self.every_n_steps is not None and step % self.every_n_steps == 0
+        return by_interval or step == self.total_steps or self._best_so_far(step)
+
+    def _score(self, step: int) -> float | None:
+        """The monitored value of this step's validation, or None if it was not validated."""
+        val = self.metrics.last_val
+        return val.get(self.cfg.monitor) if val.get("step") == step else None
+
+    def _best_so_far(self, step: int) -> bool:
+        score = self._score(step)
+        if score is None or self.cfg.keep_best == 0:
+            return False
+        earlier = self._scores()
+        return store.best_of([*earlier, (step, score)], self.cfg.mode) == step
+
+    def _scores(self) -> store.Scores:
+        return [
+            (store.step_of(p), store.read_manifest(p)["metrics"].get(self.cfg.monitor)) for p in store.scan(self.folder)
+        ]
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self.due(trainer.global_step) or trainer.should_stop:
+            with self.metrics.clock.pause():
+                self.save(trainer)
+
+    def save(self, trainer: pl.Trainer) -> None:
+        trainer.save_checkpoint(self.folder / store.name_of(trainer.global_step))
+        if trainer.is_global_zero:
+            self.prune(trainer)
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        # Goes into the manifest: the scores of this very step, if it was validated.
+        val = self.metrics.last_val
+        validated = val.get("step") == trainer.global_step
+        checkpoint["metrics"] = {k: v for k, v in val.items() if k != "step"} if validated else {}
+
+    def prune(self, trainer: pl.Trainer) -> None:
+        """Removes what retention does not keep, by scanning the folder: nothing is remembered, nothing can be stale."""
+        found = {store.step_of(p): p for p in store.scan(self.folder)}
+        scores, cfg = self._scores(), self.cfg
+        keep = store.to_keep(scores, cfg.keep_last, cfg.keep_best, cfg.keep_every, cfg.mode)
+        store.link(self.folder, "last", found[max(found)])
+        best = store.best_of(scores, cfg.mode)
+        if best is not None:
+            store.link(self.folder, "best", found[best])
+        for step in found.keys() - keep:
+            trainer.strategy.checkpoint_io.remove_checkpoint(found[step])

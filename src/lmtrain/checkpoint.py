@@ -1,0 +1,181 @@
+"""Checkpoints: folders `step_00000500` that are complete or absent, found and pruned by scanning.
+
+Written under a temporary name beside their place, synced, renamed; a manifest written last lists every file with its
+size and SHA-256, so a damaged one is seen. Two files: model.pt (weights) and trainer.pt (optimizer, progress,
+callbacks). Both hold plain containers and tensors only and are loaded with weights_only=True.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.io import CheckpointIO
+
+from lmtrain.errors import RunError, UserError
+from lmtrain.run_dir import fsync_dir, write_atomic
+
+MANIFEST = "manifest.json"
+_NAME = re.compile(r"step_(\d{8,})")
+
+
+def name_of(step: int) -> str:
+    return f"step_{step:08d}"
+
+
+def step_of(path: Path) -> int:
+    match = _NAME.fullmatch(path.name)
+    if match is None:
+        raise UserError(f"{path} is not a checkpoint's name (step_00000500 is one)")
+    return int(match[1])
+
+
+def scan(folder: Path) -> list[Path]:
+    """All checkpoints of a run by step, oldest first; temporary ones are not among them."""
+    if not folder.is_dir():
+        return []
+    return sorted((p for p in folder.iterdir() if _NAME.fullmatch(p.name) and not p.is_symlink()), key=step_of)
+
+
+def sweep(folder: Path) -> None:
+    """Removes what writers that died left behind."""
+    for leftover in folder.glob("*.tmp*"):
+        shutil.rmtree(leftover, ignore_errors=True) if leftover.is_dir() else leftover.unlink(missing_ok=True)
+
+
+def damage(path: Path) -> str | None:
+    """What is wrong with a checkpoint, or None if every file is as its manifest says."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
+    except (OSError, json.JSONDecodeError) as error:
+        return f"{MANIFEST} can't be read ({error})"
+    for name, expected in manifest["files"].items():
+        file = path / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != expected["bytes"]:
+            return f"{name} has {file.stat().st_size} bytes instead of {expected['bytes']}"
+        if _sha256(file) != expected["sha256"]:
+            return f"{name} does not match its checksum"
+    return None
+
+
+def newest_complete(folder: Path, tell: Any = print) -> Path | None:
+    """The newest undamaged checkpoint; damaged ones are named through `tell` and passed over."""
+    for path in reversed(scan(folder)):
+        problem = damage(path)
+        if problem is None:
+            return path
+        tell(f"checkpoint {path.name} is damaged ({problem}); falling back to the one before")
+    return None
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    return json.loads((path / MANIFEST).read_text())
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _write(file: Path, content: Any) -> dict[str, Any]:
+    with file.open("wb") as handle:
+        torch.save(content, handle)
+        handle.flush()
+        os.fsync(handle.fileno())
+    return {"bytes": file.stat().st_size, "sha256": _sha256(file)}
+
+
+def load_weights(path: Path) -> dict[str, torch.Tensor]:
+    """The model's state dict of a checkpoint, on the CPU."""
+    return torch.load(path / "model.pt", map_location="cpu", weights_only=True)
+
+
+class FolderCheckpointIO(CheckpointIO):
+    """Lightning's checkpoint dict to and from a folder."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
+        path = Path(path)
+        if path.exists() and damage(path) is None:
+            return  # the same step of the same run: a good checkpoint is never overwritten
+        temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
+        shutil.rmtree(temporary, ignore_errors=True)
+        try:
+            temporary.mkdir(parents=True)
+            rest = {key: value for key, value in checkpoint.items() if key != "state_dict"}
+            files = {
+                "model.pt": _write(temporary / "model.pt", checkpoint["state_dict"]),
+                "trainer.pt": _write(temporary / "trainer.pt", rest),
+            }
+            manifest = {
+                "step": checkpoint["global_step"],
+                "metrics": checkpoint.get("metrics", {}),
+                "files": files,
+            }
+            write_atomic(temporary / MANIFEST, json.dumps(manifest, indent=2))
+            fsync_dir(temporary)
+            if path.exists():  # damaged
+                shutil.rmtree(path)
+            os.rename(temporary, path)
+            fsync_dir(path.parent)
+        except OSError as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise RunError(
+                f"cannot write the checkpoint {path}: {error.strerror}; the ones before it are untouched. "
+                f"Free space there, or set checkpoint.keep_last lower, then run the same command with run.resume=auto"
+            ) from error
+
+    def load_checkpoint(
+        self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        path = Path(path)
+        checkpoint = torch.load(path / "trainer.pt", map_location="cpu", weights_only=True)
+        checkpoint["state_dict"] = load_weights(path)
+        return checkpoint
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """Renamed first: a removal that is cut short leaves nothing that looks complete."""
+        path = Path(path)
+        doomed = path.with_name(f"{path.name}.tmp{os.getpid()}")
+        os.rename(path, doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+Scores = list[tuple[int, float | None]]  # (step, validation score if that step was validated)
+
+
+def _ranked(scores: Scores, mode: str) -> list[int]:
+    """Steps with a score, best first; of equal ones the earlier."""
+    sign = 1 if mode == "min" else -1
+    scored = [(sign * score, step) for step, score in scores if score is not None]
+    return [step for _, step in sorted(scored)]
+
+
+def best_of(scores: Scores, mode: str) -> int | None:
+    """The best step, or None if none has a score."""
+    return next(iter(_ranked(scores, mode)), None)
+
+
+def to_keep(scores: Scores, last: int, best: int, every: int | None, mode: str) -> set[int]:
+    """The steps whose checkpoints stay: the newest `last`, the best `best`, each that divides by `every`."""
+    steps = sorted(step for step, _ in scores)
+    keep = set(steps[-last:]) | set(_ranked(scores, mode)[:best])
+    return keep | {step for step in steps if every and step % every == 0}
+
+
+def link(folder: Path, name: str, target: Path) -> None:
+    """Points the relative link checkpoints/<name> at a checkpoint, replacing an older one atomically."""
+    temporary = folder / f"{name}.tmp{os.getpid()}"
+    try:
+        temporary.unlink(missing_ok=True)
+        os.symlink(target.name, temporary)
+        os.replace(temporary, folder / name)
+    except OSError:
+        temporary.unlink(missing_ok=True)  # a file system without links: summary.json names them as well

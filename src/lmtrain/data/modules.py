@@ -1,0 +1,159 @@
+"""The LightningDataModule: loaders whose items are whole optimizer steps (training) or micro-batches (validation)."""
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from lmtrain.config import batch_split
+from lmtrain.data import order
+
+MicroBatch = dict[str, torch.Tensor]
+
+
+class Rows(Protocol):
+    """What a corpus offers: a number of rows, a micro-batch from (epoch, row) pairs, a row that trains nothing."""
+
+    def __len__(self) -> int: ...
+    def read(self, rows: np.ndarray) -> MicroBatch: ...
+    def empty(self) -> MicroBatch: ...
+
+
+class StepDataset(Dataset):
+    """Item s is this rank's share of optimizer step s: {"step": s, "micro_batches": [...]}."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        *,
+        seed: int,
+        global_batch_size: int,
+        micro_batch_size: int,
+        max_epochs: int | None,
+        rank: int,
+        world_size: int,
+    ) -> None:
+        self.rows, self.seed, self.max_epochs = rows, seed, max_epochs
+        self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
+        self.rank, self.world_size = rank, world_size
+
+    def __getitem__(self, step: int) -> dict[str, Any]:
+        chosen = order.step_rows(
+            step,
+            rows=len(self.rows),
+            global_batch_size=self.global_batch_size,
+            seed=self.seed,
+            max_epochs=self.max_epochs,
+        )
+        shares = order.rank_share(chosen, self.rank, self.world_size, self.micro_batch_size)
+        micro_batches = [self.rows.read(share) if len(share) else self.rows.empty() for share in shares]
+        return {"step": step, "micro_batches": micro_batches}
+
+
+class StepSampler(Sampler[int]):
+    """Steps start .. total - 1. It reports the length `total`: Lightning counts a resumed run's batches from zero."""
+
+    def __init__(self, start: int, total: int) -> None:
+        self.start, self.total = start, total
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.start, self.total))
+
+    def __len__(self) -> int:
+        return self.total
+
+
+class ValidationDataset(Dataset):
+    """Item i is this rank's i-th micro-batch of the validation rows, each row once over all ranks."""
+
+    def __init__(self, rows: Rows, *, micro_batch_size: int, limit: int | None, rank: int, world_size: int) -> None:
+        self.rows, self.rank, self.world_size = rows, rank, world_size
+        self.micro_batch_size = micro_batch_size
+        whole = -(-len(rows) // (micro_batch_size * world_size))
+        self.batches = whole if limit is None else min(limit, whole)
+
+    def __len__(self) -> int:
+        return self.batches
+
+    def __getitem__(self, index: int) -> MicroBatch:
+        span = self.micro_batch_size * self.world_size
+        rows = np.arange(index * span, min((index + 1) * span, len(self.rows)))[self.rank :: self.world_size]
+        if len(rows) == 0:
+            return self.rows.empty()
+        return self.rows.read(np.stack([np.zeros_like(rows), rows], axis=1))
+
+
+class TokenDataModule(pl.LightningDataModule):
+    """Training and validation rows as Lightning loaders; batch sizes are rows, intervals optimizer steps."""
+
+    def __init__(
+        self,
+        train_rows: Rows,
+        val_rows: Rows | None,
+        *,
+        seed: int,
+        global_batch_size: int,
+        micro_batch_size: int,
+        total_steps: int,
+        max_epochs: int | None,
+        limit_val_batches: int | None,
+        num_workers: int,
+    ) -> None:
+        super().__init__()
+        self.train_rows, self.val_rows = train_rows, val_rows
+        self.seed, self.total_steps, self.max_epochs = seed, total_steps, max_epochs
+        self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
+        self.limit_val_batches, self.num_workers = limit_val_batches, num_workers
+
+    def _loader(self, dataset: Dataset, sampler: Sampler[int] | None) -> DataLoader:
+        return DataLoader(
+            dataset,
+            batch_size=None,  # an item is a whole step already
+            sampler=sampler,
+            num_workers=self.num_workers,
+            persistent_workers=False,
+            pin_memory=torch.cuda.is_available(),
+            # A generator of its own: starting an iterator must not draw from the one that dropout uses.
+            generator=torch.Generator().manual_seed(self.seed),
+            worker_init_fn=ignore_signals,
+        )
+
+    def train_dataloader(self) -> DataLoader:
+        trainer = self.trainer
+        assert trainer is not None
+        batch_split(self.global_batch_size, self.micro_batch_size, trainer.world_size)
+        dataset = StepDataset(
+            self.train_rows,
+            seed=self.seed,
+            global_batch_size=self.global_batch_size,
+            micro_batch_size=self.micro_batch_size,
+            max_epochs=self.max_epochs,
+            rank=trainer.global_rank,
+            world_size=trainer.world_size,
+        )
+        return self._loader(dataset, StepSampler(trainer.global_step, self.total_steps))
+
+    def val_dataloader(self) -> DataLoader | list[Any]:
+        trainer = self.trainer
+        if self.val_rows is None or trainer is None:
+            return []
+        dataset = ValidationDataset(
+            self.val_rows,
+            micro_batch_size=self.micro_batch_size,
+            limit=self.limit_val_batches,
+            rank=trainer.global_rank,
+            world_size=trainer.world_size,
+        )
+        return self._loader(dataset, None)
+
+
+def ignore_signals(_worker: int) -> None:
+    """Loader workers leave SIGINT, SIGTERM and SIGUSR1 to the process that trains: it saves first, then ends them."""
+    import signal
+
+    for name in ("SIGINT", "SIGTERM", "SIGUSR1"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)

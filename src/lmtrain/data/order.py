@@ -1,0 +1,88 @@
+"""Which rows make up optimizer step s: a pure function of (seed, step), so a run resumes by starting at step s.
+
+The training stream is epoch after epoch, each epoch a permutation of all rows keyed by (seed, epoch). Step s takes
+the rows s * G .. s * G + G - 1 of that stream (G: global batch), whatever the number of devices; the last step of a run
+that ends by epochs takes what is left. Nothing is stored: the permutation is computed index by index (a Feistel network with
+cycle walking; Black and Rogaway 2002, "Ciphers with arbitrary finite domains"), so a corpus of a trillion tokens costs
+no memory.
+"""
+
+import numpy as np
+
+_ROUNDS = 6
+_MASK64 = (1 << 64) - 1
+
+
+def mix64(*values: int) -> int:
+    """A well-mixed 64-bit hash of integers (splitmix64 finaliser, Steele et al. 2014, over each value in turn)."""
+    state = 0x9E3779B97F4A7C15
+    for value in values:
+        state = (state ^ (value & _MASK64)) * 0xBF58476D1CE4E5B9 & _MASK64
+        state = (state ^ (state >> 27)) * 0x94D049BB133111EB & _MASK64
+        state ^= state >> 31
+    return state
+
+
+def _round(half: np.ndarray, key: int) -> np.ndarray:
+    """Feistel round function on uint64; wraps modulo 2**64."""
+    x = half ^ np.uint64(key)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def permute(index: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
+    """The image of `index` (int64, each in [0, size)) under the epoch's permutation of range(size)."""
+    if size <= 1:
+        return index.copy()
+    half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
+    mask = np.uint64((1 << half_bits) - 1)
+    shift = np.uint64(half_bits)
+    keys = [mix64(seed, epoch, r) for r in range(_ROUNDS)]
+    out = index.astype(np.uint64)
+    todo = np.ones(len(out), dtype=bool)
+    # The network permutes a power of four >= size; walking its cycle until we are back inside permutes range(size).
+    while todo.any():
+        x = out[todo]
+        left, right = x >> shift, x & mask
+        for key in keys:
+            left, right = right, left ^ (_round(right, key) & mask)
+        out[todo] = (left << shift) | right
+        todo = out >= size
+    return out.astype(np.int64)
+
+
+def step_rows(step: int, *, rows: int, global_batch_size: int, seed: int, max_epochs: int | None = None) -> np.ndarray:
+    """The (epoch, row) pairs of global step `step`.
+
+    Returns:
+        int64 [n, 2]: column 0 the epoch, column 1 the row in [0, rows); n is global_batch_size, or fewer (at least 0)
+        in the last step of a run that ends after max_epochs.
+    """
+    first = step * global_batch_size
+    stop = first + global_batch_size
+    if max_epochs is not None:
+        stop = min(stop, rows * max_epochs)
+    position = np.arange(first, max(stop, first), dtype=np.int64)
+    epoch, index = np.divmod(position, rows)
+    row = np.empty_like(index)
+    for e in np.unique(epoch):
+        here = epoch == e
+        row[here] = permute(index[here], rows, seed, int(e))
+    return np.stack([epoch, row], axis=1)
+
+
+def rank_share(step_rows: np.ndarray, rank: int, world_size: int, micro_batch_size: int) -> list[np.ndarray]:
+    """This rank's micro-batches of a step, as row sets [<= micro_batch_size, 2].
+
+    Every rank gets the same number of micro-batches (FSDP hangs otherwise); on a short step some may be short or empty.
+    """
+    mine = step_rows[rank::world_size]
+    longest = -(-len(step_rows) // world_size)
+    count = max(1, -(-longest // micro_batch_size))
+    return [mine[i * micro_batch_size : (i + 1) * micro_batch_size] for i in range(count)]
+
+
+def step_seed(seed: int, step: int, rank: int) -> int:
+    """The seed of everything random inside a step (dropout), so that no generator state needs saving."""
+    return mix64(seed, 0x5EED, step, rank) >> 1  # 63 bits: torch takes a signed integer

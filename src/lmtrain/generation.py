@@ -1,0 +1,46 @@
+"""Text from a model: a prompt in, its continuation out."""
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from lmtrain.models.attention import generation_mode
+
+
+def sample_text(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    prompt: str,
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.8,
+    top_k: int | None = 50,
+    seed: int = 0,
+) -> str:
+    """The continuation of `prompt` (without it), at most max_new_tokens tokens; temperature 0 is greedy.
+
+    The prompt is cut from the left so that prompt and continuation fit the model's positions. The global random
+    generators are left as they were found.
+    """
+    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"] or [tokenizer.eos_token_id]
+    room = model.config.max_position_embeddings - max_new_tokens
+    ids = ids[-max(1, room) :]
+    input_ids = torch.tensor([ids], device=model.device)
+    settings: dict[str, Any] = {"do_sample": False}
+    if temperature > 0:
+        settings = {"do_sample": True, "temperature": temperature, "top_k": top_k or 0, "top_p": 1.0}
+    devices = [model.device] if model.device.type == "cuda" else []
+    was_training = model.training
+    model.eval()
+    with torch.random.fork_rng(devices), torch.no_grad(), generation_mode(model):
+        torch.manual_seed(seed)
+        output = model.generate(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            max_new_tokens=max(1, min(max_new_tokens, model.config.max_position_embeddings - len(ids))),
+            pad_token_id=tokenizer.eos_token_id,
+            **settings,
+        )
+    model.train(was_training)
+    return tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True)

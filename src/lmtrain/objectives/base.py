@@ -1,0 +1,166 @@
+"""The training step every objective shares: one Lightning batch is one optimizer step.
+
+`training_step` gets the micro-batches of a whole step, counts their trained tokens, sums the loss over all of them and
+divides by that count once, so accumulation, ragged lengths, a short last step and the number of devices change nothing.
+Objectives say only what the loss of a micro-batch is.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from lmtrain.data.order import step_seed
+from lmtrain.errors import RunError
+from lmtrain.optim.groups import set_lr
+from lmtrain.optim.schedules import lr_factor
+from lmtrain.schema import Schedule
+
+
+class LossParts(NamedTuple):
+    """What an objective makes of a micro-batch; sums, not means, so that parts of a step add up."""
+
+    loss_sum: Tensor  # differentiable, summed over trained tokens
+    n_tokens: Tensor  # int64, trained tokens (the objective's unit of weight)
+    sums: dict[str, Tensor]  # detached sums over the same tokens, reported divided by the step's count
+
+
+class StepResult(NamedTuple):
+    """A finished optimizer step, still on the device: reading a value waits for it."""
+
+    step: int  # optimizer steps done, this one included
+    lr: float
+    grad_norm: Tensor  # global L2 norm before clipping
+    n_tokens: Tensor  # trained tokens of the step, all ranks
+    sums: dict[str, Tensor]  # this rank's sums
+
+
+class Objective(pl.LightningModule):
+    """Base of all objectives: scales, clips, steps, and hands numbers to the callbacks through `last_step`."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        schedule: Schedule,
+        *,
+        seed: int,
+        total_steps: int,
+        gradient_clip_val: float | None,
+        fingerprint: dict[str, Any],
+    ) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.model = model
+        self._optimizer, self.schedule = optimizer, schedule
+        self.seed, self.total_steps = seed, total_steps
+        self.gradient_clip_val = gradient_clip_val
+        self.fingerprint = fingerprint  # plain containers: what a resumed run must share with this one
+        self.grad_norm = torch.zeros(())
+        self.last_step: StepResult | None = None
+        self.val_sums: dict[str, Tensor] = {}
+        self.stop_requested = False  # this rank was asked to stop
+        self.stop_agreed = False  # some rank was: all know it, in the same step
+
+    def micro_batch_loss(self, batch: dict[str, Tensor]) -> LossParts:
+        """The loss of one micro-batch."""
+        raise NotImplementedError
+
+    def count_tokens(self, batch: dict[str, Tensor]) -> Tensor:
+        """Trained tokens of a micro-batch, known before its forward."""
+        raise NotImplementedError
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self._optimizer
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        step, micro_batches = int(batch["step"]), batch["micro_batches"]
+        if step != self.trainer.global_step:
+            raise RunError(f"the loader gave step {step} where {self.trainer.global_step} is due: please report this")
+        self._seed_step(step)
+        optimizer = self.optimizers()
+        factor = lr_factor(self.schedule, step, self.total_steps)
+        set_lr(self._optimizer, factor)
+
+        world_size = self.trainer.world_size
+        n_tokens = torch.stack([self.count_tokens(mb) for mb in micro_batches]).sum()
+        if world_size > 1:
+            n_tokens = self._agree(n_tokens)
+        # DDP averages gradients over ranks; times world_size makes that the sum.
+        scale = world_size / n_tokens.clamp(min=1)
+
+        sums: dict[str, Tensor] = {}
+        for i, micro_batch in enumerate(micro_batches):
+            with self._gradient_sync(last=i == len(micro_batches) - 1):
+                parts = self.micro_batch_loss(micro_batch)
+                self.manual_backward(parts.loss_sum * scale)
+            add_sums(sums, parts.sums)
+        optimizer.step()  # type: ignore[union-attr]  # clips first, in on_before_optimizer_step
+        optimizer.zero_grad(set_to_none=True)  # type: ignore[union-attr]
+        lr = self._optimizer.param_groups[0]["lr"]
+        self.last_step = StepResult(self.trainer.global_step, lr, self.grad_norm, n_tokens, sums)
+
+    def _agree(self, n_tokens: Tensor) -> Tensor:
+        """The world's trained tokens of the step; whether any rank was asked to stop rides along."""
+        counts = torch.stack([n_tokens, n_tokens.new_tensor(int(self.stop_requested))])
+        n_tokens, stops = self.trainer.strategy.reduce(counts, reduce_op="sum")
+        self.stop_agreed = bool(stops)
+        return n_tokens
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        # After every callback, so after the checkpoint. Lightning would validate once more before stopping.
+        if self.trainer.should_stop:
+            raise StopIteration
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Clips the global gradient norm; Lightning calls this after unscaling, in every precision."""
+        gradients = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if self.gradient_clip_val is not None:
+            parameters = [p for g in optimizer.param_groups for p in g["params"]]
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.gradient_clip_val, norm)
+        self.grad_norm = norm.detach()
+
+    @contextlib.contextmanager
+    def _gradient_sync(self, last: bool) -> Iterator[None]:
+        """Gradients travel between ranks once a step, with the last micro-batch's backward."""
+        ddp = self.trainer.model
+        if isinstance(ddp, torch.nn.parallel.DistributedDataParallel):
+            ddp.require_backward_grad_sync = last
+        yield
+
+    def _seed_step(self, step: int) -> None:
+        """Dropout and all else random in a step follow from (seed, step, rank): nothing to save, nothing to lose."""
+        seed = step_seed(self.seed, step, self.trainer.global_rank)
+        torch.default_generator.manual_seed(seed)
+        if self.device.type == "cuda":
+            torch.cuda.default_generators[self.device.index or 0].manual_seed(seed)
+
+    def on_validation_epoch_start(self) -> None:
+        self.val_sums = {}
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        parts = self.micro_batch_loss(batch)
+        add_sums(self.val_sums, {**parts.sums, "n_tokens": parts.n_tokens})
+
+    def validation_means(self) -> dict[str, float]:
+        """Token-weighted means over all ranks' validation rows; every rank must call it."""
+        names = sorted(self.val_sums)
+        totals = torch.stack([self.val_sums[n].double() for n in names])
+        if self.trainer.world_size > 1:
+            totals = self.trainer.strategy.reduce(totals, reduce_op="sum")
+        values = dict(zip(names, totals.tolist(), strict=True))
+        n_tokens = max(values.pop("n_tokens"), 1.0)
+        return {name: value / n_tokens for name, value in values.items()}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["fingerprint"] = self.fingerprint
+
+
+def add_sums(total: dict[str, Tensor], part: dict[str, Tensor]) -> None:
+    """Adds `part` into `total`, in place, name by name."""
+    for name, value in part.items():
+        total[name] = total[name] + value if name in total else value

@@ -1,0 +1,64 @@
+"""Where a run continues: the checkpoint, whether it belongs to this run, and what is cut back to its step."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lmtrain import checkpoint as store
+from lmtrain import run_dir
+from lmtrain.errors import UserError
+from lmtrain.run_dir import RunDir
+from lmtrain.schema import Config
+
+if TYPE_CHECKING:
+    from lmtrain.build import Run
+
+
+def find(config: Config, folder: RunDir, tell: Callable[[str], None]) -> Path | None:
+    """The checkpoint run.resume asks for, undamaged; `tell` gets what the user should know.
+
+    Raises:
+        UserError: a path given by hand does not exist or is damaged.
+    """
+    mode = run_dir.resume_mode(config)
+    if mode == "none":
+        return None
+    if mode == "auto":
+        newest = store.newest_complete(folder.checkpoints, tell)
+        if newest is None and config.run.resume == "auto":
+            tell(f"run.resume=auto: no checkpoint in {folder.checkpoints} yet, so this is a fresh start")
+        return newest
+    path = Path(mode).expanduser().resolve()
+    if not path.is_dir():
+        raise UserError(f"run.resume={mode}: no such checkpoint folder; run.resume=auto takes the newest of run.dir")
+    problem = store.damage(path)
+    if problem is not None:
+        raise UserError(
+            f"run.resume={mode} is not a complete checkpoint ({problem}); run.resume=auto takes the newest one"
+        )
+    return path
+
+
+def check_fingerprint(checkpoint: Path, ours: dict[str, Any]) -> None:
+    """Refuses to continue a run whose data, tokenizer, model, seed or batch changed: it would not be that run."""
+    theirs = torch.load(checkpoint / "trainer.pt", map_location="cpu", weights_only=True, mmap=True)["fingerprint"]
+    changed = [
+        f"{key} (then {theirs.get(key)}, now {ours.get(key)})" for key in ours if ours.get(key) != theirs.get(key)
+    ]
+    if changed:
+        raise UserError(
+            f"{checkpoint} was trained with other settings: {'; '.join(changed)}. Put them back to continue it, "
+            f"or give this run another run.name"
+        )
+
+
+def rewind(run: "Run", checkpoint: Path | None) -> str | None:
+    """Sweeps leftovers and cuts the run's logs back to the checkpoint's step; returns where it continues, in words."""
+    step = store.step_of(checkpoint) if checkpoint is not None else 0
+    store.sweep(run.dir.checkpoints)
+    run_dir.cut_back(run.dir.metrics, step)
+    run_dir.cut_back(run.dir.samples, step)
+    run.dir.summary.unlink(missing_ok=True)
+    return f"continues after step {step:,} ({checkpoint})" if checkpoint is not None else None

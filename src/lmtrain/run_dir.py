@@ -1,0 +1,176 @@
+"""The run's folder: what is in it, how it is written, how it is found again. Imports no torch."""
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from lmtrain import config as config_rules
+from lmtrain.errors import RunError, UserError
+from lmtrain.schema import Config
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Writes a small file so that a reader sees the old or the new content, never a half."""
+    temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise RunError(f"cannot write {path}: {error.strerror}; free space there or set run.dir elsewhere") from error
+
+
+def fsync_dir(path: Path) -> None:
+    """Makes renames inside `path` survive a power cut."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Paths inside one run's folder (contract: config.yaml, metrics.jsonl, summary.json, checkpoints/, export/)."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def export(self) -> Path:
+        return self.path / "export"
+
+    def discard_if_empty(self) -> None:
+        """Removes the folder if nothing was written to it: a config that was refused leaves nothing behind."""
+        for folder in (self.checkpoints, self.path):
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+    def read_summary(self) -> dict[str, Any] | None:
+        try:
+            return json.loads(self.summary.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except (OSError, json.JSONDecodeError) as error:
+            raise UserError(f"{self.summary} can't be read: {error}") from None
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        write_atomic(self.summary, json.dumps(summary, indent=2) + "\n")
+
+
+def locate(config: Config) -> Path:
+    """Where this run lives: run.dir, or <root>/<name>, or <root>/<date>_<time> (made unique)."""
+    if config.run.dir is not None:
+        return Path(config.run.dir).expanduser().absolute()
+    root = Path(config.run.root).expanduser().absolute()
+    if config.run.name is not None:
+        return root / config.run.name
+    stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    path, n = root / stamp, 1
+    while path.exists():
+        path, n = root / f"{stamp}_{n}", n + 1
+    return path
+
+
+def resume_mode(config: Config) -> str:
+    """none, auto, or a checkpoint's path; a named run continues unless told otherwise."""
+    if config.run.resume is not None:
+        return config.run.resume
+    return "auto" if config.run.name is not None else "none"
+
+
+def open_run(config: Config) -> RunDir:
+    """Makes or reopens the run's folder; sets config.run.dir to it.
+
+    Raises:
+        UserError: the folder can't be written, holds something else, or holds a run and resume=none.
+    """
+    path = locate(config)
+    run = RunDir(path)
+    if path.exists() and not path.is_dir():
+        raise UserError(f"run.dir={path} is a file: name a folder")
+    holds_run = run.config.exists()
+    if holds_run and resume_mode(config) == "none":
+        raise UserError(
+            f"{path} holds a run already, and nothing in it is overwritten: continue it with run.resume=auto, "
+            f"or choose another run.dir or run.name"
+        )
+    if path.is_dir() and not holds_run and any(p for p in path.iterdir() if ".tmp" not in p.name):
+        raise UserError(f"{path} holds files that are not a run of lmtrain's: choose another run.dir or run.name")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        run.checkpoints.mkdir(exist_ok=True)
+        probe = path / f"probe.tmp{os.getpid()}"
+        probe.write_text("")
+        probe.unlink()
+    except OSError as error:
+        raise UserError(f"cannot write the run folder {path}: {error.strerror}; set run.dir to one you can") from None
+    config.run.dir = str(path)
+    return run
+
+
+def write_config(run: RunDir, config: Config) -> None:
+    """config.yaml of the run; a resumed run's earlier one is kept as config.1.yaml and so on when it differs."""
+    text = config_rules.dump(config)
+    if run.config.exists():
+        if run.config.read_text(encoding="utf-8") == text:
+            return
+        n = 1
+        while (run.path / f"config.{n}.yaml").exists():
+            n += 1
+        shutil.copyfile(run.config, run.path / f"config.{n}.yaml")
+    write_atomic(run.config, text)
+
+
+def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """Rows of a JSON-lines file; a last line cut short by a kill is left out."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                yield json.loads(line)
+
+
+def cut_back(path: Path, step: int) -> None:
+    """Cuts a JSON-lines file back to the rows with `step` <= step, so that a resumed run writes each step once."""
+    if not path.exists():
+        return
+    keep = 0
+    with path.open("rb") as file:
+        for line in file:
+            if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+                break
+            keep += len(line)
+    with path.open("r+b") as file:
+        file.truncate(keep)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,100 @@
+"""The main job: compose, check, build, fit, export. `python -m lmtrain.train [overrides]`."""
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lmtrain import cli, errors, run_dir
+from lmtrain.run_dir import RunDir
+from lmtrain.schema import Config
+
+if TYPE_CHECKING:
+    from lmtrain.build import Run
+
+
+def train(config: Config) -> int:
+    """Trains as `config` says; returns the exit code. Torch is imported here, not before."""
+    from rich.console import Console
+
+    started = time.time()
+
+    console = Console()
+    folder = RunDir(run_dir.locate(config))
+    if is_finished(config, folder):
+        console.print(f"{folder.path} is finished: nothing to do. More steps: trainer.max_steps; a new run: run.name")
+        return errors.FINISHED
+    folder = run_dir.open_run(config)
+    try:
+        run, checkpoint, notes = prepare_run(config, folder, console, started)
+    except BaseException:
+        folder.discard_if_empty()
+        raise
+    run_dir.write_config(folder, config)
+    return fit_and_export(run, checkpoint, notes, started)
+
+
+def is_finished(config: Config, folder: RunDir) -> bool:
+    """Whether this very run has ended already: same config (but for where it runs) and a summary that says so."""
+    if run_dir.resume_mode(config) != "auto" or not folder.config.exists():
+        return False
+    summary = folder.read_summary()
+    if summary is None or summary["status"] not in ("finished", "stopped_early"):
+        return False
+    return summary["asked"] == asked(config)
+
+
+def asked(config: Config) -> dict[str, Any]:
+    """What decides when a run has ended."""
+    return {"max_steps": config.trainer.max_steps, "max_epochs": config.trainer.max_epochs}
+
+
+def prepare_run(config: Config, folder: RunDir, console: Any, started: float) -> "tuple[Run, Path | None, list[str]]":
+    """Builds everything and finds the checkpoint to continue from, before anything is written to the run's folder."""
+    from lmtrain import build, devices, resume
+
+    devices.resolve_auto(config)
+    devices.set_threads(config.trainer.num_threads, int(config.trainer.devices))
+    notes: list[str] = []
+    checkpoint = resume.find(config, folder, notes.append)
+    run = build.build(config, folder, console, started)
+    if checkpoint is not None:
+        resume.check_fingerprint(checkpoint, run.objective.fingerprint)
+    return run, checkpoint, notes
+
+
+def fit_and_export(run: "Run", checkpoint: Path | None, notes: list[str], started: float) -> int:
+    """Trains from `checkpoint` (or the start), writes summary.json, exports, and prints how it went."""
+    from lmtrain import plan, report, resume
+
+    resumed_from = resume.rewind(run, checkpoint)
+    plan.show(run, resumed_from, notes)
+    try:
+        run.trainer.fit(run.objective, datamodule=run.datamodule, ckpt_path=checkpoint, weights_only=True)
+    except BaseException as error:
+        report.write_summary(run, "failed", started, error=error)
+        raise
+    status = ending(run)
+    if status == "preempted":
+        report.write_summary(run, status, started)
+        report.say_how_to_go_on(run)
+        return errors.PREEMPTED
+    exported = report.export(run) if run.config.export.enabled else None
+    report.write_summary(run, status, started)
+    report.show(run, status, exported)
+    return errors.FINISHED
+
+
+def ending(run: "Run") -> str:
+    """finished, preempted or stopped_early."""
+    if run.trainer.global_step >= run.total_steps:
+        return "finished"
+    return "preempted" if run.preemption.stopped else "stopped_early"
+
+
+def main(argv: list[str] | None = None) -> int:
+    return cli.run("train", train, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
