@@ -1,6 +1,5 @@
 """The run's folder: what is in it, how it is written, how it is found again. Imports no torch."""
 
-import contextlib
 import json
 import os
 import shutil
@@ -68,11 +67,11 @@ class RunDir:
     def export(self) -> Path:
         return self.path / "export"
 
-    def discard_if_empty(self) -> None:
-        """Removes the folder if nothing was written to it: a config that was refused leaves nothing behind."""
-        for folder in (self.checkpoints, self.path):
-            with contextlib.suppress(OSError):
-                folder.rmdir()
+    def discard_if_unused(self) -> None:
+        """Removes a new folder in which no training began: a config that was refused leaves nothing behind."""
+        if self.metrics.exists() or self.summary.exists() or checkpoint_names(self.checkpoints):
+            return
+        shutil.rmtree(self.path, ignore_errors=True)
 
     def read_summary(self) -> dict[str, Any] | None:
         try:
@@ -84,6 +83,10 @@ class RunDir:
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         write_atomic(self.summary, json.dumps(summary, indent=2) + "\n")
+
+
+def checkpoint_names(folder: Path) -> list[str]:
+    return [p.name for p in folder.glob("step_*")]
 
 
 def locate(config: Config) -> Path:

@@ -1,11 +1,13 @@
 """The main job: compose, check, build, fit, export. `python -m lmtrain.train [overrides]`."""
 
+import os
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lmtrain import cli, errors, run_dir
+from lmtrain.config import batch_split
 from lmtrain.run_dir import RunDir
 from lmtrain.schema import Config
 
@@ -14,23 +16,37 @@ if TYPE_CHECKING:
 
 
 def train(config: Config) -> int:
-    """Trains as `config` says; returns the exit code. Torch is imported here, not before."""
+    """Trains as `config` says, in this process or in one per device; returns the exit code."""
+    folder = RunDir(run_dir.locate(config))
+    if is_finished(config, folder):
+        print(f"{folder.path} is finished: nothing to do. More steps: trainer.max_steps; a new run: run.name")
+        return errors.FINISHED
+    folder = run_dir.open_run(config)
+    fresh = not folder.config.exists()
+    try:
+        from lmtrain import devices, launch
+
+        devices.resolve_auto(config)
+        processes = int(config.trainer.devices)
+        if processes == 1:
+            return run_in_process(config, folder)
+        batch_split(config.data.global_batch_size, config.data.micro_batch_size, processes * config.trainer.num_nodes)
+        run_dir.write_config(folder, config)
+        return launch.launch(folder, processes)
+    finally:
+        if fresh:
+            folder.discard_if_unused()
+
+
+def run_in_process(config: Config, folder: RunDir) -> int:
+    """One rank, or the whole run on one device. Torch is imported here, not before."""
     from rich.console import Console
 
     started = time.time()
-
-    console = Console()
-    folder = RunDir(run_dir.locate(config))
-    if is_finished(config, folder):
-        console.print(f"{folder.path} is finished: nothing to do. More steps: trainer.max_steps; a new run: run.name")
-        return errors.FINISHED
-    folder = run_dir.open_run(config)
-    try:
-        run, checkpoint, notes = prepare_run(config, folder, console, started)
-    except BaseException:
-        folder.discard_if_empty()
-        raise
-    run_dir.write_config(folder, config)
+    console = Console(quiet=os.environ.get("RANK", "0") != "0")
+    run, checkpoint, notes = prepare_run(config, folder, console, started)
+    if run.trainer.is_global_zero:
+        run_dir.write_config(folder, config)
     return fit_and_export(run, checkpoint, notes, started)
 
 
@@ -53,7 +69,6 @@ def prepare_run(config: Config, folder: RunDir, console: Any, started: float) ->
     """Builds everything and finds the checkpoint to continue from, before anything is written to the run's folder."""
     from lmtrain import build, devices, resume
 
-    devices.resolve_auto(config)
     devices.set_threads(config.trainer.num_threads, int(config.trainer.devices))
     notes: list[str] = []
     checkpoint = resume.find(config, folder, notes.append)

@@ -1,0 +1,83 @@
+"""One composition, many ranks: the parent has resolved the config; ranks read it from the run's folder.
+
+A rank never parses the command line. Torch's elastic launcher starts the ranks, passes signals on and ends all when one
+fails; Lightning's TorchElasticEnvironment takes it from there.
+"""
+
+import os
+import signal
+import sys
+import uuid
+from pathlib import Path
+
+from lmtrain import cli, errors
+from lmtrain.errors import RunError, UserError
+from lmtrain.run_dir import RunDir
+
+_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+_SHUTDOWN_SECONDS = 300  # time for ranks to reach their step's end and save after a signal
+
+
+def is_rank() -> bool:
+    """Whether a launcher (ours, torchrun) started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def launch(run: RunDir, processes: int) -> int:
+    """Runs `processes` ranks on run.config; returns the run's exit code."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    settings = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.2,
+        signals_to_handle=_SIGNALS,
+        shutdown_timeout=_SHUTDOWN_SECONDS,
+        logs_specs=DefaultLogsSpecs(log_dir=str(run.path / "ranks")),
+    )
+    try:
+        elastic_launch(settings, sys.executable)("-m", "lmtrain.launch", str(run.config))
+    except ChildFailedError as failure:
+        rank, first = failure.get_first_failure()
+        if first.exitcode == errors.WRONG_INPUT:
+            return errors.WRONG_INPUT  # rank 0 has said why
+        cli.print_error(f"rank {rank} failed first, with exit code {first.exitcode}; its traceback stands above")
+        return errors.FAILED
+    except SignalException:
+        pass  # passed on to the ranks, who saved
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    summary = run.read_summary()
+    if summary is None:
+        cli.print_error(f"the ranks ended without a summary in {run.path}: stopped before training began")
+        return errors.FAILED
+    return errors.PREEMPTED if summary["status"] == "preempted" else errors.FINISHED
+
+
+def rank_main(config_path: Path) -> int:
+    """One rank: reads the config and trains. A preempted rank exits 0, as its siblings must; summary.json tells."""
+    from lmtrain import config as rules
+    from lmtrain import train
+
+    try:
+        code = train.run_in_process(rules.load(config_path), RunDir(config_path.parent))
+    except (UserError, RunError) as error:
+        if os.environ.get("RANK", "0") == "0" or isinstance(error, RunError):
+            cli.print_error(str(error))
+        return error.exit_code
+    return errors.FINISHED if code == errors.PREEMPTED else code
+
+
+if __name__ == "__main__":
+    sys.exit(rank_main(Path(sys.argv[1])))
