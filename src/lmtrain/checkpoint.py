@@ -151,6 +151,17 @@ class FolderCheckpointIO(CheckpointIO):
 Scores = list[tuple[int, float | None]]  # (step, validation score if that step was validated)
 
 
+def scores(folder: Path, monitor: str) -> Scores:
+    """Each checkpoint's step and its value of `monitor`, from the manifests; a damaged manifest scores nothing."""
+    found: Scores = []
+    for path in scan(folder):
+        try:
+            found.append((step_of(path), read_manifest(path)["metrics"].get(monitor)))
+        except (OSError, json.JSONDecodeError, KeyError):
+            found.append((step_of(path), None))
+    return found
+
+
 def _ranked(scores: Scores, mode: str) -> list[int]:
     """Steps with a score, best first; of equal ones the earlier."""
     sign = 1 if mode == "min" else -1

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 VERBS = {
     "train": "train a model: compose, check, train, export",
     "prepare": "source text to tokenizer and bins, without training",
+    "export": "a run's checkpoint to a Hugging Face folder",
+    "generate": "text from a run, an export or a hub name",
+    "verify": "proves exact resume on this very config and machine",
 }
 
 

@@ -32,9 +32,7 @@ def versions() -> dict[str, str]:
 def write_summary(run: "Run", status: str, started: float, error: BaseException | None = None) -> dict[str, Any]:
     """summary.json: written last, so its presence says that the run has ended and how."""
     checkpoints = store.scan(run.dir.checkpoints)
-    scores = [
-        (store.step_of(p), store.read_manifest(p)["metrics"].get(run.config.checkpoint.monitor)) for p in checkpoints
-    ]
+    scores = store.scores(run.dir.checkpoints, run.config.checkpoint.monitor)
     best = store.best_of(scores, run.config.checkpoint.mode)
     metrics = run.metrics
     summary = {

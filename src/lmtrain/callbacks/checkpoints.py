@@ -37,13 +37,8 @@ class Checkpoints(Checkpoint):
         score = self._score(step)
         if score is None or self.cfg.keep_best == 0:
             return False
-        earlier = self._scores()
+        earlier = store.scores(self.folder, self.cfg.monitor)
         return store.best_of([*earlier, (step, score)], self.cfg.mode) == step
-
-    def _scores(self) -> store.Scores:
-        return [
-            (store.step_of(p), store.read_manifest(p)["metrics"].get(self.cfg.monitor)) for p in store.scan(self.folder)
-        ]
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -68,7 +63,7 @@ class Checkpoints(Checkpoint):
     def prune(self, trainer: pl.Trainer) -> None:
         """Removes what retention does not keep, by scanning the folder: nothing is remembered, nothing can be stale."""
         found = {store.step_of(p): p for p in store.scan(self.folder)}
-        scores, cfg = self._scores(), self.cfg
+        scores, cfg = store.scores(self.folder, self.cfg.monitor), self.cfg
         keep = store.to_keep(scores, cfg.keep_last, cfg.keep_best, cfg.keep_every, cfg.mode)
         store.link(self.folder, "last", found[max(found)])
         best = store.best_of(scores, cfg.mode)

@@ -108,6 +108,7 @@ class Metrics(pl.Callback):
         seconds, tokens = self.clock.elapsed(), int(tokens_seen) - self.tokens_logged
         self.train_seconds, self.train_tokens = self.train_seconds + seconds, self.train_tokens + tokens
         row: Row = {"step": result.step, "tokens_seen": int(tokens_seen)}
+        row["rows"] = result.rows
         row |= {f"train/{n}": v / max(n_tokens, 1) for n, v in zip(names, values, strict=False)}
         row |= {"lr": result.lr, "grad_norm": grad_norm, "tokens_per_s": round(tokens / seconds, 1)}
         row |= {

@@ -1,5 +1,6 @@
 """The LightningDataModule: loaders whose items are whole optimizer steps (training) or micro-batches (validation)."""
 
+import zlib
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -23,7 +24,10 @@ class Rows(Protocol):
 
 
 class StepDataset(Dataset):
-    """Item s is this rank's share of optimizer step s: {"step": s, "micro_batches": [...]}."""
+    """Item s is this rank's share of optimizer step s: {"step": s, "rows": hash, "micro_batches": [...]}.
+
+    `rows` is a checksum of the (epoch, row) pairs of the whole step, all ranks: equal when the same data was seen.
+    """
 
     def __init__(
         self,
@@ -50,7 +54,7 @@ class StepDataset(Dataset):
         )
         shares = order.rank_share(chosen, self.rank, self.world_size, self.micro_batch_size)
         micro_batches = [self.rows.read(share) if len(share) else self.rows.empty() for share in shares]
-        return {"step": step, "micro_batches": micro_batches}
+        return {"step": step, "rows": f"{zlib.crc32(chosen.tobytes()):08x}", "micro_batches": micro_batches}
 
 
 class StepSampler(Sampler[int]):

@@ -32,6 +32,7 @@ class StepResult(NamedTuple):
     """A finished optimizer step, still on the device: reading a value waits for it."""
 
     step: int  # optimizer steps done, this one included
+    rows: str  # checksum of the rows it trained on
     lr: float
     grad_norm: Tensor  # global L2 norm before clipping
     n_tokens: Tensor  # trained tokens of the step, all ranks
@@ -101,7 +102,7 @@ class Objective(pl.LightningModule):
         optimizer.step()  # type: ignore[union-attr]  # clips first, in on_before_optimizer_step
         optimizer.zero_grad(set_to_none=True)  # type: ignore[union-attr]
         lr = self._optimizer.param_groups[0]["lr"]
-        self.last_step = StepResult(self.trainer.global_step, lr, self.grad_norm, n_tokens, sums)
+        self.last_step = StepResult(self.trainer.global_step, batch["rows"], lr, self.grad_norm, n_tokens, sums)
 
     def _agree(self, n_tokens: Tensor) -> Tensor:
         """The world's trained tokens of the step; whether any rank was asked to stop rides along."""
