@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from rich.console import Console
 
+from lmtrain.callbacks.bad_steps import BadSteps
 from lmtrain.callbacks.checkpoints import Checkpoints
 from lmtrain.callbacks.metrics import Metrics
 from lmtrain.callbacks.preemption import Preemption
@@ -38,6 +39,7 @@ from lmtrain.models.build import build_model
 from lmtrain.models.language_model import LanguageModel, compile_model, enable_activation_checkpointing
 from lmtrain.objectives.base import Objective
 from lmtrain.objectives.causal_lm import CausalLM
+from lmtrain.objectives.guard import StepGuard
 from lmtrain.optim.optimizers import build_optimizer
 from lmtrain.run_dir import RunDir
 from lmtrain.schema import Config
@@ -140,6 +142,7 @@ def build_objective(config: Config, corpus: Corpus, total_steps: int) -> Objecti
         seed=config.seed,
         total_steps=total_steps,
         gradient_clip_val=config.trainer.gradient_clip_val,
+        guard=StepGuard(config.trainer.spike_factor, config.trainer.spike_window),
         fingerprint=fingerprint(config, corpus, hf_model),
     )
 
@@ -183,7 +186,8 @@ def build_callbacks(
     """In the order they run: numbers, validation, stopping, samples, the screen, a user's own, the checkpoint last."""
     cb, t = config.callbacks, config.trainer
     validation = Validation(metrics, every_n_steps=t.val_check_interval, total_steps=total_steps)
-    callbacks: list[pl.Callback] = [metrics, validation, preemption]
+    bad_steps = BadSteps(run_dir.path, t.max_bad_steps, t.log_every_n_steps)
+    callbacks: list[pl.Callback] = [metrics, bad_steps, validation, preemption]
     if cb.early_stopping.enabled:
         es = cb.early_stopping
         callbacks.append(
@@ -298,7 +302,7 @@ def build_trainer(config: Config, run_dir: RunDir, callbacks: list[pl.Callback],
         logger=build_loggers(config, run_dir),
         log_every_n_steps=2**62,  # the Metrics callback feeds the loggers
         callbacks=callbacks,
-        plugins=[FolderCheckpointIO()],
+        plugins=[FolderCheckpointIO(background=config.checkpoint.async_save)],
         default_root_dir=Path(run_dir.path),
         benchmark=False,
         inference_mode=True,

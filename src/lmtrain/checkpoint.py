@@ -10,6 +10,8 @@ import json
 import os
 import re
 import shutil
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -98,39 +100,82 @@ def load_weights(path: Path) -> dict[str, torch.Tensor]:
     return torch.load(path / "model.pt", map_location="cpu", weights_only=True)
 
 
+def publish(checkpoint: dict[str, Any], path: Path) -> None:
+    """Writes a checkpoint so that `path` is complete or absent.
+
+    Raises:
+        RunError: the disk is full or gone; what was there before is untouched.
+    """
+    if path.exists() and damage(path) is None:
+        return  # the same step of the same run: a good checkpoint is never overwritten
+    temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        rest = {key: value for key, value in checkpoint.items() if key != "state_dict"}
+        files = {
+            "model.pt": _write(temporary / "model.pt", checkpoint["state_dict"]),
+            "trainer.pt": _write(temporary / "trainer.pt", rest),
+        }
+        manifest = {"step": checkpoint["global_step"], "metrics": checkpoint.get("metrics", {}), "files": files}
+        write_atomic(temporary / MANIFEST, json.dumps(manifest, indent=2))
+        fsync_dir(temporary)
+        if path.exists():  # damaged
+            shutil.rmtree(path)
+        os.rename(temporary, path)
+        fsync_dir(path.parent)
+    except (OSError, RuntimeError, RunError) as error:  # torch.save reports a failed write as RuntimeError
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise RunError(
+            f"cannot write the checkpoint {path}: {getattr(error, 'strerror', None) or error}; the ones before it are "
+            f"untouched. Free space there, or set checkpoint.keep_last lower, then run the same command with "
+            f"run.resume=auto"
+        ) from error
+
+
 class FolderCheckpointIO(CheckpointIO):
-    """Lightning's checkpoint dict to and from a folder."""
+    """Lightning's checkpoint dict to and from a folder.
+
+    With `background`, a save copies the tensors to host memory and returns; a thread writes. The next save, and the end
+    of training, wait for it and raise its error. `published` is called after each checkpoint is in place.
+    """
+
+    def __init__(self, background: bool = False) -> None:
+        self.background = background
+        self.published: Callable[[], None] = lambda: None
+        self._writer: threading.Thread | None = None
+        self._error: BaseException | None = None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        path = Path(path)
-        if path.exists() and damage(path) is None:
-            return  # the same step of the same run: a good checkpoint is never overwritten
-        temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
-        shutil.rmtree(temporary, ignore_errors=True)
+        self.wait()
+        if not self.background:
+            publish(checkpoint, Path(path))
+            self.published()
+            return
+        snapshot = torch.utils._pytree.tree_map_only(
+            torch.Tensor, lambda t: t.detach().to("cpu", copy=True), checkpoint
+        )
+        self._writer = threading.Thread(target=self._write_beside, args=(snapshot, Path(path)), name="checkpoint")
+        self._writer.start()
+
+    def _write_beside(self, snapshot: dict[str, Any], path: Path) -> None:
         try:
-            temporary.mkdir(parents=True)
-            rest = {key: value for key, value in checkpoint.items() if key != "state_dict"}
-            files = {
-                "model.pt": _write(temporary / "model.pt", checkpoint["state_dict"]),
-                "trainer.pt": _write(temporary / "trainer.pt", rest),
-            }
-            manifest = {
-                "step": checkpoint["global_step"],
-                "metrics": checkpoint.get("metrics", {}),
-                "files": files,
-            }
-            write_atomic(temporary / MANIFEST, json.dumps(manifest, indent=2))
-            fsync_dir(temporary)
-            if path.exists():  # damaged
-                shutil.rmtree(path)
-            os.rename(temporary, path)
-            fsync_dir(path.parent)
-        except OSError as error:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise RunError(
-                f"cannot write the checkpoint {path}: {error.strerror}; the ones before it are untouched. "
-                f"Free space there, or set checkpoint.keep_last lower, then run the same command with run.resume=auto"
-            ) from error
+            publish(snapshot, path)
+            self.published()
+        except BaseException as error:  # raised where the training thread waits
+            self._error = error
+
+    def wait(self) -> None:
+        """Waits for a save in flight; raises its error."""
+        if self._writer is not None:
+            self._writer.join()
+            self._writer = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def teardown(self) -> None:
+        self.wait()
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None

@@ -183,6 +183,8 @@ def _check_ranges(c: Config) -> None:
         "model.vocab_multiple_of": c.model.vocab_multiple_of,
         "callbacks.early_stopping.patience": c.callbacks.early_stopping.patience,
         "checkpoint.keep_every": c.checkpoint.keep_every,
+        "trainer.max_bad_steps": c.trainer.max_bad_steps,
+        "trainer.spike_window": c.trainer.spike_window,
         "checkpoint.keep_last": c.checkpoint.keep_last,
     }
     for key, value in at_least_one.items():

@@ -66,6 +66,7 @@ class Data:
     config_name: str | None
     revision: str | None
     path: Any  # a file, folder or glob, or a list of them
+    val_path: Any  # the same, held out for validation
     format: str  # auto, text, jsonl, json, parquet, arrow
     text_column: Any  # a column or a list of columns, joined by column_separator
     column_separator: str
@@ -104,7 +105,7 @@ class Optimizer:
     name: str
     lr: float
     weight_decay: float
-    groups: list[dict[str, Any]]  # [{pattern, lr, weight_decay}], first match wins
+    groups: list[dict[str, Any]]  # [{pattern, lr, weight_decay, name}], first match wins
     fused: bool | str | None = None
     betas: Any = None
     eps: float | None = None
@@ -113,6 +114,9 @@ class Optimizer:
     ns_steps: int | None = None
     clip_threshold: float | None = None
     beta2_decay: float | None = None
+    min_parameter_rms: float | None = None
+    adamw_pattern: str | None = None
+    full_state_pattern: str | None = None
 
 
 @dataclass(kw_only=True)
@@ -142,6 +146,9 @@ class Trainer:
     log_every_n_steps: int
     save_every_n_steps: int | None
     gradient_clip_val: float | None
+    max_bad_steps: int
+    spike_factor: float | None
+    spike_window: int
     compile: bool | str
     activation_checkpointing: bool | str
     num_threads: int | None
@@ -184,6 +191,7 @@ class Checkpoint:
     keep_last: int
     keep_best: int
     keep_every: int | None
+    async_save: bool
     monitor: str
     mode: str
 

@@ -48,9 +48,10 @@ class Checkpoints(Checkpoint):
                 self.save(trainer)
 
     def save(self, trainer: pl.Trainer) -> None:
+        io = trainer.strategy.checkpoint_io
+        assert isinstance(io, store.FolderCheckpointIO)
+        io.published = lambda: self.prune(io)
         trainer.save_checkpoint(self.folder / store.name_of(trainer.global_step))
-        if trainer.is_global_zero:
-            self.prune(trainer)
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -60,7 +61,7 @@ class Checkpoints(Checkpoint):
         validated = val.get("step") == trainer.global_step
         checkpoint["metrics"] = {k: v for k, v in val.items() if k != "step"} if validated else {}
 
-    def prune(self, trainer: pl.Trainer) -> None:
+    def prune(self, io: store.FolderCheckpointIO) -> None:
         """Removes what retention does not keep, by scanning the folder: nothing is remembered, nothing can be stale."""
         found = {store.step_of(p): p for p in store.scan(self.folder)}
         scores, cfg = store.scores(self.folder, self.cfg.monitor), self.cfg
@@ -70,4 +71,4 @@ class Checkpoints(Checkpoint):
         if best is not None:
             store.link(self.folder, "best", found[best])
         for step in found.keys() - keep:
-            trainer.strategy.checkpoint_io.remove_checkpoint(found[step])
+            io.remove_checkpoint(found[step])

@@ -5,6 +5,7 @@ Values stay on the device until a row is due, so a step that is not logged never
 
 import contextlib
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -108,7 +109,7 @@ class Metrics(pl.Callback):
         seconds, tokens = self.clock.elapsed(), int(tokens_seen) - self.tokens_logged
         self.train_seconds, self.train_tokens = self.train_seconds + seconds, self.train_tokens + tokens
         row: Row = {"step": result.step, "tokens_seen": int(tokens_seen)}
-        row["rows"] = result.rows
+        row |= {"rows": result.rows, "bad_steps": module.guard.counts()[0]}
         row |= {f"train/{n}": v / max(n_tokens, 1) for n, v in zip(names, values, strict=False)}
         row |= {"lr": result.lr, "grad_norm": grad_norm, "tokens_per_s": round(tokens / seconds, 1)}
         row |= {
@@ -144,7 +145,8 @@ class Metrics(pl.Callback):
             return
         if self._file is None:
             self._file = self.path.open("a", encoding="utf-8")
-        self._file.write(json.dumps({**row, "time": round(time.time(), 3)}) + "\n")
+        strict = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+        self._file.write(json.dumps({**strict, "time": round(time.time(), 3)}, allow_nan=False) + "\n")
         self._file.flush()
         for logger in trainer.loggers:
             logger.log_metrics({k: v for k, v in row.items() if k != "step"}, step=row["step"])

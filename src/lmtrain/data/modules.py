@@ -44,14 +44,18 @@ class StepDataset(Dataset):
         self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
         self.rank, self.world_size = rank, world_size
 
-    def __getitem__(self, step: int) -> dict[str, Any]:
-        chosen = order.step_rows(
+    def row_ids(self, step: int) -> np.ndarray:
+        """(epoch, row) pairs of the whole step, all ranks: int64 [n, 2]."""
+        return order.step_rows(
             step,
             rows=len(self.rows),
             global_batch_size=self.global_batch_size,
             seed=self.seed,
             max_epochs=self.max_epochs,
         )
+
+    def __getitem__(self, step: int) -> dict[str, Any]:
+        chosen = self.row_ids(step)
         shares = order.rank_share(chosen, self.rank, self.world_size, self.micro_batch_size)
         micro_batches = [self.rows.read(share) if len(share) else self.rows.empty() for share in shares]
         return {"step": step, "rows": f"{zlib.crc32(chosen.tobytes()):08x}", "micro_batches": micro_batches}

@@ -1,10 +1,10 @@
 """Which rows make up optimizer step s: a pure function of (seed, step), so a run resumes by starting at step s.
 
 The training stream is epoch after epoch, each epoch a permutation of all rows keyed by (seed, epoch). Step s takes
-the rows s * G .. s * G + G - 1 of that stream (G: global batch), whatever the number of devices; the last step of a run
-that ends by epochs takes what is left. Nothing is stored: the permutation is computed index by index (a Feistel network with
-cycle walking; Black and Rogaway 2002, "Ciphers with arbitrary finite domains"), so a corpus of a trillion tokens costs
-no memory.
+the rows s * G .. s * G + G - 1 of that stream (G: global batch), whatever the number of devices; the last step of a
+run that ends by epochs takes what is left. Nothing is stored: the permutation is computed index by index (a Feistel
+network with cycle walking; Black and Rogaway 2002, "Ciphers with arbitrary finite domains"), so a corpus of a trillion
+tokens costs no memory.
 """
 
 import numpy as np

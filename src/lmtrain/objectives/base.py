@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lmtrain.data.order import step_seed
 from lmtrain.errors import RunError
+from lmtrain.objectives.guard import StepGuard
 from lmtrain.optim.groups import set_lr
 from lmtrain.optim.schedules import lr_factor
 from lmtrain.schema import Schedule
@@ -51,6 +52,7 @@ class Objective(pl.LightningModule):
         seed: int,
         total_steps: int,
         gradient_clip_val: float | None,
+        guard: StepGuard,
         fingerprint: dict[str, Any],
     ) -> None:
         super().__init__()
@@ -59,6 +61,8 @@ class Objective(pl.LightningModule):
         self._optimizer, self.schedule = optimizer, schedule
         self.seed, self.total_steps = seed, total_steps
         self.gradient_clip_val = gradient_clip_val
+        self.guard = guard
+        self.step_loss: Tensor | None = None  # the running step's mean loss, where the guard looks for spikes
         self.fingerprint = fingerprint  # plain containers: what a resumed run must share with this one
         self.grad_norm = torch.zeros(())
         self.last_step: StepResult | None = None
@@ -99,6 +103,7 @@ class Objective(pl.LightningModule):
                 parts = self.micro_batch_loss(micro_batch)
                 self.manual_backward(parts.loss_sum * scale)
             add_sums(sums, parts.sums)
+        self.step_loss = self._mean_loss(sums, n_tokens) if self.guard.spike_factor is not None else None
         optimizer.step()  # type: ignore[union-attr]  # clips first, in on_before_optimizer_step
         optimizer.zero_grad(set_to_none=True)  # type: ignore[union-attr]
         lr = self._optimizer.param_groups[0]["lr"]
@@ -116,14 +121,25 @@ class Objective(pl.LightningModule):
         if self.trainer.should_stop:
             raise StopIteration
 
+    def _mean_loss(self, sums: dict[str, Tensor], n_tokens: Tensor) -> Tensor:
+        loss = sums["loss"]
+        if self.trainer.world_size > 1:
+            loss = self.trainer.strategy.reduce(loss, reduce_op="sum")
+        return loss / n_tokens.clamp(min=1)
+
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Clips the global gradient norm; Lightning calls this after unscaling, in every precision."""
+        """Clips the global gradient norm and drops a bad step; called after unscaling, in every precision."""
         gradients = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         if self.gradient_clip_val is not None:
             parameters = [p for g in optimizer.param_groups for p in g["params"]]
             torch.nn.utils.clip_grads_with_norm_(parameters, self.gradient_clip_val, norm)
         self.grad_norm = norm.detach()
+        bad = self.guard.judge(self.trainer.global_step, self.step_loss, self.grad_norm)
+        if norm.device.type == "cuda" and optimizer.defaults.get("fused"):
+            optimizer.found_inf = bad.float()  # the fused kernel leaves weights and state alone, no host sync
+        elif bad:
+            optimizer.zero_grad(set_to_none=True)  # parameters without a gradient are left alone
 
     @contextlib.contextmanager
     def _gradient_sync(self, last: bool) -> Iterator[None]:
@@ -159,6 +175,13 @@ class Objective(pl.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["fingerprint"] = self.fingerprint
+        checkpoint["guard"] = self.guard.state_dict()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.guard.load_state_dict(checkpoint["guard"])
+
+    def on_train_start(self) -> None:
+        self.guard.to(self.device)
 
 
 def add_sums(total: dict[str, Tensor], part: dict[str, Tensor]) -> None:
