@@ -1,0 +1,1 @@
+"""Parameter groups, optimizers and learning-rate schedules; plain PyTorch, no Lightning or Hydra."""

@@ -1,0 +1,103 @@
+"""Adafactor: Adam's second moment kept as one row and one column. Shazeer & Stern 2018 (arXiv:1804.04235).
+
+Why not a library's: torch's caps the step at 1/sqrt(t) behind the schedule's back, waits for the GPU twice a parameter
+and fails on sharded parameters; transformers' fails on those too and, with bfloat16 weights, doesn't resume exactly.
+"""
+
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Adafactor(torch.optim.Optimizer):
+    """Algorithms 4 and 5 of the paper without momentum; the relative step size is the given `lr`.
+
+    A parameter moves by `lr` times its own root mean square (at least `min_parameter_rms`, the paper's epsilon_2), its
+    update's root mean square clipped to `clip_threshold`. Weight decay is decoupled: lr * weight_decay, as in AdamW.
+    State in float32: `step`, and `row` [..., rows] and `column` [..., columns] of a matrix or `square` of a vector.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-2,
+        beta2_decay: float = -0.8,
+        eps: float = 1e-30,
+        min_parameter_rms: float = 1e-3,
+        clip_threshold: float = 1.0,
+        weight_decay: float = 0.0,
+    ) -> None:
+        for name, value, right in (
+            ("beta2_decay", beta2_decay, beta2_decay <= 0),
+            ("eps", eps, eps >= 0),
+            ("min_parameter_rms", min_parameter_rms, min_parameter_rms >= 0),
+            ("clip_threshold", clip_threshold, clip_threshold > 0),
+        ):
+            if not right:
+                raise ValueError(f"{name}={value} is out of range")
+        defaults = {
+            "lr": lr,
+            "beta2_decay": beta2_decay,
+            "eps": eps,
+            "min_parameter_rms": min_parameter_rms,
+            "clip_threshold": clip_threshold,
+            "weight_decay": weight_decay,
+        }
+        super().__init__(params, defaults)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores the state as it was saved, in float32; torch alone would cast it to the parameters' dtype."""
+        super().load_state_dict(state_dict)
+        saved_ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        parameters = chain.from_iterable(group["params"] for group in self.param_groups)
+        for saved_id, parameter in zip(saved_ids, parameters, strict=True):
+            for key, value in state_dict["state"].get(saved_id, {}).items():
+                device = value.device if key == "step" else parameter.device
+                self.state[parameter][key] = value.to(device, copy=True)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+        return loss
+
+    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        gradient = parameter.grad.float()  # type: ignore[union-attr]
+        state = self.state[parameter]
+        if not state:
+            state.update(_initial_state(gradient))
+        state["step"] += 1
+        weight = state["step"].item() ** group["beta2_decay"]  # 1 - beta2; `step` is on the CPU, so nothing waits
+        square = gradient.square() + group["eps"]
+        if parameter.ndim >= 2:
+            row = state["row"].lerp_(square.mean(-1), weight)  # [..., rows]
+            column = state["column"].lerp_(square.mean(-2), weight)  # [..., columns]
+            row_factor = (row / row.mean(-1, keepdim=True)).rsqrt().unsqueeze(-1)
+            update = gradient * row_factor * column.rsqrt().unsqueeze(-2)
+        else:
+            update = gradient * state["square"].lerp_(square, weight).rsqrt()
+        clip = (_rms(update) / group["clip_threshold"]).clamp(min=1)
+        scale = _rms(parameter.float()).clamp(min=group["min_parameter_rms"])
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.sub_((update * (group["lr"] * scale / clip)).to(parameter.dtype))
+
+
+def _initial_state(gradient: Tensor) -> dict[str, Tensor]:
+    shape, step = gradient.shape, torch.zeros((), dtype=torch.float32)
+    if gradient.ndim < 2:
+        return {"step": step, "square": torch.zeros_like(gradient)}
+    column = gradient.new_zeros([*shape[:-2], shape[-1]])
+    return {"step": step, "row": gradient.new_zeros(shape[:-1]), "column": column}
+
+
+def _rms(tensor: Tensor) -> Tensor:
+    return tensor.square().mean().sqrt()

@@ -1,0 +1,179 @@
+"""Which parameters are trained with which learning rate and weight decay.
+
+Weight decay is for matrices. Everything of two or more dimensions decays, embeddings and the output layer included, as
+in GPT-2/3, Llama and nanoGPT; biases and norms never do. (OLMo 2, arXiv:2501.00656, leaves the embeddings out:
+`optimizer.groups=[{pattern: embed|wte|wpe, weight_decay: 0}]`.)
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lmtrain.errors import UserError
+from lmtrain.schema import Optimizer
+
+RULE_KEYS = ("pattern", "lr", "weight_decay", "name")
+# Some biases (of experts) and norms (of heads) have two dimensions, so their names decide.
+_BIAS_OR_NORM = re.compile(r"bias$|norm[^.]*(\.weight)?$", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """One entry of optimizer.groups; an empty pattern takes what no other rule did."""
+
+    name: str
+    pattern: str
+    lr: float
+    weight_decay: float
+
+
+def parameter_groups(named_parameters: Iterable[tuple[str, nn.Parameter]], cfg: Optimizer) -> list[dict[str, Any]]:
+    """The trainable parameters, each in exactly one group, as `torch.optim` takes them.
+
+    A group has `params` and their `param_names`, its own `name`, `lr` and `base_lr` (the same until `set_lr`), and
+    `weight_decay`; for Muon also `algorithm`: muon or adamw. What no pattern takes comes first. Frozen parameters are
+    left out, tied ones stand once, under their first name.
+
+    Raises UserError if nothing is trainable, or an entry of cfg.groups is malformed or matches nothing.
+    """
+    trainable, n_frozen = _trainable(named_parameters)
+    if not trainable:
+        raise UserError(
+            f"the model has no trainable parameter ({n_frozen} are frozen): nothing would be learnt; "
+            f"unfreeze some of them, or train an adapter on top"
+        )
+    rules = [_rule(entry, index, cfg) for index, entry in enumerate(cfg.groups)]
+    rest = _Rule("", "", cfg.lr, cfg.weight_decay)
+    owners = {name: next((r for r in rules if re.search(r.pattern, name)), rest) for name in trainable}
+    for rule in rules:
+        _check_matches(rule, owners)
+
+    adamw_pattern = _adamw_pattern(cfg)
+    algorithms = ("muon", "adamw") if adamw_pattern else ("",)
+    groups = []
+    for rule in (rest, *rules):
+        for algorithm in algorithms:
+            for decays in (True, False):
+                members = {
+                    name: p
+                    for name, p in trainable.items()
+                    if owners[name] is rule
+                    and _algorithm(name, p, adamw_pattern) == algorithm
+                    and is_matrix(name, p) == decays
+                }
+                if members:
+                    groups.append(_group(rule, algorithm, decays, members))
+    return groups
+
+
+def is_matrix(name: str, parameter: nn.Parameter) -> bool:
+    """Whether weight decay applies: two or more dimensions, and neither a bias nor a norm."""
+    return parameter.ndim >= 2 and not _BIAS_OR_NORM.search(name)
+
+
+def set_lr(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Sets every group's learning rate to `factor` (from `schedules.lr_factor`) times its base."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["base_lr"] * factor
+
+
+def table_rows(groups: Iterable[dict[str, Any]]) -> list[tuple[str, int, int, float, float]]:
+    """One row a group, to be printed: name, tensors, parameters, learning rate, weight decay."""
+    return [
+        (g["name"], len(g["params"]), sum(p.numel() for p in g["params"]), g["base_lr"], g["weight_decay"])
+        for g in groups
+    ]
+
+
+def _trainable(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> tuple[dict[str, nn.Parameter], int]:
+    trainable: dict[str, nn.Parameter] = {}
+    seen: set[int] = set()
+    n_frozen = 0
+    for name, parameter in named_parameters:
+        if id(parameter) in seen:
+            continue
+        seen.add(id(parameter))
+        if parameter.requires_grad:
+            trainable[name] = parameter
+        else:
+            n_frozen += 1
+    return trainable, n_frozen
+
+
+def _rule(entry: dict[str, Any], index: int, cfg: Optimizer) -> _Rule:
+    where = f"optimizer.groups[{index}]"
+    unknown = [key for key in entry if key not in RULE_KEYS]
+    if unknown:
+        raise UserError(f"{where}.{unknown[0]} is not known (keys: {', '.join(RULE_KEYS)})")
+    pattern = entry.get("pattern")
+    if not isinstance(pattern, str) or not pattern:
+        raise UserError(f"{where} has no pattern: give a regular expression for parameter names, such as 'lora_'")
+    check_pattern(f"{where}.pattern", pattern)
+    values = {}
+    for key, default in (("lr", cfg.lr), ("weight_decay", cfg.weight_decay)):
+        value = default if entry.get(key) is None else entry[key]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+            raise UserError(f"{where}.{key}={value!r}: a number of at least 0 is needed (write 1.0e-4, not 1e-4)")
+        values[key] = float(value)
+    return _Rule(name=str(entry.get("name") or pattern), pattern=pattern, **values)
+
+
+def check_pattern(key: str, pattern: str) -> None:
+    """Raises UserError unless `pattern` is a regular expression."""
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise UserError(f"{key}={pattern!r} is not a regular expression: {error}") from None
+
+
+def _check_matches(rule: _Rule, owners: dict[str, _Rule]) -> None:
+    if rule in owners.values():
+        return
+    taken = next((name for name in owners if re.search(rule.pattern, name)), None)
+    if taken is not None:
+        raise UserError(
+            f"optimizer.groups: all that pattern {rule.pattern!r} matches ({taken}, ...) is taken by an earlier "
+            f"group ({owners[taken].pattern!r}): move it up or remove it"
+        )
+    names = list(owners)
+    shown = names[:: max(1, len(names) // 6)][:6]
+    raise UserError(
+        f"optimizer.groups: pattern {rule.pattern!r} matches no trainable parameter; some of their names: "
+        f"{', '.join(shown)}"
+    )
+
+
+def _adamw_pattern(cfg: Optimizer) -> str | None:
+    """Which matrices are AdamW's although Muon could take them; None for all other optimizers."""
+    if cfg.name != "muon":
+        return None
+    if not cfg.adamw_pattern:
+        raise UserError("optimizer.name=muon needs optimizer.adamw_pattern: choose optimizer=muon")
+    check_pattern("optimizer.adamw_pattern", cfg.adamw_pattern)
+    return cfg.adamw_pattern
+
+
+def _algorithm(name: str, parameter: nn.Parameter, adamw_pattern: str | None) -> str:
+    """Muon takes hidden matrices: two dimensions, or experts stacked along a third. AdamW takes the rest."""
+    if adamw_pattern is None:
+        return ""
+    stacked_experts = parameter.ndim == 3 and "experts" in name
+    hidden = is_matrix(name, parameter) and (parameter.ndim == 2 or stacked_experts)
+    return "muon" if hidden and not re.search(adamw_pattern, name) else "adamw"
+
+
+def _group(rule: _Rule, algorithm: str, decays: bool, members: dict[str, nn.Parameter]) -> dict[str, Any]:
+    parts = (rule.name, algorithm, "decay" if decays else "no_decay")
+    group = {
+        "params": list(members.values()),
+        "param_names": list(members),
+        "name": "/".join(part for part in parts if part),
+        "lr": rule.lr,
+        "base_lr": rule.lr,
+        "weight_decay": rule.weight_decay if decays else 0.0,
+    }
+    return {**group, "algorithm": algorithm} if algorithm else group

@@ -1,0 +1,171 @@
+"""Muon for hidden matrices beside AdamW for all else, as one optimizer.
+
+Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) replaces a matrix's momentum by the nearest orthogonal
+matrix. Its update is scaled to AdamW's usual size (Liu et al. 2025, arXiv:2502.16982, "Moonlight"), so both parts share
+one learning rate and one weight decay.
+
+Why not `torch.optim.Muon`, which computes the same: it refuses experts, which transformers stacks into one parameter
+[experts, rows, columns]; it takes one matrix at a time, where equal shapes can go together; and it always multiplies in
+bfloat16, 25 times slower than float32 on a CPU that only emulates it.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lmtrain.devices import cpu_multiplies_bf16
+
+# Jordan's quintic: steepest at zero, so small singular values grow fastest; all end between about 0.7 and 1.2.
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+# AdamW's updates have a root mean square of 0.2 to 0.4 (arXiv:2502.16982, section 2.2).
+ADAMW_UPDATE_RMS = 0.2
+# Elements of matrices that are orthogonalised together: bounds the extra memory, far above where batching still pays.
+BATCH_ELEMENTS = 2**25
+
+
+def orthogonalize(matrices: Tensor, steps: int) -> Tensor:
+    """About U V^T for each matrix U S V^T of a batch, by a Newton-Schulz iteration.
+
+    Args:
+        matrices: [N, rows, columns], any floating dtype. A transposed (GPT-2's Conv1D) or fused (q, k and v in one)
+            matrix is as good as any other.
+        steps: iterations; 5 is what the coefficients were chosen for.
+
+    Returns: [N, rows, columns] in bfloat16, or in float32 where bfloat16 isn't native.
+    """
+    a, b, c = NEWTON_SCHULZ
+    x = matrices.to(_matmul_dtype(matrices.device.type))
+    tall = x.size(-2) > x.size(-1)
+    if tall:  # the smaller Gram matrix is cheaper
+        x = x.mT
+    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=1e-7)  # singular values at most 1
+    for _ in range(steps):
+        gram = x @ x.mT  # [N, n, n], n the smaller side
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, polynomial, x, beta=a)
+    return x.mT if tall else x
+
+
+def _matmul_dtype(device_type: str) -> torch.dtype:
+    native = device_type != "cpu" or cpu_multiplies_bf16()
+    return torch.bfloat16 if native else torch.float32
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon with Moonlight's update scale 0.2 * sqrt(max(rows, columns)) and decoupled weight decay.
+
+    Parameters are matrices [rows, columns] or stacks of them [..., rows, columns]. State: one `momentum` tensor each.
+    The scale doesn't tell rows from columns, so transposed weights need no care.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        weight_decay: float = 0.0,
+    ) -> None:
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum={momentum}: at least 0 and below 1 is needed")
+        if ns_steps < 1:
+            raise ValueError(f"ns_steps={ns_steps}: at least 1 is needed")
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_steps": ns_steps,
+            "weight_decay": weight_decay,
+        }
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for batch in _equal_shapes(p for p in group["params"] if p.grad is not None):
+                self._update(batch, group)
+        return loss
+
+    def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        """One step for parameters of one shape."""
+        shape = parameters[0].shape
+        directions = torch.stack([self._direction(p, group) for p in parameters])  # [P, ..., rows, columns]
+        matrices = directions.flatten(0, -3)  # [N, rows, columns]
+        updates = orthogonalize(matrices, group["ns_steps"]).unflatten(0, directions.shape[:-2])
+        scale = ADAMW_UPDATE_RMS * math.sqrt(max(shape[-2:]))
+        for parameter, update in zip(parameters, updates, strict=True):
+            parameter.mul_(1 - group["lr"] * group["weight_decay"])
+            parameter.add_(update, alpha=-group["lr"] * scale)
+
+    def _direction(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
+        """The momentum with the new gradient in it; with Nesterov's, the gradient counts once more."""
+        state, weight = self.state[parameter], group["momentum"]
+        if "momentum" not in state:
+            state["momentum"] = torch.zeros_like(parameter)
+        gradient: Tensor = parameter.grad  # type: ignore[assignment]
+        momentum = state["momentum"].lerp_(gradient, 1 - weight)
+        return gradient.lerp(momentum, weight) if group["nesterov"] else momentum
+
+
+def _equal_shapes(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Lists of parameters of one shape, dtype and device, at most BATCH_ELEMENTS elements together."""
+    alike: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
+    for p in parameters:
+        alike[p.shape, p.dtype, p.device].append(p)
+    for members in alike.values():
+        size = max(1, BATCH_ELEMENTS // members[0].numel())
+        for start in range(0, len(members), size):
+            yield members[start : start + size]
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """Groups with `algorithm: muon` are stepped by Muon, those with `algorithm: adamw` by torch's AdamW.
+
+    To the outside it is one optimizer (Lightning would count the steps of two twice). The parts are views: they hold
+    this optimizer's own group dicts and its state, so there is one of each to read, change, save and load.
+    """
+
+    def __init__(self, params: Any, *, muon: dict[str, Any], adamw: dict[str, Any]) -> None:
+        self._options = {"muon": muon, "adamw": adamw}  # options of Muon and of torch.optim.AdamW
+        super().__init__(params, {})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        # Group and part share a dict, so each group must hold all its part's options before the part sees it.
+        super().add_param_group({**self._options[param_group["algorithm"]], **param_group})
+        self._build_parts()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Loading a state dict and unpickling put new groups and state in place: the parts must follow.
+        super().__setstate__(state)
+        self._build_parts()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_options": self._options}
+
+    def _build_parts(self) -> None:
+        self._parts: list[torch.optim.Optimizer] = []
+        for algorithm, cls in (("muon", Muon), ("adamw", torch.optim.AdamW)):
+            groups = [g for g in self.param_groups if g["algorithm"] == algorithm]
+            if groups:
+                part = cls(groups)
+                part.state = self.state
+                self._parts.append(part)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self._parts:
+            part.step()
+        return loss

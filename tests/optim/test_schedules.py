@@ -1,0 +1,233 @@
+"""Schedules against closed forms written out by hand, and against torch's and transformers' own."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from omegaconf import OmegaConf
+
+from lmtrain.errors import UserError
+from lmtrain.optim.groups import set_lr
+from lmtrain.optim.schedules import SCHEDULE_KEYS, check_schedule, lr_factor, warmup_steps
+from lmtrain.schema import Schedule
+
+CONF = Path(__file__).resolve().parents[2] / "conf" / "schedule"
+T = 40
+EXTRA: dict[str, dict[str, Any]] = {
+    "constant": {},
+    "linear": {"min_lr_ratio": 0.1},
+    "cosine": {"min_lr_ratio": 0.1},
+    "cosine_restarts": {"min_lr_ratio": 0.1, "num_cycles": 3},
+    "polynomial": {"min_lr_ratio": 0.1, "power": 2.0},
+    "inverse_sqrt": {"timescale": 10},
+    "wsd": {"min_lr_ratio": 0.1, "decay_ratio": 0.25, "decay_shape": "sqrt"},
+}
+DECAYING = [name for name in EXTRA if name not in ("constant", "inverse_sqrt")]
+
+
+def schedule(name: str, **changes: Any) -> Schedule:
+    return Schedule(**{"name": name, "warmup_steps": None, "warmup_ratio": None, **EXTRA[name], **changes})
+
+
+def curve(s: Schedule, total: int | None = T, steps: int = T + 5) -> list[float]:
+    return [lr_factor(s, step, total) for step in range(steps)]
+
+
+def from_lambda_lr(scheduler_of: Any, steps: int = T) -> list[float]:
+    """The factors that a torch scheduler sets, step by step."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = scheduler_of(optimizer)
+    factors = []
+    for _ in range(steps):
+        factors.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return factors
+
+
+def test_every_schedule_is_covered() -> None:
+    assert set(EXTRA) == set(SCHEDULE_KEYS)
+
+
+def test_closed_forms() -> None:
+    w = 4
+    n = T - w  # steps of decay
+    expected = {
+        "constant": lambda s: 1.0,
+        "linear": lambda s: 1 - 0.9 * (s - w) / n,
+        "cosine": lambda s: 0.55 + 0.45 * math.cos(math.pi * (s - w) / n),
+        # 36 steps in 3 cycles of 12
+        "cosine_restarts": lambda s: 0.55 + 0.45 * math.cos(math.pi * ((s - w) % 12) / 12),
+        "polynomial": lambda s: 0.1 + 0.9 * ((T - s) / n) ** 2,
+        "inverse_sqrt": lambda s: math.sqrt(10 / (10 + s - w)),
+        # the last quarter of 40 steps: 30 ... 39
+        "wsd": lambda s: 1.0 if s < 30 else 0.1 + 0.9 * (1 - math.sqrt((s - 30) / 10)),
+    }
+    for name, form in expected.items():
+        got = curve(schedule(name, warmup_steps=w), steps=T)
+        assert got[:w] == pytest.approx([1 / 5, 2 / 5, 3 / 5, 4 / 5]), name
+        assert got[w:] == pytest.approx([form(s) for s in range(w, T)], abs=1e-12), name
+
+
+@pytest.mark.parametrize("shape", ["linear", "cosine"])
+def test_wsd_shapes(shape: str) -> None:
+    got = curve(schedule("wsd", decay_shape=shape, min_lr_ratio=0.0), steps=T)
+    left = (
+        [1 - i / 10 for i in range(10)] if shape == "linear" else [math.cos(math.pi * i / 20) ** 2 for i in range(10)]
+    )
+    assert got == pytest.approx([1.0] * 30 + left, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", EXTRA)
+def test_bounds(name: str) -> None:
+    """The first step learns, step w has the full rate, the rate never leaves (0, 1], the end stays at the floor."""
+    got = curve(schedule(name, warmup_steps=4))
+    assert got[0] > 0
+    assert got[4] == 1.0
+    assert got[:5] == sorted(got[:5])
+    assert all(0 < f <= 1 for f in got)
+    if name in DECAYING:
+        assert got[T:] == [0.1] * 5
+        assert got[T - 1] > 0.1  # the floor is reached right after the last step
+    if name != "cosine_restarts":
+        assert got[4:] == sorted(got[4:], reverse=True)
+
+
+def test_no_step_is_taken_at_zero() -> None:
+    for name in DECAYING:
+        assert min(curve(schedule(name, min_lr_ratio=0.0), steps=T)) > 0
+
+
+def test_against_torch() -> None:
+    lr_scheduler = torch.optim.lr_scheduler
+    assert curve(schedule("cosine"), steps=T) == pytest.approx(
+        from_lambda_lr(lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=T, eta_min=0.1))
+    )
+    assert curve(schedule("linear")) == pytest.approx(
+        from_lambda_lr(lambda o: lr_scheduler.LinearLR(o, 1.0, 0.1, total_iters=T), steps=T + 5)
+    )
+    assert curve(schedule("polynomial", min_lr_ratio=0.0)) == pytest.approx(
+        from_lambda_lr(lambda o: lr_scheduler.PolynomialLR(o, total_iters=T, power=2.0), steps=T + 5)
+    )
+    # T_0 = 10: four cycles in 40 steps
+    assert curve(schedule("cosine_restarts", num_cycles=4), steps=T) == pytest.approx(
+        from_lambda_lr(lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, T_0=10, eta_min=0.1))
+    )
+
+
+def test_against_transformers() -> None:
+    """The same after the warmup; transformers' own warmup, step / w, spends its first step at a rate of 0."""
+    w = 4
+    hf = transformers.optimization
+    pairs = {
+        "constant": (hf.get_constant_schedule_with_warmup, {}, {}),
+        "linear": (hf.get_linear_schedule_with_warmup, {"num_training_steps": T}, {"min_lr_ratio": 0.0}),
+        "cosine": (
+            hf.get_cosine_with_min_lr_schedule_with_warmup,
+            {"num_training_steps": T, "min_lr_rate": 0.1},
+            {},
+        ),
+        "cosine_restarts": (
+            hf.get_cosine_with_hard_restarts_schedule_with_warmup,
+            {"num_training_steps": T, "num_cycles": 3},
+            {"min_lr_ratio": 0.0},
+        ),
+        "polynomial": (
+            hf.get_polynomial_decay_schedule_with_warmup,
+            {"num_training_steps": T, "power": 2.0, "lr_end": 0.1},
+            {},
+        ),
+        "inverse_sqrt": (hf.get_inverse_sqrt_schedule, {"timescale": 10}, {}),
+        "wsd": (
+            hf.get_wsd_schedule,
+            {"num_training_steps": T, "num_decay_steps": 10, "decay_type": "1-sqrt", "min_lr_ratio": 0.1},
+            {},
+        ),
+    }
+    assert set(pairs) == set(EXTRA)
+    for name, (factory, arguments, changes) in pairs.items():
+        theirs = from_lambda_lr(lambda o, f=factory, a=arguments: f(o, num_warmup_steps=w, **a))
+        ours = curve(schedule(name, warmup_steps=w, **changes), steps=T)
+        assert ours[w:] == pytest.approx(theirs[w:], abs=1e-12), name
+        assert theirs[0] < ours[0]
+
+
+def test_warmup_ratio_is_rounded_up() -> None:
+    assert warmup_steps(schedule("cosine", warmup_ratio=0.1), 40) == 4
+    assert warmup_steps(schedule("cosine", warmup_ratio=0.1), 41) == 5
+    assert warmup_steps(schedule("cosine", warmup_ratio=0.1), 30) == 3  # 0.1 * 30 is 3.0000000000000004
+    assert warmup_steps(schedule("cosine", warmup_ratio=0.0), 30) == 0
+    assert warmup_steps(schedule("cosine"), 30) == 0
+    assert curve(schedule("cosine", warmup_ratio=0.1)) == curve(schedule("cosine", warmup_steps=4))
+
+
+def test_runs_shorter_than_their_warmup() -> None:
+    assert curve(schedule("cosine", warmup_steps=100), total=3, steps=3) == pytest.approx([1 / 101, 2 / 101, 3 / 101])
+    # a decay that would begin within the warmup begins after it
+    assert curve(schedule("wsd", warmup_steps=6, decay_ratio=0.9, decay_shape="linear"), total=10, steps=10)[6:] == (
+        pytest.approx([1 - 0.9 * i / 4 for i in range(4)])
+    )
+    assert all(0 < f <= 1 for name in EXTRA for f in curve(schedule(name, warmup_ratio=0.5), total=1, steps=1))
+
+
+def test_endless_runs() -> None:
+    for name in ("constant", "inverse_sqrt"):
+        s = schedule(name, warmup_steps=4)
+        assert curve(s, total=None) == curve(s, total=T)
+        with pytest.raises(UserError, match="trainer.max_steps"):
+            lr_factor(schedule(name, warmup_ratio=0.1), 0, None)
+    for name in DECAYING:
+        with pytest.raises(UserError, match="trainer.max_steps"):
+            lr_factor(schedule(name), 0, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("cosine", {"warmup_steps": 4, "warmup_ratio": 0.1}, "make one of them null"),
+        ("cosine", {"warmup_steps": 0, "warmup_ratio": 0.1}, "make one of them null"),
+        ("cosine", {"warmup_steps": -1}, "schedule.warmup_steps=-1"),
+        ("cosine", {"warmup_ratio": 1.5}, "schedule.warmup_ratio=1.5"),
+        ("cosine", {"min_lr_ratio": None}, "needs schedule.min_lr_ratio"),
+        ("cosine", {"min_lr_ratio": 2.0}, "schedule.min_lr_ratio=2.0"),
+        ("cosine_restarts", {"num_cycles": 0}, "schedule.num_cycles=0"),
+        ("polynomial", {"power": 0.0}, "schedule.power=0.0"),
+        ("inverse_sqrt", {"timescale": 0}, "schedule.timescale=0"),
+        ("wsd", {"decay_ratio": 0.0}, "schedule.decay_ratio=0.0"),
+        ("wsd", {"decay_shape": "square"}, "linear or cosine or sqrt"),
+    ],
+)
+def test_wrong_values_are_explained(name: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check_schedule(schedule(name, **changes))
+
+
+def test_an_unknown_name_is_explained() -> None:
+    with pytest.raises(UserError, match="schedule.name=cosin is not known.*constant, linear, cosine"):
+        check_schedule(Schedule(name="cosin", warmup_steps=None, warmup_ratio=None))
+
+
+def test_set_lr_scales_every_group_from_its_base() -> None:
+    parameters = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr, "base_lr": lr} for lr in (0.5, 0.2)]
+    optimizer = torch.optim.SGD(parameters)
+    set_lr(optimizer, 0.5)
+    set_lr(optimizer, 0.1)
+    assert [g["lr"] for g in optimizer.param_groups] == pytest.approx([0.05, 0.02])
+
+
+@pytest.mark.parametrize("path", sorted(CONF.glob("*.yaml")), ids=lambda p: p.stem)
+def test_yamls_hold_what_their_schedule_reads(path: Path) -> None:
+    values = OmegaConf.to_container(OmegaConf.load(path))
+    assert isinstance(values, dict)
+    s = Schedule(**values)  # type: ignore[arg-type]
+    assert set(values) == {"name", "warmup_steps", "warmup_ratio", *SCHEDULE_KEYS[s.name]}
+    got = curve(s, total=2000, steps=2000)
+    assert max(got) == 1.0
+    assert min(got) > 0
+
+
+def test_there_is_a_yaml_for_every_schedule() -> None:
+    assert {p.stem for p in CONF.glob("*.yaml")} == {*SCHEDULE_KEYS, "constant_with_warmup"}
