@@ -67,14 +67,14 @@ def chunked_cross_entropy(
         bias: [V].
         chunk_tokens: tokens whose logits are held at once.
         logit_softcap: logits become `cap * tanh(x / cap)` (Gemma 2).
-        logit_scale: logits are multiplied by it before the bias (Cohere's `logit_scale`, 1 / Granite's `logits_scaling`).
+        logit_scale: logits are multiplied by it before the bias (Cohere's logit_scale, 1 / Granite's logits_scaling).
         compiled: run the part between the matrix products through torch.compile, one kernel instead of ten.
     """
     terms = _Terms(z_loss, label_smoothing, logit_softcap)
     n_tokens = (labels != IGNORE_INDEX).sum()
     if 4 * hidden.shape[0] * weight.shape[0] <= CPU_BLOCK_BYTES and bias is None and terms == _Terms(0.0, 0.0, None):
-        logits = F.linear(hidden, weight)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * logit_scale
+        logits = F.linear(hidden if logit_scale == 1.0 else hidden * logit_scale, weight)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         loss_sum = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
         return CrossEntropy(loss_sum, loss_sum.detach(), n_tokens)
     device_type = hidden.device.type
@@ -114,7 +114,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_hidden = hidden.new_empty(hidden.shape, dtype=dtype) if need_hidden else None
         grad_weight = _WeightGradient(weight) if need_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if need_bias and bias is not None else None
-        losses = hidden.new_empty(2, rows, dtype=torch.float32)  # row 0: loss, row 1: negative log-likelihood
+        sum_dtype = torch.promote_types(dtype, torch.float32)
+        losses = hidden.new_empty(2, rows, dtype=sum_dtype)  # row 0: loss, row 1: negative log-likelihood
 
         for start in range(0, rows, max(1, chunk_rows)):
             chunk = slice(start, min(start + chunk_rows, rows))
@@ -146,7 +147,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             raise RuntimeError("chunked_cross_entropy keeps its gradients for one backward; run the forward again")
