@@ -1,0 +1,236 @@
+"""From `model` in the config to a transformers model: from scratch by family and shape, or pretrained."""
+
+import difflib
+import logging
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from lmtrain.errors import UserError
+from lmtrain.models import attention
+from lmtrain.models.init import scale_residual_projections
+from lmtrain.schema import Model
+
+log = logging.getLogger(__name__)
+
+# Keys of `model` that go into the transformers config under their own name.
+SHAPE_KEYS = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "hidden_act",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+    "rope_theta",
+    "norm_eps",
+    "initializer_range",
+    "num_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "router_aux_loss_coef",
+)
+# What families call these keys; GPT-2's other names are in its config's own attribute_map.
+ALIASES = {
+    "norm_eps": ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps"),
+    "intermediate_size": ("intermediate_size", "n_inner"),
+    "hidden_act": ("hidden_act", "activation_function"),
+    "rope_theta": ("rope_parameters",),
+}
+DROPOUTS = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout", "dropout")
+MAX_POSITIONS = "max_position_embeddings"
+
+
+def build_model(cfg: Model, vocab_size: int, eos_token_id: int | None, seq_len: int) -> PreTrainedModel:
+    """The model of `cfg`, in training mode with fp32 parameters, using lmtrain's attention.
+
+    Under `torch.device("meta")` nothing is allocated and no weights are read. Weights from scratch are drawn from the
+    global random generator, which the caller seeds.
+
+    Args:
+        vocab_size: of the tokenizer.
+        eos_token_id: ends documents; also begins them, as in GPT-2.
+        seq_len: tokens per training row.
+
+    Raises:
+        UserError: a key the family doesn't know, shapes that don't fit together, a vocabulary or seq_len the model
+            can't hold, an unknown or unreachable name.
+    """
+    if cfg.attention not in attention.CHOICES:
+        raise UserError(f"model.attention={cfg.attention} is not one of {', '.join(attention.CHOICES)}")
+    if cfg.init == "pretrained":
+        config = _pretrained_config(cfg)
+    else:
+        config = _scratch_config(cfg, vocab_size, eos_token_id)
+    _check_vocabulary(cfg, config, vocab_size)
+    _check_positions(cfg, config, seq_len)
+    # With a pad id, transformers' GPT-2 looks for it in every batch (a wait for the GPU), and an embedding row that
+    # is both padding and end of text would get no gradient. Nothing here pads by id.
+    config.pad_token_id = None
+    if cfg.init == "pretrained" and torch.get_default_device().type != "meta":
+        model = _load(cfg, config)
+    else:
+        model = _instantiate(cfg, config)
+        if cfg.init == "scratch":
+            scale_residual_projections(model, config.num_hidden_layers)
+    _set_attention(cfg, model)
+    return model.train()
+
+
+def _scratch_config(cfg: Model, vocab_size: int, eos_token_id: int | None) -> PretrainedConfig:
+    family = cfg.family
+    if family is None or family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        near = difflib.get_close_matches(str(family), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, n=3)
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise UserError(f"model.family={family} is no causal language model of transformers{hint} (gpt2, llama, ...)")
+    config_class = CONFIG_MAPPING[family]
+    known = config_class()
+    rows = cfg.vocab_size or vocab_size
+    fields: dict[str, Any] = {
+        "vocab_size": -(-rows // cfg.vocab_multiple_of) * cfg.vocab_multiple_of,
+        "bos_token_id": eos_token_id,
+        "eos_token_id": eos_token_id,
+        "use_cache": True,  # for whoever generates with the export; training passes False
+    }
+    for key in SHAPE_KEYS:
+        value = getattr(cfg, key)
+        if value is not None:
+            name = _field_name(known, key)
+            if name is None:
+                raise UserError(f"model.{key}={value}: the family {family} has no such setting; make it null")
+            fields[name] = {"rope_type": "default", "rope_theta": value} if key == "rope_theta" else value
+    fields |= _dropout_fields(cfg, known) | _extra_fields(cfg, known)
+    _check_heads(cfg)
+    try:
+        return config_class(**fields)
+    except Exception as error:  # transformers' configs check themselves, each in its own way
+        raise UserError(f"model.family={family} refuses this shape: {_last_line(error)}") from error
+
+
+def _field_name(config: PretrainedConfig, key: str) -> str | None:
+    """What this family calls `key`, None where it has no such field."""
+    names = (*ALIASES.get(key, ()), key)
+    return next((name for name in names if hasattr(config, name)), None)
+
+
+def _dropout_fields(cfg: Model, config: PretrainedConfig) -> dict[str, float]:
+    return {name: cfg.dropout for name in DROPOUTS if hasattr(config, name)}
+
+
+def _extra_fields(cfg: Model, config: PretrainedConfig) -> dict[str, Any]:
+    for name in cfg.extra:
+        if not hasattr(config, name):
+            near = difflib.get_close_matches(name, config.to_dict(), n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise UserError(f"model.extra.{name}: {type(config).__name__} of transformers has no such field{hint}")
+    return dict(cfg.extra)
+
+
+def _check_heads(cfg: Model) -> None:
+    width, heads, groups = cfg.hidden_size, cfg.num_attention_heads, cfg.num_key_value_heads
+    if width and heads and cfg.head_dim is None and width % heads:
+        divisors = [d for d in range(1, width + 1) if width % d == 0]
+        near = min(divisors, key=lambda d: abs(d - heads))
+        raise UserError(
+            f"model.hidden_size={width} does not divide into model.num_attention_heads={heads}: "
+            f"set model.num_attention_heads={near} or model.hidden_size={heads * max(1, round(width / heads))}"
+        )
+    if heads and groups and heads % groups:
+        raise UserError(
+            f"model.num_attention_heads={heads} is no multiple of model.num_key_value_heads={groups}: "
+            f"set model.num_key_value_heads to a divisor of {heads}"
+        )
+    experts, chosen = cfg.num_experts, cfg.num_experts_per_tok
+    if experts and chosen and chosen > experts:
+        raise UserError(f"model.num_experts_per_tok={chosen} of model.num_experts={experts}: lower the first")
+
+
+def _pretrained_config(cfg: Model) -> PretrainedConfig:
+    if not cfg.name_or_path:
+        raise UserError("model.init=pretrained needs a model: set model.name_or_path to a hub name or a folder")
+    for key in SHAPE_KEYS:
+        if getattr(cfg, key) is not None and key != "router_aux_loss_coef":
+            raise UserError(f"model.{key}={getattr(cfg, key)}: {cfg.name_or_path} has its own; make it null")
+    config = _from_hub(AutoConfig.from_pretrained, cfg)
+    overrides = _dropout_fields(cfg, config) | _extra_fields(cfg, config)
+    if cfg.router_aux_loss_coef is not None:
+        overrides["router_aux_loss_coef"] = cfg.router_aux_loss_coef
+    for name, value in overrides.items():
+        setattr(config, name, value)
+    return config
+
+
+def _load(cfg: Model, config: PretrainedConfig) -> PreTrainedModel:
+    # The checkpoint's own dtype is often bf16, too coarse to take small updates.
+    return _from_hub(AutoModelForCausalLM.from_pretrained, cfg, config=config, dtype=torch.float32)
+
+
+def _from_hub(function: Any, cfg: Model, **options: Any) -> Any:
+    try:
+        return function(cfg.name_or_path, revision=cfg.revision, trust_remote_code=cfg.trust_remote_code, **options)
+    except Exception as error:  # the hub's, requests' and transformers' errors share no base class
+        if "trust_remote_code" in str(error):
+            advice = "if you trust its code: model.trust_remote_code=true"
+        else:
+            advice = (
+                "check the spelling, the network or HF_ENDPOINT, `hf auth login` for a gated model, or give the "
+                "folder of a downloaded one"
+            )
+        raise UserError(
+            f"model.name_or_path={cfg.name_or_path} can't be loaded: {_last_line(error)}; {advice}"
+        ) from error
+
+
+def _instantiate(cfg: Model, config: PretrainedConfig) -> PreTrainedModel:
+    try:
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=cfg.trust_remote_code)
+    except ValueError as error:
+        raise UserError(f"transformers can't build model.family={cfg.family}: {_last_line(error)}") from error
+
+
+def _set_attention(cfg: Model, model: PreTrainedModel) -> None:
+    """Puts our attention in, or says why the model keeps its own; LanguageModel reads `documents_attention`."""
+    choice = cfg.attention
+    if choice != "transformers" and not model._supports_attention_backend:
+        log.warning(
+            "%s can't take lmtrain's attention, so it keeps its own: packed documents can't be kept apart",
+            type(model).__name__,
+        )
+        choice = "transformers"
+    if choice != "transformers":
+        model.set_attn_implementation(attention.NAME)
+    model.documents_attention = choice
+
+
+def _check_vocabulary(cfg: Model, config: PretrainedConfig, vocab_size: int) -> None:
+    rows = config.get_text_config().vocab_size
+    if vocab_size <= rows:
+        return
+    if cfg.init == "pretrained":
+        raise UserError(
+            f"the tokenizer has {vocab_size} tokens, {cfg.name_or_path} has embeddings for {rows}: use its own "
+            f"tokenizer (tokenizer=hub tokenizer.name_or_path={cfg.name_or_path})"
+        )
+    raise UserError(f"model.vocab_size={rows} is less than the tokenizer's {vocab_size} tokens: make it null")
+
+
+def _check_positions(cfg: Model, config: PretrainedConfig, seq_len: int) -> None:
+    positions = getattr(config.get_text_config(), MAX_POSITIONS, None)
+    if positions is None or seq_len <= positions:
+        return
+    key = f"model.{MAX_POSITIONS}"
+    if cfg.init == "scratch":
+        raise UserError(f"data.seq_len={seq_len} exceeds {key}={positions}: lower the first or raise the second")
+    raise UserError(
+        f"data.seq_len={seq_len} exceeds the {positions} positions ({MAX_POSITIONS}) of {cfg.name_or_path}: "
+        f"set data.seq_len={positions} or less"
+    )
+
+
+def _last_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__

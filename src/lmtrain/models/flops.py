@@ -1,0 +1,165 @@
+"""What a model costs before it runs: parameters, floating-point operations, memory; and what a device can do."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from lmtrain.models.language_model import AUTO_CHUNK_BYTES, decoder_blocks
+from lmtrain.schema import Config
+
+# Dense bf16 (or fp16) tensor-core peak in FLOP/s, from the vendors' data sheets, by what torch calls the device. The
+# first name that occurs wins.
+PEAK_FLOPS = (
+    ("GB200", 2500e12),
+    ("B200", 2250e12),
+    ("GH200", 989e12),
+    ("H200", 989e12),
+    ("H100 PCIe", 756e12),
+    ("H100 NVL", 835e12),
+    ("H100", 989e12),
+    ("H800", 989e12),
+    ("H20", 148e12),
+    ("A100", 312e12),
+    ("A800", 312e12),
+    ("A40", 149.7e12),
+    ("A30", 165e12),
+    ("A10G", 70e12),
+    ("A10", 125e12),
+    ("L40S", 362e12),
+    ("L40", 181e12),
+    ("L4", 121e12),
+    ("RTX 6000 Ada", 364.2e12),
+    ("RTX A6000", 154.8e12),
+    ("RTX 5090", 209.5e12),
+    ("RTX 4090", 165.2e12),
+    ("RTX 4080", 97.5e12),
+    ("RTX 3090", 71e12),
+    ("MI300X", 1307e12),
+    ("MI250X", 383e12),
+)
+# Bytes of optimizer state per trained parameter; Muon's matrices need one momentum, the rest AdamW's two.
+STATE_BYTES = {"adamw": 8.0, "adamw_8bit": 2.0, "adafactor": 0.0, "lion": 4.0, "muon": 4.0}
+
+
+def parameter_counts(model: nn.Module) -> tuple[int, int, int]:
+    """(all, trained, in embeddings): numbers of parameters; tied weights count once."""
+    parameters = list(model.parameters())
+    tables = {id(m.weight): m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding)}
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    return sum(p.numel() for p in parameters), trained, sum(tables.values())
+
+
+def flops_per_token(model: PreTrainedModel, seq_len: int) -> float:
+    """FLOPs of forward and backward per trained token, `6 N + 12 L H Q T` (PaLM, Chowdhery et al. 2022, appendix B).
+
+    N counts the parameters a token is multiplied with: without tables that are only looked up, with a tied output
+    embedding, and of a mixture of experts the chosen ones. Attention is counted over all T keys, as MFU does by
+    convention, though the causal half of it is not computed; nothing is added for recomputed activations.
+    """
+    config = model.config.get_text_config()
+    total, _, tables = parameter_counts(model)
+    multiplied = total - tables - _idle_expert_parameters(model)
+    head = model.get_output_embeddings()
+    if head is not None and head.weight is model.get_input_embeddings().weight:
+        multiplied += head.weight.numel()
+    return 6.0 * multiplied + 12.0 * config.num_hidden_layers * _attention_width(config) * seq_len
+
+
+def _attention_width(config: Any) -> int:
+    """H Q: heads times their width, which need not be the hidden size."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return config.num_attention_heads * head_dim
+
+
+def _idle_expert_parameters(model: nn.Module) -> int:
+    """Parameters of the experts that a token is not sent to."""
+    config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
+    chosen = getattr(config, "num_experts_per_tok", None)
+    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+    if not chosen or not experts:
+        return 0
+    in_experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    return in_experts * (experts - chosen) // experts
+
+
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """Dense peak of the device in FLOP/s, None where it is not known (CPUs, unlisted GPUs, fp32).
+
+    Args:
+        precision: as in trainer.precision.
+    """
+    if device.type != "cuda" or not precision.startswith(("bf16", "16")):
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for known, peak in PEAK_FLOPS if known in name), None)
+
+
+def memory_estimate(model: PreTrainedModel, config: Config) -> dict[str, int]:
+    """Bytes on one device by part, from shapes alone: `model` may be on the meta device.
+
+    Activations are what transformers' GPT-2 and Llama blocks keep for the backward (Korthikanti et al. 2022, section 4,
+    counts the same way), with attention that never forms its weights; allocator and kernels' workspace come on top.
+    """
+    total, trained, _ = parameter_counts(model)
+    weight_bytes = 2 if config.trainer.precision == "bf16-true" else 4
+    mixed = config.trainer.precision.endswith("-mixed")
+    tokens = config.data.micro_batch_size * config.data.seq_len
+    in_blocks = sum(p.numel() for block in decoder_blocks(model) for p in block.parameters())
+    return {
+        # Autocast keeps a half-precision copy of the blocks' matrices until their backward.
+        "parameters": weight_bytes * total + (2 * in_blocks if mixed else 0),
+        "gradients": weight_bytes * trained,
+        "optimizer": int(_state_bytes(model, config.optimizer.name)),
+        "activations": tokens * _activation_bytes(model, config, weight_bytes, mixed),
+        "logits": _logits_bytes(model, config, tokens, 2 if mixed else weight_bytes),
+    }
+
+
+def _state_bytes(model: nn.Module, optimizer: str) -> float:
+    per_parameter = STATE_BYTES.get(optimizer, 8.0)
+    size = 0.0
+    for p in model.parameters():
+        if p.requires_grad:
+            as_adamw = optimizer == "muon" and p.ndim != 2
+            size += p.numel() * (8.0 if as_adamw else per_parameter)
+    if optimizer == "muon":  # embeddings are matrices that AdamW takes
+        size += 4.0 * sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding))
+    return size
+
+
+def _activation_bytes(model: PreTrainedModel, config: Config, weight_bytes: int, mixed: bool) -> int:
+    """Per token, over all layers."""
+    shape = model.config.get_text_config()
+    stream, product = weight_bytes, 2 if mixed else weight_bytes  # bytes of the residual stream, of matrix products
+    layer = _block_activation_bytes(shape, stream, product, mixed)
+    if config.trainer.activation_checkpointing is True:
+        return shape.num_hidden_layers * stream * shape.hidden_size + layer
+    return shape.num_hidden_layers * layer
+
+
+def _block_activation_bytes(shape: Any, stream: int, product: int, mixed: bool) -> int:
+    """Per token and layer: what each operation keeps for its backward."""
+    hidden, heads = shape.hidden_size, shape.num_attention_heads
+    head_dim = getattr(shape, "head_dim", None) or hidden // heads
+    queries, keys = heads * head_dim, (getattr(shape, "num_key_value_heads", None) or heads) * head_dim
+    attention = product * (2 * queries + 2 * keys)  # q, k, v and the output
+    if not hasattr(shape, "rms_norm_eps"):  # GPT-2: LayerNorm keeps its input; one projection makes q, k, v
+        inner = getattr(shape, "n_inner", None) or getattr(shape, "intermediate_size", None) or 4 * hidden
+        return 2 * stream * hidden + 2 * product * hidden + attention + 2 * product * inner
+    # An RMSNorm of separate operations keeps its input and its result; autocast casts the result per projection.
+    norms = 4 * stream * hidden + (5 if mixed else 2) * product * hidden
+    if shape.model_type.startswith("qwen3"):
+        norms += (4 + product) * (queries + keys)  # on q and k, in fp32
+    inner = getattr(shape, "intermediate_size", 0)
+    if getattr(shape, "num_experts_per_tok", None) and getattr(shape, "moe_intermediate_size", None):
+        chosen = shape.num_experts_per_tok
+        return norms + attention + chosen * product * (4 * shape.moe_intermediate_size + 2 * hidden)
+    return norms + attention + 4 * product * inner
+
+
+def _logits_bytes(model: PreTrainedModel, config: Config, tokens: int, product: int) -> int:
+    row = model.config.get_text_config().vocab_size * product
+    chunk = config.objective.loss_chunk_tokens
+    return min(tokens, chunk) * row if isinstance(chunk, int) else min(tokens * row, AUTO_CHUNK_BYTES)

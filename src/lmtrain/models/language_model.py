@@ -1,0 +1,189 @@
+"""A transformers causal language model that returns its loss, computed from hidden states in chunks."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lmtrain.errors import UserError
+from lmtrain.losses import chunked_cross_entropy, router_load_balancing_loss
+from lmtrain.models.attention import Documents, choose_method
+from lmtrain.schema import Objective
+
+# loss_chunk_tokens=auto: logits of one chunk, in the dtype they are multiplied in. Smaller chunks cost time (the
+# weight's gradient is summed once per chunk), larger ones only memory.
+AUTO_CHUNK_BYTES = 128 * 2**20
+# Families whose logits are known to be the output embedding of the last hidden state; others are compared once.
+KNOWN_FAMILIES = ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+
+
+class LanguageModelOutput(NamedTuple):
+    """Sums over the tokens of a micro-batch that carry a label."""
+
+    loss_sum: Tensor  # 0-dim fp32, what backward starts from: all terms of the loss
+    nll_sum: Tensor  # 0-dim fp32, detached: negative log-likelihood alone
+    n_tokens: Tensor  # 0-dim int64
+    aux: dict[str, Tensor]  # detached 0-dim means of a router's losses; empty without one
+
+
+class LanguageModel(nn.Module):
+    """Wraps `model`, which keeps its own parameter names under `model.`.
+
+    The whole loss is in `forward`, output embedding included, so that a sharded root module is gathered for it.
+    """
+
+    def __init__(self, model: PreTrainedModel, objective: Objective) -> None:
+        super().__init__()
+        self.model = model
+        self.z_loss, self.label_smoothing = objective.z_loss, objective.label_smoothing
+        self.chunk_tokens = _checked_chunk(objective.loss_chunk_tokens)
+        self.logit_scale, self.logit_softcap = _logit_transform(model)
+        config = model.config.get_text_config()
+        self.router_coefficient = getattr(config, "router_aux_loss_coef", None) or 0.0
+        self.num_experts_per_tok = getattr(config, "num_experts_per_tok", 0)
+        self.has_router = "router_logits" in (getattr(model.base_model, "_can_record_outputs", None) or {})
+        self.attention_dropout = _attention_dropout(config)
+        self.mixes_outside_attention = any(isinstance(m, nn.Conv1d) for m in model.modules())  # Mamba, LFM2, ...
+        self._blocks = decoder_blocks(model)
+        if config.model_type not in KNOWN_FAMILIES:
+            self._compare_logits()
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        position_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> LanguageModelOutput:
+        """The loss of one micro-batch.
+
+        Args:
+            input_ids: [B, T] int64.
+            labels: [B, T] int64, the token that follows each input, -100 where none is trained on.
+            position_ids: [B, T] int64, position of each token in its document; counted along the row if None.
+            cu_seqlens: [n_docs + 1] int32 starts of documents in the flattened B * T tokens, row borders included;
+                None where each row is one sequence.
+        """
+        hidden, router_logits = self.hidden_states(input_ids, position_ids, cu_seqlens)
+        head = self.model.get_output_embeddings()
+        weight = head.weight
+        loss = chunked_cross_entropy(
+            hidden.flatten(0, 1),
+            weight,
+            labels.flatten(),
+            bias=getattr(head, "bias", None),
+            chunk_tokens=self._chunk(weight, hidden),
+            z_loss=self.z_loss,
+            label_smoothing=self.label_smoothing,
+            logit_softcap=self.logit_softcap,
+            logit_scale=self.logit_scale,
+            compiled=self._compiled(),
+        )
+        loss_sum, aux = loss.loss_sum, {}
+        if router_logits:
+            router_loss = router_load_balancing_loss(router_logits, self.num_experts_per_tok)
+            loss_sum = loss_sum + self.router_coefficient * router_loss * loss.n_tokens
+            # Per layer and chosen expert, so that 1 is an even load.
+            aux["aux/router_loss"] = router_loss.detach() / (len(router_logits) * self.num_experts_per_tok)
+        return LanguageModelOutput(loss_sum, loss.nll_sum, loss.n_tokens, aux)
+
+    def hidden_states(
+        self, input_ids: Tensor, position_ids: Tensor | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Last hidden states [B, T, D], and per layer router logits [B * T, E] of a mixture of experts."""
+        options: dict[str, Any] = {}
+        if position_ids is not None:
+            options["position_ids"] = position_ids
+        if cu_seqlens is not None:
+            options["documents"] = self._documents(cu_seqlens, input_ids)
+        if self.has_router:
+            options["output_router_logits"] = True
+        out = self.model.base_model(input_ids=input_ids, use_cache=False, **options)
+        return out.last_hidden_state, getattr(out, "router_logits", None) or ()
+
+    def _documents(self, cu_seqlens: Tensor, input_ids: Tensor) -> Documents:
+        if self.mixes_outside_attention:
+            raise UserError(
+                f"{type(self.model).__name__} mixes neighbouring tokens outside attention, so packed documents would "
+                f"see each other: set data.isolate_documents=false"
+            )
+        device = input_ids.device
+        autocast = torch.is_autocast_enabled(device.type)
+        dtype = torch.get_autocast_dtype(device.type) if autocast else self.model.dtype
+        dropout = self.attention_dropout if self.training else 0.0
+        choice = getattr(self.model, "documents_attention", "transformers")
+        method = choose_method(choice, device, dtype, dropout)
+        return Documents(cu_seqlens, input_ids.shape[0], input_ids.shape[1], method)
+
+    def _compiled(self) -> bool:
+        """Whether `compile_model` was called on the model: then the loss is compiled too."""
+        return bool(self._blocks) and self._blocks[0]._compiled_call_impl is not None
+
+    def _chunk(self, weight: Tensor, hidden: Tensor) -> int:
+        if isinstance(self.chunk_tokens, int):
+            return self.chunk_tokens
+        device = hidden.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        return max(1, AUTO_CHUNK_BYTES // (weight.shape[0] * dtype.itemsize))
+
+    @torch.no_grad()
+    def _compare_logits(self) -> None:
+        """Raises UserError unless the loss of a few tokens equals the one from transformers' own logits."""
+        device = self.model.device
+        if device.type == "meta":
+            return
+        ids = torch.arange(8, device=device).remainder(self.model.config.get_text_config().vocab_size)
+        training = self.model.training
+        self.eval()
+        theirs = torch.nn.functional.cross_entropy(self.model(ids[None], use_cache=False).logits[0].float(), ids)
+        ours = self(ids[None], ids[None])
+        self.train(training)
+        if not torch.allclose(ours.nll_sum / ours.n_tokens, theirs, rtol=1e-3):
+            raise UserError(
+                f"{type(self.model).__name__} makes its logits in a way lmtrain doesn't know (loss {theirs:.4f} by "
+                f"transformers, {ours.nll_sum / ours.n_tokens:.4f} from hidden states): this family can't be trained"
+            )
+
+
+def _checked_chunk(value: int | str) -> int | str:
+    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+        return value
+    raise UserError(f"objective.loss_chunk_tokens={value}: auto, or a number of tokens from 1 up")
+
+
+def _logit_transform(model: PreTrainedModel) -> tuple[float, float | None]:
+    """(factor of the logits, their soft cap), for the families whose config names them."""
+    config = model.config.get_text_config()
+    scale = 1.0
+    if getattr(config, "logits_scaling", None):  # Granite
+        scale /= config.logits_scaling
+    if getattr(config, "logit_scale", None):  # Cohere
+        scale *= config.logit_scale
+    return scale, getattr(config, "final_logit_softcapping", None)  # Gemma 2 and later
+
+
+def _attention_dropout(config: Any) -> float:
+    return float(getattr(config, "attn_pdrop", None) or getattr(config, "attention_dropout", None) or 0.0)
+
+
+def decoder_blocks(model: PreTrainedModel) -> list[nn.Module]:
+    """The transformer blocks, in order: the modules transformers itself never splits over devices."""
+    names = set(model._no_split_modules or ())
+    return [m for m in model.modules() if type(m).__name__ in names]
+
+
+def enable_activation_checkpointing(model: PreTrainedModel) -> None:
+    """Keeps only each block's input and recomputes the rest in backward (Chen et al. 2016)."""
+    if not model.supports_gradient_checkpointing:
+        raise UserError(
+            f"{type(model).__name__} has no activation checkpointing: set trainer.activation_checkpointing=false"
+        )
+    # The reentrant kind loses gradients where a block's input needs none, as under LoRA.
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def compile_model(model: PreTrainedModel) -> None:
+    """torch.compile of every block, in place, so that parameter names stay; blocks of one shape share the code."""
+    for block in decoder_blocks(model):
+        block.compile()
