@@ -177,10 +177,10 @@ def test_endless_runs() -> None:
     for name in ("constant", "inverse_sqrt"):
         s = schedule(name, warmup_steps=4)
         assert curve(s, total=None) == curve(s, total=T)
-        with pytest.raises(UserError, match="trainer.max_steps"):
+        with pytest.raises(UserError, match=r"trainer\.max_steps"):
             lr_factor(schedule(name, warmup_ratio=0.1), 0, None)
     for name in DECAYING:
-        with pytest.raises(UserError, match="trainer.max_steps"):
+        with pytest.raises(UserError, match=r"trainer\.max_steps"):
             lr_factor(schedule(name), 0, None)
 
 
@@ -206,7 +206,7 @@ def test_wrong_values_are_explained(name: str, changes: dict[str, Any], message:
 
 
 def test_an_unknown_name_is_explained() -> None:
-    with pytest.raises(UserError, match="schedule.name=cosin is not known.*constant, linear, cosine"):
+    with pytest.raises(UserError, match=r"schedule\.name=cosin is not known.*constant, linear, cosine"):
         check_schedule(Schedule(name="cosin", warmup_steps=None, warmup_ratio=None))
 
 

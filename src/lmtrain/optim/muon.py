@@ -139,8 +139,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         super().__init__(params, {})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        # Group and part share a dict, so each group must hold all its part's options before the part sees it.
-        super().add_param_group({**self._options[param_group["algorithm"]], **param_group})
+        super().add_param_group(param_group)
         self._build_parts()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -153,10 +152,11 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     def _build_parts(self) -> None:
         self._parts: list[torch.optim.Optimizer] = []
-        for algorithm, cls in (("muon", Muon), ("adamw", torch.optim.AdamW)):
+        classes: dict[str, type[torch.optim.Optimizer]] = {"muon": Muon, "adamw": torch.optim.AdamW}
+        for algorithm, cls in classes.items():
             groups = [g for g in self.param_groups if g["algorithm"] == algorithm]
             if groups:
-                part = cls(groups)
+                part = cls(groups, **self._options[algorithm])  # writes what a group leaves open into its dict
                 part.state = self.state
                 self._parts.append(part)
 

@@ -1,0 +1,458 @@
+"""Each optimizer against an independent reference, and what all of them must hold: convergence, decay, exact resume."""
+
+import copy
+import dataclasses
+import io
+import math
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from lightning.pytorch.plugins.precision.amp import _optimizer_handles_unscaling
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+
+from lmtrain.errors import UserError
+from lmtrain.optim import muon
+from lmtrain.optim.groups import set_lr
+from lmtrain.optim.optimizers import build_optimizer
+from lmtrain.schema import Optimizer
+
+CONF = Path(__file__).resolve().parents[2] / "conf" / "optimizer"
+NAMES = ["adamw", "adamw_8bit", "adafactor", "lion", "muon"]
+VOCABULARY, WIDTH = 11, 72  # 72 * 72 is more than the 4096 elements below which 8-bit states stay 32-bit
+
+
+class Net(nn.Module):
+    """An embedding, a layer with a bias and a norm, three stacked experts, an output layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.experts = nn.Parameter(torch.randn(3, WIDTH, WIDTH) / WIDTH)
+        self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        x = self.norm(x + self.down(F.gelu(self.up(x))))
+        return self.lm_head(x + torch.einsum("bi,eij->bj", x, self.experts))
+
+
+def backward(model: nn.Module, step: int) -> float:
+    """One batch of the task: map each token to another."""
+    tokens = torch.randint(VOCABULARY, (32,), generator=torch.Generator().manual_seed(step))
+    loss = F.cross_entropy(model(tokens), (tokens * 3 + 1) % VOCABULARY)
+    loss.backward()
+    return loss.item()
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        losses.append(backward(model, step))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def config(name: str, **changes: Any) -> Optimizer:
+    """The shipped defaults of an optimizer, lr apart."""
+    tree = OmegaConf.merge(OmegaConf.load(CONF / "base.yaml"), OmegaConf.load(CONF / f"{name}.yaml"))
+    assert isinstance(tree, type(OmegaConf.create({})))
+    tree.pop("defaults")
+    tree.lr = 1e-2
+    values = OmegaConf.to_container(tree)
+    assert isinstance(values, dict)
+    return Optimizer(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def build(model: nn.Module, name: str, **changes: Any) -> torch.optim.Optimizer:
+    if name == "adamw_8bit":
+        pytest.importorskip("bitsandbytes", reason="the bitsandbytes extra is not installed")
+    return build_optimizer(model.named_parameters(), config(name, **changes), "cpu")
+
+
+def train_alike(
+    model: nn.Module, optimizer: torch.optim.Optimizer, reference: nn.Module, others: list[torch.optim.Optimizer]
+) -> None:
+    """Ten steps with the same gradients for both, so that no rounding feeds back through them."""
+    for step in range(10):
+        backward(model, step)
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+            q.grad = None if p.grad is None else p.grad.clone()
+        optimizer.step()
+        optimizer.zero_grad()
+        for other in others:
+            other.step()
+
+
+def max_difference(a: nn.Module, b: nn.Module) -> float:
+    return max((p - q).abs().max().item() for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+# What every optimizer must hold
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_converges(name: str) -> None:
+    model = Net()
+    losses = train(model, build(model, name, lr={"lion": 1e-3, "adafactor": 3e-2}.get(name, 1e-2)), range(60))
+    assert losses[0] > 2
+    assert losses[-1] < 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", NAMES)
+def test_resumes_bitwise(name: str, dtype: torch.dtype) -> None:
+    straight = Net().to(dtype)
+    optimizer = build(straight, name)
+    train(straight, optimizer, range(5))
+    buffer = io.BytesIO()
+    torch.save({"model": straight.state_dict(), "optimizer": optimizer.state_dict()}, buffer)
+    losses = train(straight, optimizer, range(5, 10))
+
+    buffer.seek(0)
+    saved = torch.load(buffer, weights_only=True)  # plain containers and tensors only
+    resumed = Net().to(dtype)
+    resumed.load_state_dict(saved["model"])
+    other = build(resumed, name)
+    other.load_state_dict(saved["optimizer"])
+    assert train(resumed, other, range(5, 10)) == losses
+    assert max_difference(straight, resumed) == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weight_decay_is_decoupled(name: str) -> None:
+    """Without a gradient, matrices shrink by lr * weight_decay a step and vectors stay."""
+    model = Net()
+    before = copy.deepcopy(model)
+    optimizer = build(model, name, lr=0.1, weight_decay=0.2)
+    for _ in range(3):
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+    for p, q in zip(model.parameters(), before.parameters(), strict=True):
+        kept = (1 - 0.1 * 0.2) ** 3 if p.ndim >= 2 else 1.0
+        torch.testing.assert_close(p, q * kept, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("reloaded", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_learning_rate_is_set_from_outside(name: str, reloaded: bool) -> None:
+    model = Net()
+    optimizer = build(model, name)
+    train(model, optimizer, range(1))
+    if reloaded:
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    before = copy.deepcopy(model)
+    set_lr(optimizer, 0.0)
+    train(model, optimizer, range(1, 2))
+    assert max_difference(model, before) == 0
+    set_lr(optimizer, 0.5)
+    train(model, optimizer, range(2, 3))
+    assert all((p != q).any() for p, q in zip(model.parameters(), before.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_parameter_without_a_gradient_is_skipped(name: str) -> None:
+    model = Net()
+    optimizer = build(model, name)
+    before = model.experts.detach().clone()
+    backward(model, 0)
+    model.experts.grad = None
+    optimizer.step()
+    assert torch.equal(model.experts, before)
+    assert model.experts not in optimizer.state
+
+
+@pytest.mark.parametrize("name", ["adafactor", "lion", "muon"])
+def test_the_closure_gives_the_loss(name: str) -> None:
+    """Lightning steps through a closure."""
+    model, other = Net(), Net()
+    optimizer, plain = build(model, name), build(other, name)
+    losses = []
+    for step in range(3):
+        losses.append(optimizer.step(lambda step=step: backward(model, step)))  # type: ignore[arg-type]
+        optimizer.zero_grad()
+    assert losses == train(other, plain, range(3))
+
+
+# Against references
+
+
+@pytest.mark.parametrize("fused", ["auto", True, False])
+def test_adamw_is_torchs(fused: bool | str) -> None:
+    model, reference = Net(), Net()
+    optimizer = build(model, "adamw", fused=fused)
+    assert optimizer.param_groups[0]["fused"] is (True if fused else None)
+    matrices = [p for p in reference.parameters() if p.ndim >= 2]
+    vectors = [p for p in reference.parameters() if p.ndim < 2]
+    plain = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
+        lr=1e-2,
+        betas=(0.9, 0.95),
+        foreach=False,
+    )
+    train_alike(model, optimizer, reference, [plain])
+    assert max_difference(model, reference) < 1e-6
+
+
+def test_lion_is_the_papers() -> None:
+    model, reference = Net(), Net()
+    lr, decay, (beta1, beta2) = 1e-3, 0.5, (0.9, 0.99)
+    optimizer = build(model, "lion", lr=lr, weight_decay=decay)
+    momentum = [torch.zeros_like(p) for p in reference.parameters()]
+    for step in range(10):
+        backward(model, step)
+        with torch.no_grad():
+            for p, q, m in zip(model.parameters(), reference.parameters(), momentum, strict=True):
+                assert p.grad is not None
+                update = torch.sign(beta1 * m + (1 - beta1) * p.grad)
+                q -= lr * (update + (decay if q.ndim >= 2 else 0.0) * q)
+                m.copy_(beta2 * m + (1 - beta2) * p.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert max_difference(model, reference) < 1e-5  # a wrong sign would be 2e-3
+
+
+def test_adafactor_is_transformers() -> None:
+    model, reference = Net(), Net()
+    optimizer = build(model, "adafactor")
+    theirs = transformers.Adafactor(reference.parameters(), lr=1e-2, relative_step=False, scale_parameter=True)
+    train_alike(model, optimizer, reference, [theirs])
+    assert max_difference(model, reference) < 1e-6
+
+
+def test_adafactor_is_torchs() -> None:
+    """Below its hidden cap on lr; its eps stands elsewhere in the formula and is too small here to matter."""
+    model, reference = Net(), Net()
+    optimizer = build(model, "adafactor", weight_decay=0.1)
+    matrices = [p for p in reference.parameters() if p.ndim >= 2]
+    vectors = [p for p in reference.parameters() if p.ndim < 2]
+    theirs = torch.optim.Adafactor(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors}], lr=1e-2, eps=(1e-15, 1e-3)
+    )
+    train_alike(model, optimizer, reference, [theirs])
+    assert max_difference(model, reference) < 1e-6
+
+
+def test_adafactor_keeps_float32_state_for_bf16_weights() -> None:
+    model = Net().bfloat16()
+    optimizer = build(model, "adafactor")
+    train(model, optimizer, range(2))
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    state = optimizer.state[model.up.weight]
+    assert {k: (v.dtype, tuple(v.shape)) for k, v in state.items()} == {
+        "step": (torch.float32, ()),
+        "row": (torch.float32, (2 * WIDTH,)),
+        "column": (torch.float32, (WIDTH,)),
+    }
+
+
+def test_muon_and_adamw_are_torchs() -> None:
+    """The composite against torch.optim.Muon and AdamW run side by side; torch's Muon takes no experts."""
+    model, reference = Net(), Net()
+    model.experts.requires_grad_(False)
+    reference.experts.requires_grad_(False)
+    start = copy.deepcopy(model)
+    optimizer = build(model, "muon")
+    hidden = [reference.up.weight, reference.down.weight]
+    rest = [reference.embed.weight, reference.lm_head.weight]
+    vectors = [p for p in reference.parameters() if p.ndim < 2]
+    parts = [
+        torch.optim.Muon(hidden, lr=1e-2, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(
+            [{"params": rest, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
+            lr=1e-2,
+            betas=(0.9, 0.95),
+        ),
+    ]
+    train_alike(model, optimizer, reference, parts)
+    moved = torch.cat([(p - s).flatten() for p, s in zip(hidden, (start.up.weight, start.down.weight), strict=True)])
+    error = torch.cat([(p - q).flatten() for p, q in zip(hidden, (model.up.weight, model.down.weight), strict=True)])
+    # bfloat16 products, rounded where the kernels of this CPU round
+    assert error.norm() / moved.norm() < 1e-2
+    for p, q in [(model.embed, reference.embed), (model.lm_head, reference.lm_head), (model.norm, reference.norm)]:
+        assert (p.weight - q.weight).abs().max() < 1e-6
+
+
+def test_muon_is_the_papers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32 against the published lines in float64, matrix by matrix, experts too."""
+    monkeypatch.setattr(muon, "cpu_multiplies_bf16", lambda: False)
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(s)) for s in ((8, 24), (24, 8), (8, 24), (3, 8, 6))]
+    reference = [p.detach().double() for p in parameters]
+    momentum = [torch.zeros_like(p) for p in reference]
+    optimizer = muon.Muon(parameters, lr=0.1, weight_decay=0.2)
+    for _ in range(4):
+        for p in parameters:
+            p.grad = torch.randn(p.shape)
+        optimizer.step()
+        for p, r, m in zip(parameters, reference, momentum, strict=True):
+            g = p.grad.double()  # type: ignore[union-attr]
+            m.copy_(0.95 * m + g)  # Jordan's momentum is a sum; the scale cancels in the orthogonalisation
+            nesterov = g + 0.95 * m
+            for expert, update in zip(r.reshape(-1, *r.shape[-2:]), nesterov.reshape(-1, *r.shape[-2:]), strict=True):
+                x = update / update.norm()
+                for _ in range(5):
+                    a = x @ x.T
+                    x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+                expert.mul_(1 - 0.1 * 0.2).sub_(x, alpha=0.1 * 0.2 * math.sqrt(max(expert.shape)))
+    for p, r in zip(parameters, reference, strict=True):
+        torch.testing.assert_close(p.double(), r, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(5, 40, 16), (5, 16, 40), (5, 24, 24)])
+def test_orthogonalize_keeps_singular_vectors(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    matrices = torch.randn(shape)
+    result = muon.orthogonalize(matrices, steps=5).float()
+    u, s, vh = torch.linalg.svd(matrices, full_matrices=False)
+    along = torch.einsum("nik,nij,nkj->nk", u, result, vh)  # what became of each singular value
+    large = s > 0.05 * s.amax(-1, keepdim=True)
+    assert ((along > 0.6) & (along < 1.3))[large].all()
+    assert torch.allclose(muon.orthogonalize(1000 * matrices, steps=5).float(), result, atol=0.05)  # scale-free
+    assert torch.equal(muon.orthogonalize(torch.zeros(shape), steps=5).float(), torch.zeros(shape))
+
+
+def test_muon_in_small_batches_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run() -> list[nn.Parameter]:
+        torch.manual_seed(0)
+        parameters = [nn.Parameter(torch.randn(6, 4)) for _ in range(5)]
+        for p in parameters:
+            p.grad = torch.randn(p.shape)
+        muon.Muon(parameters, lr=0.1).step()
+        return parameters
+
+    together = run()
+    monkeypatch.setattr(muon, "BATCH_ELEMENTS", 2 * 6 * 4)
+    for p, q in zip(together, run(), strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=1e-3)
+
+
+# The composite
+
+
+def test_the_composite_is_one_optimizer() -> None:
+    model = Net()
+    optimizer = build(model, "muon")
+    train(model, optimizer, range(1))
+    assert [g["name"] for g in optimizer.param_groups] == ["muon/decay", "adamw/decay", "adamw/no_decay"]
+    assert set(optimizer.state) == set(model.parameters())
+    assert set(optimizer.state[model.experts]) == {"momentum"}
+    assert set(optimizer.state[model.lm_head.weight]) == {"step", "exp_avg", "exp_avg_sq"}
+    assert all(g["fused"] is True for g in optimizer.param_groups if g["algorithm"] == "adamw")
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])  # noqa: S301
+def test_the_composite_can_be_copied(duplicate: Any) -> None:
+    model = Net()
+    optimizer = build(model, "muon")
+    train(model, optimizer, range(2))
+    twin, twin_optimizer = duplicate((model, optimizer))
+    assert train(twin, twin_optimizer, range(2, 4)) == train(model, optimizer, range(2, 4))
+    assert max_difference(model, twin) == 0
+
+
+def test_the_composite_runs_with_one_part_only() -> None:
+    for pattern, algorithms in (("up|down|experts|embed|lm_head", {"adamw"}), ("nothing", {"muon", "adamw"})):
+        model = Net()
+        optimizer = build(model, "muon", adamw_pattern=pattern)
+        assert {g["algorithm"] for g in optimizer.param_groups} == algorithms
+        train(model, optimizer, range(2))
+    matrices = nn.ParameterDict({"hidden": nn.Parameter(torch.randn(4, 4))})
+    optimizer = build(matrices, "muon")
+    matrices["hidden"].grad = torch.ones(4, 4)
+    optimizer.step()
+    assert set(optimizer.state[matrices["hidden"]]) == {"momentum"}
+
+
+def test_gradients_are_unscaled_before_they_are_clipped() -> None:
+    """Under 16-mixed Lightning leaves unscaling to an optimizer that says so: after clipping, which is too late."""
+    for name in ("adamw", "muon"):
+        assert not _optimizer_handles_unscaling(build(Net(), name))
+
+
+# 8-bit AdamW
+
+
+def test_8_bit_adamw_keeps_embeddings_in_32_bits() -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(WIDTH, WIDTH), "up": nn.Linear(WIDTH, WIDTH)})
+    optimizer = build(model, "adamw_8bit")
+    other = build(Net(), "adamw_8bit", full_state_pattern="nothing")
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    assert optimizer.state[model["embed"].weight]["state1"].dtype == torch.float32
+    assert optimizer.state[model["up"].weight]["state1"].dtype == torch.uint8
+    assert not other.mng.index2config  # type: ignore[attr-defined]
+
+
+def test_8_bit_adamw_stays_near_adamw() -> None:
+    model, reference = Net(), Net()
+    start = copy.deepcopy(model)
+    eight = train(model, build(model, "adamw_8bit", lr=1e-3), range(20))
+    full = train(reference, build(reference, "adamw", lr=1e-3), range(20))
+    assert eight == pytest.approx(full, abs=0.05)
+    assert max_difference(model, reference) < 0.5 * max_difference(start, reference)
+
+
+def test_a_missing_bitsandbytes_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
+    with pytest.raises(UserError, match=r'pip install "lmtrain\[bitsandbytes\]"'):
+        build_optimizer(Net().named_parameters(), config("adamw_8bit"), "cpu")
+
+
+# The shipped configs and wrong values
+
+
+def test_there_is_a_yaml_for_every_optimizer() -> None:
+    assert {p.stem for p in CONF.glob("*.yaml")} == {*NAMES, "base"}
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "adamw_8bit"])
+def test_every_key_of_a_yaml_is_read(name: str) -> None:
+    common = {"name", "lr", "weight_decay", "groups"}
+    own = {f.name for f in dataclasses.fields(Optimizer) if getattr(config(name), f.name) is not None} - common
+    for key in own:
+        with pytest.raises(UserError, match=rf"needs optimizer\.{key}: choose optimizer={name}"):
+            build(Net(), name, **{key: None})
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("adamw", {"name": "adam"}, "options: adamw, adamw_8bit, adafactor, lion, muon"),
+        ("adamw", {"betas": 0.9}, r"optimizer\.betas=0\.9: two numbers"),
+        ("adamw", {"betas": [0.9]}, r"optimizer\.betas=\[0\.9\]: two numbers"),
+        ("adamw", {"betas": [0.9, 1.5]}, "optimizer.name=adamw: Invalid beta"),
+        ("adamw", {"eps": -1.0}, "optimizer.name=adamw: Invalid epsilon"),
+        ("adamw", {"fused": "yes"}, r"optimizer\.fused='yes'"),
+        ("lion", {"betas": [0.9, 1.0]}, "optimizer.name=lion: betas"),
+        ("muon", {"momentum": 1.0}, "optimizer.name=muon: momentum=1.0"),
+        ("muon", {"ns_steps": 0}, "optimizer.name=muon: ns_steps=0"),
+        ("adafactor", {"beta2_decay": 0.8}, "optimizer.name=adafactor: beta2_decay=0.8"),
+        ("adafactor", {"clip_threshold": 0.0}, "clip_threshold=0.0"),
+    ],
+)
+def test_wrong_values_are_explained(name: str, changes: dict[str, Any], message: str) -> None:
+    cfg = dataclasses.replace(config(name), **changes)
+    with pytest.raises(UserError, match=message):
+        build_optimizer(Net().named_parameters(), cfg, "cpu")
+
+
+def test_fused_needs_a_device_that_has_it() -> None:
+    with pytest.raises(UserError, match="no fused AdamW for meta"):
+        build_optimizer(Net().named_parameters(), config("adamw", fused=True), "meta")
+    optimizer = build_optimizer(Net().named_parameters(), config("adamw"), "meta")
+    assert optimizer.param_groups[0]["fused"] is None
