@@ -1,0 +1,169 @@
+"""Where text comes from (the hub, local files, the standard library): its identity and its two splits of documents."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from lmtrain.data import files, hub, stdlib
+from lmtrain.data.cache import Facts
+from lmtrain.data.pieces import Piece, at_least, first, join_rows, plan_cuts, split, whole
+from lmtrain.errors import UserError
+from lmtrain.schema import Data
+
+
+class Source(Protocol):
+    """A corpus before any filter.
+
+    `settings` and `resolved` are its identity: what the user asked for, and what that turned out to be (a digest of
+    the bytes, a commit; None where an unreachable hub didn't say).
+    """
+
+    label: str
+    settings: dict[str, Any]
+    resolved: str | None
+
+    def pieces(self, name: str) -> Iterator[Piece] | None:
+        """The documents of split "train" or "val"; None where the corpus has no validation split of its own."""
+
+    def text_bytes(self, name: str) -> int | None:
+        """About how many bytes of text the split has, for the progress bar; None where that isn't known."""
+
+
+def open_source(cfg: Data) -> Source:
+    """The source that `cfg` names; `data.path` set by the user wins over a dataset's name.
+
+    Raises:
+        UserError: a missing or empty file, a name the hub doesn't have.
+    """
+    if cfg.source == "python_stdlib":
+        return _Stdlib()
+    if cfg.source == "files" or cfg.path:
+        return _Files(cfg)
+    return _Hub(cfg)
+
+
+def pieces(source: Source, cfg: Data, name: str) -> Iterator[Piece] | None:
+    """The documents of split "train" or "val" after the filters; None where there is to be no validation split.
+
+    data.min_length and data.num_samples apply to each split of the corpus; what is held out by data.val_fraction
+    comes out of the documents they leave.
+    """
+    own = _filtered(source, cfg, "val")
+    if own is not None:
+        return own if name == "val" else _filtered(source, cfg, "train")
+    train = _filtered(source, cfg, "train")
+    assert train is not None
+    if cfg.val_fraction == 0:
+        return train if name == "train" else None
+    cuts = plan_cuts(_filtered(source, cfg, "train") or iter(()), cfg.val_fraction)
+    return at_least(split(train, cfg.val_fraction, cuts, held_out=name == "val"), 1)
+
+
+def _filtered(source: Source, cfg: Data, name: str) -> Iterator[Piece] | None:
+    found = source.pieces(name)
+    if found is None:
+        return None
+    kept = at_least(found, cfg.min_length)
+    return kept if cfg.num_samples is None else first(kept, cfg.num_samples)
+
+
+def expected_bytes(source: Source, cfg: Data, name: str) -> int | None:
+    """About how many bytes of text a split will have; None where that isn't known."""
+    if cfg.num_samples is not None:
+        return None
+    if source.pieces("val") is not None:
+        return source.text_bytes(name)
+    whole_text = source.text_bytes("train")
+    return (
+        None if whole_text is None else int(whole_text * (cfg.val_fraction if name == "val" else 1 - cfg.val_fraction))
+    )
+
+
+def documents(cfg: Data, name: str) -> Iterator[str]:
+    """The documents of split "train" or "val" as strings, one at a time."""
+    yield from whole(pieces(open_source(cfg), cfg, name) or iter(()))
+
+
+class _Stdlib:
+    label = "python_stdlib"
+    settings: dict[str, Any] = {"kind": "python_stdlib"}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        self.files = stdlib.stdlib_files()
+        self.resolved: str | None = Facts(None).digest(self.files)
+
+    def pieces(self, name: str) -> Iterator[Piece] | None:
+        return stdlib.stdlib_pieces() if name == "train" else None
+
+    def text_bytes(self, name: str) -> int | None:
+        return sum(f.stat().st_size for f in self.files)
+
+
+class _Files:
+    def __init__(self, cfg: Data) -> None:
+        if not cfg.path:
+            raise UserError("data.path is not set: name a file, a folder, a glob or a list of them, data.path=...")
+        self.cfg = cfg
+        self.splits = {"train": files.find_files(cfg.path, cfg.format)}
+        if cfg.val_path:
+            self.splits["val"] = files.find_files(cfg.val_path, cfg.format, key="data.val_path")
+        first_part = cfg.path if isinstance(cfg.path, str) else str(next(iter(cfg.path)))
+        self.label = re.split(r"[*?\[]", first_part)[0].rstrip("/").split("/")[-1] or "files"
+        self.settings = {
+            "kind": "files",
+            "formats": sorted({format for _, format in self.splits["train"]}),
+            "sample_by": cfg.sample_by,
+        }
+        facts = Facts(cfg.cache_dir)
+        self.resolved: str | None = "+".join(facts.digest([p for p, _ in part]) for part in self.splits.values())
+
+    def pieces(self, name: str) -> Iterator[Piece] | None:
+        return files.read_pieces(self.splits[name], self.cfg) if name in self.splits else None
+
+    def text_bytes(self, name: str) -> int | None:
+        part = self.splits.get(name, [])
+        plain = all(format == "text" and path.suffix != ".gz" for path, format in part)
+        return sum(path.stat().st_size for path, _ in part) if plain else None
+
+
+class _Hub:
+    def __init__(self, cfg: Data) -> None:
+        if not cfg.name:
+            raise UserError("data.name is not set: name a dataset of the hub, data.name=..., or files, data.path=...")
+        self.cfg = cfg
+        self.label = cfg.name.rstrip("/").split("/")[-1]
+        self.settings = {
+            "kind": "hub",
+            "name": cfg.name,
+            "config_name": cfg.config_name,
+            "revision": cfg.revision,
+            "train_split": cfg.train_split,
+            "val_split": cfg.val_split,
+        }
+        self.unreachable = ""
+        self._splits: Any = None
+        try:
+            self.resolved: str | None = self._identity(cfg)
+        except hub.Unreachable as error:
+            self.resolved, self.unreachable = None, str(error)
+
+    def _identity(self, cfg: Data) -> str:
+        folder = Path(str(cfg.name)).expanduser()
+        if folder.is_dir():  # a dataset repository on this machine
+            return Facts(cfg.cache_dir).digest(sorted(p for p in folder.rglob("*") if p.is_file()))
+        return hub.commit_of("dataset", str(cfg.name), cfg.revision)
+
+    def pieces(self, name: str) -> Iterator[Piece] | None:
+        if self._splits is None:
+            self._splits = hub.load_splits(self.cfg, self.resolved, self.unreachable)
+        split_name = self.cfg.train_split if name == "train" else self.cfg.val_split
+        if name == "val" and (split_name is None or split_name not in self._splits):
+            return None
+        rows = hub.read_rows(self._splits, str(split_name), self.cfg)
+        if self.cfg.document_start:
+            return join_rows(rows, self.cfg.document_start)
+        return (Piece(row, True) for row in rows)
+
+    def text_bytes(self, name: str) -> int | None:
+        return None

@@ -1,0 +1,258 @@
+"""Tokenizers: from the hub or a folder, or made here (a BPE trained on the corpus, raw bytes, characters).
+
+Those made here are fast tokenizers with `<|endoftext|>` as beginning and end of text and no padding token, so a saved
+one loads with AutoTokenizer. The same corpus gives the same tokenizer file, byte for byte.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import errors as hub_errors
+from huggingface_hub import hf_hub_download
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from lmtrain.data import hub
+from lmtrain.data.cache import Facts
+from lmtrain.errors import UserError
+from lmtrain.schema import Tokenizer
+
+END_OF_TEXT = "<|endoftext|>"
+UNKNOWN = "<|unknown|>"  # characters alone need one: for prompts with a character the corpus never had
+# What a folder's identity is taken from.
+_FILES = ("tokenizer*", "*.model", "vocab*", "merges*", "special_tokens*", "added_tokens*", "chat_template*")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What names a tokenizer before it is there: the settings, what a name turned out to be, a label for people.
+
+    `resolved` is a commit or a digest; empty for tokenizers made from the corpus, None where the hub didn't answer
+    (`unreachable` says why).
+    """
+
+    settings: dict[str, Any]
+    resolved: str | None
+    label: str
+    unreachable: str = ""
+
+
+def identity(cfg: Tokenizer) -> Identity:
+    """Raises UserError for a folder or a name that isn't there."""
+    if cfg.kind == "bpe":
+        settings = {
+            "kind": "bpe",
+            "vocab_size": cfg.vocab_size,
+            "min_frequency": cfg.min_frequency,
+            "train_characters": cfg.train_characters,
+        }
+        return Identity(settings, "", f"bpe{cfg.vocab_size}")
+    if cfg.kind != "hub":
+        return Identity({"kind": cfg.kind}, "", cfg.kind)
+    if not cfg.name_or_path:
+        raise UserError("tokenizer.name_or_path is not set: a name on the hub (gpt2) or a folder with tokenizer.json")
+    name = cfg.name_or_path
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        found = sorted({p for pattern in _FILES for p in folder.glob(pattern) if p.is_file()})
+        if not found:
+            raise UserError(f"tokenizer.name_or_path={name}: the folder holds no tokenizer.json or vocabulary")
+        return Identity({"kind": "hub"}, Facts(None).digest(found), folder.resolve().name)
+    if name.startswith(("/", "./", "../", "~")):
+        raise UserError(f"tokenizer.name_or_path={name}: no such folder")
+    settings = {"kind": "hub", "name_or_path": name, "revision": cfg.revision}
+    label = name.split("/")[-1]
+    try:
+        return Identity(settings, hub.commit_of("model", name, cfg.revision), label)
+    except hub.Unreachable as error:
+        return Identity(settings, None, label, str(error))
+
+
+def load_or_train(
+    cfg: Tokenizer, texts: Callable[[str], Iterator[str]], named: Identity | None = None
+) -> PreTrainedTokenizerFast:
+    """The tokenizer that `cfg` names.
+
+    Args:
+        cfg: the tokenizer's config.
+        texts: gives the text of split "train" or "val", in stretches of any length; read only where it is needed.
+        named: `identity(cfg)`, where it is known already.
+
+    Raises:
+        UserError: a name that can't be fetched, a tokenizer without a fast version, or a vocabulary too small.
+    """
+    if cfg.kind == "bpe":
+        return _wrap(_train_bpe(cfg, texts("train")))
+    if cfg.kind == "bytes":
+        return _wrap(_bytes())
+    if cfg.kind == "char":
+        return _wrap(_characters(texts), unk_token=UNKNOWN)
+    return _load(cfg, named or identity(cfg))
+
+
+def load_folder(folder: Path) -> PreTrainedTokenizerFast:
+    """A tokenizer that `save` wrote."""
+    return PreTrainedTokenizerFast.from_pretrained(str(folder))
+
+
+def save(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """save_pretrained, under the class name that every version of transformers knows."""
+    tokenizer.save_pretrained(str(folder))
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    # transformers 5 calls the class TokenizersBackend, which version 4 and programs built on it cannot load.
+    if config.get("tokenizer_class") == "TokenizersBackend":
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    for key in ("is_local", "local_files_only"):  # where it was loaded from is not a property of it
+        config.pop(key, None)
+    path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def tokenizer_hash(tokenizer: PreTrainedTokenizerFast) -> str:
+    """sha256 of what decides the token ids of plain text: normaliser, pre-tokenizer, model and added tokens.
+
+    Truncation, padding, templates and decoding are left out: they may change without making bins wrong.
+    """
+    plain = json.loads(tokenizer.backend_tokenizer.to_str())
+    matters = {k: plain.get(k) for k in ("normalizer", "pre_tokenizer", "model")}
+    matters["added_tokens"] = [[t["id"], t["content"]] for t in plain.get("added_tokens", [])]
+    return hashlib.sha256(json.dumps(matters, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
+
+
+def vocab_size(tokenizer: PreTrainedTokenizerFast) -> int:
+    """One more than the largest id the tokenizer can give."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def _load(cfg: Tokenizer, named: Identity) -> PreTrainedTokenizerFast:
+    name = str(cfg.name_or_path)
+    folder = Path(name).expanduser()
+    is_folder, offline = folder.is_dir(), named.resolved is None
+    options: dict[str, Any] = {}
+    if not is_folder:
+        options = {"revision": cfg.revision if offline else named.resolved, "local_files_only": offline}
+    try:
+        if not cfg.trust_remote_code and _has_fast_file(str(folder) if is_folder else name, is_folder, options):
+            # Straight from tokenizer.json: model classes rebuild it by their own rules and may split text otherwise.
+            return PreTrainedTokenizerFast.from_pretrained(str(folder) if is_folder else name, **options)
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(folder) if is_folder else name, trust_remote_code=cfg.trust_remote_code, **options
+        )
+    except (OSError, ValueError, KeyError) as error:
+        if offline:
+            raise UserError(hub.explain_unreachable("tokenizer", name, named.unreachable)) from None
+        raise UserError(f"tokenizer {name!r} can't be loaded: {error}") from None
+    if not tokenizer.is_fast:
+        raise UserError(
+            f"tokenizer {name!r} is written in Python ({type(tokenizer).__name__}) and has no fast version: "
+            f"choose one with a tokenizer.json"
+        )
+    return tokenizer
+
+
+def _has_fast_file(name: str, is_folder: bool, options: dict[str, Any]) -> bool:
+    if is_folder:
+        return (Path(name) / "tokenizer.json").exists()
+    try:
+        hf_hub_download(name, "tokenizer.json", **options)
+        return True
+    except hub_errors.LocalEntryNotFoundError:
+        raise
+    except hub_errors.EntryNotFoundError:
+        return False
+
+
+def _wrap(backend: Backend, **special: str) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        clean_up_tokenization_spaces=False,
+        **special,
+    )
+
+
+def _train_bpe(cfg: Tokenizer, text: Iterator[str]) -> Backend:
+    """Byte-level BPE as GPT-2's (Radford et al. 2019): every byte is a token, so any text can be written."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    size = cfg.vocab_size or 0
+    if size <= len(alphabet):
+        raise UserError(
+            f"tokenizer.vocab_size={cfg.vocab_size} is too small for a BPE: {len(alphabet)} bytes and {END_OF_TEXT} "
+            f"take {len(alphabet) + 1}; set tokenizer.vocab_size={len(alphabet) + 1} or more"
+        )
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        min_frequency=cfg.min_frequency or 0,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
+    backend.train_from_iterator(_at_most(text, cfg.train_characters), trainer=trainer)
+    return backend
+
+
+def _at_most(text: Iterator[str], characters: int | None) -> Iterator[str]:
+    """The first `characters` characters of a text."""
+    left = characters
+    for part in text:
+        if left is not None:
+            if left <= 0:
+                return
+            part = part[:left]
+            left -= len(part)
+        yield part
+
+
+def _bytes() -> Backend:
+    """Id b is byte b, id 256 the end of text: a byte-level BPE without merges."""
+    backend = Backend(models.BPE(vocab={c: i for i, c in enumerate(_byte_characters())}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([END_OF_TEXT])
+    return backend
+
+
+def _byte_characters() -> list[str]:
+    """The character that byte-level tokenizers write for each byte: itself where printable, else one from 256 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    shown, next_free = [], 256
+    for byte in range(256):
+        if byte in printable:
+            shown.append(chr(byte))
+        else:
+            shown.append(chr(next_free))
+            next_free += 1
+    return shown
+
+
+def _characters(texts: Callable[[str], Iterator[str]]) -> Backend:
+    """One id for each character of the corpus, in code point order, then the end of text and the unknown character.
+
+    The validation text's characters are in it too, as in nanoGPT's: an unknown character in it would make its loss
+    mean something else. Only a prompt can hold one.
+    """
+    seen: set[str] = set()
+    for name in ("train", "val"):
+        for part in texts(name):
+            seen.update(part)
+    vocab = {c: i for i, c in enumerate([*sorted(seen), UNKNOWN])}
+    backend = Backend(models.BPE(vocab=vocab, merges=[], unk_token=UNKNOWN))
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens([END_OF_TEXT, UNKNOWN])
+    return backend
+
+
+def numbers(size: int) -> PreTrainedTokenizerFast:
+    """Stands in for an unknown tokenizer of `size` ids: id 17 is written " 17", and read again from that."""
+    backend = Backend(models.WordLevel(vocab={str(i): i for i in range(size)}, unk_token="0"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False)

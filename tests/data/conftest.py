@@ -1,0 +1,41 @@
+"""Configs for the data tests: the real defaults from conf/, with what a test sets."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from lmtrain.schema import Data, Tokenizer
+
+CONF = Path(__file__).parents[2] / "conf"
+
+
+def _load(group: str, option: str) -> dict:
+    tree = OmegaConf.load(CONF / group / f"{option}.yaml")
+    plain = OmegaConf.to_container(tree, resolve=False)
+    base = _load(group, "base") if "base" in plain.pop("defaults", []) else {}
+    return {**base, **plain}
+
+
+@pytest.fixture
+def data_config(tmp_path):
+    """data_config("wikitext", min_length=5): that option of conf/data, cached in the test's own folder."""
+
+    def make(option: str = "text", **settings) -> Data:
+        values = {**_load("data", option), "seq_len": 64, "cache_dir": str(tmp_path / "cache"), **settings}
+        unknown = set(values) - {f.name for f in dataclasses.fields(Data)}
+        assert not unknown
+        return Data(**values)
+
+    return make
+
+
+@pytest.fixture
+def tokenizer_config():
+    """tokenizer_config("bpe", vocab_size=300): that option of conf/tokenizer."""
+
+    def make(option: str = "bytes", **settings) -> Tokenizer:
+        return Tokenizer(**{**_load("tokenizer", option), **settings})
+
+    return make

@@ -1,0 +1,203 @@
+"""The bin format: what is written is read back, at every border; files that are wrong are refused."""
+
+import os
+import pickle
+
+import numpy as np
+import pytest
+
+from lmtrain.data import bins
+from lmtrain.data.bin_writer import BinWriter, dtype_for
+from lmtrain.errors import RunError, UserError
+
+
+def write(folder, documents, dtype="uint16", shard_tokens=10, piece=3):
+    """Documents (lists of ids) written in pieces, with meta.json."""
+    writer = BinWriter(folder, "train", dtype, shard_tokens)
+    for document in documents:
+        parts = [document[i : i + piece] for i in range(0, len(document), piece)] or [[]]
+        for part in parts:
+            writer.append(np.array(part, dtype=np.uint32), ends_document=part is parts[-1], text_bytes=len(part))
+    meta = {
+        "format_version": bins.FORMAT_VERSION,
+        "dtype": dtype,
+        "vocab_size": 100,
+        "tokenizer_hash": "a" * 64,
+        "eos_id": 0,
+        "splits": {"train": writer.close()},
+        "key": {},
+    }
+    bins.save_meta(meta, folder)
+    return bins.open_bins(folder, "train")
+
+
+def documents_of(split):
+    """Read back shard by shard, from tokens and document ends alone; a document cut by a shard's end goes on."""
+    found, open_document = [], []
+    for shard in split.shards:
+        start = 0
+        for end in shard.document_ends(0, shard.tokens + 1):
+            found.append(open_document + shard.read(start, int(end) - start).tolist())
+            open_document, start = [], int(end)
+        open_document += shard.read(start, shard.tokens - start).tolist()
+    assert open_document == []
+    return found
+
+
+@pytest.mark.parametrize("shard_tokens", [1, 2, 7, 10, 11, 1000])
+@pytest.mark.parametrize("piece", [1, 3, 100])
+def test_documents_survive_any_shard_size(tmp_path, shard_tokens, piece):
+    random = np.random.default_rng(0)
+    documents = [random.integers(0, 100, n).tolist() for n in (4, 6, 10, 1, 11, 35, 3, 7, 9, 2)]
+    split = write(tmp_path, documents, shard_tokens=shard_tokens, piece=piece)
+    assert documents_of(split) == documents
+    assert split.documents == len(documents)
+    assert split.tokens == split.bytes == sum(map(len, documents)) == sum(s.tokens for s in split.shards)
+    assert max(s.tokens for s in split.shards) <= shard_tokens
+
+
+def test_only_documents_longer_than_a_shard_are_cut(tmp_path):
+    split = write(tmp_path, [[1] * 4, [2] * 7, [3] * 25, [4] * 3], shard_tokens=10)
+    assert [s.read(0, s.tokens).tolist() for s in split.shards] == [
+        [1] * 4, [2] * 7, [3] * 10, [3] * 10, [3] * 5 + [4] * 3,
+    ]  # fmt: skip
+    assert [s.documents for s in split.shards] == [1, 1, 0, 0, 2]
+
+
+def test_empty_documents_are_not_counted(tmp_path):
+    split = write(tmp_path, [[], [1, 2], [], [3]])
+    assert split.documents == 2
+    assert documents_of(split) == [[1, 2], [3]]
+
+
+def test_large_vocabularies_take_uint32(tmp_path):
+    assert (dtype_for(65_536), dtype_for(65_537)) == ("uint16", "uint32")
+    split = write(tmp_path, [[70_000, 1, 4_000_000_000]], dtype="uint32")
+    assert split.shards[0].read(0, 3).tolist() == [70_000, 1, 4_000_000_000]
+
+
+def test_document_ends_against_a_plain_loop(tmp_path):
+    random = np.random.default_rng(1)
+    lengths = random.integers(1, 9, 3000)
+    ends = np.cumsum(lengths)
+    split = write(tmp_path, [[1] * n for n in lengths], shard_tokens=10**6)
+    shard = split.shards[0]
+    for start, stop in [(0, 1), (0, 10**6), (13_000, 13_001), *random.integers(0, shard.tokens + 5, (200, 2)).tolist()]:
+        wanted = [e for e in ends.tolist() if start <= e < stop]
+        assert shard.document_ends(start, stop).tolist() == wanted
+    assert shard.document_ends(0, 5).dtype == np.int64
+
+
+def test_layout_on_disk_is_the_documented_one(tmp_path):
+    write(tmp_path, [[1, 2], [3]])
+    assert np.fromfile(tmp_path / "train_00000.bin", "<u2").tolist() == [1, 2, 3]
+    assert np.fromfile(tmp_path / "train_00000.docs", "<u8").tolist() == [2, 3]
+
+
+def test_reading_out_of_range_is_refused(tmp_path):
+    shard = write(tmp_path, [[1, 2, 3]]).shards[0]
+    for start, count in [(0, 4), (3, 1), (-1, 1), (1, -1)]:
+        with pytest.raises(IndexError):
+            shard.read(start, count)
+
+
+def test_shards_pickle_and_survive_a_fork(tmp_path):
+    shard = write(tmp_path, [[5, 6, 7]]).shards[0]
+    assert shard.read(1, 2).tolist() == [6, 7]
+    assert pickle.loads(pickle.dumps(shard)).read(1, 2).tolist() == [6, 7]  # noqa: S301
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if shard.read(0, 3).tolist() == [5, 6, 7] else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_more_shards_than_open_files(tmp_path):
+    split = write(tmp_path, [[i] for i in range(600)], shard_tokens=1)
+    assert [int(s.read(0, 1)[0]) for s in split.shards] == list(range(600))
+    assert len(os.listdir("/proc/self/fd")) < 400
+
+
+def test_a_file_cut_short_while_in_use_is_a_message(tmp_path):
+    shard = write(tmp_path, [[1] * 9]).shards[0]
+    shard.read(0, 9)
+    os.truncate(shard.path, 6)
+    with pytest.raises(RunError, match=r"train_00000\.bin ends at byte 6, 12 bytes before"):
+        shard.read(0, 9)
+
+
+def test_a_file_that_disagrees_with_the_sidecar(tmp_path):
+    split = write(tmp_path, [[1] * 9])
+    os.truncate(split.shards[0].path, 6)
+    with pytest.raises(UserError, match="has 6 bytes, but 9 uint16 tokens take 18"):
+        bins.open_bins(tmp_path, "train")
+    split.shards[0].path.unlink()
+    with pytest.raises(UserError, match="train_00000.bin is missing"):
+        bins.open_bins(tmp_path, "train")
+
+
+def test_a_sidecar_that_cannot_be_read(tmp_path):
+    write(tmp_path, [[1]])
+    text = (tmp_path / "meta.json").read_text()
+    (tmp_path / "meta.json").write_text(text[:-9])
+    with pytest.raises(UserError, match=r"meta\.json can't be read"):
+        bins.open_bins(tmp_path, "train")
+    (tmp_path / "meta.json").write_text(text.replace('"format_version": 1', '"format_version": 99'))
+    with pytest.raises(UserError, match="format version 99"):
+        bins.open_bins(tmp_path, "train")
+
+
+def test_plain_bins(tmp_path):
+    np.arange(100, dtype=np.uint16).tofile(tmp_path / "train.bin")
+    split = bins.open_bins(tmp_path, "train")
+    assert (split.tokens, split.documents, split.bytes, split.meta) == (100, None, None, None)
+    assert split.shards[0].read(98, 2).tolist() == [98, 99]
+    assert bins.largest_token(split, chunk=7) == 99
+    assert not bins.has_split(tmp_path, "val")
+    with pytest.raises(UserError, match=r"without document borders.*data\.isolate_documents=false"):
+        split.shards[0].document_ends(0, 5)
+
+
+def test_bad_folders(tmp_path):
+    with pytest.raises(UserError, match="no such folder"):
+        bins.open_bins(tmp_path / "nowhere", "train")
+    with pytest.raises(UserError, match="holds no train bins.*it holds nothing"):
+        bins.open_bins(tmp_path, "train")
+    (tmp_path / "train.bin").write_bytes(b"123")
+    with pytest.raises(UserError, match=r"not a whole number of uint16 tokens \(3 bytes\)"):
+        bins.open_bins(tmp_path, "train")
+    (tmp_path / "train.bin").write_bytes(b"")
+    with pytest.raises(UserError, match="is empty"):
+        bins.open_bins(tmp_path, "train")
+
+
+def test_shorter_than_one_row(tmp_path):
+    np.arange(64, dtype=np.uint16).tofile(tmp_path / "train.bin")
+    assert bins.open_bins(tmp_path, "train", seq_len=63).tokens == 64
+    with pytest.raises(UserError, match=r"has 64 tokens.*data\.seq_len=64.*set data\.seq_len=63 or less"):
+        bins.open_bins(tmp_path, "train", seq_len=64)
+
+
+def test_fingerprint_follows_the_tokens_not_the_place(tmp_path):
+    folders = [tmp_path / name for name in "abc"]
+    for folder in folders:
+        folder.mkdir()
+    splits = [write(f, [[1, 2, 3], [last]]) for f, last in zip(folders, (4, 4, 5), strict=True)]
+    first, same, other = (bins.fingerprint([s]) for s in splits)
+    assert first == same != other
+
+
+def test_a_sparse_8_gib_bin_is_read_in_place(tmp_path):
+    with (tmp_path / "train.bin").open("wb") as file:
+        file.seek(8 * 2**30 - 2)
+        file.write(b"\x07\x00")
+    shard = bins.open_bins(tmp_path, "train").shards[0]
+    before = resident_bytes()
+    for start in np.random.default_rng(0).integers(0, shard.tokens - 1024, 3000).tolist():
+        shard.read(start, 1024)
+    assert shard.read(shard.tokens - 1, 1)[0] == 7
+    assert resident_bytes() - before < 20 * 2**20
+
+
+def resident_bytes():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")

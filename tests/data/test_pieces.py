@@ -1,0 +1,76 @@
+"""Joining, filtering and holding out documents, each against a loop over whole strings."""
+
+import random
+import re
+
+import pytest
+
+from lmtrain.data.pieces import Piece, at_least, first, join_rows, plan_cuts, split, whole
+
+
+def cut_up(documents, seed=0):
+    """The documents as pieces of random length."""
+    chance = random.Random(seed)
+    for document in documents:
+        done = 0
+        while done < len(document):
+            step = chance.randint(1, 5)
+            yield Piece(document[done : done + step], False)
+            done += step
+        yield Piece("", True)
+
+
+DOCUMENTS = ["x" * n for n in (0, 1, 5, 2, 9, 0, 3)]
+
+
+@pytest.mark.parametrize("min_length", [0, 1, 3, 100])
+def test_at_least(min_length):
+    wanted = [d for d in DOCUMENTS if len(d) >= max(1, min_length)]
+    assert list(whole(at_least(cut_up(DOCUMENTS), min_length))) == wanted
+
+
+def test_first():
+    for n in (0, 1, 3, 100):
+        assert list(whole(first(cut_up(DOCUMENTS), n))) == DOCUMENTS[:n]
+
+
+def test_rows_become_documents():
+    rows = ["before\n", " = A = \n", "", " text \n", " = = B = = \n", " more \n", " = C ( d ) = \n", " end \n"]
+    joined = list(whole(join_rows(rows, r"^ = [^=].* = \n?$")))
+    assert joined == ["before\n", "".join(rows[1:6]), "".join(rows[6:])]
+    assert list(join_rows([], "x")) == []
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.05, 0.1, 0.3, 1 / 49, 1 / 3, 0.5])
+@pytest.mark.parametrize("extra", [0, 1, 57])
+def test_held_out_documents(fraction, extra):
+    count = -(-1 // fraction)
+    documents = [f"document {i}" for i in range(int(count) + 1 + extra)]
+    cuts = plan_cuts(cut_up(documents), fraction)
+    assert cuts is None
+    parts = [list(whole(split(cut_up(documents), fraction, cuts, held_out=h))) for h in (False, True)]
+    assert sorted(parts[0] + parts[1]) == sorted(documents)
+    assert len(parts[1]) == int(len(documents) * fraction + 1e-6) >= 1
+
+
+@pytest.mark.parametrize("documents", [["abcdefghij" * 10], ["a" * 55, "b" * 7, "c" * 200]])
+def test_few_documents_are_cut_at_their_ends(documents):
+    cuts = plan_cuts(cut_up(documents), 0.1)
+    train, val = (list(whole(split(cut_up(documents, seed=1), 0.1, cuts, held_out=h))) for h in (False, True))
+    assert [a + b for a, b in zip(train, val, strict=True)] == documents
+    assert [len(a) for a in train] == [int(len(d) * 0.9) for d in documents]
+
+
+def test_planning_reads_no_more_than_it_needs():
+    def endless():
+        while True:
+            yield Piece("text", True)
+
+    assert plan_cuts(endless(), 0.01) is None
+
+
+def test_wikitext_pattern_is_the_one_in_conf(data_config):
+    pattern = data_config("wikitext").document_start
+    assert re.search(pattern, " = Robert Boulter = \n")
+    for other in (" = = Career = = \n", " = = = 2000 – 2005 = = = \n", "", " a = b \n", " = unfinished \n"):
+        assert not re.search(pattern, other)
