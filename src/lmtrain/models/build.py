@@ -41,6 +41,8 @@ ALIASES = {
     "hidden_act": ("hidden_act", "activation_function"),
     "rope_theta": ("rope_parameters",),
 }
+# Settings a family's code reads though its config class doesn't declare them.
+UNDECLARED = {"qwen3_moe": ("head_dim",)}
 DROPOUTS = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout", "dropout")
 MAX_POSITIONS = "max_position_embeddings"
 
@@ -113,6 +115,8 @@ def _scratch_config(cfg: Model, vocab_size: int, eos_token_id: int | None) -> Pr
 
 def _field_name(config: PretrainedConfig, key: str) -> str | None:
     """What this family calls `key`, None where it has no such field."""
+    if key in UNDECLARED.get(config.model_type, ()):
+        return key
     names = (*ALIASES.get(key, ()), key)
     return next((name for name in names if hasattr(config, name)), None)
 

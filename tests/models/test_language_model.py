@@ -1,0 +1,249 @@
+"""The wrapped model's loss and gradients against transformers' own."""
+
+import pytest
+import torch
+from helpers_models import FAMILIES, VOCAB, objective, packed, tiny, wrapped
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from lmtrain.errors import UserError
+from lmtrain.models.attention import generation_mode
+from lmtrain.models.language_model import (
+    LanguageModel,
+    compile_model,
+    decoder_blocks,
+    enable_activation_checkpointing,
+)
+
+
+@pytest.fixture(params=list(FAMILIES))
+def family(request):
+    return request.param
+
+
+def gradients(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def transformers_loss(model, ids: torch.Tensor) -> torch.Tensor:
+    """transformers' own loss with its own eager attention, summed over tokens."""
+    model.set_attn_implementation("eager")
+    return model(ids, labels=ids, use_cache=False).loss * (ids.numel() - ids.shape[0])
+
+
+def shifted(ids: torch.Tensor) -> torch.Tensor:
+    return torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -100)], dim=1)
+
+
+def test_loss_and_gradients_equal_transformers(family):
+    model = wrapped(family)
+    ids = packed()["input_ids"]
+    out = model(ids, shifted(ids))
+    ours = gradients(model.model, out.loss_sum)
+    loss = transformers_loss(model.model, ids)
+    theirs = gradients(model.model, loss)
+    torch.testing.assert_close(out.loss_sum, loss, rtol=1e-6, atol=0)
+    assert out.n_tokens == ids.numel() - ids.shape[0]
+    assert ours.keys() == theirs.keys() == {n for n, _ in model.model.named_parameters()}
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-4, msg=name)
+
+
+def test_packed_documents_equal_documents_on_their_own(family):
+    """Loss and gradients of packed rows are the sums over their documents, each run alone."""
+    model, batch = wrapped(family), packed()
+    out = model(**batch)
+    together = gradients(model, out.loss_sum)
+    borders = batch["cu_seqlens"].tolist()
+    ids, labels = batch["input_ids"].flatten(), batch["labels"].flatten()
+    alone = sum(
+        model(ids[a:b][None], labels[a:b][None]).loss_sum for a, b in zip(borders, borders[1:], strict=False)
+    )
+    torch.testing.assert_close(out.loss_sum, alone, rtol=1e-6, atol=0)
+    for name, gradient in gradients(model, alone).items():
+        torch.testing.assert_close(together[name], gradient, rtol=1e-4, atol=1e-4, msg=name)
+
+
+def test_activation_checkpointing_changes_nothing(family):
+    batch = packed()
+    plain, recomputed = wrapped(family), wrapped(family)
+    enable_activation_checkpointing(recomputed.model)
+    calls = count_calls(recomputed)
+    a, b = plain(**batch), recomputed(**batch)
+    torch.testing.assert_close(a.loss_sum, b.loss_sum, rtol=0, atol=0)
+    expected, found = gradients(plain, a.loss_sum), gradients(recomputed, b.loss_sum)
+    assert calls["forwards"] == 2 * len(decoder_blocks(recomputed.model))  # once forward, once in backward
+    for name in expected:
+        torch.testing.assert_close(expected[name], found[name], msg=name)
+
+
+def count_calls(model: LanguageModel) -> dict[str, int]:
+    """Counts the forwards of attention modules, which recomputation runs again."""
+    calls = {"forwards": 0}
+
+    def count(*_):
+        calls["forwards"] += 1
+
+    for name, module in model.named_modules():
+        if name.endswith((".attn", ".self_attn")):
+            module.register_forward_hook(count)
+    return calls
+
+
+def test_compiled_blocks_keep_names_and_values():
+    """Every block runs compiled code, shared between blocks: layers and steps cause no compilation of their own."""
+    from torch._dynamo.testing import CompileCounter
+
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    expected, model = wrapped("llama", num_hidden_layers=4), wrapped("llama", num_hidden_layers=4)
+    names = list(model.state_dict())
+    for block in decoder_blocks(model.model):
+        block.compile(backend=counter)
+    assert list(model.state_dict()) == names
+    for seed in range(3):
+        ids = packed(seed=seed)["input_ids"]
+        torch.testing.assert_close(model(ids, shifted(ids)).loss_sum, expected(ids, shifted(ids)).loss_sum)
+    assert counter.frame_count == 1
+    assert len(decoder_blocks(model.model)) == 4
+    torch._dynamo.reset()
+
+
+def test_compile_model_compiles_blocks_and_loss():
+    model = wrapped("gpt2")
+    assert not model._compiled()
+    compile_model(model.model)
+    assert all(block._compiled_call_impl is not None for block in decoder_blocks(model.model))
+    assert model._compiled()
+
+
+@pytest.mark.parametrize("chunk", ["auto", 1, 7, 100_000])
+def test_chunk_size_changes_nothing(chunk):
+    hf, batch = tiny("gpt2"), packed()
+    expected = LanguageModel(hf, objective())(**batch)
+    found = LanguageModel(hf, objective(loss_chunk_tokens=chunk))(**batch)
+    torch.testing.assert_close(found.loss_sum, expected.loss_sum)
+
+
+@pytest.mark.parametrize("chunk", [0, -5, "large", 2.5, True])
+def test_impossible_chunk_size_is_refused(chunk):
+    with pytest.raises(UserError, match="objective.loss_chunk_tokens"):
+        LanguageModel(tiny("gpt2"), objective(loss_chunk_tokens=chunk))
+
+
+def test_z_loss_and_smoothing_reach_the_loss_but_not_the_nll():
+    hf, batch = tiny("llama"), packed()
+    plain = LanguageModel(hf, objective())(**batch)
+    both = LanguageModel(hf, objective(z_loss=1e-2, label_smoothing=0.1))(**batch)
+    torch.testing.assert_close(both.nll_sum, plain.nll_sum)
+    assert not torch.isclose(both.loss_sum, plain.loss_sum)
+
+
+def test_router_loss_of_one_layer_equals_transformers():
+    model = wrapped("qwen3_moe", num_hidden_layers=1, router_aux_loss_coef=0.5)
+    ids = packed()["input_ids"]
+    out = model(ids, shifted(ids))
+    ours = gradients(model.model, out.loss_sum)
+    hf = model.model
+    hf.set_attn_implementation("eager")
+    theirs = hf(ids, labels=ids, output_router_logits=True, use_cache=False)
+    torch.testing.assert_close(out.loss_sum / out.n_tokens, theirs.loss)
+    torch.testing.assert_close(out.aux["aux/router_loss"], theirs.aux_loss.detach() / 2)
+    assert not out.aux["aux/router_loss"].requires_grad
+    expected = gradients(hf, theirs.loss * out.n_tokens)
+    for name in expected:
+        torch.testing.assert_close(ours[name], expected[name], rtol=1e-4, atol=1e-4, msg=name)
+
+
+def test_router_loss_survives_checkpointing_and_compilation():
+    batch = packed()
+    expected_model, model = (wrapped("qwen3_moe", router_aux_loss_coef=0.5) for _ in range(2))
+    enable_activation_checkpointing(model.model)
+    for block in decoder_blocks(model.model):
+        block.compile(backend="eager")
+    expected, found = expected_model(**batch), model(**batch)
+    torch.testing.assert_close(found.loss_sum, expected.loss_sum)
+    torch.testing.assert_close(found.aux, expected.aux)
+    wanted, got = gradients(expected_model, expected.loss_sum), gradients(model, found.loss_sum)
+    for name in wanted:
+        torch.testing.assert_close(got[name], wanted[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": None,
+}
+
+
+def other_family(name: str, **fields):
+    from transformers import CONFIG_MAPPING
+
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(CONFIG_MAPPING[name](**{**SHAPE, **fields}))
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("granite", {"logits_scaling": 8.0}),
+        ("cohere", {"logit_scale": 0.0625}),
+        ("gemma2", {"final_logit_softcapping": 0.5, "sliding_window": 16}),
+    ],
+)
+def test_logit_transforms_of_other_families_are_honoured(name, fields):
+    hf = other_family(name, **fields)
+    ids = packed()["input_ids"]
+    out = LanguageModel(hf, objective())(ids, shifted(ids))
+    expected = transformers_loss(hf, ids)
+    torch.testing.assert_close(out.loss_sum, expected, rtol=1e-5, atol=0)
+    untransformed = torch.nn.functional.cross_entropy(
+        hf.get_output_embeddings()(hf.model(ids, use_cache=False).last_hidden_state)[:, :-1].flatten(0, 1),
+        ids[:, 1:].flatten(),
+        reduction="sum",
+    )
+    assert not torch.isclose(untransformed, expected, rtol=1e-4)
+
+
+def test_an_unknown_way_to_logits_is_refused():
+    hf = other_family("granite", logits_scaling=8.0)
+    hf.register_forward_hook(lambda module, args, out: out.__class__(logits=out.logits * 2))
+    with pytest.raises(UserError, match="can't be trained"):
+        LanguageModel(hf, objective())
+
+
+def test_convolutions_refuse_packed_documents():
+    model = wrapped("gpt2")
+    model.model.transformer.h[0].mix = nn.Conv1d(1, 1, 1)
+    wrapped_again = LanguageModel(model.model, objective())
+    with pytest.raises(UserError, match="isolate_documents=false"):
+        wrapped_again(**packed())
+
+
+def test_generation_inside_training_uses_transformers_attention_with_masks(family):
+    """Padded batches generate what each prompt generates alone, and training goes on as before."""
+    model, batch = wrapped(family), packed()
+    before = model(**batch).loss_sum
+    hf = model.model.eval()
+    prompts = [[5, 9, 3], [7, 1, 2, 8, 4]]
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": -1}
+    with generation_mode(model), torch.no_grad():
+        alone = [hf.generate(torch.tensor([p]), **options)[0, len(p) :] for p in prompts]
+        padded = torch.tensor([[0, 0, *prompts[0]], prompts[1]])
+        mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+        both = hf.generate(padded, attention_mask=mask, **options)[:, 5:]
+    torch.testing.assert_close(torch.stack(alone), both)
+    with pytest.raises(RuntimeError, match="generation_mode"):
+        hf.generate(torch.tensor([prompts[0]]), **options)
+    hf.train()
+    torch.testing.assert_close(model(**batch).loss_sum, before, rtol=0, atol=0)
