@@ -56,9 +56,7 @@ def test_equals_cross_entropy_on_full_logits(chunk_tokens, dtype):
     torch.testing.assert_close(out.nll_sum, expected.detach(), **tolerance)
     assert out.n_tokens == (labels != -100).sum()
     assert not out.nll_sum.requires_grad
-    for ours, theirs in zip(
-        gradients(out.loss_sum, hidden, weight), gradients(expected, hidden, weight), strict=True
-    ):
+    for ours, theirs in zip(gradients(out.loss_sum, hidden, weight), gradients(expected, hidden, weight), strict=True):
         torch.testing.assert_close(ours, theirs, **tolerance)
 
 
@@ -181,9 +179,7 @@ def test_the_shortcut_for_small_logits_gives_the_same(monkeypatch):
     plain = chunked_cross_entropy(hidden, weight, labels, chunk_tokens=10, logit_scale=0.5)
     assert type(plain.loss_sum.grad_fn) is not type(chunked.loss_sum.grad_fn)
     torch.testing.assert_close(plain, chunked)
-    torch.testing.assert_close(
-        gradients(plain.loss_sum, hidden, weight), gradients(chunked.loss_sum, hidden, weight)
-    )
+    torch.testing.assert_close(gradients(plain.loss_sum, hidden, weight), gradients(chunked.loss_sum, hidden, weight))
 
 
 def test_logits_of_one_chunk_are_the_largest_tensor_ever_made(monkeypatch):
@@ -215,7 +211,9 @@ def test_inside_torch_compile():
         return chunked_cross_entropy(h * 2, w, labels, chunk_tokens=10).loss_sum
 
     expected = gradients(loss(hidden, weight), hidden, weight)
-    torch.testing.assert_close(gradients(torch.compile(loss, backend="eager")(hidden, weight), hidden, weight), expected)
+    torch.testing.assert_close(
+        gradients(torch.compile(loss, backend="eager")(hidden, weight), hidden, weight), expected
+    )
 
 
 def test_router_loss_is_k_per_layer_when_even_and_grows_when_not():

@@ -42,7 +42,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def tiny_config(family: str, **changes: Any) -> Model:
-    return Model(**{**COMMON, "name": family, "family": family, **FAMILIES[family], **changes})
+    return Model(**{**COMMON, "name": family, "family": family, **FAMILIES.get(family, {}), **changes})
 
 
 def tiny(family: str, **changes: Any) -> Any:

@@ -285,9 +285,7 @@ def test_exported_config_does_not_name_our_attention(tmp_path):
 @pytest.mark.parametrize("method", ["varlen", "block_mask", "slices"])
 @pytest.mark.parametrize("window", [None, 4])
 def test_methods_on_cuda_equal_plain_softmax_attention(method, window):
-    q, k, v = (
-        x.detach().to("cuda", torch.bfloat16).requires_grad_() for x in projections(kv_heads=2, width=64)
-    )
+    q, k, v = (x.detach().to("cuda", torch.bfloat16).requires_grad_() for x in projections(kv_heads=2, width=64))
     documents = Documents(packed()["cu_seqlens"].cuda(), 3, 20, method)
     out = call(q, k, v, documents=documents, sliding_window=window)
     exact = [x.detach().float().requires_grad_() for x in (q, k, v)]

@@ -58,9 +58,7 @@ def test_packed_documents_equal_documents_on_their_own(family):
     together = gradients(model, out.loss_sum)
     borders = batch["cu_seqlens"].tolist()
     ids, labels = batch["input_ids"].flatten(), batch["labels"].flatten()
-    alone = sum(
-        model(ids[a:b][None], labels[a:b][None]).loss_sum for a, b in zip(borders, borders[1:], strict=False)
-    )
+    alone = sum(model(ids[a:b][None], labels[a:b][None]).loss_sum for a, b in zip(borders, borders[1:], strict=False))
     torch.testing.assert_close(out.loss_sum, alone, rtol=1e-6, atol=0)
     for name, gradient in gradients(model, alone).items():
         torch.testing.assert_close(together[name], gradient, rtol=1e-4, atol=1e-4, msg=name)

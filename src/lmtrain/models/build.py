@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.activations import ACT2FN
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lmtrain.errors import UserError
@@ -89,6 +90,7 @@ def _scratch_config(cfg: Model, vocab_size: int, eos_token_id: int | None) -> Pr
         near = difflib.get_close_matches(str(family), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, n=3)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
         raise UserError(f"model.family={family} is no causal language model of transformers{hint} (gpt2, llama, ...)")
+    _check_shape(cfg)
     config_class = CONFIG_MAPPING[family]
     known = config_class()
     rows = cfg.vocab_size or vocab_size
@@ -106,7 +108,6 @@ def _scratch_config(cfg: Model, vocab_size: int, eos_token_id: int | None) -> Pr
                 raise UserError(f"model.{key}={value}: the family {family} has no such setting; make it null")
             fields[name] = {"rope_type": "default", "rope_theta": value} if key == "rope_theta" else value
     fields |= _dropout_fields(cfg, known) | _extra_fields(cfg, known)
-    _check_heads(cfg)
     try:
         return config_class(**fields)
     except Exception as error:  # transformers' configs check themselves, each in its own way
@@ -134,7 +135,14 @@ def _extra_fields(cfg: Model, config: PretrainedConfig) -> dict[str, Any]:
     return dict(cfg.extra)
 
 
-def _check_heads(cfg: Model) -> None:
+def _check_shape(cfg: Model) -> None:
+    for key in (*SHAPE_KEYS, "vocab_size"):
+        value = getattr(cfg, key)
+        if isinstance(value, int) and not isinstance(value, bool) and value < 1:
+            raise UserError(f"model.{key}={value}: at least 1 is needed")
+    if cfg.hidden_act is not None and cfg.hidden_act not in ACT2FN:
+        near = difflib.get_close_matches(cfg.hidden_act, list(ACT2FN), n=3)
+        raise UserError(f"model.hidden_act={cfg.hidden_act} is not known; did you mean {' or '.join(near) or 'gelu'}?")
     width, heads, groups = cfg.hidden_size, cfg.num_attention_heads, cfg.num_key_value_heads
     if width and heads and cfg.head_dim is None and width % heads:
         divisors = [d for d in range(1, width + 1) if width % d == 0]

@@ -1,0 +1,128 @@
+"""Estimates against what torch counts and keeps."""
+
+import pytest
+import torch
+from helpers_models import tiny
+from torch.utils.flop_counter import FlopCounterMode
+
+from lmtrain import config as lmtrain_config
+from lmtrain.models import flops
+from lmtrain.models.language_model import decoder_blocks
+
+SHAPES = {
+    "gpt2": {},
+    "llama": {"num_key_value_heads": 2, "intermediate_size": 704},
+    "qwen3": {"num_key_value_heads": 2, "intermediate_size": 704, "head_dim": 64},
+}
+
+
+def model_of(family: str, **changes):
+    shape = {"hidden_size": 256, "max_position_embeddings": 256, "initializer_range": 0.02, **SHAPES.get(family, {})}
+    return tiny(family, **{**shape, **changes})
+
+
+@pytest.mark.parametrize("family", SHAPES)
+@pytest.mark.parametrize("tied", [True, False])
+def test_flops_per_token_equal_the_counted_ones(family, tied):
+    model = model_of(family, tie_word_embeddings=tied, attention="transformers")
+    model.set_attn_implementation("eager")  # counts all T keys of a token, as the formula does
+    ids = torch.zeros(2, 128, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        model(ids, use_cache=False).logits.sum().backward()
+    assert flops.flops_per_token(model, 128) == pytest.approx(counter.get_total_flops() / ids.numel(), rel=0.02)
+
+
+def test_idle_experts_cost_nothing():
+    """A mixture that chooses 2 of 8 costs what one with 2 of 2 does, but for its router."""
+    shape = {"hidden_size": 64, "moe_intermediate_size": 96, "num_experts_per_tok": 2}
+    few, many = (flops.flops_per_token(tiny("qwen3_moe", num_experts=n, **shape), 32) for n in (2, 8))
+    layers, width = 2, 64
+    assert many - few == 6 * layers * width * (8 - 2)
+
+
+def test_parameter_counts():
+    model = tiny("gpt2")
+    model.transformer.wpe.weight.requires_grad = False
+    total, trained, embedding = flops.parameter_counts(model)
+    assert total == sum(p.numel() for p in model.parameters()) == trained + 64 * 32
+    assert embedding == (61 + 64) * 32
+
+
+def test_peak_flops_of_known_devices(monkeypatch):
+    assert flops.peak_flops(torch.device("cpu"), "bf16-mixed") is None
+    name = ""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    for name, peak in [  # noqa: B007
+        ("NVIDIA H200", 989e12), ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA L4", 121e12), ("NVIDIA L40S", 362e12),
+        ("NVIDIA GeForce RTX 4090", 165.2e12), ("NVIDIA A10G", 70e12), ("NVIDIA A10", 125e12), ("Tesla K80", None),
+    ]:  # fmt: skip
+        assert flops.peak_flops(torch.device("cuda"), "bf16-mixed") == peak, name
+    assert flops.peak_flops(torch.device("cuda"), "32-true") is None
+
+
+def run_config(*overrides: str):
+    common = ["data.micro_batch_size=2", "data.global_batch_size=2", "data.seq_len=256", "trainer.precision=32-true"]
+    config = lmtrain_config.check(lmtrain_config.compose([*common, *overrides]))
+    config.trainer.activation_checkpointing = config.trainer.activation_checkpointing is True
+    return config
+
+
+def kept_for_backward(model, mixed: bool) -> int:
+    """Bytes of distinct tensors that the blocks' autograd graph holds, parameters apart."""
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(t):
+        if t.untyped_storage().data_ptr() not in parameters:
+            kept[t.untyped_storage().data_ptr()] = t
+        return t
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
+        torch.autocast("cpu", torch.bfloat16, enabled=mixed),
+    ):
+        hidden = model.base_model(torch.zeros(2, 256, dtype=torch.long), use_cache=False).last_hidden_state
+    assert hidden.requires_grad
+    return sum(t.untyped_storage().nbytes() for t in kept.values())
+
+
+@pytest.mark.parametrize("family", SHAPES)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_activations_are_those_autograd_keeps(family, precision):
+    mixed = precision == "bf16-mixed"
+    layers = {}
+    for n in (2, 4):
+        model = model_of(family, num_hidden_layers=n)
+        estimate = flops.memory_estimate(model, run_config(f"trainer.precision={precision}"))
+        weights = 2 * sum(p.numel() for b in decoder_blocks(model) for p in b.parameters()) if mixed else 0
+        layers[n] = (estimate["activations"] + weights, kept_for_backward(model, mixed))
+    estimated, kept = (layers[4][i] - layers[2][i] for i in (0, 1))
+    assert estimated == pytest.approx(kept, rel=0.05)
+
+
+def test_memory_by_part():
+    model = model_of("gpt2")
+    total = flops.parameter_counts(model)[0]
+    memory = flops.memory_estimate(model, run_config())
+    assert memory["parameters"] == memory["gradients"] == 4 * total
+    assert memory["optimizer"] == 8 * total
+    assert memory["logits"] == 2 * 256 * 61 * 4
+    assert flops.memory_estimate(model, run_config("objective.loss_chunk_tokens=10"))["logits"] == 10 * 61 * 4
+    assert flops.memory_estimate(model, run_config("optimizer=lion"))["optimizer"] == 4 * total
+    saved = flops.memory_estimate(model, run_config("trainer.activation_checkpointing=true"))["activations"]
+    assert saved < 0.6 * memory["activations"]
+
+
+def test_muon_keeps_one_momentum_for_matrices():
+    from lmtrain.optim.optimizers import build_optimizer
+
+    model, config = model_of("gpt2"), run_config("optimizer=muon")
+    optimizer = build_optimizer(model.named_parameters(), config.optimizer, "cpu")
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    held = sum(
+        t.nbytes for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor) and t.ndim
+    )
+    assert flops.memory_estimate(model, config)["optimizer"] == pytest.approx(held, rel=0.01)
