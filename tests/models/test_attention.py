@@ -5,8 +5,8 @@ import torch
 from helpers_models import FAMILIES, LENGTHS, VOCAB, objective, packed, tiny, wrapped
 
 from lmtrain.errors import UserError
-from lmtrain.models import attention
-from lmtrain.models.attention import Documents, choose_method
+from lmtrain.models import attention, documents
+from lmtrain.models.documents import Documents, choose_method
 from lmtrain.models.language_model import LanguageModel
 
 CPU = torch.device("cpu")
@@ -53,8 +53,8 @@ def call(q, k, v, **options):
 def test_equals_plain_softmax_attention(method, kv_heads, window):
     q, k, v = projections(kv_heads=kv_heads)
     lengths = LENGTHS if method else [[20]] * 3
-    documents = Documents(packed()["cu_seqlens"], 3, 20, method) if method else None
-    out = call(q, k, v, documents=documents, sliding_window=window)
+    layout = Documents(packed()["cu_seqlens"], 3, 20, method) if method else None
+    out = call(q, k, v, documents=layout, sliding_window=window)
     expected = softmax_attention(q, k, v, 0.3, visible(lengths, window))
     torch.testing.assert_close(out, expected)
     weights = torch.randn_like(out)
@@ -67,19 +67,19 @@ def test_flex_block_mask_shows_the_same_pairs():
     """The mask CUDA gets; its kernel runs there only, its forward here."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    documents = Documents(packed()["cu_seqlens"], 3, 20, "block_mask")
+    layout = Documents(packed()["cu_seqlens"], 3, 20, "block_mask")
     q, k, v = (x.detach() for x in projections(dtype=torch.float32))
     for window in (None, 4):
-        out = flex_attention(q, k, v, block_mask=documents._flex_mask(window), scale=0.3).transpose(1, 2)
+        out = flex_attention(q, k, v, block_mask=layout._flex_mask(window), scale=0.3).transpose(1, 2)
         torch.testing.assert_close(out, softmax_attention(q, k, v, 0.3, visible(LENGTHS, window)))
 
 
 def test_documents_that_are_whole_rows_run_as_one_batch():
     q, k, v = projections()
     cu_seqlens = torch.arange(0, 80, 20, dtype=torch.int32)
-    documents = Documents(cu_seqlens, 3, 20, "slices")
-    assert documents.runs == [(20, 3)]
-    torch.testing.assert_close(call(q, k, v, documents=documents), call(q, k, v))
+    layout = Documents(cu_seqlens, 3, 20, "slices")
+    assert layout.runs == [(20, 3)]
+    torch.testing.assert_close(call(q, k, v, documents=layout), call(q, k, v))
 
 
 def test_empty_documents_at_the_end_are_ignored():
@@ -97,7 +97,7 @@ def test_no_token_reaches_another_document(family, method):
     model = wrapped(family, attention=method)
     batch = packed()
     embeddings = model.model.get_input_embeddings().weight
-    documents = visible(LENGTHS, None) | visible(LENGTHS, None).transpose(1, 2)  # [B, T, T], same document
+    together = visible(LENGTHS, None) | visible(LENGTHS, None).transpose(1, 2)  # [B, T, T], same document
 
     def run(ids):
         hidden, _ = model.hidden_states(ids, batch["position_ids"], batch["cu_seqlens"])
@@ -111,7 +111,7 @@ def test_no_token_reaches_another_document(family, method):
             changed[b, t] = (changed[b, t] + 1) % VOCAB
             difference = (run(changed) - before).detach().abs().amax(-1)
             inside = torch.zeros_like(difference, dtype=torch.bool)
-            inside[b] = documents[b, t]
+            inside[b] = together[b, t]
             assert difference[~inside].max() < 1e-6
             assert difference[b, t] > 1e-3
     # A loss on one document alone reaches only the embeddings of its own tokens.
@@ -211,7 +211,7 @@ def test_choice_of_method(choice, device, dtype, dropout, expected):
 
 
 def test_without_varlen_auto_takes_the_block_mask(monkeypatch):
-    monkeypatch.setattr(attention, "varlen_available", lambda: False)
+    monkeypatch.setattr(documents, "varlen_available", lambda: False)
     assert choose_method("auto", torch.device("cuda"), torch.bfloat16, 0.0) == "block_mask"
 
 
@@ -226,17 +226,17 @@ def test_varlen_gets_flat_tokens_and_an_upper_bound_known_without_the_gpu(monkey
         return softmax_attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), scale, seen)[0]
 
     for parameters in ({"window_size", "enable_gqa"}, {"window_size"}):
-        monkeypatch.setattr(attention, "_varlen", lambda p=parameters: (stand_in, frozenset(p)))
-        documents = Documents(packed()["cu_seqlens"], 3, 20, "varlen")
+        monkeypatch.setattr(attention, "varlen", lambda p=parameters: (stand_in, frozenset(p)))
+        layout = Documents(packed()["cu_seqlens"], 3, 20, "varlen")
         for window in (None, 4):
             q, k, v = projections(kv_heads=2)
-            out = call(q, k, v, documents=documents, sliding_window=window)
+            out = call(q, k, v, documents=layout, sliding_window=window)
             torch.testing.assert_close(out, softmax_attention(q, k, v, 0.3, visible(LENGTHS, window)))
     assert calls == [(20, 20, (-1, 0), True), (20, 20, (3, 0), True), (20, 20, (-1, 0), False), (20, 20, (3, 0), False)]
 
 
 def test_torchs_varlen_has_the_parameters_we_use():
-    function, parameters = attention._varlen()
+    function, parameters = documents.varlen()
     assert function is not None
     assert {"query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k", "scale", "window_size"} <= parameters
 
@@ -244,7 +244,7 @@ def test_torchs_varlen_has_the_parameters_we_use():
 @pytest.mark.parametrize("extra", [{"softcap": 30.0}, {"s_aux": torch.zeros(4)}, {"is_causal": False}])
 def test_what_it_does_not_do_is_refused(extra):
     q, k, v = projections()
-    with pytest.raises(UserError, match="model.attention=transformers"):
+    with pytest.raises(UserError, match=r"model\.attention=transformers"):
         call(q, k, v, **extra)
 
 
@@ -286,8 +286,8 @@ def test_exported_config_does_not_name_our_attention(tmp_path):
 @pytest.mark.parametrize("window", [None, 4])
 def test_methods_on_cuda_equal_plain_softmax_attention(method, window):
     q, k, v = (x.detach().to("cuda", torch.bfloat16).requires_grad_() for x in projections(kv_heads=2, width=64))
-    documents = Documents(packed()["cu_seqlens"].cuda(), 3, 20, method)
-    out = call(q, k, v, documents=documents, sliding_window=window)
+    layout = Documents(packed()["cu_seqlens"].cuda(), 3, 20, method)
+    out = call(q, k, v, documents=layout, sliding_window=window)
     exact = [x.detach().float().requires_grad_() for x in (q, k, v)]
     expected = softmax_attention(*exact, 0.3, visible(LENGTHS, window).cuda())
     torch.testing.assert_close(out.float(), expected, rtol=0.05, atol=0.05)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers_models import FAMILIES, VOCAB, tiny, tiny_config
+from helpers_models import FAMILIES, VOCAB, tiny
 from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM
 

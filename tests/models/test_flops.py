@@ -52,7 +52,7 @@ def test_peak_flops_of_known_devices(monkeypatch):
     assert flops.peak_flops(torch.device("cpu"), "bf16-mixed") is None
     name = ""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    for name, peak in [  # noqa: B007
+    for name, peak in [
         ("NVIDIA H200", 989e12), ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12),
         ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA L4", 121e12), ("NVIDIA L40S", 362e12),
         ("NVIDIA GeForce RTX 4090", 165.2e12), ("NVIDIA A10G", 70e12), ("NVIDIA A10", 125e12), ("Tesla K80", None),

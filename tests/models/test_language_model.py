@@ -1,5 +1,7 @@
 """The wrapped model's loss and gradients against transformers' own."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from helpers_models import FAMILIES, VOCAB, objective, packed, tiny, wrapped
@@ -58,7 +60,7 @@ def test_packed_documents_equal_documents_on_their_own(family):
     together = gradients(model, out.loss_sum)
     borders = batch["cu_seqlens"].tolist()
     ids, labels = batch["input_ids"].flatten(), batch["labels"].flatten()
-    alone = sum(model(ids[a:b][None], labels[a:b][None]).loss_sum for a, b in zip(borders, borders[1:], strict=False))
+    alone = sum(model(ids[a:b][None], labels[a:b][None]).loss_sum for a, b in pairwise(borders))
     torch.testing.assert_close(out.loss_sum, alone, rtol=1e-6, atol=0)
     for name, gradient in gradients(model, alone).items():
         torch.testing.assert_close(together[name], gradient, rtol=1e-4, atol=1e-4, msg=name)
@@ -127,7 +129,7 @@ def test_chunk_size_changes_nothing(chunk):
 
 @pytest.mark.parametrize("chunk", [0, -5, "large", 2.5, True])
 def test_impossible_chunk_size_is_refused(chunk):
-    with pytest.raises(UserError, match="objective.loss_chunk_tokens"):
+    with pytest.raises(UserError, match=r"objective\.loss_chunk_tokens"):
         LanguageModel(tiny("gpt2"), objective(loss_chunk_tokens=chunk))
 
 

@@ -11,6 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from lmtrain.errors import UserError
 from lmtrain.models import attention
+from lmtrain.models.documents import CHOICES
 from lmtrain.models.init import scale_residual_projections
 from lmtrain.schema import Model
 
@@ -63,8 +64,8 @@ def build_model(cfg: Model, vocab_size: int, eos_token_id: int | None, seq_len: 
         UserError: a key the family doesn't know, shapes that don't fit together, a vocabulary or seq_len the model
             can't hold, an unknown or unreachable name.
     """
-    if cfg.attention not in attention.CHOICES:
-        raise UserError(f"model.attention={cfg.attention} is not one of {', '.join(attention.CHOICES)}")
+    if cfg.attention not in CHOICES:
+        raise UserError(f"model.attention={cfg.attention} is not one of {', '.join(CHOICES)}")
     if cfg.init == "pretrained":
         config = _pretrained_config(cfg)
     else:
@@ -146,10 +147,10 @@ def _check_shape(cfg: Model) -> None:
     width, heads, groups = cfg.hidden_size, cfg.num_attention_heads, cfg.num_key_value_heads
     if width and heads and cfg.head_dim is None and width % heads:
         divisors = [d for d in range(1, width + 1) if width % d == 0]
-        near = min(divisors, key=lambda d: abs(d - heads))
+        fits = min(divisors, key=lambda d: abs(d - heads))
         raise UserError(
             f"model.hidden_size={width} does not divide into model.num_attention_heads={heads}: "
-            f"set model.num_attention_heads={near} or model.hidden_size={heads * max(1, round(width / heads))}"
+            f"set model.num_attention_heads={fits} or model.hidden_size={heads * max(1, round(width / heads))}"
         )
     if heads and groups and heads % groups:
         raise UserError(

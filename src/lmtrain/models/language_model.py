@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from lmtrain.errors import UserError
 from lmtrain.losses import chunked_cross_entropy, router_load_balancing_loss
-from lmtrain.models.attention import Documents, choose_method
+from lmtrain.models.documents import Documents, choose_method
 from lmtrain.schema import Objective
 
 # loss_chunk_tokens=auto: logits of one chunk, in the dtype they are multiplied in. Smaller chunks cost time (the
