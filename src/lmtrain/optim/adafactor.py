@@ -77,18 +77,18 @@ class Adafactor(torch.optim.Optimizer):
             state.update(_initial_state(gradient))
         state["step"] += 1
         weight = state["step"].item() ** group["beta2_decay"]  # 1 - beta2; `step` is on the CPU, so nothing waits
-        square = gradient.square() + group["eps"]
+        square, eps = gradient.square(), group["eps"]
         if parameter.ndim >= 2:
-            row = state["row"].lerp_(square.mean(-1), weight)  # [..., rows]
-            column = state["column"].lerp_(square.mean(-2), weight)  # [..., columns]
+            row = state["row"].lerp_(square.mean(-1) + eps, weight)  # [..., rows]
+            column = state["column"].lerp_(square.mean(-2) + eps, weight)  # [..., columns]
             row_factor = (row / row.mean(-1, keepdim=True)).rsqrt().unsqueeze(-1)
-            update = gradient * row_factor * column.rsqrt().unsqueeze(-2)
+            update = (gradient * row_factor).mul_(column.rsqrt().unsqueeze(-2))
         else:
-            update = gradient * state["square"].lerp_(square, weight).rsqrt()
+            update = gradient * state["square"].lerp_(square + eps, weight).rsqrt()
         clip = (_rms(update) / group["clip_threshold"]).clamp(min=1)
         scale = _rms(parameter.float()).clamp(min=group["min_parameter_rms"])
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        parameter.sub_((update * (group["lr"] * scale / clip)).to(parameter.dtype))
+        parameter.sub_(update.mul_(group["lr"] * scale / clip))
 
 
 def _initial_state(gradient: Tensor) -> dict[str, Tensor]:
@@ -100,4 +100,4 @@ def _initial_state(gradient: Tensor) -> dict[str, Tensor]:
 
 
 def _rms(tensor: Tensor) -> Tensor:
-    return tensor.square().mean().sqrt()
+    return torch.linalg.vector_norm(tensor) / tensor.numel() ** 0.5
