@@ -45,7 +45,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Twenty small text files with words that repeat, so that a tiny model learns something."""
     folder = tmp_path_factory.mktemp("corpus")
     for i in range(20):
-        lines = [f"line {j} of file {i}: the number {j * i} is {'even' if j * i % 2 == 0 else 'odd'}" for j in range(40)]
+        lines = [
+            f"line {j} of file {i}: the number {j * i} is {'even' if j * i % 2 == 0 else 'odd'}" for j in range(40)
+        ]
         (folder / f"file_{i:02d}.txt").write_text("\n".join(lines) + "\n")
     return folder
 
@@ -57,7 +59,9 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 def lmtrain(tmp_path: Path) -> Run:
     """Runs `python -m lmtrain.VERB ARGS` in an empty folder and returns the finished process."""
 
-    def run(verb: str, *args: str, env: dict[str, str] | None = None, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    def run(
+        verb: str, *args: str, env: dict[str, str] | None = None, timeout: float = 120
+    ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-m", f"lmtrain.{verb}", *args],
             cwd=tmp_path,

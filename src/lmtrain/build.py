@@ -15,6 +15,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import transformers
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from rich.console import Console
@@ -107,6 +108,7 @@ def quiet_libraries() -> None:
     """Lightning's and transformers' tips and progress bars: what matters is said by the plan, once."""
     for name in ("lightning.pytorch", "lightning.fabric", "lightning", "transformers", "datasets", "httpx"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    transformers.utils.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", module="lightning")
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
 

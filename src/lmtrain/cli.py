@@ -42,6 +42,8 @@ def run(verb: str, action: Callable[["Config"], int], argv: list[str] | None = N
         if args.help:
             print(help_text(verb))
             return errors.FINISHED
+        if args.cfg and args.overrides[:1] == ["job"]:
+            args.overrides = args.overrides[1:]  # Hydra's spelling: --cfg job
         if args.multirun:
             from lmtrain import sweep
 
@@ -71,7 +73,7 @@ def _parser(verb: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"python -m lmtrain.{verb}", add_help=False, allow_abbrev=False)
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--multirun", "-m", action="store_true")
-    parser.add_argument("--cfg", "-c", nargs="?", const="job", choices=["job"])
+    parser.add_argument("--cfg", "-c", action="store_true")
     parser.add_argument("--config-dir", "-cd")
     parser.add_argument("--config-name", "-cn", default="config")
     parser.add_argument("overrides", nargs="*")

@@ -24,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lmtrain import cli
 from lmtrain import overrides as explain
 from lmtrain.errors import UserError
+from lmtrain.optim.schedules import check_schedule
 from lmtrain.schema import Config
 
 PRECISIONS = ("auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
@@ -39,7 +40,7 @@ def compose(overrides: list[str], config_dir: str | None = None, config_name: st
     search = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir else []
     with initialize_config_dir(config_dir=str(cli.conf_dir()), version_base="1.3", job_name="lmtrain"):
         try:
-            return hydra_compose(config_name, overrides=[*search, *overrides])
+            composed = hydra_compose(config_name, overrides=[*search, *overrides])
         except OverrideParseException as error:
             raise UserError(
                 f"cannot read the override {error.override!r}: write key=value or group=option, and quote values "
@@ -50,6 +51,18 @@ def compose(overrides: list[str], config_dir: str | None = None, config_name: st
             raise UserError(_explain_missing(error, folders, overrides)) from None
         except (ConfigCompositionException, HydraException, OmegaConfBaseException) as error:
             raise UserError(_explain_composition(error, search, overrides, config_name)) from None
+
+    _one_warmup(composed, overrides)
+    return composed
+
+
+def _one_warmup(composed: DictConfig, overrides: list[str]) -> None:
+    """Steps and ratio are two ways to say one thing: setting one on the command line takes the other's default away."""
+    steps, ratio = (any(o.startswith(f"schedule.warmup_{k}=") for o in overrides) for k in ("steps", "ratio"))
+    if steps and not ratio:
+        composed.schedule.warmup_ratio = None
+    if ratio and not steps:
+        composed.schedule.warmup_steps = None
 
 
 def _explain_missing(error: MissingConfigException, folders: list[Path], overrides: list[str]) -> str:
@@ -77,7 +90,8 @@ def _explain_composition(error: Exception, search: list[str], overrides: list[st
             break
         if OmegaConf.select(base, key, default=_MISSING) is _MISSING:
             valid = explain.flatten(OmegaConf.to_container(base, resolve=False))  # type: ignore[arg-type]
-            return explain.unknown_key(key, [*valid, *sorted(groups)])
+            other = explain.other_variant(key, [cli.conf_dir()])
+            return other or explain.unknown_key(key, [*valid, *sorted(groups)])
     text = str(error)
     cause = error.__cause__
     return f"{text}\n{cause}" if cause is not None and str(cause) not in text else text
@@ -149,6 +163,9 @@ def _check_choices(c: Config) -> None:
     _choice("data.format", c.data.format, ("auto", "text", "jsonl", "json", "parquet", "arrow"))
     _choice("data.sample_by", c.data.sample_by, ("document", "paragraph", "line"))
     _choice("tokenizer.kind", c.tokenizer.kind, ("hub", "bpe", "bytes", "char"))
+    short = {"bf16": "bf16-mixed", "fp16": "16-mixed", "16": "16-mixed", "fp32": "32-true", "32": "32-true"}
+    if c.trainer.precision in short:
+        raise UserError(f"trainer.precision={c.trainer.precision}: write {short[c.trainer.precision]}")
     _choice("trainer.precision", c.trainer.precision, PRECISIONS)
     _choice("trainer.strategy", c.trainer.strategy, STRATEGIES)
     _choice("trainer.accelerator", c.trainer.accelerator, ("auto", "cpu", "gpu", "cuda", "mps"))
@@ -209,11 +226,7 @@ def _check_ranges(c: Config) -> None:
     if c.trainer.max_steps is None and c.trainer.max_epochs is None:
         raise UserError("the run would never end: set trainer.max_steps or trainer.max_epochs")
     time_limit_seconds(c.run.time_limit)
-    if c.schedule.warmup_steps is not None and c.schedule.warmup_ratio is not None:
-        raise UserError(
-            f"schedule.warmup_steps={c.schedule.warmup_steps} and schedule.warmup_ratio={c.schedule.warmup_ratio} "
-            f"both set the warmup: make one of them null"
-        )
+    check_schedule(c.schedule)
     if c.run.name is not None and not re.fullmatch(r"[A-Za-z0-9._+-]+(/[A-Za-z0-9._+-]+)*", c.run.name):
         raise UserError(f"run.name={c.run.name!r}: use letters, digits, '.', '_', '-', '+' and '/' only")
 

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 # What nanoGPT, litgpt, transformers, TRL, axolotl and the lightning-hydra template call it -> our key.
 NEIGHBOURS = {
     "datamodule": "data",
@@ -109,6 +111,24 @@ def unknown_key(key: str, valid: Iterable[str]) -> str:
             return f"there is no key {key!r}; keys under {section}: {', '.join(candidates)}"
         return f"there is no key {key!r}; --cfg prints every key with its default"
     return f"there is no key {key!r}; did you mean {' or '.join(candidates)}?"
+
+
+def other_variant(key: str, folders: Iterable[Path]) -> str | None:
+    """The message for a key that other options of its group have (optimizer.momentum with optimizer=adamw), or None."""
+    group, *path = key.split(".")
+    options = []
+    for file in sorted(f for d in folders for f in (d / group).glob("*.yaml") if f.stem != "base"):
+        node: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
+        for name in path:
+            node = node.get(name, _ABSENT) if isinstance(node, Mapping) else _ABSENT
+        if node is not _ABSENT:
+            options.append(f"{group}={file.stem}")
+    if not path or not options:
+        return None
+    return f"{key} has no meaning with the {group} chosen here; it belongs to {', '.join(options)}"
+
+
+_ABSENT = object()
 
 
 def unknown_option(group: str, option: str, folders: Iterable[Path]) -> str:

@@ -62,7 +62,7 @@ class Metrics(pl.Callback):
         self.tokens_logged = 0
         self.last_val: Row = {}
         self.train_seconds, self.train_tokens = 0.0, 0
-        self._batch_end: float | None = None
+        self._trained_until = 0.0  # training time on the clock when the last batch ended
         self._file: TextIO | None = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -76,13 +76,12 @@ class Metrics(pl.Callback):
         self.tokens_seen = self.tokens_seen.to(pl_module.device)
         self.tokens_logged = int(self.tokens_seen)
         self.clock.restart()
-        self._batch_end = time.perf_counter()
+        self._trained_until = 0.0
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self._batch_end is not None:
-            self.clock.data_wait += time.perf_counter() - self._batch_end
+        self.clock.data_wait += self.clock.elapsed() - self._trained_until
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -94,7 +93,7 @@ class Metrics(pl.Callback):
         step = pl_module.last_step.step
         if step % self.log_every_n_steps == 0 or step in (1, pl_module.total_steps):
             self._log_step(trainer, pl_module)
-        self._batch_end = time.perf_counter()
+        self._trained_until = self.clock.elapsed()
 
     def _log_step(self, trainer: pl.Trainer, module: Objective) -> None:
         result = module.last_step
@@ -148,8 +147,9 @@ class Metrics(pl.Callback):
         strict = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
         self._file.write(json.dumps({**strict, "time": round(time.time(), 3)}, allow_nan=False) + "\n")
         self._file.flush()
+        numbers = {k: v for k, v in row.items() if k != "step" and isinstance(v, int | float)}
         for logger in trainer.loggers:
-            logger.log_metrics({k: v for k, v in row.items() if k != "step"}, step=row["step"])
+            logger.log_metrics(numbers, step=row["step"])
         for listener in self.listeners:
             listener(row)
 

@@ -46,7 +46,6 @@ class Validation(pl.Callback):
         # As Lightning's training loop does around its own validations.
         trainer.validating = True
         first_iteration = trainer._logger_connector._first_loop_iter
-        loop.epoch_progress.reset()
         loop.batch_progress.reset()
         try:
             loop.run()

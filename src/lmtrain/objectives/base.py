@@ -59,6 +59,7 @@ class Objective(pl.LightningModule):
         self.automatic_optimization = False
         self.model = model
         self._optimizer, self.schedule = optimizer, schedule
+        self._group_settings = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
         self.seed, self.total_steps = seed, total_steps
         self.gradient_clip_val = gradient_clip_val
         self.guard = guard
@@ -182,6 +183,9 @@ class Objective(pl.LightningModule):
 
     def on_train_start(self) -> None:
         self.guard.to(self.device)
+        # A checkpoint brings its own rates and decays; those of this run's config hold.
+        for group, settings in zip(self._optimizer.param_groups, self._group_settings, strict=True):
+            group.update(settings)
 
 
 def add_sums(total: dict[str, Tensor], part: dict[str, Tensor]) -> None:

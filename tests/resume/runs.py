@@ -1,0 +1,100 @@
+"""Runs to kill: how they are started, and what must be equal when they end."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lmtrain import checkpoint as store
+from lmtrain.callbacks.metrics import TIME_FIELDS
+from lmtrain.run_dir import read_jsonl
+
+HERE = Path(__file__).parent
+STEPS = 12
+# Dropout on, validation between, early stopping counting, saves that do not fall on validations.
+SETTINGS = [
+    "data=text",
+    "tokenizer=bytes",
+    "model.num_hidden_layers=2",
+    "model.num_attention_heads=2",
+    "model.hidden_size=32",
+    "model.max_position_embeddings=64",
+    "model.dropout=0.1",
+    "data.seq_len=32",
+    "data.global_batch_size=6",
+    "trainer.precision=32-true",
+    f"trainer.max_steps={STEPS}",
+    "trainer.val_check_interval=3",
+    "trainer.limit_val_batches=3",
+    "trainer.save_every_n_steps=2",
+    "trainer.log_every_n_steps=1",
+    "callbacks.early_stopping.enabled=true",
+    "callbacks.early_stopping.patience=50",
+    "callbacks.samples.max_new_tokens=4",
+    "export.enabled=false",
+    "logger=none",
+]
+
+
+def command(corpus: Path, run_dir: Path, *extra: str) -> list[str]:
+    fixed = [f"data.path={corpus}", f"run.dir={run_dir}", "run.resume=auto"]
+    return [sys.executable, "-m", "lmtrain.train", *SETTINGS, *fixed, *extra]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
+
+
+def train(corpus: Path, run_dir: Path, *extra: str, timeout: float = 180) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(corpus, run_dir, *extra), env=environment(), capture_output=True, text=True, timeout=timeout
+    )
+
+
+def kill_at(place: str, step: int) -> list[str]:
+    """Overrides that make the run SIGKILL itself there."""
+    return [
+        f"callbacks.extra=[{{_target_: killer.KillAt, place: {place}, step: {step}}}]",
+        "run.allow_target=[killer]",
+    ]
+
+
+def stable_rows(run_dir: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl without the fields that depend on the machine's speed."""
+    return [{k: v for k, v in row.items() if k not in TIME_FIELDS} for row in read_jsonl(run_dir / "metrics.jsonl")]
+
+
+def assert_equal_runs(a: Path, b: Path) -> None:
+    """Every logged number, sample, weight and optimizer state is equal bit for bit, and so is what was kept."""
+    assert stable_rows(a) == stable_rows(b)
+    assert (a / "samples.jsonl").read_text() == (b / "samples.jsonl").read_text()
+    kept_a, kept_b = store.scan(a / "checkpoints"), store.scan(b / "checkpoints")
+    assert [p.name for p in kept_a] == [p.name for p in kept_b]
+    for x, y in zip(kept_a, kept_b, strict=True):
+        load = store.FolderCheckpointIO().load_checkpoint
+        assert_equal(load(x), load(y), x.name)
+    for name in ("last", "best"):
+        assert os.readlink(a / "checkpoints" / name) == os.readlink(b / "checkpoints" / name)
+
+
+def assert_equal(a: Any, b: Any, where: str) -> None:
+    assert type(a) is type(b), where
+    if isinstance(a, torch.Tensor):
+        assert torch.equal(a, b) or ((a.isnan() == b.isnan()).all() and torch.equal(a.nan_to_num(), b.nan_to_num())), (
+            where
+        )
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys(), where
+        for key in a:
+            assert_equal(a[key], b[key], f"{where}.{key}")
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b), where
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert_equal(x, y, f"{where}[{i}]")
+    elif isinstance(a, float) and a != a:
+        assert b != b, where
+    else:
+        assert a == b, where

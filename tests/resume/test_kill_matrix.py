@@ -1,0 +1,108 @@
+"""SIGKILL anywhere, resume, and the run equals one that was never interrupted, bit for bit.
+
+Each chain kills one run again and again, at every place in turn, with another number of loader workers, another way of
+saving; all must equal the same plain uninterrupted run.
+"""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from runs import STEPS, assert_equal_runs, kill_at, train
+
+from lmtrain import checkpoint as store
+
+SIGKILLED = -9
+PLACES = [
+    ("mid_step", 1),  # before the first checkpoint: starts over
+    ("mid_save", 2),
+    ("before_publish", 4),
+    ("mid_validation", 6),
+    ("before_prune", 8),
+    ("mid_prune", 10),
+    ("mid_step", 11),
+]
+
+
+@pytest.fixture(scope="session", params=[1, 3], ids=["accumulation1", "accumulation3"])
+def uninterrupted(
+    request: pytest.FixtureRequest, corpus: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, str]:
+    micro = f"data.micro_batch_size={6 // request.param}"
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    done = train(corpus, run_dir, micro, "data.num_workers=0")
+    assert done.returncode == 0, done.stderr
+    return run_dir, micro
+
+
+def chain(corpus: Path, run_dir: Path, places: list[tuple[str, int]], *settings: str) -> None:
+    """Kills the run at each place, then lets it finish; moves the folder half way, as people do."""
+    for number, (place, step) in enumerate(places):
+        died = train(corpus, run_dir, *settings, *kill_at(place, step))
+        assert died.returncode == SIGKILLED, f"{place} at {step}: {died.returncode}\n{died.stdout}\n{died.stderr}"
+        for path in store.scan(run_dir / "checkpoints"):
+            assert store.damage(path) is None, f"{path} after {place}"
+        if number == len(places) // 2:
+            run_dir.rename(run_dir.with_name("moved"))
+            run_dir = run_dir.with_name("moved")
+    done = train(corpus, run_dir, *settings)
+    assert done.returncode == 0, done.stderr
+    assert not list((run_dir / "checkpoints").glob("*.tmp*")), "leftovers must be swept"
+    if run_dir.name == "moved":
+        run_dir.rename(run_dir.with_name("run"))
+
+
+def test_killed_in_a_step_a_save_and_a_validation(
+    uninterrupted: tuple[Path, str], corpus: Path, tmp_path: Path
+) -> None:
+    """The short chain that every test run pays for."""
+    whole, micro = uninterrupted
+    chain(corpus, tmp_path / "run", [("mid_save", 4), ("mid_validation", 9)], micro)
+    assert_equal_runs(whole, tmp_path / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("save", ["sync", "async"])
+def test_kill_matrix(uninterrupted: tuple[Path, str], corpus: Path, tmp_path: Path, workers: int, save: str) -> None:
+    whole, micro = uninterrupted
+    settings = [micro, f"data.num_workers={workers}", f"checkpoint.async_save={save == 'async'}"]
+    chain(corpus, tmp_path / "run", PLACES, *settings)
+    assert_equal_runs(whole, tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_a_damaged_newest_checkpoint_costs_its_steps_only(
+    uninterrupted: tuple[Path, str], corpus: Path, tmp_path: Path
+) -> None:
+    whole, micro = uninterrupted
+    run_dir = tmp_path / "run"
+    died = train(corpus, run_dir, micro, *kill_at("mid_step", STEPS - 1))
+    assert died.returncode == SIGKILLED
+    newest = store.scan(run_dir / "checkpoints")[-1]
+    with (newest / "model.pt").open("r+b") as file:
+        file.truncate(100)
+    done = train(corpus, run_dir, micro)
+    assert done.returncode == 0
+    assert f"{newest.name} is damaged" in " ".join(done.stdout.split())
+    assert_equal_runs(whole, run_dir)
+
+
+@pytest.mark.slow
+def test_tmpdir_on_another_file_system(uninterrupted: tuple[Path, str], corpus: Path, tmp_path: Path) -> None:
+    """Nothing of a checkpoint is written outside the run's folder: an unusable TMPDIR changes nothing."""
+    whole, micro = uninterrupted
+    shm = Path("/dev/shm")
+    if not shm.is_dir():
+        pytest.skip("no /dev/shm to be the other file system")
+    import os
+
+    other = shm / f"lmtrain_test_{os.getpid()}"
+    other.mkdir()
+    try:
+        os.environ["TMPDIR"] = str(other)
+        chain(corpus, tmp_path / "run", [("mid_save", 4)], micro)
+    finally:
+        del os.environ["TMPDIR"]
+        shutil.rmtree(other)
+    assert_equal_runs(whole, tmp_path / "run")
