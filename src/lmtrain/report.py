@@ -57,7 +57,7 @@ def write_summary(run: "Run", status: str, started: float, error: BaseException 
 
 
 def export(run: "Run") -> Path:
-    from lmtrain.export import export_model
+    from lmtrain.hf_folder import export_model
 
     rows = run.corpus.val or run.corpus.train
     example = rows.read(np.zeros((1, 2), dtype=np.int64))["input_ids"]

@@ -64,6 +64,10 @@ class RunDir:
         return self.path / "checkpoints"
 
     @property
+    def tokenizer(self) -> Path:
+        return self.path / "tokenizer"
+
+    @property
     def export(self) -> Path:
         return self.path / "export"
 

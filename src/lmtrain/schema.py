@@ -197,7 +197,18 @@ class Checkpoint:
 
 
 @dataclass(kw_only=True)
+class Generate:
+    prompt: str
+    num_samples: int
+    max_new_tokens: int
+    temperature: float
+    top_k: int | None
+    checkpoint: str
+
+
+@dataclass(kw_only=True)
 class Export:
+    checkpoint: str
     enabled: bool
     dtype: str
     merge: bool
@@ -205,6 +216,7 @@ class Export:
 
 @dataclass(kw_only=True)
 class Config:
+    run_dir: str | None
     seed: int
     run: Run
     objective: Objective
@@ -219,4 +231,5 @@ class Config:
     checkpoint: Checkpoint
     logger: dict[str, Any]
     export: Export
+    generate: Generate
     debug: dict[str, Any] = field(default_factory=dict)

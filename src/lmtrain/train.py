@@ -47,6 +47,7 @@ def run_in_process(config: Config, folder: RunDir) -> int:
     run, checkpoint, notes = prepare_run(config, folder, console, started)
     if run.trainer.is_global_zero:
         run_dir.write_config(folder, config)
+        run.corpus.prepared.tokenizer.save_pretrained(folder.tokenizer)
     return fit_and_export(run, checkpoint, notes, started)
 
 

@@ -1,0 +1,55 @@
+"""A trained model and its tokenizer: from a run's checkpoint, from an exported folder or from the hub."""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from lmtrain import checkpoint as store
+from lmtrain import config as rules
+from lmtrain.errors import UserError
+from lmtrain.models.build import build_model
+from lmtrain.run_dir import RunDir
+
+_PREFIX = "model.model."  # LightningModule.model (LanguageModel) .model (transformers)
+
+
+def from_run(run: RunDir, which: str) -> tuple[PreTrainedModel, Any, Path]:
+    """Model (fp32, on the CPU), tokenizer and the checkpoint's folder; `which` is best, last or a checkpoint's name."""
+    config = rules.load(run.config)
+    checkpoint = find_checkpoint(run, which)
+    tokenizer = AutoTokenizer.from_pretrained(run.tokenizer)
+    model = build_model(config.model, len(tokenizer), tokenizer.eos_token_id, config.data.seq_len)
+    weights = store.load_weights(checkpoint)
+    model.load_state_dict({name.removeprefix(_PREFIX): tensor for name, tensor in weights.items()})
+    return model, tokenizer, checkpoint
+
+
+def find_checkpoint(run: RunDir, which: str) -> Path:
+    """The undamaged checkpoint called `which`; best falls back to last where nothing was validated."""
+    candidates = [which, "last"] if which == "best" else [which]
+    path = next((p for c in candidates if (p := run.checkpoints / c).exists()), None)
+    if path is None:
+        there = ", ".join(p.name for p in store.scan(run.checkpoints)) or "none"
+        raise UserError(f"{run.path} has no checkpoint {which!r} (there are: {there})")
+    path = path.resolve()
+    problem = store.damage(path)
+    if problem is not None:
+        raise UserError(f"{path} is damaged ({problem}); choose another checkpoint")
+    return path
+
+
+def load(name: str, which: str) -> tuple[PreTrainedModel, Any]:
+    """Model and tokenizer from a run's folder, a Hugging Face folder or a hub name."""
+    path = Path(name).expanduser()
+    if (path / "config.yaml").exists():
+        model, tokenizer, _ = from_run(RunDir(path.absolute()), which)
+        return model, tokenizer
+    if path.exists() and not (path / "config.json").exists():
+        raise UserError(f"{path} is neither a run (config.yaml) nor a Hugging Face folder (config.json)")
+    if not path.exists() and name.startswith(("/", ".", "~")):
+        raise UserError(f"{name}: no such folder")
+    try:
+        return AutoModelForCausalLM.from_pretrained(name), AutoTokenizer.from_pretrained(name)
+    except OSError as error:
+        raise UserError(f"{name} is no folder here and can't be had from the hub: {error}") from None
