@@ -131,7 +131,7 @@ def test_a_file_that_disagrees_with_the_sidecar(tmp_path):
     with pytest.raises(UserError, match="has 6 bytes, but 9 uint16 tokens take 18"):
         bins.open_bins(tmp_path, "train")
     split.shards[0].path.unlink()
-    with pytest.raises(UserError, match="train_00000.bin is missing"):
+    with pytest.raises(UserError, match=r"train_00000\.bin is missing"):
         bins.open_bins(tmp_path, "train")
 
 
@@ -160,7 +160,7 @@ def test_plain_bins(tmp_path):
 def test_bad_folders(tmp_path):
     with pytest.raises(UserError, match="no such folder"):
         bins.open_bins(tmp_path / "nowhere", "train")
-    with pytest.raises(UserError, match="holds no train bins.*it holds nothing"):
+    with pytest.raises(UserError, match=r"holds no train bins.*it holds nothing"):
         bins.open_bins(tmp_path, "train")
     (tmp_path / "train.bin").write_bytes(b"123")
     with pytest.raises(UserError, match=r"not a whole number of uint16 tokens \(3 bytes\)"):

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from lmtrain.data.pieces import Piece, at_least, first, join_rows, plan_cuts, split, whole
+from lmtrain.data.pieces import Piece, at_least, first, join_rows, plan_cut, split, whole
 
 
 def cut_up(documents, seed=0):
@@ -46,19 +46,22 @@ def test_rows_become_documents():
 def test_held_out_documents(fraction, extra):
     count = -(-1 // fraction)
     documents = [f"document {i}" for i in range(int(count) + 1 + extra)]
-    cuts = plan_cuts(cut_up(documents), fraction)
-    assert cuts is None
-    parts = [list(whole(split(cut_up(documents), fraction, cuts, held_out=h))) for h in (False, True)]
+    cut = plan_cut(cut_up(documents), fraction)
+    assert cut is None
+    parts = [list(whole(split(cut_up(documents), fraction, cut, held_out=h))) for h in (False, True)]
     assert sorted(parts[0] + parts[1]) == sorted(documents)
     assert len(parts[1]) == int(len(documents) * fraction + 1e-6) >= 1
 
 
-@pytest.mark.parametrize("documents", [["abcdefghij" * 10], ["a" * 55, "b" * 7, "c" * 200]])
-def test_few_documents_are_cut_at_their_ends(documents):
-    cuts = plan_cuts(cut_up(documents), 0.1)
-    train, val = (list(whole(split(cut_up(documents, seed=1), 0.1, cuts, held_out=h))) for h in (False, True))
-    assert [a + b for a, b in zip(train, val, strict=True)] == documents
-    assert [len(a) for a in train] == [int(len(d) * 0.9) for d in documents]
+@pytest.mark.parametrize("documents", [["abcdefghij" * 10], ["a" * 55, "b" * 7, "c" * 200], ["x"] * 90 + ["yz"] * 5])
+def test_the_end_of_a_few_documents_is_held_out(documents):
+    cut = plan_cut(cut_up(documents), 0.01)
+    train, val = (
+        list(whole(at_least(split(cut_up(documents, seed=1), 0.01, cut, held_out=h), 1))) for h in (False, True)
+    )
+    assert "".join(train + val) == "".join(documents)
+    assert len("".join(train)) == int(len("".join(documents)) * 0.99)
+    assert train[:-1] == documents[: len(train) - 1]  # no document but the one at the cut is touched
 
 
 def test_planning_reads_no_more_than_it_needs():
@@ -66,7 +69,7 @@ def test_planning_reads_no_more_than_it_needs():
         while True:
             yield Piece("text", True)
 
-    assert plan_cuts(endless(), 0.01) is None
+    assert plan_cut(endless(), 0.01) is None
 
 
 def test_wikitext_pattern_is_the_one_in_conf(data_config):

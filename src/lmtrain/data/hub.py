@@ -30,8 +30,8 @@ def endpoint() -> str:
     return str(huggingface_hub.constants.ENDPOINT)
 
 
-def commit_of(kind: Literal["dataset", "model"], name: str, revision: str | None) -> str:
-    """The commit hash that a dataset's or model's name and revision stand for.
+def commit_of(kind: Literal["dataset", "tokenizer"], name: str, revision: str | None) -> str:
+    """The commit hash that a dataset's or tokenizer's name and revision stand for.
 
     Raises:
         UserError: the hub answers that there is no such name or revision, or that it may not be read.

@@ -59,36 +59,33 @@ def first(pieces: Iterable[Piece], num_documents: int) -> Iterator[Piece]:
             return
 
 
-def plan_cuts(pieces: Iterable[Piece], fraction: float) -> list[int] | None:
-    """How to hold out `fraction` of a corpus: None for whole documents, else where to cut each document's text.
+def plan_cut(pieces: Iterable[Piece], fraction: float) -> int | None:
+    """How to hold out `fraction` of a corpus: None for whole documents, else the character at which to cut its text.
 
-    Every (1 / fraction)-th document is held out where there are that many. A corpus of fewer documents (one book, say)
-    loses the last fraction of each document's text, as nanoGPT cuts tiny shakespeare. Reads no more than it needs to.
+    Every (1 / fraction)-th document is held out where there are that many. Of fewer documents (one book, say) the last
+    part of their text is, as nanoGPT cuts tiny shakespeare. Reads no more than it needs to.
     """
-    lengths = [0]
+    documents = length = 0
     for piece in pieces:
-        lengths[-1] += len(piece.text)
-        if piece.ends:
-            lengths.append(0)
-            if len(lengths) > math.ceil(1 / fraction):
-                return None
-    return [int(length * (1 - fraction)) for length in lengths]
+        length += len(piece.text)
+        documents += piece.ends
+        if documents >= math.ceil(1 / fraction):
+            return None
+    return int(length * (1 - fraction))
 
 
-def split(pieces: Iterable[Piece], fraction: float, cuts: list[int] | None, held_out: bool) -> Iterator[Piece]:
-    """The part of a corpus that `plan_cuts` holds out, or the rest of it."""
+def split(pieces: Iterable[Piece], fraction: float, cut: int | None, held_out: bool) -> Iterator[Piece]:
+    """The part of a corpus that `plan_cut` holds out, or the rest of it; documents of it may be empty."""
     index = position = 0
     for piece in pieces:
-        if cuts is None:
-            # Document i is held out where i * fraction passes a whole number: evenly spread, and exactly so many.
-            if (_passed(index + 1, fraction) > _passed(index, fraction)) == held_out:
-                yield piece
-        else:
-            cut = max(0, cuts[index] - position)
-            yield Piece(piece.text[cut:] if held_out else piece.text[:cut], piece.ends)
+        if cut is not None:
+            before = max(0, cut - position)
+            yield Piece(piece.text[before:] if held_out else piece.text[:before], piece.ends)
             position += len(piece.text)
-        if piece.ends:
-            index, position = index + 1, 0
+        # Document i is held out where i * fraction passes a whole number: evenly spread, and exactly so many.
+        elif (_passed(index + 1, fraction) > _passed(index, fraction)) == held_out:
+            yield piece
+        index += piece.ends
 
 
 def _passed(documents: int, fraction: float) -> int:

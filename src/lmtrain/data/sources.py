@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from lmtrain.data import files, hub, stdlib
 from lmtrain.data.cache import Facts
-from lmtrain.data.pieces import Piece, at_least, first, join_rows, plan_cuts, split, whole
+from lmtrain.data.pieces import Piece, at_least, first, join_rows, plan_cut, split, whole
 from lmtrain.errors import UserError
 from lmtrain.schema import Data
 
@@ -56,8 +56,8 @@ def pieces(source: Source, cfg: Data, name: str) -> Iterator[Piece] | None:
     assert train is not None
     if cfg.val_fraction == 0:
         return train if name == "train" else None
-    cuts = plan_cuts(_filtered(source, cfg, "train") or iter(()), cfg.val_fraction)
-    return at_least(split(train, cfg.val_fraction, cuts, held_out=name == "val"), 1)
+    cut = plan_cut(_filtered(source, cfg, "train") or iter(()), cfg.val_fraction)
+    return at_least(split(train, cfg.val_fraction, cut, held_out=name == "val"), 1)
 
 
 def _filtered(source: Source, cfg: Data, name: str) -> Iterator[Piece] | None:

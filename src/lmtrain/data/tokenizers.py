@@ -68,7 +68,7 @@ def identity(cfg: Tokenizer) -> Identity:
     settings = {"kind": "hub", "name_or_path": name, "revision": cfg.revision}
     label = name.split("/")[-1]
     try:
-        return Identity(settings, hub.commit_of("model", name, cfg.revision), label)
+        return Identity(settings, hub.commit_of("tokenizer", name, cfg.revision), label)
     except hub.Unreachable as error:
         return Identity(settings, None, label, str(error))
 
@@ -135,7 +135,8 @@ def _load(cfg: Tokenizer, named: Identity) -> PreTrainedTokenizerFast:
     is_folder, offline = folder.is_dir(), named.resolved is None
     options: dict[str, Any] = {}
     if not is_folder:
-        options = {"revision": cfg.revision if offline else named.resolved, "local_files_only": offline}
+        # By the name of the revision, not its commit: only then is a copy found again without the hub.
+        options = {"revision": cfg.revision, "local_files_only": offline}
     try:
         if not cfg.trust_remote_code and _has_fast_file(str(folder) if is_folder else name, is_folder, options):
             # Straight from tokenizer.json: model classes rebuild it by their own rules and may split text otherwise.

@@ -1,0 +1,176 @@
+"""Every file format gives the same documents; every bad file one message that names the place."""
+
+import gzip
+import json
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from lmtrain.data import sources
+from lmtrain.errors import UserError
+
+TEXTS = ["first\ndocument", "second", "  dritter: äöü 日本 🙂\r\n", "fourth\n\nwith a gap"]
+
+
+def read(cfg, split="train"):
+    return list(sources.documents(cfg, split))
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def rows():
+    return [{"text": t, "title": f"title {i}", "n": i} for i, t in enumerate(TEXTS)]
+
+
+def as_jsonl(folder):
+    write_jsonl(folder / "a.jsonl", rows())
+
+
+def as_jsonl_gz(folder):
+    with gzip.open(folder / "a.jsonl.gz", "wt") as file:
+        file.write("\n".join(json.dumps(row) for row in rows()))
+
+
+def as_json(folder):
+    (folder / "a.json").write_text(json.dumps(rows(), indent=2))
+
+
+def as_json_lines_called_json(folder):
+    write_jsonl(folder / "a.json", rows())
+
+
+def as_parquet(folder):
+    pq.write_table(pa.Table.from_pylist(rows()), folder / "a.parquet", row_group_size=2)
+
+
+def as_arrow_file(folder):
+    table = pa.Table.from_pylist(rows())
+    with pa.ipc.new_file(folder / "a.arrow", table.schema) as writer:
+        writer.write_table(table, max_chunksize=3)
+
+
+def as_saved_dataset(folder):
+    datasets.Dataset.from_list(rows()).save_to_disk(folder, num_shards=2)
+
+
+FORMATS = [as_jsonl, as_jsonl_gz, as_json, as_json_lines_called_json, as_parquet, as_arrow_file, as_saved_dataset]
+
+
+@pytest.mark.parametrize("make", FORMATS)
+def test_formats(make, tmp_path, data_config):
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    make(folder)
+    assert read(data_config("jsonl", path=str(folder), val_fraction=0)) == TEXTS
+    two = data_config("jsonl", path=str(folder), val_fraction=0, text_column=["title", "text"], column_separator=": ")
+    assert read(two) == [f"title {i}: {t}" for i, t in enumerate(TEXTS)]
+    with pytest.raises(UserError, match=r"no column 'txt'; it has: .*text.*data\.text_column=text"):
+        read(data_config("jsonl", path=str(folder), text_column="txt"))
+    with pytest.raises(UserError, match=r"column 'n' holds int .*not text"):
+        read(data_config("jsonl", path=str(folder), text_column="n"))
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".txt.gz"])
+def test_text_files_are_whole_documents(suffix, tmp_path, data_config):
+    for i, text in enumerate(TEXTS):
+        opener = gzip.open if suffix.endswith("gz") else open
+        with opener(tmp_path / f"{i}{suffix}", "wb") as file:
+            file.write(text.encode())
+    assert read(data_config(path=str(tmp_path), val_fraction=0)) == TEXTS
+    assert read(data_config(path=str(tmp_path / f"[02]{suffix}"), val_fraction=0)) == [TEXTS[0], TEXTS[2]]
+    listed = [str(tmp_path / f"3{suffix}"), str(tmp_path / f"1{suffix}")]
+    assert read(data_config(path=listed, val_fraction=0)) == [TEXTS[3], TEXTS[1]]
+
+
+def test_paragraphs_and_lines(tmp_path, data_config):
+    (tmp_path / "a.txt").write_bytes(b"one\ntwo\n\n \nthree\r\n\nfour")
+    path = str(tmp_path / "a.txt")
+    assert read(data_config(path=path, sample_by="paragraph", val_fraction=0)) == ["one\ntwo", "three", "four"]
+    lines = ["one", "two", " ", "three", "four"]
+    assert read(data_config(path=path, sample_by="line", val_fraction=0)) == lines
+    assert read(data_config(path=path, sample_by="line", val_fraction=0, min_length=4)) == ["three", "four"]
+    joined = read(data_config(path=path, document_start="^t", val_fraction=0))
+    assert joined == ["one\n", "two\n\n \n", "three\r\n\nfour"]
+
+
+def test_a_validation_path(tmp_path, data_config):
+    (tmp_path / "train.txt").write_text("to train on")
+    (tmp_path / "val.txt").write_text("to validate on")
+    cfg = data_config(path=str(tmp_path / "train.txt"), val_path=str(tmp_path / "val.txt"))
+    assert (read(cfg), read(cfg, "val")) == (["to train on"], ["to validate on"])
+
+
+def test_num_samples_counts_documents_that_are_kept(tmp_path, data_config):
+    write_jsonl(tmp_path / "a.jsonl", [{"text": t} for t in ("", "x", None, "yy", "zzz", "tail")])
+    cfg = data_config("jsonl", path=str(tmp_path), val_fraction=0, num_samples=2, min_length=2)
+    assert read(cfg) == ["yy", "zzz"]
+
+
+def test_a_path_wins_over_a_hub_name(tmp_path, data_config):
+    (tmp_path / "input.txt").write_text("0123456789" * 10)
+    cfg = data_config("tiny_shakespeare", path=str(tmp_path / "input.txt"))
+    assert read(cfg) == ["0123456789" * 9]
+    assert read(cfg, "val") == ["0123456789"]
+
+
+def test_python_stdlib_is_deterministic_and_free_of_tests(data_config):
+    cfg = data_config("python_stdlib")
+    train, val = read(cfg), read(cfg, "val")
+    assert train == read(cfg)
+    assert 5e6 < sum(map(len, train)) < 3e7
+    assert 0.02 < len(val) / (len(train) + len(val)) < 0.06
+    assert any("class JSONDecoder" in d for d in train + val)
+    assert not any("class BaseEventLoopTests" in d for d in train + val)
+
+
+BAD_FILES = {
+    "malformed line": (
+        "a.jsonl", b'{"text": "fine"}\n{"text": "br', r"a\.jsonl, line 2: malformed JSON \(.*\): \{\"text\": \"br",
+    ),
+    "malformed list": ("a.json", b'[\n{"text": "fine"},\n{"text" 1}]', r"a\.json, line 3: malformed JSON .*\{\"text\" 1"),
+    "a line that is no object": ("a.jsonl", b"[1, 2]\n", r"line 1: a JSON object with columns is needed, found \[1, 2\]"),
+    "a number in json": ("a.json", b"17", r"a\.json holds a int; a list of objects"),
+    "a column missing in one row": (
+        "a.jsonl", b'{"text": "a"}\n\n{"body": "b"}\n', r"line 3 has no column 'text'; it has: body.*text_column=body",
+    ),
+    "not UTF-8": ("a.txt", b"fine\nGr\xfc\xdfe\n", r"a\.txt, line 2: not UTF-8 .*Gr\\xfc\\xdfe"),
+    "not UTF-8 in lines": ("a.jsonl", b'{"text": "\xff"}\n', r"a\.jsonl, line 1: not UTF-8"),
+    "not parquet": ("a.parquet", b"PAR1 no, not really", r"a\.parquet can't be read as parquet"),
+    "not Arrow": ("a.arrow", b"ARROW1 no, not really either", r"a\.arrow can't be read as Arrow"),
+    "not gzip": ("a.txt.gz", b"plain text", r"a\.txt\.gz can't be read: Not a gzipped file"),
+    "an empty file": ("a.txt", b"", r"a\.txt is empty"),
+    "an unknown suffix": ("a.docx", b"PK", r"a\.docx: the format can't be told from the suffix.*data\.format=text"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_bad_files(case, tmp_path, data_config):
+    name, content, message = BAD_FILES[case]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message) as caught:
+        read(data_config("jsonl", path=str(tmp_path / name), val_fraction=0))
+    assert len(str(caught.value)) < 600
+
+
+def test_bad_paths(tmp_path, data_config):
+    with pytest.raises(UserError, match=r"data\.path=.*nowhere: no such file or folder"):
+        read(data_config(path=str(tmp_path / "nowhere")))
+    with pytest.raises(UserError, match=r"data\.path is not set"):
+        read(data_config())
+    with pytest.raises(UserError, match="holds no text file"):
+        read(data_config(path=str(tmp_path)))
+    (tmp_path / "a.jsonl").write_text("{}")
+    (tmp_path / "a.parquet").write_text("x")
+    with pytest.raises(UserError, match=r"holds jsonl and parquet files: choose with data\.format"):
+        read(data_config("jsonl", path=str(tmp_path)))
+
+
+def test_a_saved_dataset_dict_names_its_splits(tmp_path, data_config):
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(rows())}).save_to_disk(tmp_path / "saved")
+    with pytest.raises(UserError, match=r"holds the splits train: set data\.path=.*saved/train"):
+        read(data_config("parquet", path=str(tmp_path / "saved")))
+    assert read(data_config("parquet", path=str(tmp_path / "saved" / "train"), val_fraction=0)) == TEXTS
