@@ -5,6 +5,7 @@ fails; Lightning's TorchElasticEnvironment takes it from there.
 """
 
 import os
+import shutil
 import signal
 import sys
 import uuid
@@ -58,6 +59,7 @@ def launch(run: RunDir, processes: int) -> int:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+    shutil.rmtree(run.path / "ranks", ignore_errors=True)  # only a failed launch leaves its rank logs
     summary = run.read_summary()
     if summary is None:
         cli.print_error(f"the ranks ended without a summary in {run.path}: stopped before training began")

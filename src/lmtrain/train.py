@@ -88,9 +88,12 @@ def fit_and_export(run: "Run", checkpoint: Path | None, notes: list[str], starte
     try:
         run.trainer.fit(run.objective, datamodule=run.datamodule, ckpt_path=checkpoint, weights_only=True)
     except BaseException as error:
-        report.write_summary(run, "failed", started, error=error)
+        if run.trainer.is_global_zero:
+            report.write_summary(run, "failed", started, error=error)
         raise
     status = ending(run)
+    if not run.trainer.is_global_zero:
+        return errors.FINISHED
     if status == "preempted":
         report.write_summary(run, status, started)
         report.say_how_to_go_on(run)

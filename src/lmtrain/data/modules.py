@@ -75,20 +75,23 @@ class StepSampler(Sampler[int]):
 
 
 class ValidationDataset(Dataset):
-    """Item i is this rank's i-th micro-batch of the validation rows, each row once over all ranks."""
+    """Item i is this rank's i-th micro-batch of the validation rows, each row once over all ranks.
+
+    `limit` counts micro-batches of one device: how many rows are seen does not depend on the number of ranks.
+    """
 
     def __init__(self, rows: Rows, *, micro_batch_size: int, limit: int | None, rank: int, world_size: int) -> None:
         self.rows, self.rank, self.world_size = rows, rank, world_size
         self.micro_batch_size = micro_batch_size
-        whole = -(-len(rows) // (micro_batch_size * world_size))
-        self.batches = whole if limit is None else min(limit, whole)
+        self.total = len(rows) if limit is None else min(len(rows), limit * micro_batch_size)
+        self.batches = -(-self.total // (micro_batch_size * world_size))
 
     def __len__(self) -> int:
         return self.batches
 
     def __getitem__(self, index: int) -> MicroBatch:
         span = self.micro_batch_size * self.world_size
-        rows = np.arange(index * span, min((index + 1) * span, len(self.rows)))[self.rank :: self.world_size]
+        rows = np.arange(index * span, min((index + 1) * span, self.total))[self.rank :: self.world_size]
         if len(rows) == 0:
             return self.rows.empty()
         return self.rows.read(np.stack([np.zeros_like(rows), rows], axis=1))

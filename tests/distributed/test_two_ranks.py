@@ -1,0 +1,62 @@
+"""Two gloo ranks give the numbers of one process: losses, gradient norms, validation, exit codes."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import TINY, Run, rows
+
+from lmtrain.run_dir import read_jsonl
+
+SETTINGS = [*TINY, "data=text", "trainer.max_steps=20", "trainer.val_check_interval=10", "trainer.limit_val_batches=3"]
+
+
+def settings(corpus: Path, run_dir: Path, devices: int) -> list[str]:
+    batch = ["data.global_batch_size=8", "data.micro_batch_size=2"]
+    return [*SETTINGS, *batch, f"data.path={corpus}", f"run.dir={run_dir}", f"trainer.devices={devices}"]
+
+
+@pytest.mark.slow
+def test_numbers_do_not_depend_on_the_number_of_ranks(corpus: Path, tmp_path: Path, lmtrain: Run) -> None:
+    for devices in (1, 2):
+        done = lmtrain("train", *settings(corpus, tmp_path / str(devices), devices))
+        assert done.returncode == 0, done.stdout + done.stderr
+    one, two = (rows(tmp_path / n / "metrics.jsonl") for n in ("1", "2"))
+    assert len(one) == len(two) == 22
+    for a, b in zip(one, two, strict=True):
+        assert a.get("rows") == b.get("rows")
+        assert a["tokens_seen"] == b["tokens_seen"]
+        for key in ("train/loss", "val/loss", "grad_norm"):
+            if key in a:
+                assert b[key] == pytest.approx(a[key], rel=1e-5), (a["step"], key)
+    assert (tmp_path / "2" / "export" / "model.safetensors").exists()
+    assert not (tmp_path / "2" / "ranks").exists()
+
+
+@pytest.mark.slow
+def test_sigterm_to_the_parent_saves_and_resumes_equal(corpus: Path, tmp_path: Path, lmtrain: Run) -> None:
+    whole = lmtrain("train", *settings(corpus, tmp_path / "whole", 2), "trainer.max_steps=400")
+    assert whole.returncode == 0, whole.stderr
+    run_dir = tmp_path / "stopped"
+    command = [*settings(corpus, run_dir, 2), "trainer.max_steps=400", "run.resume=auto"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lmtrain.train", *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    while process.poll() is None and not any(r["step"] >= 15 for r in read_jsonl(run_dir / "metrics.jsonl")):
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, output
+    assert json.loads((run_dir / "summary.json").read_text())["status"] == "preempted"
+    resumed = lmtrain("train", *command)
+    assert resumed.returncode == 0, resumed.stderr
+    times = ("time", "tokens_per_s", "step_ms", "data_wait_ms")
+    a, b = (
+        [{k: v for k, v in row.items() if k not in times} for row in rows(d / "metrics.jsonl")]
+        for d in (tmp_path / "whole", run_dir)
+    )
+    assert a == b
