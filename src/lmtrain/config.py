@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +12,6 @@ from typing import Any
 import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import (
     ConfigCompositionException,
     HydraException,
@@ -37,20 +37,23 @@ def compose(overrides: list[str], config_dir: str | None = None, config_name: st
     """The config tree for these overrides; a wrong one raises UserError naming the nearest valid key or option."""
     if config_dir is not None and not Path(config_dir).is_dir():
         raise UserError(f"--config-dir {config_dir}: no such folder")
-    search = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir else []
-    with initialize_config_dir(config_dir=str(cli.conf_dir()), version_base="1.3", job_name="lmtrain"):
+    folders = [cli.conf_dir(), *([Path(config_dir).resolve()] if config_dir else [])]
+    search = [f"hydra.searchpath=[file://{folder}]" for folder in folders[1:]]
+    explain.refuse_hydra_keys(overrides)
+    with initialize_config_dir(config_dir=str(folders[0]), version_base="1.3", job_name="lmtrain"):
         try:
             composed = hydra_compose(config_name, overrides=[*search, *overrides])
         except OverrideParseException as error:
-            raise UserError(
-                f"cannot read the override {error.override!r}: write key=value or group=option, and quote values "
-                f"that hold spaces, commas or brackets: 'key=\"a b\"'"
-            ) from None
+            raise UserError(explain.unreadable(error.override)) from None
         except MissingConfigException as error:
-            folders = [cli.conf_dir(), *([Path(config_dir)] if config_dir else [])]
-            raise UserError(_explain_missing(error, folders, overrides)) from None
-        except (ConfigCompositionException, HydraException, OmegaConfBaseException) as error:
-            raise UserError(_explain_composition(error, search, overrides, config_name)) from None
+            raise UserError(explain.missing_config(error, folders, overrides)) from None
+        # Hydra raises ValueError where a group is set to a number or null.
+        except (ConfigCompositionException, HydraException, OmegaConfBaseException, ValueError) as error:
+            compose_again = functools.partial(hydra_compose, config_name)
+            message = explain.refused(
+                error, folders, overrides, lambda kept: compose_again(overrides=[*search, *kept])
+            )
+            raise UserError(message) from None
 
     _one_warmup(composed, overrides)
     return composed
@@ -65,41 +68,6 @@ def _one_warmup(composed: DictConfig, overrides: list[str]) -> None:
         composed.schedule.warmup_steps = None
 
 
-def _explain_missing(error: MissingConfigException, folders: list[Path], overrides: list[str]) -> str:
-    missing = error.missing_cfg_file or ""
-    for override in overrides:
-        group, _, option = override.lstrip("+").partition("=")
-        if missing == f"{group}/{option}" and any((d / group).is_dir() for d in folders):
-            return explain.unknown_option(group, option, folders)
-    return str(error).split("\n\n")[0].strip()
-
-
-def _explain_composition(error: Exception, search: list[str], overrides: list[str], config_name: str) -> str:
-    """Finds the first override that cannot be applied by composing without the others that fail."""
-    parser = OverridesParser.create()
-    groups = {g.name for g in cli.conf_dir().iterdir() if g.is_dir()}
-    for text in overrides:
-        override = parser.parse_override(text)
-        key = override.key_or_group
-        if override.is_add() or key in groups:
-            continue
-        others = [o for o in overrides if o.split("=")[0] in groups]
-        try:
-            base = hydra_compose(config_name, overrides=[*search, *others])
-        except Exception:  # the group choices themselves don't compose; the original error says why
-            break
-        if OmegaConf.select(base, key, default=_MISSING) is _MISSING:
-            valid = explain.flatten(OmegaConf.to_container(base, resolve=False))  # type: ignore[arg-type]
-            other = explain.other_variant(key, [cli.conf_dir()])
-            return other or explain.unknown_key(key, [*valid, *sorted(groups)])
-    text = str(error)
-    cause = error.__cause__
-    return f"{text}\n{cause}" if cause is not None and str(cause) not in text else text
-
-
-_MISSING = object()
-
-
 def to_yaml(composed: DictConfig) -> str:
     """The composed tree as plain YAML, interpolations resolved."""
     return OmegaConf.to_yaml(composed, resolve=True)
@@ -108,13 +76,13 @@ def to_yaml(composed: DictConfig) -> str:
 def check(composed: DictConfig | Mapping[str, Any]) -> Config:
     """The typed config, every rule applied; UserError says which key is wrong and what would be right."""
     try:
-        tree = OmegaConf.create(OmegaConf.to_container(OmegaConf.create(composed), resolve=True))  # type: ignore[call-overload]
+        tree = OmegaConf.create(OmegaConf.to_container(OmegaConf.create(composed), resolve=True))  # type: ignore[arg-type]
     except OmegaConfBaseException as error:
         raise UserError(f"{_first_line(error)} (in the config)") from None
     try:
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), tree))
     except OmegaConfBaseException as error:
-        raise UserError(_explain_type(error, tree)) from None
+        raise UserError(explain.wrong_type(error, tree)) from None
     assert isinstance(config, Config)
     _check_choices(config)
     _check_ranges(config)
@@ -127,28 +95,6 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0]
 
 
-def _explain_type(error: OmegaConfBaseException, tree: Any) -> str:
-    key = getattr(error, "full_key", None) or "?"
-    message = _first_line(error)
-    if "not in '" in message:
-        valid = explain.flatten({f.name: _fields(f.type) for f in dataclasses.fields(Config)})
-        return explain.unknown_key(key, list(valid))
-    if "missing mandatory" in message.lower():
-        return f"{key} has no value: set {key}=..."
-    wanted = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false"}
-    for name, words in wanted.items():
-        if message.endswith(name):
-            value = OmegaConf.select(tree, key, default=None)
-            return f"{key}={value}: {words} is needed, found {type(value).__name__} {value!r}"
-    return f"{key}: {message}"
-
-
-def _fields(type_: Any) -> dict[str, Any]:
-    if not dataclasses.is_dataclass(type_):
-        return {}
-    return {f.name: _fields(f.type) for f in dataclasses.fields(type_)}
-
-
 def _choice(key: str, value: Any, options: tuple[str, ...]) -> None:
     if value not in options:
         near = difflib.get_close_matches(str(value), options, n=1)
@@ -158,6 +104,7 @@ def _choice(key: str, value: Any, options: tuple[str, ...]) -> None:
 
 def _check_choices(c: Config) -> None:
     _choice("objective.name", c.objective.name, ("causal_lm",))
+    _choice("run.schedule_on_resume", c.run.schedule_on_resume, ("keep", "rescale"))
     _choice("model.init", c.model.init, ("scratch", "pretrained"))
     _choice("data.source", c.data.source, ("hub", "files", "python_stdlib", "bins"))
     _choice("data.format", c.data.format, ("auto", "text", "jsonl", "json", "parquet", "arrow"))
@@ -207,7 +154,7 @@ def _check_ranges(c: Config) -> None:
     for key, value in at_least_one.items():
         if value is not None and value < 1:
             raise UserError(f"{key}={value}: at least 1 is needed")
-    not_negative = {
+    not_negative: dict[str, float | None] = {
         "data.num_workers": c.data.num_workers,
         "data.min_length": c.data.min_length,
         "checkpoint.keep_best": c.checkpoint.keep_best,
@@ -217,12 +164,12 @@ def _check_ranges(c: Config) -> None:
         "callbacks.samples.temperature": c.callbacks.samples.temperature,
         "seed": c.seed,
     }
-    for key, value in not_negative.items():
-        if value is not None and not value >= 0:
-            raise UserError(f"{key}={value}: must not be negative")
-    for key, value in {"model.dropout": c.model.dropout, "data.val_fraction": c.data.val_fraction}.items():
-        if not 0 <= value < 1:
-            raise UserError(f"{key}={value}: a share from 0 up to (not including) 1 is needed")
+    for key, number in not_negative.items():
+        if number is not None and not number >= 0:
+            raise UserError(f"{key}={number}: must not be negative")
+    for key, share in {"model.dropout": c.model.dropout, "data.val_fraction": c.data.val_fraction}.items():
+        if not 0 <= share < 1:
+            raise UserError(f"{key}={share}: a share from 0 up to (not including) 1 is needed")
     if c.trainer.max_steps is None and c.trainer.max_epochs is None:
         raise UserError("the run would never end: set trainer.max_steps or trainer.max_epochs")
     time_limit_seconds(c.run.time_limit)

@@ -41,17 +41,42 @@ def find(config: Config, folder: RunDir, tell: Callable[[str], None]) -> Path | 
     return path
 
 
-def check_fingerprint(checkpoint: Path, ours: dict[str, Any]) -> None:
+def read_trainer_state(checkpoint: Path) -> dict[str, Any]:
+    """trainer.pt of a checkpoint; its tensors are mapped, not read."""
+    return torch.load(checkpoint / "trainer.pt", map_location="cpu", weights_only=True, mmap=True)
+
+
+def check_fingerprint(
+    checkpoint: Path, theirs: dict[str, Any], ours: dict[str, Any], allow_change: list[str] | None
+) -> None:
     """Refuses to continue a run whose data, tokenizer, model, seed or batch changed: it would not be that run."""
-    theirs = torch.load(checkpoint / "trainer.pt", map_location="cpu", weights_only=True, mmap=True)["fingerprint"]
-    changed = [
-        f"{key} (then {theirs.get(key)}, now {ours.get(key)})" for key in ours if ours.get(key) != theirs.get(key)
-    ]
+    allowed = allow_change or []
+    unknown = [name for name in allowed if name not in ours]
+    if unknown:
+        raise UserError(f"run.allow_change={unknown} is not known (options: {', '.join(ours)})")
+    changed = {k: (theirs.get(k), ours[k]) for k in ours if ours[k] != theirs.get(k) and k not in allowed}
     if changed:
+        listed = "; ".join(f"{key} (then {then}, now {now})" for key, (then, now) in changed.items())
         raise UserError(
-            f"{checkpoint} was trained with other settings: {'; '.join(changed)}. Put them back to continue it, "
-            f"or give this run another run.name"
+            f"{checkpoint} was trained with other settings: {listed}. Put them back to continue it exactly, give this "
+            f"run another run.name, or, knowing that it is not the same run any more, set "
+            f"run.allow_change=[{','.join(changed)}]"
         )
+
+
+def fit_schedule(run: "Run", schedule_steps: int, tell: Callable[[str], None]) -> None:
+    """When the run was made longer or shorter: keep the schedule it began with, or stretch it; said aloud."""
+    if schedule_steps == run.total_steps:
+        return
+    rule = run.config.run.schedule_on_resume
+    if rule == "keep":
+        run.objective.schedule_steps = schedule_steps
+        tell(
+            f"the run now has {run.total_steps:,} steps; its learning rate keeps the schedule planned for "
+            f"{schedule_steps:,} (run.schedule_on_resume=rescale stretches it)"
+        )
+    else:
+        tell(f"the learning rate's schedule, planned for {schedule_steps:,} steps, now spans {run.total_steps:,}")
 
 
 def rewind(run: "Run", checkpoint: Path | None) -> str | None:

@@ -75,13 +75,15 @@ def prepare_run(config: Config, folder: RunDir, console: Any, started: float) ->
     checkpoint = resume.find(config, folder, notes.append)
     run = build.build(config, folder, console, started)
     if checkpoint is not None:
-        resume.check_fingerprint(checkpoint, run.objective.fingerprint)
+        saved = resume.read_trainer_state(checkpoint)
+        resume.check_fingerprint(checkpoint, saved["fingerprint"], run.objective.fingerprint, config.run.allow_change)
+        resume.fit_schedule(run, saved["schedule_steps"], notes.append)
     return run, checkpoint, notes
 
 
 def fit_and_export(run: "Run", checkpoint: Path | None, notes: list[str], started: float) -> int:
     """Trains from `checkpoint` (or the start), writes summary.json, exports, and prints how it went."""
-    from lmtrain import plan, report, resume
+    from lmtrain import plan, report, resume, troubleshoot
 
     resumed_from = resume.rewind(run, checkpoint)
     plan.show(run, resumed_from, notes)
@@ -90,7 +92,10 @@ def fit_and_export(run: "Run", checkpoint: Path | None, notes: list[str], starte
     except BaseException as error:
         if run.trainer.is_global_zero:
             report.write_summary(run, "failed", started, error=error)
-        raise
+        explained = troubleshoot.explain(error, run)
+        if explained is None:
+            raise
+        raise explained from error
     status = ending(run)
     if not run.trainer.is_global_zero:
         return errors.FINISHED

@@ -29,11 +29,13 @@ class BadSteps(pl.Callback):
 
     def give_up(self, trainer: pl.Trainer, module: Objective, total: int, in_a_row: int, start: int) -> None:
         """Writes the first bad step's batch and raises. The weights are still those before it."""
-        batch = trainer.train_dataloader.dataset[start]  # order is a pure function of the step: the same batch again
+        assert trainer.train_dataloader is not None
+        dataset = trainer.train_dataloader.dataset
+        batch = dataset[start]  # order is a pure function of the step: the same batch again
         losses = self.micro_batch_losses(module, batch["micro_batches"])
         worst = next((i for i, loss in enumerate(losses) if not loss < float("inf")), losses.index(max(losses)))
         name = f"bad_step_{start:08d}"
-        rows = trainer.train_dataloader.dataset.row_ids(start).tolist()
+        rows = dataset.row_ids(start).tolist()
         if trainer.is_global_zero:
             torch.save(batch["micro_batches"][worst], self.folder / f"{name}.pt")
             report = {"step": start, "micro_batch": worst, "micro_batch_losses": losses, "epoch_and_row_ids": rows}

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from lmtrain.callbacks.metrics import Metrics
 from lmtrain.generation import sample_text
+from lmtrain.objectives.base import Objective
 from lmtrain.schema import Samples as SamplesConfig
 
 
@@ -41,6 +42,7 @@ class Samples(pl.Callback):
         self.validations += 1
         if self.validations % self.cfg.every_n_validations != 0 or not trainer.is_global_zero:
             return
+        assert isinstance(pl_module, Objective)
         step = trainer.global_step
         with self.metrics.clock.pause():
             texts = [
@@ -68,4 +70,4 @@ class Samples(pl.Callback):
                 for i, text in enumerate(texts):
                     logger.experiment.add_text(f"sample/{i}", f"```\n{self.prompts[i]}{text}\n```", step)
             elif isinstance(logger, pl.loggers.WandbLogger):
-                logger.log_text("samples", columns=["step", "text"], data=[[step, t] for t in texts])
+                logger.log_text("samples", columns=["step", "text"], data=[[str(step), t] for t in texts])

@@ -33,6 +33,8 @@ class LanguageModel(nn.Module):
     The whole loss is in `forward`, output embedding included, so that a sharded root module is gathered for it.
     """
 
+    model: PreTrainedModel
+
     def __init__(self, model: PreTrainedModel, objective: Objective) -> None:
         super().__init__()
         self.model = model

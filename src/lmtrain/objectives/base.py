@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lmtrain.data.order import step_seed
 from lmtrain.errors import RunError
+from lmtrain.models.language_model import LanguageModel
 from lmtrain.objectives.guard import StepGuard
 from lmtrain.optim.groups import set_lr
 from lmtrain.optim.schedules import lr_factor
@@ -43,9 +44,11 @@ class StepResult(NamedTuple):
 class Objective(pl.LightningModule):
     """Base of all objectives: scales, clips, steps, and hands numbers to the callbacks through `last_step`."""
 
+    model: LanguageModel
+
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: LanguageModel,
         optimizer: torch.optim.Optimizer,
         schedule: Schedule,
         *,
@@ -61,6 +64,7 @@ class Objective(pl.LightningModule):
         self._optimizer, self.schedule = optimizer, schedule
         self._group_settings = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
         self.seed, self.total_steps = seed, total_steps
+        self.schedule_steps = total_steps  # what the schedule spans; differs where a resumed run was made longer
         self.gradient_clip_val = gradient_clip_val
         self.guard = guard
         self.step_loss: Tensor | None = None  # the running step's mean loss, where the guard looks for spikes
@@ -88,7 +92,7 @@ class Objective(pl.LightningModule):
             raise RunError(f"the loader gave step {step} where {self.trainer.global_step} is due: please report this")
         self._seed_step(step)
         optimizer = self.optimizers()
-        factor = lr_factor(self.schedule, step, self.total_steps)
+        factor = lr_factor(self.schedule, step, self.schedule_steps)
         set_lr(self._optimizer, factor)
 
         world_size = self.trainer.world_size
@@ -138,7 +142,7 @@ class Objective(pl.LightningModule):
         self.grad_norm = norm.detach()
         bad = self.guard.judge(self.trainer.global_step, self.step_loss, self.grad_norm)
         if norm.device.type == "cuda" and optimizer.defaults.get("fused"):
-            optimizer.found_inf = bad.float()  # the fused kernel leaves weights and state alone, no host sync
+            optimizer.found_inf = bad.float()  # type: ignore[attr-defined]  # the fused kernel leaves weights and state alone, no host sync
         elif bad:
             optimizer.zero_grad(set_to_none=True)  # parameters without a gradient are left alone
 
@@ -176,6 +180,7 @@ class Objective(pl.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["fingerprint"] = self.fingerprint
+        checkpoint["schedule_steps"] = self.schedule_steps
         checkpoint["guard"] = self.guard.state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

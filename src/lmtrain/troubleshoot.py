@@ -1,0 +1,69 @@
+"""Failures while training, in words: what happened, and what to change."""
+
+import errno
+from typing import TYPE_CHECKING
+
+import torch
+
+from lmtrain.config import batch_split
+from lmtrain.errors import RunError
+from lmtrain.models import flops
+
+if TYPE_CHECKING:
+    from lmtrain.build import Run
+
+GIB = 2**30
+
+
+def explain(error: BaseException, run: "Run") -> RunError | None:
+    """What a user can do about `error`, or None where only a traceback helps."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error):
+        return out_of_memory(error, run)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return RunError(
+            f"the disk is full ({error.filename or run.dir.path}): free space or set run.dir elsewhere; "
+            f"{last_good(run)}"
+        )
+    if isinstance(error, RuntimeError) and "DataLoader worker" in str(error):
+        return RunError(
+            f"a data loading process ended unexpectedly ({first_line(error)}): most often memory; set "
+            f"data.num_workers=0 to load in the training process and see its own error; {last_good(run)}"
+        )
+    return None
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).strip().split("\n")[0][:200]
+
+
+def last_good(run: "Run") -> str:
+    """Where the run can go on from."""
+    from lmtrain import checkpoint as store
+
+    newest = store.scan(run.dir.checkpoints)
+    if not newest:
+        return "no checkpoint had been written yet"
+    return f"the last checkpoint is untouched ({newest[-1].name}); go on with run.dir={run.dir.path} run.resume=auto"
+
+
+def out_of_memory(error: BaseException, run: "Run") -> RunError:
+    """What took the memory, and three overrides that need less of it."""
+    c = run.config
+    parts = flops.memory_estimate(run.objective.model.model, c)
+    took = ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in sorted(parts.items(), key=lambda p: -p[1]))
+    smaller = max(1, c.data.micro_batch_size // 2)
+    while c.data.global_batch_size % (smaller * run.trainer.world_size) != 0:
+        smaller -= 1
+    batch_split(c.data.global_batch_size, smaller, run.trainer.world_size)
+    fixes = []
+    if smaller < c.data.micro_batch_size:
+        fixes.append(f"data.micro_batch_size={smaller} (same numbers, more accumulation)")
+    if not c.trainer.activation_checkpointing:
+        fixes.append("trainer.activation_checkpointing=true")
+    fixes.append(f"data.seq_len={max(1, c.data.seq_len // 2)}")
+    if c.optimizer.name == "adamw":
+        fixes.append("optimizer=adafactor")
+    return RunError(
+        f"out of memory ({first_line(error)}). Estimated need: {took}. What needs less: {', or '.join(fixes[:3])}; "
+        f"{last_good(run)}"
+    )
