@@ -1,0 +1,43 @@
+"""Random kills until done: the run that survives them all equals the one that was left alone."""
+
+import os
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from runs import assert_equal_runs, command, environment, train
+
+KILLS = 20
+LONG = ["data.micro_batch_size=3", "trainer.max_steps=1500", "trainer.val_check_interval=100", "checkpoint.keep_last=3"]
+
+
+@pytest.mark.slow
+def test_chaos(corpus: Path, tmp_path: Path) -> None:
+    """SIGKILL and SIGTERM at random moments, from start-up on; the seed is printed and can be given to run it again."""
+    seed = int(os.environ.get("LMTRAIN_CHAOS_SEED", time.time_ns() % 2**32))
+    print(f"LMTRAIN_CHAOS_SEED={seed}")
+    draw = random.Random(seed)
+    # A save every 40 steps: on average a kill costs 20 steps, so the run gets on.
+    settings = [*LONG, "trainer.save_every_n_steps=40", f"checkpoint.async_save={draw.random() < 0.5}"]
+    whole, run_dir = tmp_path / "whole", tmp_path / "run"
+    assert train(corpus, whole, *settings).returncode == 0
+
+    for kill in range(KILLS):
+        process = subprocess.Popen(
+            command(corpus, run_dir, *settings), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        number = draw.choice([signal.SIGKILL, signal.SIGTERM])
+        # Some fall into start-up, most into training.
+        deadline = time.monotonic() + draw.uniform(2.0, 8.0)
+        while process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if process.poll() is None:
+            process.send_signal(number)
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode in (0, 75, -signal.SIGKILL, -signal.SIGTERM), f"kill {kill}, seed {seed}:\n{output}"
+    done = train(corpus, run_dir, *settings)
+    assert done.returncode == 0, f"seed {seed}:\n{done.stdout}\n{done.stderr}"
+    assert_equal_runs(whole, run_dir)

@@ -1,0 +1,113 @@
+"""Signals and the time limit: a checkpoint at the next step boundary, exit 75, and an equal run afterwards."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from runs import assert_equal_runs, command, environment, stable_rows, train
+
+from lmtrain import checkpoint as store
+from lmtrain.run_dir import read_jsonl
+
+LONG = ["data.micro_batch_size=6", "trainer.max_steps=400", "trainer.val_check_interval=150", "trainer.save_every_n_steps=100"]
+
+
+def start(corpus: Path, run_dir: Path, *extra: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command(corpus, run_dir, *extra),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait_for_step(process: subprocess.Popen[str], run_dir: Path, step: int) -> None:
+    while process.poll() is None:
+        if any(row["step"] >= step for row in read_jsonl(run_dir / "metrics.jsonl")):
+            return
+        time.sleep(0.005)
+    raise AssertionError(f"ended before step {step}: {process.communicate()[0]}")
+
+
+@pytest.fixture(scope="module")
+def whole(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    done = train(corpus, run_dir, *LONG)
+    assert done.returncode == 0, done.stderr
+    return run_dir
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], ids=lambda s: s.name)
+def test_signal_saves_stops_and_resumes_equal(
+    number: signal.Signals, whole: Path, corpus: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    run_dir = tmp_path / "run"
+    workers = ["data.num_workers=2"] if number == signal.SIGTERM else []
+    process = start(corpus, run_dir, *LONG, *workers)
+    wait_for_step(process, run_dir, 12)
+    # To the whole group where there are loader workers, as a scheduler and a terminal do.
+    os.killpg(process.pid, number) if workers else process.send_signal(number)
+    asked = time.monotonic()
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, output
+    assert time.monotonic() - asked < 20
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["status"] == "preempted"
+    last_logged = max(row["step"] for row in read_jsonl(run_dir / "metrics.jsonl"))
+    assert summary["step"] == last_logged == store.step_of(store.scan(run_dir / "checkpoints")[-1])
+    assert f"stopped by {number.name}" in output
+    assert f"run.dir={run_dir} run.resume=auto" in output, "it must say how to go on"
+
+    resumed = train(corpus, run_dir, *LONG)
+    assert resumed.returncode == 0, resumed.stderr
+    assert stable_rows(run_dir) == stable_rows(whole)
+    assert_equal_runs(whole, run_dir)
+
+
+def test_a_second_signal_ends_at_once(corpus: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = start(corpus, run_dir, *LONG, "callbacks.extra=[{_target_: slow.SlowSave}]", "run.allow_target=[slow]")
+    wait_for_step(process, run_dir, 105)  # past a save at 100, which SlowSave lets through
+    process.send_signal(signal.SIGTERM)
+    time.sleep(1.0)
+    assert process.poll() is None, "the slow save should still be running"
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=10)
+    assert process.returncode == -signal.SIGTERM
+    kept = store.scan(run_dir / "checkpoints")
+    assert store.step_of(kept[-1]) == 100
+    assert store.damage(kept[-1]) is None
+
+
+def test_time_limit(corpus: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    done = train(corpus, run_dir, *LONG, "trainer.max_steps=100000", "run.time_limit=00:00:08")
+    assert done.returncode == 75, done.stdout + done.stderr
+    assert "stopped by run.time_limit" in done.stdout
+    assert store.scan(run_dir / "checkpoints")
+
+
+def test_a_long_validation_is_interrupted_and_owed(corpus: Path, tmp_path: Path) -> None:
+    """The signal comes in a validation: it is left at once, and the resumed run begins with it."""
+    settings = ["data.micro_batch_size=6", "trainer.max_steps=6", "trainer.val_check_interval=3"]
+    whole = tmp_path / "whole"
+    assert train(corpus, whole, *settings).returncode == 0
+    run_dir = tmp_path / "run"
+    extra = ["callbacks.extra=[{_target_: slow.SlowValidation}]", "run.allow_target=[slow]"]
+    process = start(corpus, run_dir, *settings, *extra)
+    wait_for_step(process, run_dir, 3)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGTERM)
+    asked = time.monotonic()
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, output
+    assert time.monotonic() - asked < 15, "three slow batches would take 30 s"
+    assert not any("val/loss" in row for row in read_jsonl(run_dir / "metrics.jsonl"))
+    assert train(corpus, run_dir, *settings).returncode == 0
+    assert stable_rows(run_dir) == stable_rows(whole)
