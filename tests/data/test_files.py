@@ -131,8 +131,8 @@ BAD_FILES = {
     "malformed line": (
         "a.jsonl", b'{"text": "fine"}\n{"text": "br', r"a\.jsonl, line 2: malformed JSON \(.*\): \{\"text\": \"br",
     ),
-    "malformed list": ("a.json", b'[\n{"text": "fine"},\n{"text" 1}]', r"a\.json, line 3: malformed JSON .*\{\"text\" 1"),
-    "a line that is no object": ("a.jsonl", b"[1, 2]\n", r"line 1: a JSON object with columns is needed, found \[1, 2\]"),
+    "malformed list": ("a.json", b'[\n{"text": "fine"},\n{"text" 1}]', r"a\.json, line 3: malformed JSON .*text"),
+    "a line that is no object": ("a.jsonl", b"[1, 2]\n", r"line 1: a JSON object .* needed, found \[1, 2\]"),
     "a number in json": ("a.json", b"17", r"a\.json holds a int; a list of objects"),
     "a column missing in one row": (
         "a.jsonl", b'{"text": "a"}\n\n{"body": "b"}\n', r"line 3 has no column 'text'; it has: body.*text_column=body",
@@ -163,6 +163,10 @@ def test_bad_paths(tmp_path, data_config):
         read(data_config())
     with pytest.raises(UserError, match="holds no text file"):
         read(data_config(path=str(tmp_path)))
+    with pytest.raises(UserError, match=r"data\.val_path=.* set data\.path too"):
+        read(data_config("wikitext", val_path=str(tmp_path)))
+    with pytest.raises(UserError, match=r"data\.document_start='\(' is not a regular expression"):
+        read(data_config(path=str(tmp_path), document_start="("))
     (tmp_path / "a.jsonl").write_text("{}")
     (tmp_path / "a.parquet").write_text("x")
     with pytest.raises(UserError, match=r"holds jsonl and parquet files: choose with data\.format"):

@@ -49,6 +49,8 @@ def test_splits_of_a_repository(streaming, tmp_path, data_config):
     assert list(sources.documents(cfg, "val")) == ["held", "out"]
     cfg.num_samples, cfg.val_split = 300, "nope"
     assert list(sources.documents(cfg, "val")) == ["row 99", "row 199", "row 299"]
+    cfg.num_samples, cfg.val_split = None, "validation+train"
+    assert list(sources.documents(cfg, "val")) == ["held", "out"] + [f"row {i}" for i in range(600)]
     cfg.text_column = "body"
     with pytest.raises(UserError, match=r"no column 'body'; it has: text"):
         list(sources.documents(cfg, "train"))
@@ -166,7 +168,7 @@ def test_the_hub_by_name_then_without_it(loopback, tmp_path):
     ]
     first, plays, *errors = ask(loopback, home, cache, wikitext, shakespeare, *bad)
     assert first["splits"]["train"]["documents"] == first["splits"]["val"]["documents"] == 40
-    assert (plays["splits"]["train"]["tokens"], plays["splits"]["val"]["tokens"]) == (1_003_854, 55_770)
+    assert (plays["splits"]["train"]["tokens"], plays["splits"]["val"]["tokens"]) == (1_003_854, 111_540)
     messages = [
         "dataset 'no/such' doesn't exist on http://127.0.0.1",
         "BuilderConfig 'nope' not found. Available: ['wikitext-2-raw-v1']",

@@ -102,14 +102,27 @@ def load_splits(cfg: Data, commit: str | None, unreachable: str) -> Any:
         except RuntimeError as error:
             if "scripts are no longer supported" not in str(error):
                 raise
-            # Its files lie in a folder for each config, and in it one for each split.
-            return datasets.load_dataset(name, data_dir=cfg.config_name, revision=_CONVERTED, **options)
+            return _load_converted(name, cfg.config_name, options)
     except (OSError, ConnectionError) as error:
         if commit is None:
             raise UserError(explain_unreachable("dataset", name, unreachable)) from None
         raise UserError(f"dataset {name!r} can't be loaded from {endpoint()}: {_first_line(error)}") from None
     except (ValueError, RuntimeError) as error:  # a config that isn't there, or a loading script
         raise UserError(f"dataset {name!r} (data.config_name={cfg.config_name}) can't be loaded: {error}") from None
+
+
+def _load_converted(name: str, config_name: str | None, options: dict[str, Any]) -> Any:
+    """The hub's own parquet files of a dataset that comes as a loading script, which `datasets` no longer runs."""
+    import datasets
+
+    try:
+        # They lie in a folder for each config, and in it one for each split.
+        return datasets.load_dataset(name, data_dir=config_name, revision=_CONVERTED, **options)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"dataset {name!r} comes as a loading script, which `datasets` doesn't run any more, and its conversion to "
+            f"parquet ({_CONVERTED}) can't be loaded ({_first_line(error)}): download its text and set data.path"
+        ) from None
 
 
 def read_rows(splits: Any, split: str, cfg: Data) -> Iterator[str]:

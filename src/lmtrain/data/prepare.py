@@ -130,6 +130,8 @@ def _build(
     if cfg.num_proc:
         # The tokenizers library starts its threads at first use and asks for their number only then.
         os.environ["RAYON_NUM_THREADS"] = str(cfg.num_proc)
+    if tokenizer_cfg.kind == "bpe":
+        show.say(f"training a BPE of {tokenizer_cfg.vocab_size:,} tokens on {source.label}")
     try:
         made = tokenizers.load_or_train(
             tokenizer_cfg, lambda name: (p.text for p in sources.pieces(source, cfg, name) or ()), named

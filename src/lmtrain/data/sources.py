@@ -34,8 +34,14 @@ def open_source(cfg: Data) -> Source:
     """The source that `cfg` names; `data.path` set by the user wins over a dataset's name.
 
     Raises:
-        UserError: a missing or empty file, a name the hub doesn't have.
+        UserError: a missing or empty file, a name the hub doesn't have, a document_start that is no pattern.
     """
+    if cfg.val_path and not cfg.path:
+        raise UserError(f"data.val_path={cfg.val_path} goes with files to train on: set data.path too")
+    try:
+        re.compile(cfg.document_start or "")
+    except re.error as error:
+        raise UserError(f"data.document_start={cfg.document_start!r} is not a regular expression: {error}") from None
     if cfg.source == "python_stdlib":
         return _Stdlib()
     if cfg.source == "files" or cfg.path:
@@ -157,10 +163,11 @@ class _Hub:
     def pieces(self, name: str) -> Iterator[Piece] | None:
         if self._splits is None:
             self._splits = hub.load_splits(self.cfg, self.resolved, self.unreachable)
-        split_name = self.cfg.train_split if name == "train" else self.cfg.val_split
-        if name == "val" and (split_name is None or split_name not in self._splits):
+        asked = self.cfg.train_split if name == "train" else self.cfg.val_split
+        parts = asked.split("+") if asked else []
+        if name == "val" and not (parts and all(part in self._splits for part in parts)):
             return None
-        rows = hub.read_rows(self._splits, str(split_name), self.cfg)
+        rows = (row for part in parts for row in hub.read_rows(self._splits, part, self.cfg))
         if self.cfg.document_start:
             return join_rows(rows, self.cfg.document_start)
         return (Piece(row, True) for row in rows)
