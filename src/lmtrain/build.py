@@ -28,7 +28,8 @@ from lmtrain.callbacks.progress import PlainLines, RichBar
 from lmtrain.callbacks.samples import Samples
 from lmtrain.callbacks.validation import Validation
 from lmtrain.checkpoint import FolderCheckpointIO
-from lmtrain.config import horizon, time_limit_seconds
+from lmtrain.checks import time_limit_seconds
+from lmtrain.config import horizon
 from lmtrain.data import bins
 from lmtrain.data.modules import TokenDataModule
 from lmtrain.data.prepare import PreparedData, prepare

@@ -1,9 +1,6 @@
 """Composes the config, checks it and holds the rules that tie fields together. Imports neither torch nor lightning."""
 
 import dataclasses
-import difflib
-import functools
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,14 +20,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lmtrain import cli
 from lmtrain import overrides as explain
+from lmtrain.checks import check_values
 from lmtrain.errors import UserError
-from lmtrain.optim.schedules import check_schedule
 from lmtrain.schema import Config
-
-PRECISIONS = ("auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
-STRATEGIES = ("auto", "ddp")
-# `_target_` builds any class it names, so only these packages are open unless run.allow_target says more.
-TARGET_PACKAGES = ("lmtrain", "torch", "lightning", "transformers", "torchmetrics", "peft")
 
 
 def compose(overrides: list[str], config_dir: str | None = None, config_name: str = "config") -> DictConfig:
@@ -49,11 +41,8 @@ def compose(overrides: list[str], config_dir: str | None = None, config_name: st
             raise UserError(explain.missing_config(error, folders, overrides)) from None
         # Hydra raises ValueError where a group is set to a number or null.
         except (ConfigCompositionException, HydraException, OmegaConfBaseException, ValueError) as error:
-            compose_again = functools.partial(hydra_compose, config_name)
-            message = explain.refused(
-                error, folders, overrides, lambda kept: compose_again(overrides=[*search, *kept])
-            )
-            raise UserError(message) from None
+            again = lambda kept: hydra_compose(config_name, overrides=[*search, *kept])  # noqa: E731
+            raise UserError(explain.refused(error, folders, overrides, again)) from None
 
     _one_warmup(composed, overrides)
     return composed
@@ -84,111 +73,13 @@ def check(composed: DictConfig | Mapping[str, Any]) -> Config:
     except OmegaConfBaseException as error:
         raise UserError(explain.wrong_type(error, tree)) from None
     assert isinstance(config, Config)
-    _check_choices(config)
-    _check_ranges(config)
-    _check_targets(config)
+    check_values(config)
     batch_split(config.data.global_batch_size, config.data.micro_batch_size, world_size=1)
     return config
 
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0]
-
-
-def _choice(key: str, value: Any, options: tuple[str, ...]) -> None:
-    if value not in options:
-        near = difflib.get_close_matches(str(value), options, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise UserError(f"{key}={value} is not known{hint} (options: {', '.join(options)})")
-
-
-def _check_choices(c: Config) -> None:
-    _choice("objective.name", c.objective.name, ("causal_lm",))
-    _choice("run.schedule_on_resume", c.run.schedule_on_resume, ("keep", "rescale"))
-    _choice("model.init", c.model.init, ("scratch", "pretrained"))
-    _choice("data.source", c.data.source, ("hub", "files", "python_stdlib", "bins"))
-    _choice("data.format", c.data.format, ("auto", "text", "jsonl", "json", "parquet", "arrow"))
-    _choice("data.sample_by", c.data.sample_by, ("document", "paragraph", "line"))
-    _choice("tokenizer.kind", c.tokenizer.kind, ("hub", "bpe", "bytes", "char"))
-    short = {"bf16": "bf16-mixed", "fp16": "16-mixed", "16": "16-mixed", "fp32": "32-true", "32": "32-true"}
-    if c.trainer.precision in short:
-        raise UserError(f"trainer.precision={c.trainer.precision}: write {short[c.trainer.precision]}")
-    _choice("trainer.precision", c.trainer.precision, PRECISIONS)
-    _choice("trainer.strategy", c.trainer.strategy, STRATEGIES)
-    _choice("trainer.accelerator", c.trainer.accelerator, ("auto", "cpu", "gpu", "cuda", "mps"))
-    _choice("callbacks.early_stopping.mode", c.callbacks.early_stopping.mode, ("min", "max"))
-    _choice("checkpoint.mode", c.checkpoint.mode, ("min", "max"))
-    _choice("callbacks.progress.style", c.callbacks.progress.style, ("auto", "rich", "plain", "none"))
-    _choice("export.dtype", c.export.dtype, ("float32", "bfloat16", "float16"))
-    for key, value in {
-        "trainer.compile": c.trainer.compile,
-        "trainer.activation_checkpointing": c.trainer.activation_checkpointing,
-    }.items():
-        if isinstance(value, str):
-            _choice(key, value, ("auto",))
-    if isinstance(c.trainer.devices, str) and not c.trainer.devices.isdigit():
-        _choice("trainer.devices", c.trainer.devices, ("auto",))
-
-
-def _check_ranges(c: Config) -> None:
-    at_least_one = {
-        "data.seq_len": c.data.seq_len,
-        "data.global_batch_size": c.data.global_batch_size,
-        "data.micro_batch_size": c.data.micro_batch_size,
-        "data.shard_tokens": c.data.shard_tokens,
-        "trainer.max_steps": c.trainer.max_steps,
-        "trainer.max_epochs": c.trainer.max_epochs,
-        "trainer.val_check_interval": c.trainer.val_check_interval,
-        "trainer.limit_val_batches": c.trainer.limit_val_batches,
-        "trainer.save_every_n_steps": c.trainer.save_every_n_steps,
-        "trainer.log_every_n_steps": c.trainer.log_every_n_steps,
-        "trainer.num_nodes": c.trainer.num_nodes,
-        "trainer.num_threads": c.trainer.num_threads,
-        "model.vocab_multiple_of": c.model.vocab_multiple_of,
-        "callbacks.early_stopping.patience": c.callbacks.early_stopping.patience,
-        "checkpoint.keep_every": c.checkpoint.keep_every,
-        "trainer.max_bad_steps": c.trainer.max_bad_steps,
-        "trainer.spike_window": c.trainer.spike_window,
-        "checkpoint.keep_last": c.checkpoint.keep_last,
-    }
-    for key, value in at_least_one.items():
-        if value is not None and value < 1:
-            raise UserError(f"{key}={value}: at least 1 is needed")
-    not_negative: dict[str, float | None] = {
-        "data.num_workers": c.data.num_workers,
-        "data.min_length": c.data.min_length,
-        "checkpoint.keep_best": c.checkpoint.keep_best,
-        "optimizer.lr": c.optimizer.lr,
-        "optimizer.weight_decay": c.optimizer.weight_decay,
-        "trainer.gradient_clip_val": c.trainer.gradient_clip_val,
-        "callbacks.samples.temperature": c.callbacks.samples.temperature,
-        "seed": c.seed,
-    }
-    for key, number in not_negative.items():
-        if number is not None and not number >= 0:
-            raise UserError(f"{key}={number}: must not be negative")
-    for key, share in {"model.dropout": c.model.dropout, "data.val_fraction": c.data.val_fraction}.items():
-        if not 0 <= share < 1:
-            raise UserError(f"{key}={share}: a share from 0 up to (not including) 1 is needed")
-    if c.trainer.max_steps is None and c.trainer.max_epochs is None:
-        raise UserError("the run would never end: set trainer.max_steps or trainer.max_epochs")
-    time_limit_seconds(c.run.time_limit)
-    check_schedule(c.schedule)
-    if c.run.name is not None and not re.fullmatch(r"[A-Za-z0-9._+-]+(/[A-Za-z0-9._+-]+)*", c.run.name):
-        raise UserError(f"run.name={c.run.name!r}: use letters, digits, '.', '_', '-', '+' and '/' only")
-
-
-def _check_targets(c: Config) -> None:
-    allowed = (*TARGET_PACKAGES, *(c.run.allow_target or []))
-    for callback in c.callbacks.extra:
-        target = str(callback.get("_target_", ""))
-        if not target:
-            raise UserError(f"callbacks.extra: {callback} names no _target_ (package.module.Class)")
-        if target.split(".")[0] not in allowed and not any(target.startswith(f"{a}.") for a in allowed):
-            raise UserError(
-                f"callbacks.extra: _target_={target} is outside the known packages ({', '.join(allowed)}); "
-                f"if you trust it: run.allow_target=[{target.split('.')[0]}]"
-            )
 
 
 @dataclass(frozen=True)
@@ -235,16 +126,6 @@ def horizon(max_steps: int | None, max_epochs: int | None, rows: int, global_bat
     if steps < 1:
         raise UserError("the run has no steps: the training data has no rows")
     return steps
-
-
-def time_limit_seconds(text: str | None) -> float | None:
-    """HH:MM:SS, MM:SS or seconds as seconds."""
-    if text is None:
-        return None
-    parts = text.split(":")
-    if len(parts) > 3 or not all(re.fullmatch(r"\d+", p) for p in parts):
-        raise UserError(f"run.time_limit={text!r}: write HH:MM:SS, such as 11:50:00")
-    return float(sum(int(p) * 60**i for i, p in enumerate(reversed(parts))))
 
 
 def to_plain(config: Config) -> dict[str, Any]:

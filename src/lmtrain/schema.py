@@ -14,10 +14,10 @@ class Run:
     dir: str | None  # resolved to an absolute path before anything is written
     root: str
     resume: str | None  # none, auto or a checkpoint folder; None: auto for a named run, none for an unnamed one
-    allow_change: Any  # list of fingerprint entries that may differ on resume
+    allow_change: list[str]  # fingerprint entries that may differ on resume
     schedule_on_resume: str  # keep or rescale
     time_limit: str | None  # HH:MM:SS, measured from the start of the process
-    allow_target: Any  # list of package names whose classes `_target_` may name besides the known ones
+    allow_target: list[str]  # package names whose classes `_target_` may name besides the known ones
 
 
 @dataclass(kw_only=True)
