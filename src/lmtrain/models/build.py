@@ -12,6 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from lmtrain.errors import UserError
 from lmtrain.models import attention
 from lmtrain.models.documents import CHOICES
+from lmtrain.models.experts import use_experts
 from lmtrain.models.init import scale_residual_projections
 from lmtrain.schema import Model
 
@@ -82,6 +83,7 @@ def build_model(cfg: Model, vocab_size: int, eos_token_id: int | None, seq_len: 
         if cfg.init == "scratch":
             scale_residual_projections(model, config.num_hidden_layers)
     _set_attention(cfg, model)
+    use_experts(model)
     return model.train()
 
 
