@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from lmtrain import errors
 from lmtrain.errors import UserError
@@ -37,8 +37,8 @@ def conf_dir() -> Path:
 
 def run(verb: str, action: Callable[["Config"], int], argv: list[str] | None = None) -> int:
     """Runs one verb: parses `argv`, composes and checks the config, calls `action`; returns the exit code."""
-    args = _parser(verb).parse_args(sys.argv[1:] if argv is None else argv)
     try:
+        args = _parse(verb, sys.argv[1:] if argv is None else argv)
         if args.help:
             print(help_text(verb))
             return errors.FINISHED
@@ -69,15 +69,26 @@ def print_error(message: str) -> None:
     print(f"{red}error:{off} {message}", file=sys.stderr)
 
 
-def _parser(verb: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"python -m lmtrain.{verb}", add_help=False, allow_abbrev=False)
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (--help says how)")
+
+
+def _parse(verb: str, argv: list[str]) -> argparse.Namespace:
+    """Flags and overrides, in any order."""
+    parser = _Parser(prog=f"python -m lmtrain.{verb}", add_help=False, allow_abbrev=False)
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--multirun", "-m", action="store_true")
     parser.add_argument("--cfg", "-c", action="store_true")
     parser.add_argument("--config-dir", "-cd")
     parser.add_argument("--config-name", "-cn", default="config")
     parser.add_argument("overrides", nargs="*")
-    return parser
+    args, unknown = parser.parse_known_intermixed_args(argv)
+    if unknown:
+        from lmtrain import overrides
+
+        raise UserError(overrides.unknown_flag(unknown[0]))
+    return args
 
 
 def help_text(verb: str) -> str:

@@ -208,6 +208,13 @@ def unreadable(override: str) -> str:
     )
 
 
+def unknown_flag(flag: str) -> str:
+    """The message for --something, as other programs write their settings."""
+    key = flag.lstrip("-").partition("=")[0].replace("-", "_")
+    example = f"{NEIGHBOURS.get(key, key)}=..." if key else "trainer.max_steps=100"
+    return f"{flag} is no option: settings are written without dashes, {example} (--help lists options and keys)"
+
+
 def refuse_hydra_keys(overrides: list[str]) -> None:
     """Raises UserError for hydra.* on a single run, where Hydra itself would ignore it without a word."""
     for override in overrides:

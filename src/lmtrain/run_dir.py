@@ -1,5 +1,6 @@
 """The run's folder: what is in it, how it is written, how it is found again. Imports no torch."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -71,11 +72,20 @@ class RunDir:
     def export(self) -> Path:
         return self.path / "export"
 
-    def discard_if_unused(self) -> None:
-        """Removes a new folder in which no training began: a config that was refused leaves nothing behind."""
+    def discard_if_unused(self, existed: Path) -> None:
+        """Removes a new folder in which no training began: a config that was refused leaves nothing behind.
+
+        `existed` is the part of the path that was there before, which stays.
+        """
         if self.metrics.exists() or self.summary.exists() or checkpoint_names(self.checkpoints):
             return
-        shutil.rmtree(self.path, ignore_errors=True)
+        for entry in self.path.iterdir() if self.path.is_dir() else ():
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        with contextlib.suppress(OSError):  # another run has begun beside it
+            for folder in (self.path, *self.path.parents):
+                if folder == existed:
+                    break
+                folder.rmdir()
 
     def read_summary(self) -> dict[str, Any] | None:
         try:
@@ -105,6 +115,11 @@ def locate(config: Config) -> Path:
     while path.exists():
         path, n = root / f"{stamp}_{n}", n + 1
     return path
+
+
+def existing_part(path: Path) -> Path:
+    """The longest part of a path that is there."""
+    return next(p for p in (path, *path.parents) if p.exists())
 
 
 def resume_mode(config: Config) -> str:

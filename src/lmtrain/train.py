@@ -21,6 +21,7 @@ def train(config: Config) -> int:
     if is_finished(config, folder):
         print(f"{folder.path} is finished: nothing to do. More steps: trainer.max_steps; a new run: run.name")
         return errors.FINISHED
+    existed = run_dir.existing_part(folder.path)
     folder = run_dir.open_run(config)
     fresh = not folder.config.exists()
     try:
@@ -35,7 +36,7 @@ def train(config: Config) -> int:
         return launch.launch(folder, processes)
     finally:
         if fresh:
-            folder.discard_if_unused()
+            folder.discard_if_unused(existed)
 
 
 def run_in_process(config: Config, folder: RunDir) -> int:
