@@ -47,7 +47,7 @@ def run(verb: str, action: Callable[["Config"], int], argv: list[str] | None = N
         if args.multirun:
             from lmtrain import sweep
 
-            return sweep.run(verb, args.overrides, args.config_dir)
+            return sweep.run(verb, args.overrides, args.config_dir, args.config_name)
         from lmtrain import config
 
         composed = config.compose(args.overrides, args.config_dir, args.config_name)
