@@ -7,7 +7,6 @@ import hashlib
 import importlib
 import json
 import logging
-import uuid
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,6 @@ import lightning.pytorch as pl
 import torch
 import transformers
 from lightning.pytorch.callbacks import EarlyStopping
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from rich.console import Console
 
 from lmtrain.callbacks.bad_steps import BadSteps
@@ -36,6 +34,7 @@ from lmtrain.data.prepare import PreparedData, prepare
 from lmtrain.data.tokenizers import tokenizer_hash
 from lmtrain.data.windows import Windows
 from lmtrain.errors import UserError
+from lmtrain.loggers import build_loggers
 from lmtrain.models import flops
 from lmtrain.models.build import build_model
 from lmtrain.models.language_model import LanguageModel, compile_model, enable_activation_checkpointing
@@ -253,35 +252,6 @@ def build_target(entry: dict[str, Any]) -> Any:
         return cls(**arguments)
     except TypeError as error:
         raise UserError(f"_target_={target}: {error}") from error
-
-
-def build_loggers(config: Config, run_dir: RunDir) -> list[Logger]:
-    loggers: list[Logger] = []
-    folder = str(run_dir.path)
-    for name, options in config.logger.items():
-        if options is None:
-            continue
-        if name == "tensorboard":
-            loggers.append(TensorBoardLogger(folder, name="", version="tensorboard", **options))
-        elif name == "csv":
-            loggers.append(CSVLogger(folder, name="", version="csv", **options))
-        elif name == "wandb":
-            loggers.append(wandb_logger(options, run_dir))
-        else:
-            raise UserError(f"logger.{name} is not known (options: tensorboard, wandb, csv)")
-    return loggers
-
-
-def wandb_logger(options: dict[str, Any], run_dir: RunDir) -> Logger:
-    """W&B with an id kept in the run's folder, so that a resumed run continues the same one."""
-    folder = run_dir.path / "wandb"
-    folder.mkdir(exist_ok=True)
-    id_file = folder / "run_id"
-    if not id_file.exists():
-        id_file.write_text(uuid.uuid4().hex[:12])
-    name = options.get("name") or run_dir.path.name
-    rest = {k: v for k, v in options.items() if k not in ("name",)}
-    return WandbLogger(name=name, id=id_file.read_text(), save_dir=str(run_dir.path), resume="allow", **rest)
 
 
 def build_trainer(config: Config, run_dir: RunDir, callbacks: list[pl.Callback], total_steps: int) -> pl.Trainer:

@@ -69,7 +69,7 @@ def asked(config: Config) -> dict[str, Any]:
 
 def prepare_run(config: Config, folder: RunDir, console: Any, started: float) -> "tuple[Run, Path | None, list[str]]":
     """Builds everything and finds the checkpoint to continue from, before anything is written to the run's folder."""
-    from lmtrain import build, devices, resume
+    from lmtrain import build, devices, loggers, resume
 
     devices.set_threads(config.trainer.num_threads, int(config.trainer.devices))
     notes: list[str] = []
@@ -79,6 +79,7 @@ def prepare_run(config: Config, folder: RunDir, console: Any, started: float) ->
         saved = resume.read_trainer_state(checkpoint)
         resume.check_fingerprint(checkpoint, saved["fingerprint"], run.objective.fingerprint, config.run.allow_change)
         resume.fit_schedule(run, saved["schedule_steps"], notes.append)
+    loggers.start_loggers(run.trainer.loggers)
     return run, checkpoint, notes
 
 

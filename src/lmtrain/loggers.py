@@ -1,0 +1,59 @@
+"""TensorBoard, CSV and W&B, each in the run's folder. metrics.jsonl is written beside them in any case."""
+
+import uuid
+from collections.abc import Iterable
+from typing import Any
+
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+
+from lmtrain.errors import UserError
+from lmtrain.run_dir import RunDir
+from lmtrain.schema import Config
+
+
+def build_loggers(config: Config, run_dir: RunDir) -> list[Logger]:
+    """The loggers of config.logger; nothing is written or asked of a server yet."""
+    makers = {"tensorboard": _tensorboard, "csv": _csv, "wandb": _wandb}
+    loggers = []
+    for name, options in config.logger.items():
+        if name not in makers:
+            raise UserError(f"logger.{name} is not known (options: {', '.join(makers)})")
+        try:
+            loggers.append(makers[name](options or {}, run_dir))
+        except TypeError as error:
+            raise UserError(f"logger.{name}: {error}") from None
+    return loggers
+
+
+def _tensorboard(options: dict[str, Any], run_dir: RunDir) -> Logger:
+    return TensorBoardLogger(str(run_dir.path), name="", version="tensorboard", **options)
+
+
+def _csv(options: dict[str, Any], run_dir: RunDir) -> Logger:
+    return CSVLogger(str(run_dir.path), name="", version="csv", **options)
+
+
+def _wandb(options: dict[str, Any], run_dir: RunDir) -> Logger:
+    """W&B with an id kept in the run's folder, so that a resumed run continues the same one."""
+    folder = run_dir.path / "wandb"
+    folder.mkdir(exist_ok=True)
+    id_file = folder / "run_id"
+    if not id_file.exists():
+        id_file.write_text(uuid.uuid4().hex[:12])
+    options = {**options, "name": options.get("name") or run_dir.path.name}
+    return WandbLogger(id=id_file.read_text(), save_dir=str(run_dir.path), resume="allow", **options)
+
+
+def start_loggers(loggers: Iterable[Logger]) -> None:
+    """Opens files and connections, which loggers put off until they are needed.
+
+    Raises:
+        UserError: an option that the logger doesn't have, no login, no network.
+    """
+    for logger in loggers:
+        try:
+            _ = logger.experiment  # type: ignore[attr-defined]
+        except Exception as error:  # W&B's errors and its network's share no base class
+            name = type(logger).__name__.removesuffix("Logger").lower()
+            advice = "; logger.wandb.mode=offline needs no login and no network" if name == "wandb" else ""
+            raise UserError(f"logger.{name} can't start: {str(error).rstrip('.')}{advice}") from error
