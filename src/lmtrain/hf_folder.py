@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
+from lmtrain.data.tokenizers import save as save_tokenizer
 from lmtrain.errors import RunError
 from lmtrain.models.attention import generation_mode
 from lmtrain.run_dir import fsync_dir
@@ -31,9 +32,8 @@ def export_model(
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         stored = {k: v.detach().to("cpu", getattr(torch, dtype)) for k, v in model.state_dict().items()}
-        with_untied_copies_dropped = drop_tied(model, stored)
-        model.save_pretrained(temporary, state_dict=with_untied_copies_dropped)
-        tokenizer.save_pretrained(temporary)
+        model.save_pretrained(temporary, state_dict=drop_tied(model, stored))
+        save_tokenizer(tokenizer, temporary)
         set_dtype(temporary, dtype)
         GenerationConfig(
             eos_token_id=model.config.eos_token_id, bos_token_id=model.config.bos_token_id, do_sample=True

@@ -58,10 +58,11 @@ def plan_rows(run: "Run", resumed_from: str | None) -> list[tuple[str, str]]:
         if corpus.val
         else "none"
     )
+    documents = corpus.train_split.documents
+    in_documents = f" in {documents:,} documents" if documents is not None else ""
     rows = [
         ("model", f"{c.model.name}: {si(total)} parameters ({si(trainable)} trained, {si(embedding)} in embeddings)"),
-        ("data", f"{corpus.train_split.tokens:,} tokens in {corpus.train_split.documents:,} documents"
-                 f" ({corpus.prepared.folder})"),
+        ("data", f"{corpus.train_split.tokens:,} tokens{in_documents} ({corpus.prepared.folder})"),
         ("tokenizer", f"{c.tokenizer.kind}, {len(corpus.prepared.tokenizer):,} tokens"),
         ("batch", f"{split} of {c.data.seq_len:,} tokens = {tokens_per_step:,} tokens a step"),
         ("length", f"{run.total_steps:,} steps x {tokens_per_step:,} = {si(tokens)} tokens"
