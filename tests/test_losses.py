@@ -127,10 +127,11 @@ def test_frozen_weight_and_evaluation_make_no_gradients():
     out = chunked_cross_entropy(hidden, weight.detach(), labels, chunk_tokens=10)
     expected = F.cross_entropy(hidden @ weight.detach().T, labels, reduction="sum")
     torch.testing.assert_close(gradients(out.loss_sum, hidden), gradients(expected, hidden))
-    with torch.no_grad():
-        out = chunked_cross_entropy(hidden, weight, labels, chunk_tokens=10)
-    assert not out.loss_sum.requires_grad
-    torch.testing.assert_close(out.loss_sum, expected.detach())
+    for without_grad in (torch.no_grad, torch.inference_mode):
+        with without_grad():
+            out = chunked_cross_entropy(hidden, weight, labels, chunk_tokens=10)
+            assert not out.loss_sum.requires_grad
+            torch.testing.assert_close(out.loss_sum, expected.detach())
 
 
 def test_second_backward_is_refused_rather_than_wrong():

@@ -217,7 +217,7 @@ def test_pretrained_on_meta_reads_no_weights(checkpoint):
         ({}, VOCAB, 65, "data.seq_len=65 exceeds the 64 positions"),
         ({"hidden_size": 64}, VOCAB, 8, "model.hidden_size=64"),
         ({"extra": {"nonsense": 1}}, VOCAB, 8, "model.extra.nonsense"),
-        ({"name_or_path": "./no/such/folder"}, VOCAB, 8, "model.name_or_path=./no/such/folder can't be loaded"),
+        ({"name_or_path": "./no/such/folder"}, VOCAB, 8, "model.name_or_path=./no/such/folder: no such folder"),
         ({"name_or_path": "no-such-user/no-such-model"}, VOCAB, 8, "HF_ENDPOINT"),
     ],
 )

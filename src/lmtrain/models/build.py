@@ -2,6 +2,8 @@
 
 import difflib
 import logging
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -188,16 +190,23 @@ def _from_hub(function: Any, cfg: Model, **options: Any) -> Any:
     try:
         return function(cfg.name_or_path, revision=cfg.revision, trust_remote_code=cfg.trust_remote_code, **options)
     except Exception as error:  # the hub's, requests' and transformers' errors share no base class
-        if "trust_remote_code" in str(error):
-            advice = "if you trust its code: model.trust_remote_code=true"
-        else:
-            advice = (
-                "check the spelling, the network or HF_ENDPOINT, `hf auth login` for a gated model, or give the "
-                "folder of a downloaded one"
-            )
-        raise UserError(
-            f"model.name_or_path={cfg.name_or_path} can't be loaded: {_last_line(error)}; {advice}"
-        ) from error
+        raise UserError(_explain_loading(cfg, error)) from error
+
+
+def _explain_loading(cfg: Model, error: Exception) -> str:
+    name = str(cfg.name_or_path)
+    reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+    if "trust_remote_code" in str(error):
+        return f"model.name_or_path={name} brings its own code: if you trust it, set model.trust_remote_code=true"
+    if Path(name).is_dir():
+        return f"model.name_or_path={name} is a folder without a model that loads ({reason})"
+    if name.startswith((".", "/", "~")):
+        return f"model.name_or_path={name}: no such folder"
+    hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    return (
+        f"model.name_or_path={name} can't be loaded from {hub} ({reason}): check the spelling, the network or "
+        f"HF_ENDPOINT, run `hf auth login` for a gated model, or give the folder of a downloaded one"
+    )
 
 
 def _instantiate(cfg: Model, config: PretrainedConfig) -> PreTrainedModel:

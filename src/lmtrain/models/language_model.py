@@ -13,7 +13,7 @@ from lmtrain.schema import Objective
 
 # loss_chunk_tokens=auto: logits of one chunk, in the dtype they are multiplied in. Smaller chunks cost time (the
 # weight's gradient is summed once per chunk), larger ones only memory.
-AUTO_CHUNK_BYTES = 128 * 2**20
+AUTO_CHUNK_BYTES = 256 * 2**20
 # Families whose logits are known to be the output embedding of the last hidden state; others are compared once.
 KNOWN_FAMILIES = ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 
@@ -37,6 +37,10 @@ class LanguageModel(nn.Module):
 
     def __init__(self, model: PreTrainedModel, objective: Objective) -> None:
         super().__init__()
+        if model.base_model is model or model.get_output_embeddings() is None:
+            raise UserError(
+                f"{type(model).__name__} has no decoder and output embedding of its own: it can't be trained"
+            )
         self.model = model
         self.z_loss, self.label_smoothing = objective.z_loss, objective.label_smoothing
         self.chunk_tokens = _checked_chunk(objective.loss_chunk_tokens)
