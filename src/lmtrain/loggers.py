@@ -7,7 +7,7 @@ from typing import Any
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 
 from lmtrain.errors import UserError
-from lmtrain.run_dir import RunDir
+from lmtrain.run_dir import RunDir, read_jsonl
 from lmtrain.schema import Config
 
 
@@ -30,7 +30,8 @@ def _tensorboard(options: dict[str, Any], run_dir: RunDir) -> Logger:
 
 
 def _csv(options: dict[str, Any], run_dir: RunDir) -> Logger:
-    return CSVLogger(str(run_dir.path), name="", version="csv", **options)
+    # Each row at once: Lightning's interval counts steps, and none of the logged ones may fall on it.
+    return CSVLogger(str(run_dir.path), name="", version="csv", flush_logs_every_n_steps=1, **options)
 
 
 def _wandb(options: dict[str, Any], run_dir: RunDir) -> Logger:
@@ -57,3 +58,12 @@ def start_loggers(loggers: Iterable[Logger]) -> None:
             name = type(logger).__name__.removesuffix("Logger").lower()
             advice = "; logger.wandb.mode=offline needs no login and no network" if name == "wandb" else ""
             raise UserError(f"logger.{name} can't start: {str(error).rstrip('.')}{advice}") from error
+
+
+def write_again(loggers: Iterable[Logger], run_dir: RunDir) -> None:
+    """Lightning's CSV file begins anew when a run is resumed: puts the rows of metrics.jsonl back into it."""
+    for logger in loggers:
+        if isinstance(logger, CSVLogger):
+            for row in read_jsonl(run_dir.metrics):
+                kept = (k for k, v in row.items() if k not in ("step", "time") and isinstance(v, int | float))
+                logger.log_metrics({k: float(row[k]) for k in kept}, step=row["step"])

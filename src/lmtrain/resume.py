@@ -9,6 +9,7 @@ import torch
 from lmtrain import checkpoint as store
 from lmtrain import run_dir
 from lmtrain.errors import UserError
+from lmtrain.loggers import write_again
 from lmtrain.run_dir import RunDir
 from lmtrain.schema import Config
 
@@ -86,4 +87,5 @@ def rewind(run: "Run", checkpoint: Path | None) -> str | None:
     run_dir.cut_back(run.dir.metrics, step)
     run_dir.cut_back(run.dir.samples, step)
     run.dir.summary.unlink(missing_ok=True)
+    write_again(run.trainer.loggers, run.dir)
     return f"continues after step {step:,} ({checkpoint})" if checkpoint is not None else None
