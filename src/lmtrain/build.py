@@ -98,6 +98,7 @@ def build(config: Config, run_dir: RunDir, console: Console, started: float) -> 
         num_workers=config.data.num_workers,
     )
     metrics = build_metrics(config, run_dir, corpus, objective)
+    check_monitors(config, corpus, objective)
     preemption = Preemption(time_limit_seconds(config.run.time_limit), started)
     callbacks = build_callbacks(config, run_dir, corpus, metrics, preemption, console, total_steps)
     trainer = build_trainer(config, run_dir, callbacks, total_steps)
@@ -174,6 +175,24 @@ def build_metrics(config: Config, run_dir: RunDir, corpus: Corpus, objective: Ob
         flops_per_token=flops.flops_per_token(hf_model, config.data.seq_len),
         peak=flops.peak_flops(device, config.trainer.precision),
     )
+
+
+def check_monitors(config: Config, corpus: Corpus, objective: Objective) -> None:
+    """Raises UserError where the best checkpoint, or early stopping, would wait for a number that never comes."""
+    stopping = config.callbacks.early_stopping
+    if stopping.enabled and corpus.val is None:
+        raise UserError(
+            "callbacks.early_stopping.enabled=true, but there is no validation split: hold one out with "
+            "data.val_fraction=0.01, or name one with data.val_path or data.val_split"
+        )
+    names = [*objective.validation_names(), "perplexity", *(["bits_per_byte"] if corpus.val_bytes_per_token else [])]
+    known = [f"val/{name}" for name in names]
+    monitors = {"checkpoint.monitor": config.checkpoint.monitor}
+    if stopping.enabled and not config.callbacks.extra:  # a user's callback may log other numbers
+        monitors["callbacks.early_stopping.monitor"] = stopping.monitor
+    for key, name in monitors.items():
+        if corpus.val is not None and name not in known:
+            raise UserError(f"{key}={name}: this run's validations report {', '.join(known)}")
 
 
 def build_callbacks(

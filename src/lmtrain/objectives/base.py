@@ -83,6 +83,10 @@ class Objective(pl.LightningModule):
         """Trained tokens of a micro-batch, known before its forward."""
         raise NotImplementedError
 
+    def validation_names(self) -> list[str]:
+        """Names of the means that a validation reports."""
+        return ["loss"]
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return self._optimizer
 

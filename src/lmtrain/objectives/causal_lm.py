@@ -12,6 +12,9 @@ class CausalLM(Objective):
     def count_tokens(self, batch: dict[str, Tensor]) -> Tensor:
         return (batch["labels"] != IGNORE).sum()
 
+    def validation_names(self) -> list[str]:
+        return ["loss", "aux/router_loss"] if self.model.has_router else ["loss"]
+
     def micro_batch_loss(self, batch: dict[str, Tensor]) -> LossParts:
         out = self.model(**batch)
         sums = {"loss": out.nll_sum}
