@@ -8,36 +8,22 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("COLUMNS", "160")
 
-import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-REPO = Path(__file__).resolve().parents[1]
-# A model and data small enough that a run is dominated by imports.
-TINY = [
-    "tokenizer=bytes",
-    "model.num_hidden_layers=2",
-    "model.num_attention_heads=2",
-    "model.hidden_size=32",
-    "model.max_position_embeddings=64",
-    "data.seq_len=32",
-    "data.global_batch_size=6",
-    "data.micro_batch_size=2",
-    "trainer.precision=32-true",
-    "trainer.log_every_n_steps=1",
-    "logger=none",
-    "callbacks.samples.max_new_tokens=4",
-]
+from support import Run
 
 
-@pytest.fixture(autouse=True)
-def _caches(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LMTRAIN_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+@pytest.fixture(autouse=True, scope="session")
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Prepared data goes to a folder of the session, never to the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LMTRAIN_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -50,9 +36,6 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ]
         (folder / f"file_{i:02d}.txt").write_text("\n".join(lines) + "\n")
     return folder
-
-
-Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
@@ -72,8 +55,3 @@ def lmtrain(tmp_path: Path) -> Run:
         )
 
     return run
-
-
-def rows(path: Path) -> list[dict[str, Any]]:
-    """Rows of a metrics.jsonl."""
-    return [json.loads(line) for line in path.read_text().splitlines()]

@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import TINY, Run, rows
 
 from lmtrain.run_dir import read_jsonl
+from support import TINY, Run, rows
 
 SETTINGS = [*TINY, "data=text", "trainer.max_steps=20", "trainer.val_check_interval=10", "trainer.limit_val_batches=3"]
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, rows
 from rich.console import Console
 from torch.nn import functional as F
 
 from lmtrain import build, config, devices, run_dir
 from lmtrain.data.modules import StepDataset
+from support import TINY, rows
 
 LR, CLIP, WARMUP = 3e-3, 0.5, 3
 

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 class SlowSave(pl.Callback):
     """A save that a signal asked for takes ten seconds."""
 
-    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.should_stop:
             time.sleep(10)
 

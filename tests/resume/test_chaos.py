@@ -27,7 +27,11 @@ def test_chaos(corpus: Path, tmp_path: Path) -> None:
 
     for kill in range(KILLS):
         process = subprocess.Popen(
-            command(corpus, run_dir, *settings), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command(corpus, run_dir, *settings),
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         number = draw.choice([signal.SIGKILL, signal.SIGTERM])
         # Some fall into start-up, most into training.

@@ -13,7 +13,17 @@ from runs import assert_equal_runs, command, environment, stable_rows, train
 from lmtrain import checkpoint as store
 from lmtrain.run_dir import read_jsonl
 
-LONG = ["data.micro_batch_size=6", "trainer.max_steps=400", "trainer.val_check_interval=150", "trainer.save_every_n_steps=100"]
+LONG = [
+    "data.micro_batch_size=6",
+    "trainer.max_steps=400",
+    "trainer.val_check_interval=150",
+    "trainer.save_every_n_steps=100",
+]
+SIGNALS = [
+    pytest.param(signal.SIGTERM, id="SIGTERM"),
+    pytest.param(signal.SIGUSR1, id="SIGUSR1", marks=pytest.mark.slow),
+    pytest.param(signal.SIGINT, id="SIGINT", marks=pytest.mark.slow),
+]
 
 
 def start(corpus: Path, run_dir: Path, *extra: str) -> subprocess.Popen[str]:
@@ -43,9 +53,9 @@ def whole(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], ids=lambda s: s.name)
+@pytest.mark.parametrize("number", SIGNALS)
 def test_signal_saves_stops_and_resumes_equal(
-    number: signal.Signals, whole: Path, corpus: Path, tmp_path: Path, request: pytest.FixtureRequest
+    number: signal.Signals, whole: Path, corpus: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
     workers = ["data.num_workers=2"] if number == signal.SIGTERM else []
@@ -85,6 +95,7 @@ def test_a_second_signal_ends_at_once(corpus: Path, tmp_path: Path) -> None:
     assert store.damage(kept[-1]) is None
 
 
+@pytest.mark.slow
 def test_time_limit(corpus: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     done = train(corpus, run_dir, *LONG, "trainer.max_steps=100000", "run.time_limit=00:00:08")

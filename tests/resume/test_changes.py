@@ -1,0 +1,115 @@
+"""What may change on resume and what may not, and what happens to updates that would do harm."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from runs import stable_rows, train
+
+from lmtrain import checkpoint as store
+
+BASE = [
+    "data.micro_batch_size=6",
+    "trainer.max_steps=4",
+    "trainer.save_every_n_steps=4",
+    "trainer.val_check_interval=null",
+]
+
+
+@pytest.fixture(scope="module")
+def four_steps(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("four") / "run"
+    done = train(corpus, run_dir, *BASE)
+    assert done.returncode == 0, done.stderr
+    return run_dir
+
+
+def copy(run: Path, tmp_path: Path) -> Path:
+    import shutil
+
+    return Path(shutil.copytree(run, tmp_path / "run", symlinks=True))
+
+
+def said(text: str) -> str:
+    """Printed text without the plan's frame and line breaks."""
+    return re.sub(r"[\s│]+", " ", text)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [("seed=2", "seed"), ("data.global_batch_size=12", "data.global_batch_size"), ("data.num_samples=9", "data")],
+)
+def test_a_change_that_makes_it_another_run_is_refused_by_name(
+    change: str, name: str, four_steps: Path, corpus: Path, tmp_path: Path
+) -> None:
+    run_dir = copy(four_steps, tmp_path)
+    before = {p: p.read_bytes() for p in run_dir.rglob("*") if p.is_file()}
+    done = train(corpus, run_dir, *BASE, "trainer.max_steps=6", change)
+    assert done.returncode == 2, done.stdout
+    assert f"trained with other settings: {name} (then" in done.stderr
+    assert f"run.allow_change=[{name}]" in done.stderr
+    assert {p: p.read_bytes() for p in run_dir.rglob("*") if p.is_file()} == before
+
+    allowed = train(corpus, run_dir, *BASE, "trainer.max_steps=6", change, f"run.allow_change=[{name}]")
+    assert allowed.returncode == 0, allowed.stderr
+    assert [r["step"] for r in stable_rows(run_dir) if "train/loss" in r] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("rule", ["keep", "rescale"])
+def test_more_steps(rule: str, four_steps: Path, corpus: Path, tmp_path: Path) -> None:
+    run_dir = copy(four_steps, tmp_path)
+    done = train(corpus, run_dir, *BASE, "trainer.max_steps=8", f"run.schedule_on_resume={rule}")
+    assert done.returncode == 0, done.stderr
+    rates = [r["lr"] for r in stable_rows(run_dir) if "train/loss" in r]
+    peak, floor = max(rates), 0.1 * max(rates)
+    if rule == "keep":
+        assert "keeps the schedule planned for 4" in said(done.stdout)
+        assert rates[4:] == pytest.approx([floor] * 4, rel=1e-3), "past the planned end it stays at the floor"
+    else:
+        assert "planned for 4 steps, now spans 8" in said(done.stdout)
+        assert floor < rates[4] < peak
+
+
+def test_another_micro_batch_continues_the_same_rows(four_steps: Path, corpus: Path, tmp_path: Path) -> None:
+    whole, run_dir = tmp_path / "whole", copy(four_steps, tmp_path)
+    longer = ["trainer.max_steps=8", "run.schedule_on_resume=rescale", "model.dropout=0.1"]
+    for directory, micro in ((whole, 6), (run_dir, 2)):
+        done = train(corpus, directory, *BASE, *longer, f"data.micro_batch_size={micro}")
+        assert done.returncode == 0, done.stderr
+    rows_of = [[r["rows"] for r in stable_rows(d) if "train/loss" in r] for d in (whole, run_dir)]
+    assert rows_of[0] == rows_of[1]
+
+
+@pytest.fixture(scope="module")
+def exploding(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> tuple[Path, str, int]:
+    """A learning rate that makes the loss overflow at once; ends after three bad steps."""
+    run_dir = tmp_path_factory.mktemp("bad") / "run"
+    settings = [
+        "optimizer.lr=1e30",
+        "trainer.gradient_clip_val=null",
+        "trainer.max_bad_steps=3",
+        "optimizer.weight_decay=0",
+    ]
+    done = train(
+        corpus, run_dir, "data.micro_batch_size=2", *settings, "trainer.max_steps=50", "trainer.log_every_n_steps=1"
+    )
+    return run_dir, done.stderr, done.returncode
+
+
+def test_bad_steps_are_skipped_and_end_the_run(exploding: tuple[Path, str, int]) -> None:
+    run_dir, stderr, code = exploding
+    assert code == 1, stderr
+    assert "3 updates in a row were skipped" in stderr
+    assert "Traceback" not in stderr
+    report_file = next(run_dir.glob("bad_step_*.json"))
+    report = json.loads(report_file.read_text())
+    assert report_file.with_suffix(".pt").exists()
+    assert len(report["epoch_and_row_ids"]) == 6
+    assert f"debug=replay debug.step={report['step']}" in stderr
+    rows = stable_rows(run_dir)
+    bad = [r["bad_steps"] for r in rows if "bad_steps" in r]
+    assert bad[-1] >= 2
+    assert rows[report["step"]]["train/loss"] is None, "not a number in JSON is null"
+    # What was saved on the way is whole.
+    assert all(store.damage(p) is None for p in store.scan(run_dir / "checkpoints"))

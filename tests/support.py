@@ -1,0 +1,31 @@
+"""What tests share besides fixtures: settings of a tiny run, reading its rows."""
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).resolve().parents[1]
+# A model and data small enough that a run is dominated by imports.
+TINY = [
+    "tokenizer=bytes",
+    "model.num_hidden_layers=2",
+    "model.num_attention_heads=2",
+    "model.hidden_size=32",
+    "model.max_position_embeddings=64",
+    "data.seq_len=32",
+    "data.global_batch_size=6",
+    "data.micro_batch_size=2",
+    "trainer.precision=32-true",
+    "trainer.log_every_n_steps=1",
+    "logger=none",
+    "callbacks.samples.max_new_tokens=4",
+]
+
+Run = Callable[..., subprocess.CompletedProcess[str]]  # what the fixture `lmtrain` gives
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    """Rows of a metrics.jsonl."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
