@@ -94,7 +94,7 @@ def test_a_full_disk_leaves_the_checkpoints_before_it(tmp_path: Path, monkeypatc
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(RunError, match=r"No space left on device.*keep_last"):
+    with pytest.raises(RunError, match=r"the disk is full.*keep_last"):
         save(tmp_path, 2)
     monkeypatch.undo()
     assert [p.name for p in tmp_path.iterdir()] == [store.name_of(1)]

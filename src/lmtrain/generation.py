@@ -40,6 +40,7 @@ def sample_text(
             attention_mask=torch.ones_like(input_ids),
             max_new_tokens=max(1, min(max_new_tokens, model.config.max_position_embeddings - len(ids))),
             pad_token_id=tokenizer.eos_token_id,
+            remove_invalid_values=True,  # a model whose loss went to nan still gives (meaningless) text, not an error
             **settings,
         )
     model.train(was_training)

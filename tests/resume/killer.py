@@ -14,7 +14,7 @@ def kill() -> None:
 
 
 class KillAt(pl.Callback):
-    """place: mid_step, mid_save, before_publish, before_prune, mid_prune or mid_validation, at optimizer step `step`."""
+    """place: mid_step, mid_save, before_publish, before_prune, mid_prune or mid_validation; at step `step`."""
 
     def __init__(self, place: str, step: int) -> None:
         self.place, self.step = place, step

@@ -45,7 +45,8 @@ def command(corpus: Path, run_dir: Path, *extra: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join(p for p in (str(HERE), os.environ.get("PYTHONPATH")) if p)
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
 def train(corpus: Path, run_dir: Path, *extra: str, timeout: float = 180) -> subprocess.CompletedProcess[str]:

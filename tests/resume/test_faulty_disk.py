@@ -93,9 +93,9 @@ def test_every_write_of_a_save_fails_in_turn(kind: str, tmp_path: Path, monkeypa
     assert counting.calls > 10, "writes, syncs and renames of two files and a manifest must have been seen"
     for fail_at in range(counting.calls):
         path = tmp_path / store.name_of(3 + fail_at)
-        with faulty_disk(Faults(kind, fail_at), tmp_path, monkeypatch):
-            with pytest.raises(RunError, match="the ones before it are untouched"):
-                store.publish(content(3 + fail_at), path)
+        told = pytest.raises(RunError, match="the ones before it are untouched")
+        with faulty_disk(Faults(kind, fail_at), tmp_path, monkeypatch), told:
+            store.publish(content(3 + fail_at), path)
         # A later save, on a disk that works again, finds its way whatever was left behind.
         for kept in store.scan(tmp_path):
             assert store.damage(kept) is None, f"{kept} was damaged by a failure at write {fail_at}"
