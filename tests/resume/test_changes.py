@@ -90,7 +90,8 @@ def exploding(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> tuple[P
         "trainer.gradient_clip_val=null",
         "trainer.max_bad_steps=3",
         "optimizer.weight_decay=0",
-    , "callbacks.early_stopping.enabled=false"]
+        "callbacks.early_stopping.enabled=false",
+    ]
     done = train(
         corpus, run_dir, "data.micro_batch_size=2", *settings, "trainer.max_steps=50", "trainer.log_every_n_steps=1"
     )
