@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from lightning.pytorch.plugins.io import CheckpointIO
 
-from lmtrain.errors import RunError, UserError
+from lmtrain.errors import RunError, UserError, reason
 from lmtrain.run_dir import fsync_dir, write_atomic
 
 MANIFEST = "manifest.json"
@@ -127,9 +127,8 @@ def publish(checkpoint: dict[str, Any], path: Path) -> None:
     except (OSError, RuntimeError, RunError) as error:  # torch.save reports a failed write as RuntimeError
         shutil.rmtree(temporary, ignore_errors=True)
         raise RunError(
-            f"cannot write the checkpoint {path}: {getattr(error, 'strerror', None) or error}; the ones before it are "
-            f"untouched. Free space there, or set checkpoint.keep_last lower, then run the same command with "
-            f"run.resume=auto"
+            f"cannot write the checkpoint {path}: {reason(error)}; the ones before it are untouched. Free space "
+            f"there, or set checkpoint.keep_last lower, then run the same command with run.resume=auto"
         ) from error
 
 

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from lmtrain.data.tokenizers import save as save_tokenizer
-from lmtrain.errors import RunError
+from lmtrain.errors import RunError, disk_full, reason
 from lmtrain.models.attention import generation_mode
 from lmtrain.run_dir import fsync_dir
 
@@ -44,8 +44,13 @@ def export_model(
         shutil.rmtree(folder, ignore_errors=True)
         os.rename(temporary, folder)
         fsync_dir(folder.parent)
-    except OSError as error:
-        raise RunError(f"cannot write the export {folder}: {error}; the checkpoints are untouched") from error
+    except Exception as error:
+        if not isinstance(error, OSError) and not disk_full(error):
+            raise
+        raise RunError(
+            f"cannot write the export {folder}: {reason(error)}; the checkpoints are untouched, so once there is room "
+            f"python -m lmtrain.export run_dir={folder.parent} writes it"
+        ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return folder

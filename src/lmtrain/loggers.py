@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 
-from lmtrain.errors import UserError
+from lmtrain.errors import RunError, UserError, disk_full
 from lmtrain.run_dir import RunDir, read_jsonl
 from lmtrain.schema import Config
 
@@ -50,12 +50,15 @@ def start_loggers(loggers: Iterable[Logger]) -> None:
 
     Raises:
         UserError: an option that the logger doesn't have, no login, no network.
+        RunError: the disk is full.
     """
     for logger in loggers:
         try:
             _ = logger.experiment  # type: ignore[attr-defined]
         except Exception as error:  # W&B's errors and its network's share no base class
             name = type(logger).__name__.removesuffix("Logger").lower()
+            if disk_full(error):
+                raise RunError(f"logger.{name}: the disk is full; free space or set run.dir elsewhere") from error
             advice = "; logger.wandb.mode=offline needs no login and no network" if name == "wandb" else ""
             raise UserError(f"logger.{name} can't start: {str(error).rstrip('.')}{advice}") from error
 

@@ -1,5 +1,6 @@
 """How a run ended: summary.json, the table on the screen, the export."""
 
+import contextlib
 import platform
 import shlex
 import sys
@@ -12,6 +13,7 @@ import numpy as np
 from rich.table import Table
 
 from lmtrain import checkpoint as store
+from lmtrain.errors import RunError
 from lmtrain.train import asked
 
 if TYPE_CHECKING:
@@ -54,6 +56,13 @@ def write_summary(run: "Run", status: str, started: float, error: BaseException 
         summary["error"] = f"{type(error).__name__}: {error}"
     run.dir.write_summary(summary)
     return summary
+
+
+def note_failure(run: "Run", started: float, error: BaseException) -> None:
+    """summary.json of a run that failed."""
+    if run.trainer.is_global_zero:
+        with contextlib.suppress(RunError):  # the disk may be what failed; `error` is what the user should read
+            write_summary(run, "failed", started, error=error)
 
 
 def export(run: "Run") -> Path:

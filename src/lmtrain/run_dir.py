@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lmtrain import config as config_rules
-from lmtrain.errors import RunError, UserError
+from lmtrain.errors import RunError, UserError, disk_full, reason
 from lmtrain.schema import Config
 
 
@@ -26,7 +26,7 @@ def write_atomic(path: Path, text: str) -> None:
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise RunError(f"cannot write {path}: {error.strerror}; free space there or set run.dir elsewhere") from error
+        raise RunError(f"cannot write {path}: {reason(error)}; free space there or set run.dir elsewhere") from error
 
 
 def fsync_dir(path: Path) -> None:
@@ -170,6 +170,25 @@ def write_config(run: RunDir, config: Config) -> None:
             n += 1
         shutil.copyfile(run.config, run.path / f"config.{n}.yaml")
     write_atomic(run.config, text)
+
+
+def write_tokenizer(run: RunDir, tokenizer: Any) -> None:
+    """The run's own copy of its tokenizer, for whoever generates from it; complete or absent."""
+    from lmtrain.data import tokenizers
+
+    temporary = run.tokenizer.with_name(f"tokenizer.tmp{os.getpid()}")
+    try:
+        tokenizers.save(tokenizer, temporary)
+        shutil.rmtree(run.tokenizer, ignore_errors=True)
+        os.rename(temporary, run.tokenizer)
+    except Exception as error:
+        if not isinstance(error, OSError) and not disk_full(error):
+            raise
+        raise RunError(
+            f"cannot write {run.tokenizer}: {reason(error)}; free space there or set run.dir elsewhere"
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmtrain import cli, errors, run_dir
 from lmtrain.config import batch_split
+from lmtrain.errors import RunError
 from lmtrain.run_dir import RunDir
 from lmtrain.schema import Config
 
@@ -48,7 +49,7 @@ def run_in_process(config: Config, folder: RunDir) -> int:
     run, checkpoint, notes = prepare_run(config, folder, console, started)
     if run.trainer.is_global_zero:
         run_dir.write_config(folder, config)
-        run.corpus.prepared.tokenizer.save_pretrained(folder.tokenizer)
+        run_dir.write_tokenizer(folder, run.corpus.prepared.tokenizer)
     return fit_and_export(run, checkpoint, notes, started)
 
 
@@ -92,8 +93,7 @@ def fit_and_export(run: "Run", checkpoint: Path | None, notes: list[str], starte
     try:
         run.trainer.fit(run.objective, datamodule=run.datamodule, ckpt_path=checkpoint, weights_only=True)
     except BaseException as error:
-        if run.trainer.is_global_zero:
-            report.write_summary(run, "failed", started, error=error)
+        report.note_failure(run, started, error)
         explained = troubleshoot.explain(error, run)
         if explained is None:
             raise
@@ -105,7 +105,11 @@ def fit_and_export(run: "Run", checkpoint: Path | None, notes: list[str], starte
         report.write_summary(run, status, started)
         report.say_how_to_go_on(run)
         return errors.PREEMPTED
-    exported = report.export(run) if run.config.export.enabled else None
+    try:
+        exported = report.export(run) if run.config.export.enabled else None
+    except RunError as error:
+        report.note_failure(run, started, error)
+        raise
     report.write_summary(run, status, started)
     report.show(run, status, exported)
     return errors.FINISHED

@@ -1,12 +1,11 @@
 """Failures while training, in words: what happened, and what to change."""
 
-import errno
 from typing import TYPE_CHECKING
 
 import torch
 
 from lmtrain.config import batch_split
-from lmtrain.errors import RunError
+from lmtrain.errors import RunError, disk_full
 from lmtrain.models import flops
 
 if TYPE_CHECKING:
@@ -19,11 +18,9 @@ def explain(error: BaseException, run: "Run") -> RunError | None:
     """What a user can do about `error`, or None where only a traceback helps."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error):
         return out_of_memory(error, run)
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return RunError(
-            f"the disk is full ({error.filename or run.dir.path}): free space or set run.dir elsewhere; "
-            f"{last_good(run)}"
-        )
+    if not isinstance(error, RunError) and disk_full(error):
+        where = getattr(error, "filename", None) or run.dir.path
+        return RunError(f"the disk is full ({where}): free space or set run.dir elsewhere; {last_good(run)}")
     if isinstance(error, RuntimeError) and "DataLoader worker" in str(error):
         return RunError(
             f"a data loading process ended unexpectedly ({first_line(error)}): most often memory; set "
