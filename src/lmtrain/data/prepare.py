@@ -1,6 +1,5 @@
 """From source text to a folder of tokenizer and bins, found again by a hash of everything that shaped them."""
 
-import errno
 import hashlib
 import json
 import os
@@ -18,7 +17,7 @@ from lmtrain.data.cache import build_once
 from lmtrain.data.encode import Encoder
 from lmtrain.data.progress import PrepareProgress
 from lmtrain.data.ready_bins import open_ready
-from lmtrain.errors import RunError, UserError
+from lmtrain.errors import RunError, UserError, disk_full
 from lmtrain.schema import Data, Tokenizer
 
 # Raised when the same text and settings come to give other tokens, so that bins made before are not used any more.
@@ -29,7 +28,6 @@ _SHAPING = (
     "text_column", "column_separator", "document_start", "min_length", "num_samples", "val_fraction", "append_eos",
     "shard_tokens",
 )  # fmt: skip
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True)
@@ -130,7 +128,7 @@ def _build(
     if cfg.num_proc:
         # The tokenizers library starts its threads at first use and asks for their number only then.
         os.environ["RAYON_NUM_THREADS"] = str(cfg.num_proc)
-    if tokenizer_cfg.kind == "bpe":
+    if tokenizer_cfg.kind == "bpe" and tokenizer_cfg.vocab_size:
         show.say(f"training a BPE of {tokenizer_cfg.vocab_size:,} tokens on {source.label}")
     try:
         made = tokenizers.load_or_train(
@@ -144,9 +142,9 @@ def _build(
             if counts is not None:
                 meta["splits"][name] = counts
         bins.save_meta(meta, folder)
-    except OSError as error:
-        if error.errno in _DISK_FULL:
-            raise RunError(_explain_full(folder, error, show)) from None
+    except Exception as error:
+        if disk_full(error):
+            raise RunError(_explain_full(folder, show)) from None
         raise
 
 
@@ -205,14 +203,14 @@ def _write_split(
     return None
 
 
-def _explain_full(folder: Path, error: OSError, show: PrepareProgress) -> str:
+def _explain_full(folder: Path, show: PrepareProgress) -> str:
     written = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
     need = f"more than the {written / 1e6:,.1f} MB written so far"
     if show.total and show.text_bytes:
         need = f"about {written * max(1.0, show.total / show.text_bytes) / 1e6:,.1f} MB"
     free = shutil.disk_usage(folder).free
     return (
-        f"the disk is full: preparing needs {need} in {folder.parent}, where {free / 1e6:,.1f} MB are left "
-        f"({error.strerror}). Free some space, or set data.cache_dir to a folder on another disk; what was written is "
+        f"the disk is full: preparing needs {need} in {folder.parent}, where {free / 1e6:,.1f} MB are left. "
+        f"Free some space, or set data.cache_dir to a folder on another disk; what was written is "
         f"removed"
     )
