@@ -86,17 +86,7 @@ def build(config: Config, run_dir: RunDir, console: Console, started: float) -> 
         config.trainer.max_steps, config.trainer.max_epochs, len(corpus.train), config.data.global_batch_size
     )
     objective = build_objective(config, corpus, total_steps)
-    datamodule = TokenDataModule(
-        corpus.train,
-        corpus.val,
-        seed=config.seed,
-        global_batch_size=config.data.global_batch_size,
-        micro_batch_size=config.data.micro_batch_size,
-        total_steps=total_steps,
-        max_epochs=config.trainer.max_epochs,
-        limit_val_batches=config.trainer.limit_val_batches,
-        num_workers=config.data.num_workers,
-    )
+    datamodule = build_datamodule(config, corpus, total_steps)
     metrics = build_metrics(config, run_dir, corpus, objective)
     check_monitors(config, corpus, objective)
     preemption = Preemption(time_limit_seconds(config.run.time_limit), started)
@@ -125,6 +115,20 @@ def build_corpus(config: Config) -> Corpus:
         Windows(val.shards, seq_len, seed=None, isolate_documents=isolate) if val is not None else None,
         train,
         val,
+    )
+
+
+def build_datamodule(config: Config, corpus: Corpus, total_steps: int) -> TokenDataModule:
+    return TokenDataModule(
+        corpus.train,
+        corpus.val,
+        seed=config.seed,
+        global_batch_size=config.data.global_batch_size,
+        micro_batch_size=config.data.micro_batch_size,
+        total_steps=total_steps,
+        max_epochs=config.trainer.max_epochs,
+        limit_val_batches=config.trainer.limit_val_batches,
+        num_workers=config.data.num_workers,
     )
 
 

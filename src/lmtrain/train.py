@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 def train(config: Config) -> int:
     """Trains as `config` says, in this process or in one per device; returns the exit code."""
+    if config.debug.get("mode") == "replay":
+        return replay_step(config)
     folder = RunDir(run_dir.locate(config))
     if is_finished(config, folder):
         print(f"{folder.path} is finished: nothing to do. More steps: trainer.max_steps; a new run: run.name")
@@ -38,6 +40,13 @@ def train(config: Config) -> int:
     finally:
         if fresh:
             folder.discard_if_unused(existed)
+
+
+def replay_step(config: Config) -> int:
+    from lmtrain import devices, replay
+
+    devices.resolve_auto(config)
+    return replay.replay(config)
 
 
 def run_in_process(config: Config, folder: RunDir) -> int:

@@ -81,20 +81,21 @@ def test_another_micro_batch_continues_the_same_rows(four_steps: Path, corpus: P
     assert rows_of[0] == rows_of[1]
 
 
+EXPLODING = [
+    "optimizer.lr=1e30",
+    "trainer.max_steps=50",
+    "trainer.gradient_clip_val=null",
+    "trainer.max_bad_steps=3",
+    "optimizer.weight_decay=0",
+    "callbacks.early_stopping.enabled=false",
+]
+
+
 @pytest.fixture(scope="module")
 def exploding(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> tuple[Path, str, int]:
     """A learning rate that makes the loss overflow at once; ends after three bad steps."""
     run_dir = tmp_path_factory.mktemp("bad") / "run"
-    settings = [
-        "optimizer.lr=1e30",
-        "trainer.gradient_clip_val=null",
-        "trainer.max_bad_steps=3",
-        "optimizer.weight_decay=0",
-        "callbacks.early_stopping.enabled=false",
-    ]
-    done = train(
-        corpus, run_dir, "data.micro_batch_size=2", *settings, "trainer.max_steps=50", "trainer.log_every_n_steps=1"
-    )
+    done = train(corpus, run_dir, "data.micro_batch_size=2", *EXPLODING)
     return run_dir, done.stderr, done.returncode
 
 
@@ -114,3 +115,24 @@ def test_bad_steps_are_skipped_and_end_the_run(exploding: tuple[Path, str, int])
     assert rows[report["step"]]["train/loss"] is None, "not a number in JSON is null"
     # What was saved on the way is whole.
     assert all(store.damage(p) is None for p in store.scan(run_dir / "checkpoints"))
+
+
+def test_replay_runs_that_very_step_again(exploding: tuple[Path, str, int], corpus: Path) -> None:
+    run_dir, _, _ = exploding
+    step = json.loads(next(run_dir.glob("bad_step_*.json")).read_text())["step"]
+    before = {p: p.read_bytes() for p in run_dir.rglob("*") if p.is_file()}
+    done = train(corpus, run_dir, "data.micro_batch_size=2", *EXPLODING, "debug=replay", f"debug.step={step}")
+    assert done.returncode == 0, done.stderr
+    assert f"replaying step {step}" in done.stdout
+    assert "skipped" in done.stdout
+    assert {p: p.read_bytes() for p in run_dir.rglob("*") if p.is_file()} == before, "it only looks"
+
+
+def test_replay_of_a_good_step_gives_its_logged_numbers(four_steps: Path, corpus: Path) -> None:
+    """Step 2, counted from 0, is the third row: its gradient norm is the logged one, though no checkpoint is near."""
+    logged = [r for r in stable_rows(four_steps) if "train/loss" in r][2]
+    done = train(corpus, four_steps, *BASE, "debug=replay", "debug.step=2")
+    assert done.returncode == 0, done.stderr
+    assert f"{logged['grad_norm']:.6g}" in done.stdout
+    assert f"{logged['train/loss']:.6g}" in done.stdout
+    assert "applied" in done.stdout

@@ -15,7 +15,7 @@ from lmtrain.errors import UserError
 from lmtrain.models import attention
 from lmtrain.models.documents import CHOICES
 from lmtrain.models.experts import use_experts
-from lmtrain.models.init import scale_residual_projections
+from lmtrain.models.init import init_residual_projections
 from lmtrain.schema import Model
 
 log = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ def build_model(cfg: Model, vocab_size: int, eos_token_id: int | None, seq_len: 
     else:
         model = _instantiate(cfg, config)
         if cfg.init == "scratch":
-            scale_residual_projections(model, config.num_hidden_layers)
+            init_residual_projections(model)
     _set_attention(cfg, model)
     use_experts(model)
     return model.train()
