@@ -14,10 +14,11 @@ def init_residual_projections(model: PreTrainedModel) -> None:
     Two of them per layer add to the residual stream, so its variance would grow with depth (Radford et al. 2019,
     section 2.3). transformers does this for GPT-2 in some versions only (not in 5.12) and draws all of a Llama's
     matrices from N(0, initializer_range); Megatron-LM (Shoeybi et al. 2019, section 4.1) and the Llama-shaped
-    TinyLlama scale them as GPT-2 does. All other weights are transformers' own: N(0, initializer_range), norms 1, biases 0.
+    TinyLlama scale them as GPT-2 does. All other weights are transformers' own: N(0, initializer_range), norms 1,
+    biases 0.
     """
     config = model.config.get_text_config()
-    deviation = config.initializer_range / (2 * config.num_hidden_layers) ** 0.5
+    deviation = getattr(config, "initializer_range", 0.02) / (2 * config.num_hidden_layers) ** 0.5
     for name, parameter in model.named_parameters():
         if name.endswith(RESIDUAL_PROJECTIONS):
             parameter.normal_(0.0, deviation)
