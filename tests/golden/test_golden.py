@@ -1,0 +1,22 @@
+"""A change that should not alter numbers must not: 30 steps of each experiment against the losses kept in git."""
+
+import json
+
+import pytest
+import trajectories
+
+GOLDEN = json.loads(trajectories.FILE.read_text())
+
+
+def test_every_experiment_has_one() -> None:
+    assert sorted(GOLDEN) == trajectories.experiments(), "record it: python tests/golden/trajectories.py"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", trajectories.experiments())
+def test_trajectory(name: str) -> None:
+    ours, kept = trajectories.trajectory(name), GOLDEN[name]
+    assert len(kept["train"]) == trajectories.STEPS
+    assert kept["train"][-1] < kept["train"][0] - 0.3, "thirty steps must have learned something"
+    for which in ("train", "val"):
+        assert ours[which] == pytest.approx(kept[which], abs=1e-5)

@@ -1,0 +1,94 @@
+"""Golden trajectories: the losses of 30 CPU steps of each experiment, kept in git.
+
+python tests/golden/trajectories.py    records them anew; refuses a tree with uncommitted changes, so that the
+                                       commit that changes the numbers is the one that says why
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).parent
+REPO = HERE.parents[1]
+FILE = HERE / "losses.json"
+STEPS = 30
+# Every experiment on the same small text, in fp32 on one thread, shrunk to what a CPU does in seconds.
+COMMON = [
+    "data=text",
+    "trainer.precision=32-true",
+    "trainer.num_threads=1",
+    "trainer.accelerator=cpu",
+    "trainer.devices=1",
+    f"trainer.max_steps={STEPS}",
+    "trainer.max_epochs=null",
+    "trainer.log_every_n_steps=1",
+    "trainer.val_check_interval=15",
+    "trainer.limit_val_batches=2",
+    "trainer.save_every_n_steps=null",
+    "schedule.warmup_steps=5",
+    "schedule.warmup_ratio=null",
+    "export.enabled=false",
+    "logger=none",
+    "callbacks.samples.every_n_validations=0",
+    "data.seq_len=64",
+    "data.global_batch_size=12",
+    "data.micro_batch_size=6",
+]
+SHRINK = ["tokenizer=bytes", "model.num_hidden_layers=2", "model.hidden_size=64", "model.num_attention_heads=4"]
+# An experiment that is small as it stands is run as it stands.
+AS_IT_STANDS = {"shakespeare_char"}
+
+
+def experiments() -> list[str]:
+    return sorted(p.stem for p in (REPO / "conf" / "experiment").glob("*.yaml"))
+
+
+def make_text(path: Path) -> None:
+    """About 60 kB of sentences with a rule to learn; the same on every machine."""
+    words = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+    lines = [
+        f"{words[a % 10]} plus {words[b % 10]} is {(a % 10) + (b % 10)}." for a in range(50) for b in range(a, a + 40)
+    ]
+    path.write_text("\n".join(lines) + "\n")
+
+
+def trajectory(name: str) -> dict[str, list[float]]:
+    """{train: losses of each step, val: losses of each validation} of one experiment, by the real command."""
+    with tempfile.TemporaryDirectory() as folder:
+        text, run_dir = Path(folder) / "text.txt", Path(folder) / "run"
+        make_text(text)
+        settings = [*COMMON, *([] if name in AS_IT_STANDS else SHRINK)]
+        command = [f"experiment={name}", *settings, f"data.path={text}", "data.val_fraction=0.1", f"run.dir={run_dir}"]
+        subprocess.run(
+            [sys.executable, "-m", "lmtrain.train", *command],
+            check=True,
+            capture_output=True,
+            env={**os.environ, "LMTRAIN_CACHE": f"{folder}/cache", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        )
+        rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return {
+        "train": [row["train/loss"] for row in rows if "train/loss" in row],
+        "val": [row["val/loss"] for row in rows if "val/loss" in row],
+    }
+
+
+def main() -> int:
+    dirty = subprocess.run(
+        ["git", "status", "--porcelain"], cwd=REPO, check=True, capture_output=True, text=True
+    ).stdout.strip()
+    if dirty:
+        print(f"uncommitted changes; commit them first, so that it is known what these numbers belong to:\n{dirty}")
+        return 1
+    golden = {}
+    for name in experiments():
+        golden[name] = trajectory(name)
+        print(f"{name}: {golden[name]['train'][0]:.5f} ... {golden[name]['train'][-1]:.5f}", flush=True)
+    FILE.write_text(json.dumps(golden, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
