@@ -291,7 +291,6 @@ _WANTED = {  # what omegaconf's message says -> what is needed
     "to Dict": "a mapping is needed, such as {key: value}",
     "with type hint 'typing.Dict": "a mapping is needed, such as {key: value}",
     "to Union[int, str]": "one value is needed",
-    "'None' for field": "a value is needed",
     "is not a subclass of": "this is a section: set its keys one by one",
 }
 
@@ -303,6 +302,8 @@ def wrong_type(error: OmegaConfBaseException, tree: Any) -> str:
         return unknown_key(key, flatten({f.name: _fields(f.type) for f in dataclasses.fields(Config)}))
     if "missing mandatory" in message.lower():
         return f"{key} has no value: set {key}=..."
+    if "'None' for field" in message:
+        return f"{key} has no value here: set {key}=..."
     wanted = next((words for part, words in _WANTED.items() if part in message), None)
     if not key:  # omegaconf doesn't know where: an entry of a list of mappings
         return f"an entry of callbacks.extra or optimizer.groups: {wanted or message}"

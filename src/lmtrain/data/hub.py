@@ -30,8 +30,8 @@ def endpoint() -> str:
     return str(huggingface_hub.constants.ENDPOINT)
 
 
-def commit_of(kind: Literal["dataset", "tokenizer"], name: str, revision: str | None) -> str:
-    """The commit hash that a dataset's or tokenizer's name and revision stand for.
+def commit_of(kind: Literal["dataset", "tokenizer", "model"], name: str, revision: str | None) -> str:
+    """The commit hash that a dataset's, tokenizer's or model's name and revision stand for.
 
     Raises:
         UserError: the hub answers that there is no such name or revision, or that it may not be read.
@@ -63,6 +63,7 @@ def explain_unreachable(kind: str, name: str, reason: str) -> str:
     instead = {
         "dataset": "other text with data=python_stdlib or data.path=<files>",
         "tokenizer": "tokenizer.name_or_path=<local folder>, or tokenizer=bpe (trained on the data) or tokenizer=bytes",
+        "model": "model.name_or_path=<folder of a downloaded one>, or a model from scratch, model=gpt_nano",
     }[kind]
     return (
         f"{kind} {name!r} can't be fetched: {endpoint()} doesn't answer ({reason}), and there is no copy in "

@@ -2,7 +2,6 @@
 
 import difflib
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, Pretr
 from transformers.activations import ACT2FN
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from lmtrain.data import hub
 from lmtrain.errors import UserError
 from lmtrain.models import attention
 from lmtrain.models.documents import CHOICES
@@ -187,9 +187,18 @@ def _load(cfg: Model, config: PretrainedConfig) -> PreTrainedModel:
 
 
 def _from_hub(function: Any, cfg: Model, **options: Any) -> Any:
+    name, unreachable = str(cfg.name_or_path), ""
+    if not Path(name).is_dir() and not name.startswith((".", "/", "~")):
+        try:  # one question first: transformers would retry an unreachable hub for half a minute
+            hub.commit_of("model", name, cfg.revision)
+        except hub.Unreachable as error:
+            unreachable = str(error)
+    options |= {"revision": cfg.revision, "trust_remote_code": cfg.trust_remote_code}
     try:
-        return function(cfg.name_or_path, revision=cfg.revision, trust_remote_code=cfg.trust_remote_code, **options)
+        return function(name, local_files_only=bool(unreachable), **options)
     except Exception as error:  # the hub's, requests' and transformers' errors share no base class
+        if unreachable:
+            raise UserError(hub.explain_unreachable("model", name, unreachable)) from error
         raise UserError(_explain_loading(cfg, error)) from error
 
 
@@ -202,10 +211,9 @@ def _explain_loading(cfg: Model, error: Exception) -> str:
         return f"model.name_or_path={name} is a folder without a model that loads ({reason})"
     if name.startswith((".", "/", "~")):
         return f"model.name_or_path={name}: no such folder"
-    hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     return (
-        f"model.name_or_path={name} can't be loaded from {hub} ({reason}): check the spelling, the network or "
-        f"HF_ENDPOINT, run `hf auth login` for a gated model, or give the folder of a downloaded one"
+        f"model.name_or_path={name} can't be loaded from {hub.endpoint()} ({reason}): check the spelling, the "
+        f"network or HF_ENDPOINT, run `hf auth login` for a gated model, or give the folder of a downloaded one"
     )
 
 
