@@ -149,7 +149,9 @@ def _check_positions(c: Config) -> None:
 
 
 def _check_names(c: Config) -> None:
-    """Keys that take one name or a list of names, which the schema can't express."""
+    """Keys that take one name or a list of names, which the schema can't express; names that have to be given."""
+    if c.model.init == "pretrained" and not c.model.name_or_path:
+        raise UserError("model.init=pretrained needs a model: set model.name_or_path to a hub name or a folder")
     for key, value in {
         "data.path": c.data.path or [],
         "data.val_path": c.data.val_path or [],

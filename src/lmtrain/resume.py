@@ -34,6 +34,8 @@ def find(config: Config, folder: RunDir, tell: Callable[[str], None]) -> Path | 
     path = Path(mode).expanduser().resolve()
     if not path.is_dir():
         raise UserError(f"run.resume={mode}: no such checkpoint folder; run.resume=auto takes the newest of run.dir")
+    if (path / "checkpoints").is_dir():
+        raise UserError(f"run.resume={mode} is a run: continue it with run.dir={mode} run.resume=auto")
     problem = store.damage(path)
     if problem is not None:
         raise UserError(
