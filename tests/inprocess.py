@@ -1,0 +1,50 @@
+"""Runs a verb in this process, as `python -m lmtrain.VERB` would: quick, since everything is imported once."""
+
+import contextlib
+import importlib
+import io
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from support import TINY
+
+TWO_STEPS = ["trainer.max_steps=2", "trainer.val_check_interval=1", "trainer.limit_val_batches=1"]
+
+
+@dataclass
+class Ended:
+    code: int
+    out: str
+    err: str
+    seconds: float
+
+
+def run(verb: str, *argv: str) -> Ended:
+    """The exit code and what was printed; exceptions that would be a traceback come through."""
+    out, err = io.StringIO(), io.StringIO()
+    started = time.perf_counter()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = importlib.import_module(f"lmtrain.{verb}").main(list(argv))
+    return Ended(code, out.getvalue(), err.getvalue(), time.perf_counter() - started)
+
+
+def train_tiny(corpus: Path, *argv: str) -> Ended:
+    """Two steps of a tiny model on the corpus, changed by `argv`."""
+    return run("train", *TINY, *TWO_STEPS, "data=text", f"data.path={corpus}", *argv)
+
+
+def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
+    """Everything below: files with their time of change and content, folders by name."""
+    return {
+        str(p.relative_to(folder)): (p.lstat().st_mtime_ns, p.read_bytes()) if p.is_file() else (0, b"")
+        for p in sorted(folder.rglob("*"))
+    }
+
+
+def message(err: str) -> str:
+    """The one message on standard error; what may stand before it is how preparing the data went."""
+    *before, last = err.splitlines()
+    assert last.startswith("error: "), err
+    assert all(line.startswith(("tokenized ", "training a BPE ")) for line in before), err
+    return last.removeprefix("error: ")
