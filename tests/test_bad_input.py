@@ -3,7 +3,6 @@
 A full disk is in test_full_disk.py.
 """
 
-import json
 import subprocess
 import time
 from pathlib import Path
@@ -424,12 +423,6 @@ def test_process_malformed_line(lmtrain: Run, tmp_path: Path) -> None:
     assert snapshot(tmp_path) == before
 
 
-def test_process_missing_file(lmtrain: Run, tmp_path: Path) -> None:
-    before = snapshot(tmp_path)
-    assert_refused(lmtrain("train", *TINY, "data=text", "data.path=book.txt"), "data.path=book.txt: no such file")
-    assert snapshot(tmp_path) == before
-
-
 def test_process_unwritable_run_folder(lmtrain: Run, corpus: Path, tmp_path: Path) -> None:
     before = snapshot(tmp_path)
     done = lmtrain("train", *TINY, "data=text", f"data.path={corpus}", "run.dir=/proc/run")
@@ -460,13 +453,3 @@ def test_process_unreachable_hub(argv: tuple[str, ...], lmtrain: Run, corpus: Pa
     assert_refused(done, *UNREACHABLE[argv], NOWHERE, "HF_ENDPOINT", "HF_HOME")
     after = {name: file for name, file in snapshot(tmp_path).items() if not name.startswith("hf")}
     assert after == before
-
-
-def test_process_changed_seed_on_resume(lmtrain: Run, corpus: Path, here: Path, tmp_path: Path) -> None:
-    first = train_tiny(corpus, f"run.dir={tmp_path}/run")
-    assert first.code == 0, first.err
-    before = snapshot(tmp_path)
-    argv = [*TINY, *TWO_STEPS, "data=text", f"data.path={corpus}", f"run.dir={tmp_path}/run", "run.resume=auto"]
-    assert_refused(lmtrain("train", *argv, "trainer.max_steps=3", "seed=7"), "seed (then 1337, now 7)")
-    assert snapshot(tmp_path) == before
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "finished"
