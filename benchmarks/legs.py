@@ -1,0 +1,79 @@
+"""A leg is one contender's process, timed from outside.
+
+Every contender reports each few steps, just after it has read the loss from the device; the times of these reports are
+all that is compared, so nobody's own stopwatch is trusted.
+"""
+
+import os
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+Lines = list[tuple[float, str]]  # what a process printed, each line with the time it came
+Stamps = list[tuple[int, float]]  # (optimizer steps done, seconds on the wall clock)
+
+
+class Skipped(Exception):
+    """Why a contender can't be measured here."""
+
+
+class Failed(Exception):
+    """A leg ended with an error; the message holds the end of what it printed."""
+
+
+@dataclass
+class Leg:
+    """A process to run, and how to read what it printed."""
+
+    command: list[str]
+    stamps: Callable[[Lines], Stamps]
+    facts: Callable[[Lines], dict[str, Any]] = lambda _: {}  # parameters, last_loss: where it says so
+    cwd: Path | None = None
+    env: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Run:
+    """A finished leg."""
+
+    stamps: Stamps
+    facts: dict[str, Any]
+    seconds: float  # from start to exit: imports, building, compiling and saving included
+
+
+def run(leg: Leg, threads: int | None) -> Run:
+    env = {**os.environ, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    env.setdefault("CUDA_VISIBLE_DEVICES", "0")  # transformers' Trainer would use them all
+    if threads is not None:
+        env |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    started, lines = time.time(), []
+    process = subprocess.Popen(
+        leg.command,
+        cwd=leg.cwd,
+        env=env | leg.env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.append((time.time(), line.rstrip()))
+    code = process.wait()
+    seconds = time.time() - started
+    if code != 0:
+        raise Failed(f"exit code {code}:\n" + "\n".join(text for _, text in lines[-15:]))
+    return Run(leg.stamps(lines), leg.facts(lines), seconds)
+
+
+def interval_ms(stamps: Stamps, warmup: int) -> list[float]:
+    """Milliseconds per step between successive reports after the warm-up."""
+    counted = [stamp for stamp in stamps if stamp[0] >= warmup]
+    intervals = [1000 * (t2 - t1) / (s2 - s1) for (s1, t1), (s2, t2) in pairwise(counted)]
+    if not intervals:
+        raise Failed(f"it reported {len(stamps)} times, which leaves no interval after {warmup} steps")
+    return intervals
