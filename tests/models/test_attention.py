@@ -164,7 +164,9 @@ def test_attention_dropout_drops():
     assert len({model(**batch).loss_sum.item() for _ in range(3)}) == 1
 
 
-def test_autocast_runs_attention_in_bf16(family, monkeypatch):
+@pytest.mark.parametrize(("limit", "dtype"), [(0, torch.bfloat16), (256, torch.float32)])
+def test_autocast_runs_attention_in_bf16_but_for_short_rows_on_cpu(family, limit, dtype, monkeypatch):
+    monkeypatch.setattr(attention, "CPU_HALF_PRECISION_FROM", limit)
     seen = set()
     sdpa = torch.nn.functional.scaled_dot_product_attention
 
@@ -178,7 +180,7 @@ def test_autocast_runs_attention_in_bf16(family, monkeypatch):
     seen.clear()
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(**batch).loss_sum
-    assert seen == {torch.bfloat16}
+    assert seen == {dtype}
     assert loss.dtype == torch.float32
     assert abs(loss - exact) / exact < 0.02
 

@@ -62,7 +62,13 @@ def test_peak_flops_of_known_devices(monkeypatch):
 
 
 def run_config(*overrides: str):
-    common = ["data.micro_batch_size=2", "data.global_batch_size=2", "data.seq_len=256", "trainer.precision=32-true"]
+    common = [
+        "optimizer=adamw",
+        "data.micro_batch_size=2",
+        "data.global_batch_size=2",
+        "data.seq_len=256",
+        "trainer.precision=32-true",
+    ]
     config = lmtrain_config.check(lmtrain_config.compose([*common, *overrides]))
     config.trainer.activation_checkpointing = config.trainer.activation_checkpointing is True
     return config

@@ -19,6 +19,9 @@ from lmtrain.errors import UserError
 from lmtrain.models.documents import Documents, causal_mask, varlen
 
 NAME = "lmtrain"  # the attn_implementation of models built here; transformers never writes it into config.json
+# A CPU computes attention over fewer tokens faster in fp32 than in half precision: in 0.4 to 0.6 of the time at 16 to
+# 128 tokens, the same at 256, 1.3 at 1,024.
+CPU_HALF_PRECISION_FROM = 256
 SLIDING = "sliding_attention"  # transformers' name in config.layer_types
 
 
@@ -41,13 +44,13 @@ def attention(
         sliding_window: a token sees itself and the sliding_window - 1 tokens before it.
         documents: None where each row is one sequence.
 
-    Returns: [B, T, H, D] and None (attention weights are never made).
+    Inputs may differ in dtype, as rotary embeddings leave fp32 under autocast.
+
+    Returns: [B, T, H, D] of autocast's dtype, or value's where it is off, and None (weights are never made).
     """
     _refuse_what_is_not_done_here(module, query, key, attention_mask, sliding_window, kwargs)
     if sliding_window is not None and sliding_window >= query.shape[2]:
         sliding_window = None
-    if query.dtype != value.dtype:  # rotary embeddings leave fp32 under autocast
-        query, key = query.to(value.dtype), key.to(value.dtype)
     if documents is None:
         out = _causal(query, key, value, scaling, dropout, sliding_window).transpose(1, 2)
     elif documents.method == "slices":
@@ -108,16 +111,26 @@ def _sdpa(
     if grouped and mask is not None:  # CUDA's fast kernels take grouped heads only without a mask
         key, value = _repeat_heads(key, query.shape[1], dim=1), _repeat_heads(value, query.shape[1], dim=1)
         grouped = False
-    return F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        dropout_p=dropout,
-        is_causal=mask is None,
-        scale=scaling,
-        enable_gqa=grouped,
-    )
+    dtype = compute = _autocast_dtype(value)
+    if query.device.type == "cpu" and query.shape[2] < CPU_HALF_PRECISION_FROM:
+        compute = torch.promote_types(dtype, torch.float32)
+    with torch.autocast(query.device.type, enabled=False):
+        out = F.scaled_dot_product_attention(
+            query.to(compute),
+            key.to(compute),
+            value.to(compute),
+            attn_mask=mask,
+            dropout_p=dropout,
+            is_causal=mask is None,
+            scale=scaling,
+            enable_gqa=grouped,
+        )
+    return out.to(dtype)
+
+
+def _autocast_dtype(x: Tensor) -> torch.dtype:
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def _repeat_heads(x: Tensor, heads: int, dim: int) -> Tensor:
@@ -155,7 +168,7 @@ def _varlen_documents(
 ) -> Tensor:
     batch, heads, seq_len, _ = query.shape
     varlen_attn, parameters = varlen()
-    q, k, v = _flatten(query), _flatten(key), _flatten(value)
+    q, k, v = (_flatten(x.to(_autocast_dtype(value))) for x in (query, key, value))
     options: dict[str, Any] = {"scale": scaling, "window_size": (-1 if window is None else window - 1, 0)}
     if heads != k.shape[1]:
         if "enable_gqa" in parameters:
@@ -175,9 +188,8 @@ def _compiled_flex() -> Any:
 
 
 def _flex(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, mask: Any) -> Tensor:
-    return _compiled_flex()(
-        query, key, value, block_mask=mask, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
-    )
+    q, k, v = (x.to(_autocast_dtype(value)) for x in (query, key, value))
+    return _compiled_flex()(q, k, v, block_mask=mask, scale=scaling, enable_gqa=query.shape[1] != key.shape[1])
 
 
 AttentionInterface.register(NAME, attention)
