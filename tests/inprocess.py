@@ -7,6 +7,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import lightning.pytorch as pl
+
 from support import TINY
 
 TWO_STEPS = ["trainer.max_steps=2", "trainer.val_check_interval=1", "trainer.limit_val_batches=1"]
@@ -48,3 +50,14 @@ def message(err: str) -> str:
     assert last.startswith("error: "), err
     assert all(line.startswith(("tokenized ", "training a BPE ")) for line in before), err
     return last.removeprefix("error: ")
+
+
+class Breaks(pl.Callback):
+    """A user's callback with a mistake in it."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
+        if trainer.global_step == self.at:
+            raise ZeroDivisionError("a mistake")

@@ -38,7 +38,7 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
         return folder
 
     yield mount
-    subprocess.run(["umount", str(folder)], capture_output=True, check=False)
+    subprocess.run(["umount", "--lazy", str(folder)], capture_output=True, check=False)
 
 
 def resize(disk: Path, kib: int) -> None:

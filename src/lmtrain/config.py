@@ -26,10 +26,16 @@ from lmtrain.schema import Config
 
 
 def compose(overrides: list[str], config_dir: str | None = None, config_name: str = "config") -> DictConfig:
-    """The config tree for these overrides; a wrong one raises UserError naming the nearest valid key or option."""
+    """The config tree for these overrides; a wrong one raises UserError naming the nearest valid key or option.
+
+    A `config_dir` adds options to lmtrain's own; if it has a <config_name>.yaml, as a run's folder has, that is the
+    root.
+    """
     if config_dir is not None and not Path(config_dir).is_dir():
         raise UserError(f"--config-dir {config_dir}: no such folder")
     folders = [cli.conf_dir(), *([Path(config_dir).resolve()] if config_dir else [])]
+    if (folders[-1] / f"{config_name}.yaml").is_file():
+        folders.reverse()
     search = [f"hydra.searchpath=[file://{folder}]" for folder in folders[1:]]
     explain.refuse_hydra_keys(overrides)
     with initialize_config_dir(config_dir=str(folders[0]), version_base="1.3", job_name="lmtrain"):
@@ -144,7 +150,7 @@ def to_plain(config: Config) -> dict[str, Any]:
 
 
 def dump(config: Config) -> str:
-    """config.yaml's text: plain YAML, enough to run again with `--config-dir <run> --config-name config`."""
+    """config.yaml's text: plain YAML, enough to run again with `--config-dir <run> run.dir=<another>`."""
     return yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True)
 
 

@@ -238,6 +238,9 @@ def refused(
         message = _wrong_group_value(override, groups, folders) or _sweep_outside_multirun(override)
         if message is not None:
             return message
+        key = override.key_or_group
+        if f"Could not override '{key}'" in str(error) and "No match in the defaults list" in str(error):
+            return f"{key}: this config is a run's own and offers no options: set single keys, {key}.<key>=<value>"
     try:
         base = compose([o.input_line or "" for o in parsed if o.key_or_group in groups])
     except (HydraException, OmegaConfBaseException):  # the choices of options don't go together: Hydra says why

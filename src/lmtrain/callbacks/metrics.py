@@ -154,6 +154,12 @@ class Metrics(pl.Callback):
             listener(row)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self.close()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self.close()
+
+    def close(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None

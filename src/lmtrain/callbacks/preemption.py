@@ -74,5 +74,9 @@ class Preemption(pl.Callback):
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         self._before = {}
 
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    # Not in teardown, which comes after Lightning has put back what it found: its own handler would stay for ever.
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._restore()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._restore()
