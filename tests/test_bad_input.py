@@ -169,6 +169,10 @@ def test_early_stopping_without_validation(corpus: Path, here: Path) -> None:
     refuse(corpus, here, argv, "callbacks.early_stopping.monitor=train/loss", "val/loss")
 
 
+def test_too_little_text_to_validate_on(corpus: Path, here: Path) -> None:
+    refuse(corpus, here, ["data.val_fraction=0.0005"], "val_00000.bin holds", "data.val_fraction")
+
+
 IMPOSSIBLE_SPLITS = {
     ("data.global_batch_size=7",): ("data.micro_batch_size=1", "data.global_batch_size=8"),
     ("data.micro_batch_size=8",): ("data.micro_batch_size=6", "data.global_batch_size=8"),

@@ -93,7 +93,7 @@ class Microscope(pl.Callback):
     def _hook(self, name: str) -> Any:
         def look(_module: torch.nn.Module, _inputs: Any, output: Any) -> None:
             if name == "loss":
-                self.micro_batch_losses.append(float(output.loss_sum / output.n_tokens.clamp(min=1)))
+                self.micro_batch_losses.append(float(output.loss_sum.detach() / output.n_tokens.clamp(min=1)))
             tensors = [t for t in torch.utils._pytree.tree_leaves(output) if isinstance(t, torch.Tensor)]
             floating = [t for t in tensors if t.is_floating_point()]
             if any(not bool(torch.isfinite(t).all()) for t in floating) and name not in self.not_finite:

@@ -29,10 +29,11 @@ class Windows:
         self.first_row = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         if len(self) == 0:
             tokens = max((s.tokens for s in shards), default=0)
+            more = "use more text" if seed is not None else "hold out more with data.val_fraction"
             raise UserError(
                 f"{shards[0].path if shards else 'the split'} holds {tokens} tokens, fewer than one row of "
                 f"data.seq_len={seq_len} (plus the label of its last token): "
-                f"set data.seq_len={max(1, tokens - 1)} or less, or use more text"
+                f"set data.seq_len={max(1, tokens - 1)} or less, or {more}"
             )
 
     def __len__(self) -> int:
