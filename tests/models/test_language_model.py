@@ -247,3 +247,18 @@ def test_generation_inside_training_uses_transformers_attention_with_masks(famil
         hf.generate(torch.tensor([prompts[0]]), **options)
     hf.train()
     torch.testing.assert_close(model(**batch).loss_sum, before, rtol=0, atol=0)
+
+
+def test_new_documents_cause_no_new_compilation():
+    from torch._dynamo.testing import CompileCounter
+
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    expected, model = (wrapped("llama", attention="block_mask") for _ in range(2))
+    for block in decoder_blocks(model.model):
+        block.compile(backend=counter)
+    for lengths in ([[5, 9, 6]], [[20]], [[1] * 20]):
+        batch = packed(lengths * 3)
+        torch.testing.assert_close(model(**batch).loss_sum, expected(**batch).loss_sum)
+    assert counter.frame_count == 1
+    torch._dynamo.reset()

@@ -108,10 +108,11 @@ def _sdpa(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, dropout: float, mask: Tensor | None
 ) -> Tensor:
     grouped = query.shape[1] != key.shape[1]
-    if grouped and mask is not None:  # CUDA's fast kernels take grouped heads only without a mask
+    dtype = compute = _autocast_dtype(value)
+    # CUDA's kernel for fp32 and those that take a mask have no grouped heads.
+    if grouped and (mask is not None or (query.is_cuda and dtype == torch.float32)):
         key, value = _repeat_heads(key, query.shape[1], dim=1), _repeat_heads(value, query.shape[1], dim=1)
         grouped = False
-    dtype = compute = _autocast_dtype(value)
     if query.device.type == "cpu" and query.shape[2] < CPU_HALF_PRECISION_FROM:
         compute = torch.promote_types(dtype, torch.float32)
     with torch.autocast(query.device.type, enabled=False):

@@ -44,6 +44,7 @@ class Documents:
             self.token_document = torch.bucketize(
                 torch.arange(batch * seq_len, device=cu_seqlens.device), cu_seqlens[1:], right=True
             ).view(batch, seq_len)
+            self.mask(None)  # here, so that a compiled block finds it made
 
     def mask(self, window: int | None) -> Any:
         """The mask of layers with this sliding window: a flex BlockMask on CUDA, else [B, 1, T, T] bool."""
