@@ -1,0 +1,168 @@
+"""What is imported when: nothing heavy for help and refusals, no extra unless it is used. The wheel brings conf/."""
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from lmtrain import cli
+from support import REPO
+
+EXTRAS = ("deepspeed", "bitsandbytes", "torchao", "liger_kernel", "lm_eval", "matplotlib", "optuna", "submitit",
+          "hydra_plugins")  # fmt: skip
+HEAVY = ("torch", "lightning", "transformers", "datasets", "wandb", "tensorboard", "pandas")
+
+
+def python(code: str, *argv: str, cwd: Path | None = None, env: dict[str, str] | None = None) -> str:
+    """The last line that `code` prints in a fresh process."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *argv],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=cwd,
+        env={**os.environ, **(env or {})},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1]
+
+
+IMPORT_ALL = '''
+import importlib, importlib.metadata, json, pkgutil, sys, traceback
+
+blocked = sys.argv[1].split(",")
+
+class Without:
+    """A finder of modules that doesn't find the blocked ones."""
+    def __init__(self, finder):
+        self.finder = finder
+    def find_spec(self, name, path=None, target=None):
+        return None if name.split(".")[0] in blocked else self.finder.find_spec(name, path, target)
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
+sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
+distribution = importlib.metadata.distribution
+
+def without_the_blocked(name):  # libraries look here whether another is installed
+    if name.replace("-", "_").lower() in blocked:
+        raise importlib.metadata.PackageNotFoundError(name)
+    return distribution(name)
+
+importlib.metadata.distribution = without_the_blocked
+import lmtrain
+
+names = [m.name for m in pkgutil.walk_packages(lmtrain.__path__, "lmtrain.")]
+failed = {}
+for name in names:
+    for loaded in [m for m in sys.modules if m.split(".")[0] == "lmtrain"]:
+        del sys.modules[loaded]  # each comes first once, so that no import is carried by an earlier one
+    try:
+        importlib.import_module(name)
+    except BaseException:
+        failed[name] = traceback.format_exc()
+print(json.dumps([names, failed]))
+'''
+
+
+def test_each_module_imports_without_the_extras() -> None:
+    names, failed = json.loads(python(IMPORT_ALL, ",".join(EXTRAS)))
+    print(f"{len(names)} modules")
+    files = [p for p in (REPO / "src" / "lmtrain").rglob("*.py") if p.name != "__init__.py"]
+    assert len([n for n in names if not n.endswith("__init__")]) >= len(files)
+    assert failed == {}
+
+
+RUN_VERB = """
+import contextlib, importlib, io, json, sys
+with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+    code = importlib.import_module(f"lmtrain.{sys.argv[1]}").main(sys.argv[2:])
+print(json.dumps([code, len(out.getvalue()), err.getvalue(), sorted({m.split(".")[0] for m in sys.modules})]))
+"""
+LIGHT = [
+    *((verb, "--help") for verb in cli.VERBS),
+    ("train", "--cfg"),
+    ("train", "optimizer.lrr=1"),
+    ("train", "data.global_batch_size=7"),
+    ("train", "-m", "optimizer.lr=1,fast"),
+]
+
+
+@pytest.mark.parametrize("argv", LIGHT, ids=" ".join)
+def test_help_and_refusals_import_nothing_heavy(argv: tuple[str, ...], tmp_path: Path) -> None:
+    code, printed, err, modules = json.loads(python(RUN_VERB, *argv, cwd=tmp_path))
+    assert [m for m in HEAVY if m in modules] == []
+    if argv[-1] in ("--help", "--cfg"):
+        assert (code, err) == (0, "")
+        assert printed > 200
+    else:
+        assert (code, printed) == (2, 0)
+        assert err.startswith("error: ")
+
+
+def test_every_verb_is_a_module_with_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    listed = capsys.readouterr().out
+    for verb in cli.VERBS:
+        assert f"  {verb} " in listed
+        assert cli.main([verb, "--help"]) == 0
+        text = capsys.readouterr().out
+        assert f"python -m lmtrain.{verb} " in text
+        for group in (REPO / "conf").iterdir():
+            assert not group.is_dir() or f"\n  {group.name} " in text
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from the working tree, as pip would for a release."""
+    pytest.importorskip("hatchling", reason="building the wheel needs hatchling")
+    folder = tmp_path_factory.mktemp("wheel")
+    subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(folder), str(REPO)],
+        check=True,
+        capture_output=True,
+    )
+    return next(folder.glob("lmtrain-*.whl"))
+
+
+def test_the_wheel_brings_conf_and_nothing_of_the_tests(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    shipped = {n.removeprefix("lmtrain/conf/") for n in names if n.startswith("lmtrain/conf/")}
+    assert shipped == {str(p.relative_to(REPO / "conf")) for p in (REPO / "conf").rglob("*.yaml")}
+    assert {n.split("/")[0] for n in names if ".dist-info/" not in n} == {"lmtrain"}
+    assert any(n.endswith("entry_points.txt") for n in names)
+    assert any(n.endswith("LICENSE") for n in names)
+
+
+def test_the_installed_wheel_works_from_any_folder(wheel: Path, tmp_path: Path) -> None:
+    target = tmp_path / "site"
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(target), str(wheel)],
+        check=True,
+        capture_output=True,
+    )
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    env = {"PYTHONPATH": str(target)}
+    where = python("import lmtrain; print(lmtrain.__file__)", cwd=elsewhere, env=env)
+    assert where == str(target / "lmtrain" / "__init__.py")
+
+    def run(*argv: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "lmtrain.train", *argv],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=elsewhere,
+            env={**os.environ, **env},
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert f"(defaults in {target}/lmtrain/conf)" in run("--help")
+    assert "vocab_multiple_of" in run("--cfg", "model=llama_small")
+    assert list(elsewhere.iterdir()) == []
