@@ -77,6 +77,7 @@ def arguments(cfg: Config, spec: dict[str, Any]) -> TrainingArguments:
         adam_beta2=beta2,
         weight_decay=cfg.optimizer.weight_decay,
         max_grad_norm=cfg.trainer.gradient_clip_val,
+        use_cpu=not torch.cuda.is_available(),
         bf16=spec["precision"] == "bf16",
         torch_compile=torch.cuda.is_available(),
         save_strategy="no",

@@ -66,7 +66,8 @@ def run(leg: Leg, threads: int | None) -> Run:
     code = process.wait()
     seconds = time.time() - started
     if code != 0:
-        raise Failed(f"exit code {code}:\n" + "\n".join(text for _, text in lines[-15:]))
+        last = [text for _, text in lines[-15:]] or ["it printed nothing"]
+        raise Failed(f"exit code {code}, {last[-1]}\n" + "\n".join(last))
     return Run(leg.stamps(lines), leg.facts(lines), seconds)
 
 

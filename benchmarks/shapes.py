@@ -22,10 +22,17 @@ class Shape:
 
 SHAPES = {
     # A step of 50 to 100 ms on two cores: where the cost of everything around the model is promised to stay small.
-    "nano": Shape(("model=gpt_nano",), seq_len=256, rows=2, vocab_size=4096),
+    "nano": Shape(("model=gpt_nano",), seq_len=256, rows=4, vocab_size=4096),
     # The model of experiment=shakespeare_char, nanoGPT's recipe for a CPU.
     "char": Shape(
-        ("model=gpt_nano", "model.hidden_size=128", "model.max_position_embeddings=64", "model.vocab_multiple_of=1"),
+        (
+            "model=gpt_nano",
+            "model.num_hidden_layers=4",
+            "model.num_attention_heads=4",
+            "model.hidden_size=128",
+            "model.max_position_embeddings=64",
+            "model.vocab_multiple_of=1",
+        ),
         seq_len=64,
         rows=12,
         vocab_size=65,
@@ -58,6 +65,7 @@ def overrides(shape: Shape, bins: Path, *, micro_batch_size: int, steps: int, ev
         f"data.seq_len={shape.seq_len}",
         f"data.global_batch_size={shape.rows}",
         f"data.micro_batch_size={micro_batch_size}",
+        "optimizer=adamw",
         f"optimizer.lr={LEARNING_RATE}",
         "schedule=constant",
         f"trainer.max_steps={steps}",
