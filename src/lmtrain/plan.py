@@ -53,11 +53,7 @@ def plan_rows(run: "Run", resumed_from: str | None) -> list[tuple[str, str]]:
     epoch_tokens = len(corpus.train) * c.data.seq_len
     per_token = flops.flops_per_token(model, c.data.seq_len)
     memory = flops.memory_estimate(model, c)
-    val = (
-        f"{len(corpus.val):,} rows, every {c.trainer.val_check_interval or run.total_steps:,} steps"
-        if corpus.val
-        else "none"
-    )
+    val = validation_words(run)
     documents = corpus.train_split.documents
     in_documents = f" in {documents:,} documents" if documents is not None else ""
     rows = [
@@ -79,6 +75,17 @@ def plan_rows(run: "Run", resumed_from: str | None) -> list[tuple[str, str]]:
         ("start", resumed_from or ("from scratch" if c.model.init == "scratch" else "pretrained weights")),
     ]  # fmt: skip
     return rows
+
+
+def validation_words(run: "Run") -> str:
+    """How many of how many rows, and when."""
+    c, rows = run.config, run.corpus.val
+    if rows is None:
+        return "none"
+    limit = c.trainer.limit_val_batches
+    seen = len(rows) if limit is None else min(len(rows), limit * c.data.micro_batch_size)
+    every = c.trainer.val_check_interval or run.total_steps
+    return f"{seen:,} of {len(rows):,} rows, every {every:,} steps and after the last"
 
 
 def groups_table(run: "Run") -> Table:

@@ -77,7 +77,8 @@ class StepSampler(Sampler[int]):
 class ValidationDataset(Dataset):
     """Item i is this rank's i-th micro-batch of the validation rows, each row once over all ranks.
 
-    `limit` counts micro-batches of one device: how many rows are seen does not depend on the number of ranks.
+    `limit` counts micro-batches of one device: how many rows are seen does not depend on the number of ranks. They are
+    spread evenly over the split, the same at every validation.
     """
 
     def __init__(self, rows: Rows, *, micro_batch_size: int, limit: int | None, rank: int, world_size: int) -> None:
@@ -91,9 +92,10 @@ class ValidationDataset(Dataset):
 
     def __getitem__(self, index: int) -> MicroBatch:
         span = self.micro_batch_size * self.world_size
-        rows = np.arange(index * span, min((index + 1) * span, self.total))[self.rank :: self.world_size]
-        if len(rows) == 0:
+        chosen = np.arange(index * span, min((index + 1) * span, self.total))[self.rank :: self.world_size]
+        if len(chosen) == 0:
             return self.rows.empty()
+        rows = chosen * len(self.rows) // self.total
         return self.rows.read(np.stack([np.zeros_like(rows), rows], axis=1))
 
 
