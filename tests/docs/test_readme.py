@@ -1,0 +1,165 @@
+"""What README and docs say is so: commands run, links lead somewhere, options and keys exist, and none is forgotten."""
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from _pytest.mark import ParameterSet
+
+from inprocess import TWO_STEPS, run
+from lmtrain import cli, config
+from lmtrain.overrides import flatten
+from loopback_hub import serving
+from support import REPO
+
+CONF = REPO / "conf"
+PAGES = sorted(p for f in (REPO, REPO / "docs", REPO / "benchmarks") for p in f.glob("*.md"))
+GROUPS = {g.name: {o.stem for o in g.glob("*.yaml")} - {"base"} for g in CONF.iterdir() if g.is_dir()}
+
+
+def commands(page: Path) -> list[str]:
+    """The lines of a page's bash blocks, comments off, `a && b` apart."""
+    blocks = re.findall(r"```(?:bash|sh)\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    lines = [re.sub(r"\s+#.*", "", line).strip() for block in blocks for line in block.splitlines()]
+    return [part.strip() for line in lines if line for part in line.split("&&")]
+
+
+README = commands(REPO / "README.md")
+SHRINK = [
+    *("model.num_hidden_layers=1", "model.num_attention_heads=2", "model.hidden_size=32"),
+    *("model.max_position_embeddings=32", "data.seq_len=32", "data.global_batch_size=4", "data.micro_batch_size=2"),
+    *("trainer.precision=32-true", "callbacks.samples.max_new_tokens=4", "data.num_samples=40"),
+    *(*TWO_STEPS, "trainer.max_steps=1", "schedule.warmup_steps=0"),
+]
+
+
+def overrides(words: list[str]) -> list[str]:
+    """What stands after the module's name, without flags."""
+    return [w for w in words if not w.startswith("-")]
+
+
+def test_there_are_commands() -> None:
+    print(f"{len(README)} commands in README.md, {sum(len(commands(p)) for p in PAGES)} in all pages")
+    assert len(README) >= 10
+
+
+def runs() -> Iterator[ParameterSet]:
+    """Each command that runs a verb; those that start processes are slow."""
+    for command in README:
+        if command.startswith("python -m lmtrain."):
+            words = shlex.split(command)[3:]
+            light = "--help" in words or not ("-m" in words or needs_the_hub(words))
+            yield pytest.param(command, marks=[] if light else pytest.mark.slow)
+
+
+def needs_the_hub(words: list[str]) -> bool:
+    tree = config.compose([w for w in overrides(words) if "," not in w])
+    return tree.data.source == "hub" or tree.tokenizer.kind == "hub"
+
+
+@pytest.mark.parametrize("command", runs())
+def test_commands_of_the_readme_run(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with what makes it small; those that need the hub ask the one on this machine, where it is."""
+    monkeypatch.chdir(tmp_path)
+    _, _, module, *words = shlex.split(command)
+    verb = module.removeprefix("lmtrain.")
+    if any(w in ("--help", "--cfg") for w in words):
+        assert run(verb, *words).code == 0
+        return
+    (tmp_path / "my_book.txt").write_text("It was a dark and stormy night. " * 400)
+    shrink = [*SHRINK]
+    if config.compose([w for w in overrides(words) if "," not in w]).tokenizer.kind == "bpe":
+        shrink.append("tokenizer.vocab_size=300")
+    if needs_the_hub(words):
+        with serving(tmp_path / "hf") as env:
+            code = subprocess.run([sys.executable, "-m", module, *words, *shrink], env=env, check=False).returncode
+    else:
+        code = run(verb, *words, *shrink).code
+    assert code == 0
+    made = list(tmp_path.glob("outputs/*/export")) + list(tmp_path.glob("outputs/sweeps/*/*/export"))
+    assert len(made) == (2 if "-m" in words else 1)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_every_command_is_one(page: Path) -> None:
+    """Make has the target, the module is a verb, its overrides compose and are accepted, the script exists."""
+    for command in commands(page):
+        words = shlex.split(command)
+        if words[0] == "make":
+            subprocess.run(["make", "-n", *words[1:]], cwd=REPO, check=True, capture_output=True)
+        elif words[:2] == ["python", "-m"] and words[2].startswith("lmtrain."):
+            assert words[2].removeprefix("lmtrain.") in cli.VERBS
+            if "-m" not in words[3:]:
+                config.check(config.compose(overrides(words[3:])))
+        elif words[0] == "python":
+            assert words[1] == "-m" or (REPO / words[1]).exists(), command
+        else:
+            assert words[0] in ("pip", ".", ".venv/bin/pre-commit", "cd", "git"), f"{page.name}: {command}"
+        for name in ("constraints.txt", "pyproject.toml"):
+            assert name not in words or (REPO / name).exists()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_every_relative_link_leads_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text())
+    missing = [t for t in targets if "://" not in t and not (page.parent / t).exists()]
+    assert not missing, f"{page.name} links to {missing}"
+
+
+def table(page: Path) -> dict[str, str]:
+    """{group: cell} of the rows whose cell begins with `group=`."""
+    rows = re.findall(r"^\|[^|]*\| `(\w+)=` ([^|]*)\|$", page.read_text(), flags=re.MULTILINE)
+    return dict(rows)
+
+
+def options_named(cell: str) -> set[str]:
+    """The listed names: single words, or the word in backticks that a phrase begins with."""
+    listed = re.sub(r"\([^)]*\)", "", cell.split(";")[0])
+    items = [item.strip() for item in re.split(r",|:| or ", listed)]
+    return {item.split()[0].strip("`") for item in items if item and (" " not in item or item.startswith("`"))}
+
+
+def test_the_readmes_tables_name_every_option_and_no_other() -> None:
+    rows = table(REPO / "README.md")
+    with_choice = {group for group, options in GROUPS.items() if len(options) > 1}
+    assert with_choice - set(rows) == set(), "groups without a row"
+    for group, cell in rows.items():
+        assert options_named(cell) == GROUPS[group], f"conf/{group}"
+
+
+def code_spans(page: Path) -> list[str]:
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    return re.findall(r"`([^`\n]+)`", text)
+
+
+def known_keys() -> set[str]:
+    """Every dotted key that a yaml sets."""
+    keys: set[str] = set()
+    for file in CONF.glob("*/*.yaml"):
+        text = file.read_text()
+        tree = yaml.safe_load(text)
+        keys |= set(flatten(tree if "@package _global_" in text else {file.parent.name: tree}))
+    return keys
+
+
+LIGHTNINGS = {"trainer.callback_metrics"}  # written like keys
+KEYS = known_keys() | LIGHTNINGS
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_keys_and_options_in_the_text_exist(page: Path) -> None:
+    def each(pattern: str, is_right: Callable[[str, str], bool]) -> list[str]:
+        found = [m for span in code_spans(page) for m in re.finditer(pattern, span)]
+        return [m[0] for m in found if not is_right(m[1], m[2])]
+
+    unknown = each(r"(?<![\w./+])(\w+)\.([a-z_]+(?:\.[a-z_]+)*)(?==|$|\s)",
+                   lambda group, key: group not in GROUPS or f"{group}.{key}" in KEYS)  # fmt: skip
+    assert not unknown, f"{page.name} names keys that are not there"
+    wrong = each(r"(?<![\w.+/])([a-z]+)=([a-z][a-z0-9_|]*)(?=$|\s)",
+                 lambda group, options: group not in GROUPS or set(options.split("|")) <= GROUPS[group])  # fmt: skip
+    assert not wrong, f"{page.name} names options that are not there"
