@@ -1,21 +1,26 @@
-"""One composition, many ranks: the parent has resolved the config; ranks read it from the run's folder.
+"""One composition, many ranks: the parent has resolved the config; ranks read it from <run>/ranks/config.yaml.
 
 A rank never parses the command line. Torch's elastic launcher starts the ranks, passes signals on and ends all when one
 fails; Lightning's TorchElasticEnvironment takes it from there.
 """
 
+import contextlib
+import logging
 import os
 import shutil
 import signal
 import sys
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 from lmtrain import cli, errors
+from lmtrain import config as rules
 from lmtrain.errors import RunError, UserError
-from lmtrain.run_dir import RunDir
+from lmtrain.run_dir import RunDir, write_atomic
+from lmtrain.schema import Config
 
-_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
 _SHUTDOWN_SECONDS = 300  # time for ranks to reach their step's end and save after a signal
 
 
@@ -24,14 +29,40 @@ def is_rank() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def launch(run: RunDir, processes: int) -> int:
-    """Runs `processes` ranks on run.config; returns the run's exit code."""
+@contextlib.contextmanager
+def _process_as_it_was() -> Iterator[None]:
+    """Puts back what the elastic launcher changes; its log lines are left out, the ranks speak for themselves."""
+    handlers = {number: signal.getsignal(number) for number in map(signal.Signals.__getitem__, _SIGNALS)}
+    environ, disabled = dict(os.environ), logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(disabled)
+        os.environ.clear()
+        os.environ.update(environ)
+        for number, handler in handlers.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+
+def launch(run: RunDir, config: Config, processes: int) -> int:
+    """Runs `processes` ranks; returns the run's exit code. The run's config.yaml is rank 0's to write, once checked."""
+    ranks = run.path / "ranks"
+    ranks.mkdir(exist_ok=True)
+    write_atomic(ranks / "config.yaml", rules.dump(config))
+    with _process_as_it_was():
+        code = _launch(run, ranks, processes)
+    if code != errors.FAILED:  # only a failed launch leaves its rank logs
+        shutil.rmtree(ranks, ignore_errors=True)
+    return code
+
+
+def _launch(run: RunDir, ranks: Path, processes: int) -> int:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     settings = LaunchConfig(
         min_nodes=1,
@@ -42,12 +73,12 @@ def launch(run: RunDir, processes: int) -> int:
         rdzv_endpoint="localhost:0",
         max_restarts=0,
         monitor_interval=0.2,
-        signals_to_handle=_SIGNALS,
+        signals_to_handle=",".join(_SIGNALS),
         shutdown_timeout=_SHUTDOWN_SECONDS,
-        logs_specs=DefaultLogsSpecs(log_dir=str(run.path / "ranks")),
+        logs_specs=DefaultLogsSpecs(log_dir=str(ranks)),
     )
     try:
-        elastic_launch(settings, sys.executable)("-m", "lmtrain.launch", str(run.config))
+        elastic_launch(settings, sys.executable)("-m", "lmtrain.launch", str(ranks / "config.yaml"))
     except ChildFailedError as failure:
         rank, first = failure.get_first_failure()
         if first.exitcode == errors.WRONG_INPUT:
@@ -56,10 +87,6 @@ def launch(run: RunDir, processes: int) -> int:
         return errors.FAILED
     except SignalException:
         pass  # passed on to the ranks, who saved
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    shutil.rmtree(run.path / "ranks", ignore_errors=True)  # only a failed launch leaves its rank logs
     summary = run.read_summary()
     if summary is None:
         cli.print_error(f"the ranks ended without a summary in {run.path}: stopped before training began")
@@ -69,11 +96,10 @@ def launch(run: RunDir, processes: int) -> int:
 
 def rank_main(config_path: Path) -> int:
     """One rank: reads the config and trains. A preempted rank exits 0, as its siblings must; summary.json tells."""
-    from lmtrain import config as rules
     from lmtrain import train
 
     try:
-        code = train.run_in_process(rules.load(config_path), RunDir(config_path.parent))
+        code = train.run_in_process(rules.load(config_path), RunDir(config_path.parents[1]))
     except (UserError, RunError) as error:
         if os.environ.get("RANK", "0") == "0" or isinstance(error, RunError):
             cli.print_error(str(error))

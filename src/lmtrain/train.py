@@ -35,8 +35,7 @@ def train(config: Config) -> int:
         if processes == 1:
             return run_in_process(config, folder)
         batch_split(config.data.global_batch_size, config.data.micro_batch_size, processes * config.trainer.num_nodes)
-        run_dir.write_config(folder, config)
-        return launch.launch(folder, processes)
+        return launch.launch(folder, config, processes)
     finally:
         if fresh:
             folder.discard_if_unused(existed)
