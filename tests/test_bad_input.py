@@ -9,9 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from omegaconf import OmegaConf
 
 from inprocess import TWO_STEPS, Ended, message, run, snapshot, train_tiny
-from lmtrain import cli
+from lmtrain import cli, config, neighbours
 from support import TINY, Run
 
 
@@ -82,6 +83,9 @@ NEIGHBOURS = {
     "block_size=128": "here it is data.seq_len",
     "trainer.accumulate_grad_batches=4": "here it is data.global_batch_size (accumulation is derived",
     "max_steps=10": "here it is trainer.max_steps",
+    "model=gpt2": "did you mean model=gpt_small?",
+    "schedule=cosine_with_restarts": "did you mean schedule=cosine_restarts?",
+    "data=shakespeare_char": "did you mean experiment=shakespeare_char?",
     "n_layer=3": "here it is model.num_hidden_layers",
     "out_dir=x": "here it is run.dir",
     "--learning_rate=1e-3": "without dashes, optimizer.lr=",
@@ -92,6 +96,16 @@ NEIGHBOURS = {
 @pytest.mark.parametrize("override", NEIGHBOURS)
 def test_a_neighbours_word_gets_the_one_used_here(override: str, corpus: Path, here: Path) -> None:
     refuse(corpus, here, [override], NEIGHBOURS[override])
+
+
+def test_the_words_used_here_exist() -> None:
+    """Where a neighbour's word leads to is a key, a group or an option."""
+    trees = [config.compose(argv) for argv in ([], ["logger=wandb"], ["model=pretrained"])]
+    for word in neighbours.NEIGHBOURS.values():
+        key = word.split(" ")[0]
+        assert any(OmegaConf.select(tree, key, default=neighbours) is not neighbours for tree in trees), word
+    for option in neighbours.OPTIONS.values():
+        config.compose([option])
 
 
 WRONG_VALUES = {
@@ -457,3 +471,19 @@ def test_process_unreachable_hub(argv: tuple[str, ...], lmtrain: Run, corpus: Pa
     assert_refused(done, *UNREACHABLE[argv], NOWHERE, "HF_ENDPOINT", "HF_HOME")
     after = {name: file for name, file in snapshot(tmp_path).items() if not name.startswith("hf")}
     assert after == before
+
+
+@pytest.mark.slow
+def test_process_ranks_refuse_alike(lmtrain: Run, corpus: Path, tmp_path: Path) -> None:
+    """What only the ranks find out: still one message, exit code 2, and the earlier run as it was."""
+    first = train_tiny(corpus, f"run.dir={tmp_path}/run")
+    assert first.code == 0, first.err
+    before = snapshot(tmp_path / "run")
+    argv = [*TINY, *TWO_STEPS, "data=text", f"data.path={corpus}", f"run.dir={tmp_path}/run", "run.resume=auto",
+            "trainer.max_steps=3", "trainer.accelerator=cpu", "trainer.devices=2",
+            "data.micro_batch_size=3"]  # fmt: skip
+    assert_refused(lmtrain("train", *argv, "seed=7"), "seed (then 1337, now 7)")
+    assert snapshot(tmp_path / "run") == before
+    fresh = [*argv, f"run.dir={tmp_path}/new/run", "model.hidden_size=33"]
+    assert_refused(lmtrain("train", *fresh), "model.hidden_size=33")
+    assert not (tmp_path / "new").exists()

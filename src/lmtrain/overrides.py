@@ -14,85 +14,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lmtrain.errors import UserError
+from lmtrain.neighbours import NEIGHBOURS, OPTIONS
 from lmtrain.schema import Config
-
-# What nanoGPT, litgpt, transformers, TRL, axolotl and the lightning-hydra template call it -> our key.
-NEIGHBOURS = {
-    "datamodule": "data",
-    "dataset": "data",
-    "dataset_name": "data.name",
-    "dataset_config_name": "data.config_name",
-    "optim": "optimizer",
-    "scheduler": "schedule",
-    "lr_scheduler": "schedule",
-    "lr_scheduler_type": "schedule",
-    "lr": "optimizer.lr",
-    "learning_rate": "optimizer.lr",
-    "weight_decay": "optimizer.weight_decay",
-    "warmup_steps": "schedule.warmup_steps",
-    "warmup_iters": "schedule.warmup_steps",
-    "warmup_ratio": "schedule.warmup_ratio",
-    "min_lr": "schedule.min_lr_ratio",
-    "ckpt_path": "run.resume",
-    "resume": "run.resume",
-    "resume_from_checkpoint": "run.resume",
-    "init_from": "model.init",
-    "out_dir": "run.dir",
-    "output_dir": "run.dir",
-    "hydra.run.dir": "run.dir",
-    "task_name": "run.name",
-    "run_name": "run.name",
-    "name": "run.name",
-    "wandb": "logger.wandb (with logger=wandb)",
-    "wandb.name": "logger.wandb.name",
-    "wandb.project": "logger.wandb.project",
-    "batch_size": "data.global_batch_size",
-    "data.batch_size": "data.global_batch_size",
-    "per_device_train_batch_size": "data.micro_batch_size",
-    "micro_batch_size": "data.micro_batch_size",
-    "global_batch_size": "data.global_batch_size",
-    "gradient_accumulation_steps": "data.global_batch_size",
-    "trainer.accumulate_grad_batches": "data.global_batch_size",
-    "accumulate_grad_batches": "data.global_batch_size",
-    "block_size": "data.seq_len",
-    "max_length": "data.seq_len",
-    "max_seq_length": "data.seq_len",
-    "sequence_len": "data.seq_len",
-    "seq_len": "data.seq_len",
-    "max_steps": "trainer.max_steps",
-    "max_iters": "trainer.max_steps",
-    "epochs": "trainer.max_epochs",
-    "num_epochs": "trainer.max_epochs",
-    "num_train_epochs": "trainer.max_epochs",
-    "max_epochs": "trainer.max_epochs",
-    "eval_interval": "trainer.val_check_interval",
-    "eval_steps": "trainer.val_check_interval",
-    "trainer.check_val_every_n_epoch": "trainer.val_check_interval",
-    "save_steps": "trainer.save_every_n_steps",
-    "logging_steps": "trainer.log_every_n_steps",
-    "grad_clip": "trainer.gradient_clip_val",
-    "max_grad_norm": "trainer.gradient_clip_val",
-    "devices": "trainer.devices",
-    "strategy": "trainer.strategy",
-    "precision": "trainer.precision",
-    "dtype": "trainer.precision",
-    "bf16": "trainer.precision",
-    "fp16": "trainer.precision",
-    "compile": "trainer.compile",
-    "gradient_checkpointing": "trainer.activation_checkpointing",
-    "save_total_limit": "checkpoint.keep_last",
-    "callbacks.model_checkpoint": "checkpoint",
-    "n_layer": "model.num_hidden_layers",
-    "model.n_layer": "model.num_hidden_layers",
-    "n_head": "model.num_attention_heads",
-    "model.n_head": "model.num_attention_heads",
-    "n_embd": "model.hidden_size",
-    "model.n_embd": "model.hidden_size",
-    "dropout": "model.dropout",
-    "model_name_or_path": "model.name_or_path",
-    "base_model": "model.name_or_path",
-    "text_column": "data.text_column",
-}
 
 
 def flatten(tree: Mapping[Any, Any], prefix: str = "") -> Iterable[str]:
@@ -174,8 +97,9 @@ def _options(group: str, folders: Iterable[Path]) -> list[str]:
 def unknown_option(group: str, option: str, folders: Iterable[Path]) -> str:
     """The message for `group=option` where no such yaml exists."""
     options = _options(group, folders)
-    near = difflib.get_close_matches(option, options, n=1)
-    hint = f"did you mean {group}={near[0]}? " if near else ""
+    near = [f"{group}={name}" for name in difflib.get_close_matches(option, options, n=1)]
+    meant = OPTIONS.get(f"{group}={option}") or next(iter(near), None)
+    hint = f"did you mean {meant}? " if meant else ""
     return f"there is no {group}={option}; {hint}options: {', '.join(options)}"
 
 
