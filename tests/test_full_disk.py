@@ -69,11 +69,12 @@ def test_in_the_first_row_of_metrics(disk: Disk, corpus: Path) -> None:
     assert_full(train_tiny(corpus, f"run.dir={folder}/run"), "no checkpoint had been written yet")
 
 
-@pytest.mark.parametrize("extra_kib", [8, 150, 400])
-def test_in_a_checkpoint(extra_kib: int, disk: Disk, corpus: Path) -> None:
+@pytest.mark.parametrize(("extra_kib", "save"), [(8, "sync"), (150, "sync"), (400, "sync"), (150, "async")])
+def test_in_a_checkpoint(extra_kib: int, save: str, disk: Disk, corpus: Path) -> None:
     """The checkpoint before it stays whole, half a checkpoint does not; with room again the run goes on."""
     folder = disk(4096)
     settings = [f"run.dir={folder}/run", "run.resume=auto", "export.enabled=false", *EVERY_STEP]
+    settings.append(f"checkpoint.async_save={save == 'async'}")
     assert train_tiny(corpus, *settings, "trainer.max_steps=2").code == 0
     resize(folder, used_kib(folder) + extra_kib)
     good = store.scan(folder / "run" / "checkpoints")
