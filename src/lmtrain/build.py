@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 import transformers
 from lightning.pytorch.callbacks import EarlyStopping
@@ -226,7 +227,7 @@ def build_callbacks(
         )
     if cb.samples.every_n_validations > 0:
         tokenizer = corpus.prepared.tokenizer
-        prompts = cb.samples.prompts or [first_words(corpus.val or corpus.train, tokenizer)]
+        prompts = cb.samples.prompts or [a_prompt(corpus.val or corpus.train, tokenizer)]
         callbacks.append(Samples(run_dir.samples, tokenizer, prompts, cb.samples, metrics, console, config.seed))
     bar = progress_bar(config, console, total_steps)
     if bar is not None:
@@ -256,9 +257,9 @@ def progress_bar(config: Config, console: Console, total_steps: int) -> RichBar 
     return None
 
 
-def first_words(rows: Windows, tokenizer: Any, tokens: int = 16) -> str:
-    """The start of the first row, as a prompt."""
-    batch = rows.read(torch.zeros(1, 2, dtype=torch.int64).numpy())
+def a_prompt(rows: Windows, tokenizer: Any, tokens: int = 24) -> str:
+    """The start of the middle row: files tend to begin with a licence, which says little about a model."""
+    batch = rows.read(np.array([[0, len(rows) // 2]]))
     return tokenizer.decode(batch["input_ids"][0, :tokens].tolist(), skip_special_tokens=True)
 
 
