@@ -6,7 +6,7 @@ ARGS   ?=
 # Tests run side by side, one thread each; see tests/conftest.py.
 JOBS   ?= 2
 
-.PHONY: env train test test-all lint typecheck bench clean
+.PHONY: env train test test-all lint typecheck clean
 
 env: $(VENV)/.installed
 
