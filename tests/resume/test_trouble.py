@@ -1,0 +1,35 @@
+"""What a machine does to a run ends in one message, exit 1, and the last checkpoint untouched."""
+
+import json
+from pathlib import Path
+
+import pytest
+from runs import train
+
+from lmtrain import checkpoint as store
+
+CASES = {
+    "KillWorkers": ("data loading process ended unexpectedly", "data.num_workers=0"),
+    "Greedy": ("out of memory", "data.micro_batch_size=1"),
+    "LoseTheData": ("it was changed while in use", ""),
+}
+
+
+@pytest.mark.parametrize("what", CASES)
+def test_one_message_and_the_checkpoint_stays(
+    what: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LMTRAIN_CACHE", str(tmp_path / "cache"))  # LoseTheData harms it
+    workers = "data.num_workers=2" if what == "KillWorkers" else "data.num_workers=0"
+    run_dir = tmp_path / "run"
+    trouble = [f"callbacks.extra=[{{_target_: trouble.{what}}}]", "run.allow_target=[trouble]"]
+    done = train(corpus, run_dir, "data.micro_batch_size=3", workers, "trainer.max_steps=500", *trouble, timeout=120)
+    assert done.returncode == 1, done.stdout + done.stderr
+    message, fix = CASES[what]
+    assert message in done.stderr
+    assert fix in done.stderr
+    assert "Traceback" not in done.stderr
+    kept = store.scan(run_dir / "checkpoints")
+    assert store.step_of(kept[0]) == 2
+    assert all(store.damage(path) is None for path in kept)
+    assert json.loads((run_dir / "summary.json").read_text())["status"] == "failed"
