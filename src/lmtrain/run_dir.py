@@ -129,6 +129,12 @@ def resume_mode(config: Config) -> str:
     return "auto" if config.run.name is not None else "none"
 
 
+def foreign_files(run: RunDir) -> list[Path]:
+    """What lies in a folder that holds no run yet, but for what a start that was killed early leaves."""
+    entries = [p for p in run.path.iterdir() if ".tmp" not in p.name]
+    return [p for p in entries if p != run.checkpoints or any(p.iterdir())]
+
+
 def open_run(config: Config) -> RunDir:
     """Makes or reopens the run's folder; sets config.run.dir to it.
 
@@ -145,7 +151,7 @@ def open_run(config: Config) -> RunDir:
             f"{path} holds a run already, and nothing in it is overwritten: continue it with run.resume=auto, "
             f"or choose another run.dir or run.name"
         )
-    if path.is_dir() and not holds_run and any(p for p in path.iterdir() if ".tmp" not in p.name):
+    if path.is_dir() and not holds_run and foreign_files(run):
         raise UserError(f"{path} holds files that are not a run of lmtrain's: choose another run.dir or run.name")
     try:
         path.mkdir(parents=True, exist_ok=True)

@@ -106,3 +106,13 @@ def test_tmpdir_on_another_file_system(uninterrupted: tuple[Path, str], corpus: 
         del os.environ["TMPDIR"]
         shutil.rmtree(other)
     assert_equal_runs(whole, tmp_path / "run")
+
+
+def test_killed_before_training_began(uninterrupted: tuple[Path, str], corpus: Path, tmp_path: Path) -> None:
+    """What an early kill leaves is a folder without config.yaml: the same command starts there as if it were new."""
+    whole, micro = uninterrupted
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "config.yaml.tmp123").write_text("seed:")
+    done = train(corpus, tmp_path / "run", micro)
+    assert done.returncode == 0, done.stderr
+    assert_equal_runs(whole, tmp_path / "run")
