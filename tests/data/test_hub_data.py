@@ -81,7 +81,7 @@ def test_an_unreachable_hub_names_the_way_out(data_config, tokenizer_config):
         prepare(data_config("openwebtext", name="some/dataset"), tokenizer_config(), progress=False)
     with pytest.raises(UserError, match=r"tokenizer 'some/tokenizer' can't be fetched.*HF_HOME.*tokenizer=bpe"):
         prepare(data_config("python_stdlib"), tokenizer_config("hub", name_or_path="some/tokenizer"), progress=False)
-    assert time.perf_counter() - began < 5
+    assert time.perf_counter() - began < 20  # the libraries alone retry for 23 to 48 s; loaded machines take their time
 
 
 def test_a_commit_needs_no_question():
@@ -133,7 +133,7 @@ def test_a_silent_hub_is_given_up_on(tmp_path):
         answers = ask(endpoint, tmp_path / "home", tmp_path / "cache", *jobs, HF_HUB_ETAG_TIMEOUT="1")
     assert "dataset 'Salesforce/wikitext' can't be fetched" in answers[0]["error"]
     assert "tokenizer 'gpt2' can't be fetched" in answers[1]["error"]
-    assert all(a["seconds"] < 5 for a in answers)
+    assert all(a["seconds"] < 20 for a in answers)  # as above
 
 
 @pytest.fixture(scope="module")

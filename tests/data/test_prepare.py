@@ -162,7 +162,7 @@ def test_a_prepared_folder_is_used_again_at_once(data_config, tokenizer_config):
     written = (first.folder / "meta.json").stat().st_mtime_ns
     began = time.perf_counter()
     again = prepare(cfg, tokenizer, progress=False)
-    assert time.perf_counter() - began < 1
+    assert time.perf_counter() - began < 5  # about 0.1 s; preparing again takes longer than this even on a busy machine
     assert (again.folder, again.fingerprint, again.meta) == (first.folder, first.fingerprint, first.meta)
     assert (again.folder / "meta.json").stat().st_mtime_ns == written
 
