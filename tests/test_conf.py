@@ -22,7 +22,7 @@ import yaml
 
 from inprocess import TWO_STEPS, Ended, run, train_tiny
 from lmtrain import config
-from lmtrain.callbacks.metrics import TIME_FIELDS
+from lmtrain.callbacks.metrics import without_times
 from lmtrain.errors import UserError
 from lmtrain.models.build import build_model
 from lmtrain.schema import Config
@@ -288,7 +288,7 @@ def test_a_config_dir_of_ones_own(corpus: Path, tmp_path: Path, monkeypatch: pyt
 
 
 def stable(path: Path) -> list[dict]:
-    return [{k: v for k, v in row.items() if k not in TIME_FIELDS} for row in rows(path)]
+    return [without_times(row) for row in rows(path)]
 
 
 def test_runs_in_one_process_do_not_disturb_one_another(corpus: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from inprocess import run, snapshot, train_tiny
 from lmtrain import checkpoint as store
 from lmtrain import config as rules
-from lmtrain.callbacks.metrics import TIME_FIELDS
+from lmtrain.callbacks.metrics import without_times
 from lmtrain.run_dir import RunDir, locate
 from support import TINY, rows
 
@@ -25,7 +25,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def stable(run_dir: Path) -> list[dict]:
     """metrics.jsonl without what depends on the machine's speed."""
-    return [{k: v for k, v in row.items() if k not in TIME_FIELDS} for row in rows(run_dir / "metrics.jsonl")]
+    return [without_times(row) for row in rows(run_dir / "metrics.jsonl")]
 
 
 def trained_steps(run_dir: Path) -> list[int]:

@@ -24,11 +24,6 @@ _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
 _SHUTDOWN_SECONDS = 300  # time for ranks to reach their step's end and save after a signal
 
 
-def is_rank() -> bool:
-    """Whether a launcher (ours, torchrun) started this process."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
-
-
 @contextlib.contextmanager
 def _process_as_it_was() -> Iterator[None]:
     """Puts back what the elastic launcher changes; its log lines are left out, the ranks speak for themselves."""

@@ -62,7 +62,7 @@ def run_in_process(config: Config, folder: RunDir) -> int:
 
 
 def is_finished(config: Config, folder: RunDir) -> bool:
-    """Whether this very run has ended already: same config (but for where it runs) and a summary that says so."""
+    """Whether the run in this folder has ended, and no other length is asked for now."""
     if run_dir.resume_mode(config) != "auto" or not folder.config.exists():
         return False
     summary = folder.read_summary()

@@ -12,7 +12,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 from lmtrain import cli, errors
 from lmtrain.errors import RunError, UserError
@@ -100,13 +99,10 @@ def differences(a: Path, b: Path) -> list[str]:
     import torch
 
     from lmtrain import checkpoint as store
-    from lmtrain.callbacks.metrics import TIME_FIELDS
-
-    def stable(row: dict[str, Any]) -> dict[str, Any]:
-        return {key: value for key, value in row.items() if key not in TIME_FIELDS}
+    from lmtrain.callbacks.metrics import without_times
 
     problems = []
-    rows_a, rows_b = ([stable(r) for r in read_jsonl(run / "metrics.jsonl")] for run in (a, b))
+    rows_a, rows_b = ([without_times(r) for r in read_jsonl(run / "metrics.jsonl")] for run in (a, b))
     if len(rows_a) != len(rows_b):
         problems.append(f"metrics.jsonl has {len(rows_a)} rows uninterrupted, {len(rows_b)} resumed")
     for x, y in zip(rows_a, rows_b, strict=False):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lmtrain import checkpoint as store
-from lmtrain.callbacks.metrics import TIME_FIELDS
+from lmtrain.callbacks.metrics import without_times
 from lmtrain.run_dir import read_jsonl
 
 HERE = Path(__file__).parent
@@ -65,7 +65,7 @@ def kill_at(place: str, step: int) -> list[str]:
 
 def stable_rows(run_dir: Path) -> list[dict[str, Any]]:
     """metrics.jsonl without the fields that depend on the machine's speed."""
-    return [{k: v for k, v in row.items() if k not in TIME_FIELDS} for row in read_jsonl(run_dir / "metrics.jsonl")]
+    return [without_times(row) for row in read_jsonl(run_dir / "metrics.jsonl")]
 
 
 def assert_equal_runs(a: Path, b: Path) -> None:

@@ -21,6 +21,11 @@ Row = dict[str, Any]
 TIME_FIELDS = ("tokens_per_s", "step_ms", "data_wait_ms", "mfu", "memory_gib", "time")
 
 
+def without_times(row: Row) -> Row:
+    """The row without TIME_FIELDS: what two equal runs must share."""
+    return {key: value for key, value in row.items() if key not in TIME_FIELDS}
+
+
 class Clock:
     """Time spent training since the last row, without validations, saves and samples, and the time waited for data."""
 
