@@ -85,10 +85,11 @@ def fit_schedule(run: "Run", schedule_steps: int, tell: Callable[[str], None]) -
 def rewind(run: "Run", checkpoint: Path | None) -> str | None:
     """Sweeps leftovers and cuts the run's logs back to the checkpoint's step; returns where it continues, in words."""
     step = store.step_of(checkpoint) if checkpoint is not None else 0
-    store.sweep(run.dir.path)
-    store.sweep(run.dir.checkpoints)
-    run_dir.cut_back(run.dir.metrics, step)
-    run_dir.cut_back(run.dir.samples, step)
-    run.dir.summary.unlink(missing_ok=True)
-    write_again(run.trainer.loggers, run.dir)
+    if run.trainer.is_global_zero:  # the others would sweep away what rank 0 is writing
+        store.sweep(run.dir.path)
+        store.sweep(run.dir.checkpoints)
+        run_dir.cut_back(run.dir.metrics, step)
+        run_dir.cut_back(run.dir.samples, step)
+        run.dir.summary.unlink(missing_ok=True)
+        write_again(run.trainer.loggers, run.dir)
     return f"continues after step {step:,} ({checkpoint})" if checkpoint is not None else None
