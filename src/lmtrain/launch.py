@@ -17,10 +17,12 @@ from pathlib import Path
 from lmtrain import cli, errors
 from lmtrain import config as rules
 from lmtrain.errors import RunError, UserError
+from lmtrain.orphans import end_with_parent
 from lmtrain.run_dir import RunDir, write_atomic
 from lmtrain.schema import Config
 
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
+_LAUNCHER = "LMTRAIN_LAUNCHER_PID"  # tells ranks whom to end with
 _SHUTDOWN_SECONDS = 300  # time for ranks to reach their step's end and save after a signal
 
 
@@ -58,6 +60,7 @@ def _launch(run: RunDir, ranks: Path, processes: int) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    os.environ[_LAUNCHER] = str(os.getpid())
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     settings = LaunchConfig(
         min_nodes=1,
@@ -93,6 +96,8 @@ def rank_main(config_path: Path) -> int:
     """One rank: reads the config and trains. A preempted rank exits 0, as its siblings must; summary.json tells."""
     from lmtrain import train
 
+    if _LAUNCHER in os.environ:  # a launcher that was killed can't pass on a signal: save and leave
+        end_with_parent(int(os.environ[_LAUNCHER]), signal.SIGTERM)
     try:
         code = train.run_in_process(rules.load(config_path), RunDir(config_path.parents[1]))
     except (UserError, RunError) as error:

@@ -57,3 +57,17 @@ def test_sigterm_to_the_parent_saves_and_resumes_equal(corpus: Path, tmp_path: P
     assert resumed.returncode == 0, resumed.stderr
     a, b = ([without_times(row) for row in rows(d / "metrics.jsonl")] for d in (tmp_path / "whole", run_dir))
     assert a == b
+
+
+@pytest.mark.slow
+def test_ranks_of_a_killed_parent_save_and_leave(corpus: Path, tmp_path: Path, lmtrain: Run) -> None:
+    run_dir = tmp_path / "run"
+    command = [*settings(corpus, run_dir, 2), "trainer.max_steps=4000", "run.resume=auto"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lmtrain.train", *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    while process.poll() is None and not any(r["step"] >= 15 for r in read_jsonl(run_dir / "metrics.jsonl")):
+        time.sleep(0.02)
+    process.kill()
+    process.communicate(timeout=60)  # the ranks hold the pipe: this returns when they are gone
+    assert json.loads((run_dir / "summary.json").read_text())["status"] == "preempted"

@@ -1,5 +1,8 @@
 """The LightningDataModule: loaders whose items are whole optimizer steps (training) or micro-batches (validation)."""
 
+import functools
+import os
+import signal
 import zlib
 from collections.abc import Iterator
 from typing import Any, Protocol
@@ -11,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lmtrain.config import batch_split
 from lmtrain.data import order
+from lmtrain.orphans import end_with_parent
 
 MicroBatch = dict[str, torch.Tensor]
 
@@ -131,7 +135,7 @@ class TokenDataModule(pl.LightningDataModule):
             pin_memory=torch.cuda.is_available(),
             # A generator of its own: starting an iterator must not draw from the one that dropout uses.
             generator=torch.Generator().manual_seed(self.seed),
-            worker_init_fn=ignore_signals,
+            worker_init_fn=functools.partial(start_worker, os.getpid()),
         )
 
     def train_dataloader(self) -> DataLoader:
@@ -163,10 +167,12 @@ class TokenDataModule(pl.LightningDataModule):
         return self._loader(dataset, None)
 
 
-def ignore_signals(_worker: int) -> None:
-    """Loader workers leave SIGINT, SIGTERM and SIGUSR1 to the process that trains: it saves first, then ends them."""
-    import signal
+def start_worker(trains: int, _worker: int) -> None:
+    """Workers leave SIGINT, SIGTERM and SIGUSR1 to the process `trains`, which saves first, and end with it.
 
+    Torch's own watch misses a parent that died before the worker had begun: such workers would stay for ever.
+    """
     for name in ("SIGINT", "SIGTERM", "SIGUSR1"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
+    end_with_parent(trains, signal.SIGKILL)

@@ -1,0 +1,49 @@
+"""Loader workers end with the process that trains, at whatever moment it dies."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+# The workers sleep as they begin, so that the parent is dead by then.
+DIES_AT_FORK = """
+import os, signal, sys, threading, time
+import torch
+from torch.utils.data import TensorDataset
+from lmtrain.data.modules import TokenDataModule
+
+module = TokenDataModule(None, None, seed=0, global_batch_size=1, micro_batch_size=1, total_steps=1, max_epochs=None,
+                         limit_val_batches=None, num_workers=2)
+os.register_at_fork(after_in_child=lambda: (print(os.getpid(), flush=True), time.sleep(1)))
+threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
+batches = iter(module._loader(TensorDataset(torch.zeros(4)), None))
+time.sleep(60)
+"""
+
+
+def alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"  # nobody may be there to bury it
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and prctl")
+def test_workers_of_a_killed_parent_are_gone() -> None:
+    """Torch's own watch takes the process that inherits an orphan for the parent, where the parent died first."""
+    process = subprocess.Popen([sys.executable, "-c", DIES_AT_FORK], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    workers = [int(process.stdout.readline()) for _ in range(2)]
+    assert process.wait(timeout=60) == -signal.SIGKILL
+    try:
+        deadline = time.monotonic() + 20  # torch's watch looks every 5 s
+        while any(map(alive, workers)) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert not any(map(alive, workers))
+    finally:
+        for pid in filter(alive, workers):
+            os.kill(pid, signal.SIGKILL)
