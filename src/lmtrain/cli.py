@@ -17,6 +17,7 @@ from lmtrain.errors import UserError
 if TYPE_CHECKING:
     from lmtrain.schema import Config
 
+TYPED = "LMTRAIN_TYPED"  # the environment variable that tells ranks the command line their parent was given
 VERBS = {
     "train": "train a model: compose, check, train, export",
     "prepare": "source text to tokenizer and bins, without training",

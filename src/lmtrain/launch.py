@@ -7,6 +7,7 @@ fails; Lightning's TorchElasticEnvironment takes it from there.
 import contextlib
 import logging
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -60,7 +61,7 @@ def _launch(run: RunDir, ranks: Path, processes: int) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    os.environ[_LAUNCHER] = str(os.getpid())
+    os.environ |= {_LAUNCHER: str(os.getpid()), cli.TYPED: shlex.join(sys.argv[1:])}
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     settings = LaunchConfig(
         min_nodes=1,

@@ -1,6 +1,7 @@
 """How a run ended: summary.json, the table on the screen, the export."""
 
 import contextlib
+import os
 import platform
 import shlex
 import sys
@@ -13,6 +14,7 @@ import numpy as np
 from rich.table import Table
 
 from lmtrain import checkpoint as store
+from lmtrain import cli
 from lmtrain.errors import RunError
 from lmtrain.train import asked
 
@@ -82,7 +84,8 @@ def export(run: "Run") -> Path:
 
 def say_how_to_go_on(run: "Run") -> None:
     """The command that continues this run, after its checkpoint was written."""
-    words = [w for w in sys.argv[1:] if not w.startswith(("run.resume=", "run.dir="))]
+    typed = shlex.split(os.environ[cli.TYPED]) if cli.TYPED in os.environ else sys.argv[1:]
+    words = [w for w in typed if not w.startswith(("run.resume=", "run.dir="))]
     command = shlex.join(["python", "-m", "lmtrain.train", *words, f"run.dir={run.dir.path}", "run.resume=auto"])
     run.console.print(
         f"stopped by {run.preemption.reason} at step {run.trainer.global_step:,} of {run.total_steps:,}; "
