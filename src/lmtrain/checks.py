@@ -34,12 +34,13 @@ def _choice(key: str, value: Any, options: tuple[str, ...]) -> None:
 
 
 def _check_choices(c: Config) -> None:
-    _choice("objective.name", c.objective.name, ("causal_lm",))
+    _choice("objective.name", c.objective.name, ("causal_lm", "sft"))
     _choice("run.schedule_on_resume", c.run.schedule_on_resume, ("keep", "rescale"))
     _choice("model.init", c.model.init, ("scratch", "pretrained"))
-    _choice("data.source", c.data.source, ("hub", "files", "python_stdlib", "bins"))
+    _choice("data.source", c.data.source, ("hub", "files", "python_stdlib", "bins", "mixture"))
     _choice("data.format", c.data.format, ("auto", "text", "jsonl", "json", "parquet", "arrow"))
-    _choice("data.sample_by", c.data.sample_by, ("document", "paragraph", "line"))
+    if c.data.sample_by is not None:
+        _choice("data.sample_by", c.data.sample_by, ("document", "paragraph", "line"))
     _choice("tokenizer.kind", c.tokenizer.kind, ("hub", "bpe", "bytes", "char"))
     short = {"bf16": "bf16-mixed", "fp16": "16-mixed", "16": "16-mixed", "fp32": "32-true", "32": "32-true"}
     if c.trainer.precision in short:
@@ -106,12 +107,13 @@ def _check_numbers(c: Config) -> None:
         "optimizer.lr": c.optimizer.lr,
         "optimizer.weight_decay": c.optimizer.weight_decay,
         "objective.z_loss": c.objective.z_loss,
+        "callbacks.samples.rows": c.callbacks.samples.rows,
         "callbacks.samples.every_n_validations": c.callbacks.samples.every_n_validations,
         "callbacks.samples.temperature": c.callbacks.samples.temperature,
         "generate.temperature": c.generate.temperature,
     }
     for key, number in not_negative.items():
-        if not 0 <= number < math.inf:
+        if number is not None and not 0 <= number < math.inf:
             raise UserError(f"{key}={number}: a number from 0 up is needed")
     clip = c.trainer.gradient_clip_val
     if clip is not None and not clip > 0:

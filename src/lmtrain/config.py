@@ -137,7 +137,7 @@ def horizon(max_steps: int | None, max_epochs: int | None, rows: int, global_bat
 def to_plain(config: Config) -> dict[str, Any]:
     """The config as plain containers, what config.yaml holds; fields without a meaning for a variant are left out."""
     plain = dataclasses.asdict(config)
-    for section in ("model", "tokenizer", "optimizer", "schedule"):
+    for section in ("objective", "model", "data", "tokenizer", "peft", "optimizer", "schedule"):
         cls = next(f.type for f in dataclasses.fields(Config) if f.name == section)
         absent = [
             f.name

@@ -26,6 +26,7 @@ class Objective:
     loss_chunk_tokens: int | str
     z_loss: float
     label_smoothing: float
+    neftune_alpha: float | None = None  # sft only
 
 
 @dataclass(kw_only=True)
@@ -63,25 +64,18 @@ class Model:
 
 @dataclass(kw_only=True)
 class Data:
-    source: str  # hub, files, python_stdlib or bins
+    source: str  # hub, files, python_stdlib, bins or mixture
     name: str | None
     config_name: str | None
     revision: str | None
     path: Any  # a file, folder or glob, or a list of them
     val_path: Any  # the same, held out for validation
     format: str  # auto, text, jsonl, json, parquet, arrow
-    text_column: Any  # a column or a list of columns, joined by column_separator
-    column_separator: str
-    sample_by: str  # for text files: document, paragraph or line
-    document_start: str | None  # rows are joined into one document until a row that matches this pattern
     train_split: str
     val_split: str | None
     val_fraction: float
-    min_length: int
     num_samples: int | None
     streaming: bool
-    append_eos: bool
-    shard_tokens: int
     num_proc: int | None
     cache_dir: str
     seq_len: int
@@ -89,6 +83,28 @@ class Data:
     micro_batch_size: int
     num_workers: int
     isolate_documents: bool
+    # Text for pretraining only.
+    text_column: Any = None  # a column or a list of columns, joined by column_separator
+    column_separator: str = None  # type: ignore[assignment]
+    sample_by: str = None  # type: ignore[assignment]  # for text files: document, paragraph or line
+    document_start: str | None = None  # rows are joined into one document until a row that matches this pattern
+    min_length: int = None  # type: ignore[assignment]
+    append_eos: bool = None  # type: ignore[assignment]
+    shard_tokens: int = None  # type: ignore[assignment]
+    # Conversations (sft) and preferences (dpo) only.
+    mixture: list[dict[str, Any]] | None = None  # [{path or name, config_name, train_split, weight}]
+    conversation_format: str | None = None  # auto or one of data.conversations.FORMATS
+    columns: dict[str, str] | None = None  # what a format's column is called in this data: {prompt: question}
+    prompt_template: str | None = None  # text with {column} in it
+    response_template: str | None = None
+    system_prompt: str | None = None  # put before conversations that have none
+    chat_template: str | None = None  # None: the tokenizer's own; a name of ours; a Jinja file
+    train_on: str | None = None  # assistant, last_assistant, completion or all
+    max_length: int | None = None
+    on_too_long: str | None = None  # truncate_left, truncate_right, drop, split or raise
+    on_bad_row: str | None = None  # raise or skip
+    max_untrained: float | None = None  # share of rows without a trained token above which the run is refused
+    packing: str | None = None  # off, concat, greedy, first_fit or best_fit_decreasing
 
 
 @dataclass(kw_only=True)
@@ -100,6 +116,24 @@ class Tokenizer:
     vocab_size: int | None = None
     min_frequency: int | None = None
     train_characters: int | None = None
+    add_tokens: list[str] | None = None  # special tokens to add, such as <|im_start|>
+
+
+@dataclass(kw_only=True)
+class Peft:
+    method: str  # none or lora
+    adapter: str | None = None  # folder or hub name of an adapter to go on training
+    r: int | None = None
+    alpha: float | None = None
+    dropout: float | None = None
+    target_modules: Any = None  # all-linear, a regular expression, or a list of names
+    modules_to_save: list[str] | None = None
+    bias: str | None = None  # none, all or lora_only
+    use_rslora: bool | None = None
+    use_dora: bool | None = None
+    init_weights: str | None = None  # default, pissa, pissa_niter_<n>, ...
+    quantization: str | None = None  # nf4, fp4 or int8: how the frozen base is stored
+    double_quant: bool | None = None
 
 
 @dataclass(kw_only=True)
@@ -172,6 +206,8 @@ class Samples:
     max_new_tokens: int
     temperature: float
     top_k: int | None
+    rows: int  # sft and dpo: validation rows whose answers are written beside their references
+    metrics: list[Any]  # bleu, rouge, exact_match, or {_target_: ...}, over those answers
 
 
 @dataclass(kw_only=True)
@@ -225,7 +261,7 @@ class Config:
     model: Model
     data: Data
     tokenizer: Tokenizer
-    peft: dict[str, Any]
+    peft: Peft
     optimizer: Optimizer
     schedule: Schedule
     trainer: Trainer
