@@ -100,7 +100,7 @@ def _check_whole_numbers(c: Config) -> None:
 
 
 def _check_numbers(c: Config) -> None:
-    not_negative: dict[str, float] = {
+    not_negative: dict[str, float | None] = {
         "data.num_workers": c.data.num_workers,
         "data.min_length": c.data.min_length,
         "checkpoint.keep_best": c.checkpoint.keep_best,

@@ -85,12 +85,12 @@ class Data:
     isolate_documents: bool
     # Text for pretraining only.
     text_column: Any = None  # a column or a list of columns, joined by column_separator
-    column_separator: str = None  # type: ignore[assignment]
-    sample_by: str = None  # type: ignore[assignment]  # for text files: document, paragraph or line
+    column_separator: str | None = None
+    sample_by: str | None = None  # for text files: document, paragraph or line
     document_start: str | None = None  # rows are joined into one document until a row that matches this pattern
-    min_length: int = None  # type: ignore[assignment]
-    append_eos: bool = None  # type: ignore[assignment]
-    shard_tokens: int = None  # type: ignore[assignment]
+    min_length: int | None = None
+    append_eos: bool | None = None
+    shard_tokens: int | None = None
     # Conversations (sft) and preferences (dpo) only.
     mixture: list[dict[str, Any]] | None = None  # [{path or name, config_name, train_split, weight}]
     conversation_format: str | None = None  # auto or one of data.conversations.FORMATS

@@ -14,8 +14,11 @@ CONF = Path(__file__).parents[2] / "conf"
 def _load(group: str, option: str) -> dict:
     tree = OmegaConf.load(CONF / group / f"{option}.yaml")
     plain = OmegaConf.to_container(tree, resolve=False)
-    base = _load(group, "base") if "base" in plain.pop("defaults", []) else {}
-    return {**base, **plain}
+    merged: dict = {}
+    for name in plain.pop("defaults", []):
+        if isinstance(name, str) and name != "_self_":
+            merged |= _load(group, name)
+    return {**merged, **plain}
 
 
 @pytest.fixture

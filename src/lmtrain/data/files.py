@@ -125,7 +125,7 @@ def _rows(path: Path, format: str, cfg: Data) -> Iterator[str]:
         "arrow": _arrow,
     }
     for where, row in readers[format](path, columns):
-        yield text_of(row, columns, cfg.column_separator, where)
+        yield text_of(row, columns, cfg.column_separator or "", where)
 
 
 def open_binary(path: Path) -> IO[bytes]:

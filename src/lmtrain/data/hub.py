@@ -145,7 +145,7 @@ def read_rows(splits: Any, split: str, cfg: Data) -> Iterator[str]:
     try:
         for batch in rows.iter(batch_size=_ROWS):
             for values in zip(*batch.values(), strict=True):
-                yield text_of(dict(zip(batch, values, strict=True)), columns, cfg.column_separator, where)
+                yield text_of(dict(zip(batch, values, strict=True)), columns, cfg.column_separator or "", where)
     except (OSError, ConnectionError) as error:
         raise UserError(f"{where} can't be read from {endpoint()}: {_first_line(error)}") from None
 

@@ -181,7 +181,7 @@ def _write_split(
     if pieces is None:
         return None
     encoder = Encoder(tokenizer, meta["eos_id"] if cfg.append_eos else None)
-    writer = BinWriter(folder, name, meta["dtype"], cfg.shard_tokens)
+    writer = BinWriter(folder, name, meta["dtype"], cfg.shard_tokens or 2**30)
     show.start(name, sources.expected_bytes(source, cfg, name))
     try:
         for part in encoder.encode(pieces):

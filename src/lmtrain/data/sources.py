@@ -70,7 +70,7 @@ def _filtered(source: Source, cfg: Data, name: str) -> Iterator[Piece] | None:
     found = source.pieces(name)
     if found is None:
         return None
-    kept = at_least(found, cfg.min_length)
+    kept = at_least(found, cfg.min_length or 0)
     return kept if cfg.num_samples is None else first(kept, cfg.num_samples)
 
 

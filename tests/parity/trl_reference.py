@@ -1,0 +1,121 @@
+"""What TRL makes of the same rows: run in TRL's environment (`make env-trl`), never imported by lmtrain's tests.
+
+python trl_reference.py spec.json out.json
+
+The spec says what: `labels` (SFTTrainer's token ids and labels), `sft` (its losses and gradient norms) or `dpo`
+(DPOTrainer's metrics). Rows are taken in the order given.
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import trl
+from datasets import Dataset
+from peft import LoraConfig, PeftModel, load_peft_weights, set_peft_model_state_dict
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+Spec = dict[str, Any]
+
+
+def labels(spec: Spec) -> dict[str, Any]:
+    """Input ids and labels (-100: not learned) of every row, as SFTTrainer prepares them."""
+    tokenizer = read_tokenizer(spec)
+    config = LlamaConfig(len(tokenizer), 8, 8, 1, 1, max_position_embeddings=8)  # SFTTrainer will have a model
+    args = trl.SFTConfig(assistant_only_loss=True, max_length=spec["max_length"], **common())
+    rows = Dataset.from_list([{"messages": messages} for messages in spec["rows"]])
+    trainer = trl.SFTTrainer(LlamaForCausalLM(config), args, train_dataset=rows, processing_class=tokenizer)
+    return {name: list(trainer.train_dataset[name]) for name in ("input_ids", "labels")}
+
+
+def sft(spec: Spec) -> list[dict[str, float]]:
+    """Loss and gradient norm (before clipping) of each step; the adapter given is the start."""
+    rows = Dataset.from_list([{"messages": messages} for messages in spec["rows"]])
+    args = trl.SFTConfig(assistant_only_loss=True, max_length=spec["max_length"], **common(), **optimisation(spec))
+    model = PeftModel.from_pretrained(read_model(spec), spec["adapter"], is_trainable=True)
+    trainer = trl.SFTTrainer(model, args, train_dataset=rows, processing_class=read_tokenizer(spec))
+    trainer.train()
+    return steps_of(trainer)
+
+
+def dpo(spec: Spec) -> dict[str, list[dict[str, float]]]:
+    """DPOTrainer's metrics of each step, for each of spec["losses"]: {name: keywords of DPOConfig}.
+
+    With an adapter, the reference is the base with the adapter off; without one, a second copy of the model.
+    """
+    found = {}
+    for name, keywords in spec["losses"].items():
+        args = trl.DPOConfig(max_length=spec["max_length"], **common(), **optimisation(spec), **keywords)
+        given: dict[str, Any] = {"processing_class": read_tokenizer(spec)}
+        if spec["adapter"]:
+            # A PeftModel would become its own reference: so a fresh adapter of the same shape, then its weights.
+            given["peft_config"] = LoraConfig.from_pretrained(spec["adapter"], inference_mode=False)
+        else:
+            given["ref_model"] = read_model(spec)
+        trainer = trl.DPOTrainer(read_model(spec), args, train_dataset=Dataset.from_list(spec["rows"]), **given)
+        if spec["adapter"]:
+            set_peft_model_state_dict(trainer.model, load_peft_weights(spec["adapter"], device="cpu"))
+        trainer.train()
+        found[name] = steps_of(trainer)
+    return found
+
+
+def read_tokenizer(spec: Spec) -> transformers.PreTrainedTokenizerBase:
+    """With the template of TRL's own collection that the spec names, or one given as text."""
+    tokenizer = AutoTokenizer.from_pretrained(spec["tokenizer"])
+    if spec.get("trl_template"):
+        tokenizer.chat_template = (Path(trl.__file__).parent / "chat_templates" / spec["trl_template"]).read_text()
+    elif spec.get("template"):
+        tokenizer.chat_template = spec["template"]
+    return tokenizer
+
+
+def read_model(spec: Spec) -> transformers.PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32)
+
+
+def common() -> dict[str, Any]:
+    return {
+        "output_dir": tempfile.mkdtemp(prefix="trl_"),
+        "bf16": False,
+        "use_cpu": True,
+        "gradient_checkpointing": False,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
+
+
+def optimisation(spec: Spec) -> dict[str, Any]:
+    """AdamW with a constant rate; every step logged."""
+    return {
+        "train_sampling_strategy": "sequential",
+        "per_device_train_batch_size": spec["micro_batch_size"],
+        "gradient_accumulation_steps": spec["accumulation"],
+        "num_train_epochs": 1,
+        "optim": "adamw_torch",
+        "learning_rate": spec["lr"],
+        "lr_scheduler_type": "constant",
+        "adam_beta1": spec["betas"][0],
+        "adam_beta2": spec["betas"][1],
+        "weight_decay": 0.0,
+        "max_grad_norm": spec["clip"],
+        "logging_steps": 1,
+        "logging_nan_inf_filter": False,
+    }
+
+
+def steps_of(trainer: transformers.Trainer) -> list[dict[str, float]]:
+    return [row for row in trainer.state.log_history if "grad_norm" in row]
+
+
+if __name__ == "__main__":
+    transformers.utils.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    asked = json.loads(Path(sys.argv[1]).read_text())
+    answer = {"labels": labels, "sft": sft, "dpo": dpo}[asked["what"]](asked)
+    Path(sys.argv[2]).write_text(json.dumps(answer))
