@@ -29,7 +29,7 @@ class CrossEntropy(NamedTuple):
     n_tokens: Tensor  # 0-dim int64
 
 
-class _Terms(NamedTuple):
+class Terms(NamedTuple):
     """What the loss of a row of logits is made of, beside its label."""
 
     z_loss: float
@@ -70,24 +70,33 @@ def chunked_cross_entropy(
         logit_scale: logits are multiplied by it before the bias (Cohere's logit_scale, 1 / Granite's logits_scaling).
         compiled: run the part between the matrix products through torch.compile, one kernel instead of ten.
     """
-    terms = _Terms(z_loss, label_smoothing, logit_softcap)
+    terms = Terms(z_loss, label_smoothing, logit_softcap)
     n_tokens = (labels != IGNORE_INDEX).sum()
-    if 4 * hidden.shape[0] * weight.shape[0] <= CPU_BLOCK_BYTES and bias is None and terms == _Terms(0.0, 0.0, None):
+    if 4 * hidden.shape[0] * weight.shape[0] <= CPU_BLOCK_BYTES and bias is None and terms == Terms(0.0, 0.0, None):
         logits = F.linear(hidden if logit_scale == 1.0 else hidden * logit_scale, weight)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         loss_sum = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
         return CrossEntropy(loss_sum, loss_sum.detach(), n_tokens)
-    device_type = hidden.device.type
-    if torch.is_autocast_enabled(device_type):
-        dtype = torch.get_autocast_dtype(device_type)
-    else:
-        dtype = torch.promote_types(hidden.dtype, weight.dtype)
+    dtype = matmul_dtype(hidden, weight)
     with_grad = torch.is_grad_enabled()
-    with torch.autocast(device_type, enabled=False):
+    with torch.autocast(hidden.device.type, enabled=False):
         loss_sum, nll_sum = _ChunkedCrossEntropy.apply(
             hidden, weight, bias, labels, terms, logit_scale, chunk_tokens, dtype, compiled, with_grad
         )
     return CrossEntropy(loss_sum, nll_sum, n_tokens)
+
+
+def equal_chunk(rows: int, chunk_tokens: int) -> int:
+    """Rows of a chunk where `rows` are cut into chunks of one size, none larger than asked for."""
+    return -(-rows // max(1, -(-rows // chunk_tokens)))
+
+
+def matmul_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    """The dtype the logits are multiplied in: autocast's where it is on."""
+    device_type = hidden.device.type
+    if torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return torch.promote_types(hidden.dtype, weight.dtype)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -98,7 +107,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         labels: Tensor,
-        terms: _Terms,
+        terms: Terms,
         logit_scale: float,
         chunk_tokens: int,
         dtype: torch.dtype,
@@ -108,11 +117,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         rows, vocab = hidden.shape[0], weight.shape[0]
         need_hidden, need_weight, need_bias = (with_grad and need for need in ctx.needs_input_grad[:3])
         gradient = need_hidden or need_weight or need_bias
-        chunk_rows = -(-rows // max(1, -(-rows // chunk_tokens)))  # equal chunks, none larger than asked for
+        chunk_rows = equal_chunk(rows, chunk_tokens)
         w = weight.to(dtype)
         logits_buffer = hidden.new_empty(chunk_rows, vocab, dtype=dtype)
         grad_hidden = hidden.new_empty(hidden.shape, dtype=dtype) if need_hidden else None
-        grad_weight = _WeightGradient(weight) if need_weight else None
+        grad_weight = WeightGradient(weight) if need_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if need_bias and bias is not None else None
         sum_dtype = torch.promote_types(dtype, torch.float32)
         losses = hidden.new_empty(2, rows, dtype=sum_dtype)  # row 0: loss, row 1: negative log-likelihood
@@ -125,7 +134,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             logits = torch.mm(h, w.t(), out=logits_buffer[: h.shape[0]])  # [c, V]
             if bias is not None:
                 logits += bias
-            _losses_and_gradient(logits, labels[chunk], terms, losses[:, chunk], gradient, compiled)
+            losses_and_gradient(logits, labels[chunk], terms, losses[:, chunk], gradient, compiled)
             # From here on `logits` holds d loss / d logits.
             if grad_hidden is not None:
                 grad = torch.mm(logits, w, out=grad_hidden[chunk])
@@ -156,7 +165,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return (*scaled, None, None, None, None, None, None, None)
 
 
-class _WeightGradient:
+class WeightGradient:
     """The sum of `gradient.T @ h` over chunks, in fp32 (fp64 for fp64 weights)."""
 
     def __init__(self, weight: Tensor) -> None:
@@ -183,10 +192,13 @@ def _block_rows(columns: int, device: torch.device) -> int:
     return max(1, block_bytes // (4 * columns))
 
 
-def _losses_and_gradient(
-    logits: Tensor, labels: Tensor, terms: _Terms, losses: Tensor, gradient: bool, compiled: bool
+def losses_and_gradient(
+    logits: Tensor, labels: Tensor, terms: Terms, losses: Tensor, gradient: bool, compiled: bool
 ) -> None:
-    """Writes the rows' losses into `losses` [2, c] and, if asked for, the gradient over `logits` [c, V]."""
+    """Writes the rows' losses into `losses` [2, c] and, if asked for, their gradient over `logits` [c, V].
+
+    Row 0 of `losses` is the loss with all its terms, row 1 the negative log-likelihood; labels below 0 count as 0.
+    """
     rows = logits.shape[0] if compiled else _block_rows(logits.shape[1], logits.device)
     function = _compiled_block() if compiled else _block
     for x, y, out in zip(logits.split(rows), labels.split(rows), losses.split(rows, dim=1), strict=True):
@@ -198,7 +210,7 @@ def _compiled_block() -> Any:
     return torch.compile(_block)
 
 
-def _block(logits: Tensor, labels: Tensor, terms: _Terms, losses: Tensor, gradient: bool) -> None:
+def _block(logits: Tensor, labels: Tensor, terms: Terms, losses: Tensor, gradient: bool) -> None:
     y = labels.unsqueeze(1)  # [b, 1]
     x = logits.to(torch.promote_types(logits.dtype, torch.float32))  # [b, V]
     if terms.logit_softcap is not None:
