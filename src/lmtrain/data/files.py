@@ -190,6 +190,14 @@ def _paragraphs(path: Path) -> Iterator[str]:
 
 
 def _jsonl(path: Path, _columns: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for where, row in _json_lines(path):
+        if isinstance(row, str):
+            raise UserError(f"{where}: {row}")
+        yield where, row
+
+
+def _json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any] | str]]:
+    """Each line's place and object, or what is wrong with the line."""
     for number, line in enumerate(_raw_lines(path), start=1):
         if not line.strip():
             continue
@@ -197,15 +205,14 @@ def _jsonl(path: Path, _columns: list[str]) -> Iterator[tuple[str, dict[str, Any
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            raise UserError(f"{where}: malformed JSON ({error.msg}, column {error.colno}): {_excerpt(line)}") from None
-        yield where, _object(row, where)
+            yield where, f"malformed JSON ({error.msg}, column {error.colno}): {_excerpt(line)}"
+            continue
+        yield where, row if isinstance(row, dict) else _not_an_object(row)
 
 
 def _json(path: Path, columns: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     """A list of objects, which JSON allows to be read only as a whole, or one object per line."""
-    with open_binary(path) as file:
-        start = file.read(4096).lstrip()
-    if start.startswith(b"{"):
+    if _has_lines(path):
         yield from _jsonl(path, columns)
         return
     text = "".join(_raw_lines(path))
@@ -218,13 +225,33 @@ def _json(path: Path, columns: list[str]) -> Iterator[tuple[str, dict[str, Any]]
         raise UserError(f"{path} holds a {type(rows).__name__}; a list of objects, or an object per line, is needed")
     for number, row in enumerate(rows):
         where = f"{path}, entry {number}"
-        yield where, _object(row, where)
+        if not isinstance(row, dict):
+            raise UserError(f"{where}: {_not_an_object(row)}")
+        yield where, row
 
 
-def _object(row: Any, where: str) -> dict[str, Any]:
-    if not isinstance(row, dict):
-        raise UserError(f"{where}: a JSON object with columns is needed, found {_excerpt(json.dumps(row))}")
-    return row
+def _has_lines(path: Path) -> bool:
+    """Whether a .json file holds an object per line instead of one list."""
+    with open_binary(path) as file:
+        return file.read(4096).lstrip().startswith(b"{")
+
+
+def _not_an_object(row: Any) -> str:
+    return f"a JSON object with columns is needed, found {_excerpt(json.dumps(row))}"
+
+
+def read_records(files: list[tuple[Path, str]]) -> Iterator[tuple[str, dict[str, Any] | str]]:
+    """Every row of the files with all its columns and its place; instead of a line that is no JSON, what is wrong."""
+    for path, format in files:
+        if format == "text":
+            raise UserError(f"{path}: rows with columns are needed (.jsonl, .json, .parquet, .arrow), not plain text")
+        if format == "jsonl" or (format == "json" and _has_lines(path)):
+            yield from _json_lines(path)
+        elif format == "json":
+            yield from _json(path, [])
+        else:
+            rows = _parquet(path, None) if format == "parquet" else _arrow(path, None)
+            yield from ((f"{where}, row {i}", row) for i, (where, row) in enumerate(rows))
 
 
 def _excerpt(line: str) -> str:
@@ -232,17 +259,17 @@ def _excerpt(line: str) -> str:
     return line if len(line) <= 80 else line[:77] + "..."
 
 
-def _parquet(path: Path, columns: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _parquet(path: Path, columns: list[str] | None) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         with pq.ParquetFile(path) as file:
-            check_columns(columns, file.schema_arrow.names, str(path))
+            check_columns(columns or [], file.schema_arrow.names, str(path))
             for batch in file.iter_batches(batch_size=_ROWS, columns=columns):
                 yield from ((str(path), row) for row in batch.to_pylist())
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{path} can't be read as parquet: {error}") from None
 
 
-def _arrow(path: Path, columns: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _arrow(path: Path, columns: list[str] | None) -> Iterator[tuple[str, dict[str, Any]]]:
     """Arrow streams, which `datasets` writes, and Arrow files."""
     try:
         with pa.OSFile(str(path)) as source:
@@ -254,8 +281,8 @@ def _arrow(path: Path, columns: list[str]) -> Iterator[tuple[str, dict[str, Any]
             else:
                 reader = pa.ipc.open_stream(source)
                 batches = iter(reader)
-            check_columns(columns, reader.schema.names, str(path))
+            check_columns(columns or [], reader.schema.names, str(path))
             for batch in batches:
-                yield from ((str(path), row) for row in batch.select(columns).to_pylist())
+                yield from ((str(path), row) for row in batch.select(columns or reader.schema.names).to_pylist())
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{path} can't be read as Arrow: {error}") from None

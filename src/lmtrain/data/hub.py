@@ -150,5 +150,21 @@ def read_rows(splits: Any, split: str, cfg: Data) -> Iterator[str]:
         raise UserError(f"{where} can't be read from {endpoint()}: {_first_line(error)}") from None
 
 
+def read_records(splits: Any, split: str, cfg: Data) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every row of a split with all its columns, and its place.
+
+    Raises:
+        UserError: the split isn't there, or the download fails.
+    """
+    where = f"dataset {cfg.name!r}, split {split}"
+    if split not in splits:
+        raise UserError(f"{where}: there is no such split; it has: {', '.join(splits)}. Set data.train_split")
+    try:
+        for number, row in enumerate(splits[split]):
+            yield f"{where}, row {number}", row
+    except (OSError, ConnectionError) as error:
+        raise UserError(f"{where} can't be read from {endpoint()}: {_first_line(error)}") from None
+
+
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no details'}"

@@ -82,10 +82,14 @@ def split(pieces: Iterable[Piece], fraction: float, cut: int | None, held_out: b
             before = max(0, cut - position)
             yield Piece(piece.text[before:] if held_out else piece.text[:before], piece.ends)
             position += len(piece.text)
-        # Document i is held out where i * fraction passes a whole number: evenly spread, and exactly so many.
-        elif (_passed(index + 1, fraction) > _passed(index, fraction)) == held_out:
+        elif is_held_out(index, fraction) == held_out:
             yield piece
         index += piece.ends
+
+
+def is_held_out(index: int, fraction: float) -> bool:
+    """Whether item `index` is held out: where index * fraction passes a whole number, so evenly and exactly so many."""
+    return _passed(index + 1, fraction) > _passed(index, fraction)
 
 
 def _passed(documents: int, fraction: float) -> int:

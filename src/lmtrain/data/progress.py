@@ -60,6 +60,8 @@ class PrepareProgress:
 
     def _counts(self) -> str:
         seconds = max(time.perf_counter() - self.began, 1e-6)
+        if not self.text_bytes:  # rows, not text
+            return f"{self.tokens:,} tokens, {self.tokens / seconds:,.0f} tokens/s"
         of = f" of {self.total / 1e6:,.1f}" if self.total and self.total >= self.text_bytes else ""
         speed = self.text_bytes / 1e6 / seconds
         return f"{self.text_bytes / 1e6:,.1f}{of} MB, {self.tokens:,} tokens, {speed:.1f} MB/s"

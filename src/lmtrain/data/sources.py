@@ -127,6 +127,9 @@ class _Files:
     def pieces(self, name: str) -> Iterator[Piece] | None:
         return files.read_pieces(self.splits[name], self.cfg) if name in self.splits else None
 
+    def records(self, name: str) -> Iterator[tuple[str, dict[str, Any] | str]] | None:
+        return files.read_records(self.splits[name]) if name in self.splits else None
+
     def text_bytes(self, name: str) -> int | None:
         part = self.splits.get(name, [])
         plain = all(format == "text" and path.suffix != ".gz" for path, format in part)
@@ -160,12 +163,23 @@ class _Hub:
             return Facts(cfg.cache_dir).digest(sorted(p for p in folder.rglob("*") if p.is_file()))
         return hub.commit_of("dataset", str(cfg.name), cfg.revision)
 
-    def pieces(self, name: str) -> Iterator[Piece] | None:
+    def _parts(self, name: str) -> list[str] | None:
+        """The dataset's splits that make up split "train" or "val"; None where it has no validation split."""
         if self._splits is None:
             self._splits = hub.load_splits(self.cfg, self.resolved, self.unreachable)
         asked = self.cfg.train_split if name == "train" else self.cfg.val_split
         parts = asked.split("+") if asked else []
         if name == "val" and not (parts and all(part in self._splits for part in parts)):
+            return None
+        return parts
+
+    def records(self, name: str) -> Iterator[tuple[str, dict[str, Any] | str]] | None:
+        parts = self._parts(name)
+        return None if parts is None else (r for part in parts for r in hub.read_records(self._splits, part, self.cfg))
+
+    def pieces(self, name: str) -> Iterator[Piece] | None:
+        parts = self._parts(name)
+        if parts is None:
             return None
         rows = (row for part in parts for row in hub.read_rows(self._splits, part, self.cfg))
         if self.cfg.document_start:
