@@ -93,7 +93,7 @@ class Metrics(pl.Callback):
     ) -> None:
         assert isinstance(pl_module, Objective)
         assert pl_module.last_step is not None
-        self.tokens_seen += pl_module.last_step.n_tokens
+        self.tokens_seen += pl_module.last_step.seen
         self.clock.steps += 1
         step = pl_module.last_step.step
         if step % self.log_every_n_steps == 0 or step in (1, pl_module.total_steps):

@@ -20,7 +20,10 @@ MicroBatch = dict[str, torch.Tensor]
 
 
 class Rows(Protocol):
-    """What a corpus offers: a number of rows, a micro-batch from (epoch, row) pairs, a row that trains nothing."""
+    """What a corpus offers: a number of rows, a micro-batch from (epoch, row) pairs, a row that trains nothing.
+
+    Rows of different lengths, which are padded, also have `lengths`, int64 [rows].
+    """
 
     def __len__(self) -> int: ...
     def read(self, rows: np.ndarray) -> MicroBatch: ...
@@ -58,9 +61,14 @@ class StepDataset(Dataset):
             max_epochs=self.max_epochs,
         )
 
+    def by_length(self, chosen: np.ndarray) -> np.ndarray:
+        """A step's rows with near lengths together: its gradient is the same sum, and little of it is padding."""
+        lengths = getattr(self.rows, "lengths", None)
+        return chosen if lengths is None else chosen[np.argsort(-lengths[chosen[:, 1]], kind="stable")]
+
     def __getitem__(self, step: int) -> dict[str, Any]:
         chosen = self.row_ids(step)
-        shares = order.rank_share(chosen, self.rank, self.world_size, self.micro_batch_size)
+        shares = order.rank_share(self.by_length(chosen), self.rank, self.world_size, self.micro_batch_size)
         micro_batches = [self.rows.read(share) if len(share) else self.rows.empty() for share in shares]
         return {"step": step, "rows": f"{zlib.crc32(chosen.tobytes()):08x}", "micro_batches": micro_batches}
 

@@ -64,7 +64,7 @@ def _prepare(cfg: Data, tokenizer_cfg: Tokenizer, show: PrepareProgress) -> Prep
     key = _key(cfg, source, named)
     cache_dir = Path(cfg.cache_dir).expanduser()
     label = re.sub(r"[^A-Za-z0-9._-]+", "-", f"{source.label}-{named.label}")
-    target = cache_dir / f"{label}-{_sha256(key)[:12]}"
+    target = cache_dir / f"{label}-{key_hash(key)[:12]}"
     if None in key["resolved"].values() and not _is_complete(target):
         earlier = _prepared_before(cache_dir, label, key)
         if earlier is not None:
@@ -93,7 +93,7 @@ def _key(cfg: Data, source: sources.Source, named: tokenizers.Identity) -> dict[
     return dict(json.loads(json.dumps(key)))  # as it will be read back from meta.json
 
 
-def _sha256(key: dict[str, Any]) -> str:
+def key_hash(key: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from huggingface_hub import errors as hub_errors
 from huggingface_hub import hf_hub_download
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -62,15 +63,20 @@ def identity(cfg: Tokenizer) -> Identity:
         found = sorted({p for pattern in _FILES for p in folder.glob(pattern) if p.is_file()})
         if not found:
             raise UserError(f"tokenizer.name_or_path={name}: the folder holds no tokenizer.json or vocabulary")
-        return Identity({"kind": "hub"}, Facts(None).digest(found), folder.resolve().name)
+        settings = {"kind": "hub", **_added(cfg)}
+        return Identity(settings, Facts(None).digest(found), folder.resolve().name)
     if name.startswith(("/", "./", "../", "~")):
         raise UserError(f"tokenizer.name_or_path={name}: no such folder")
-    settings = {"kind": "hub", "name_or_path": name, "revision": cfg.revision}
+    settings = {"kind": "hub", "name_or_path": name, "revision": cfg.revision, **_added(cfg)}
     label = name.split("/")[-1]
     try:
         return Identity(settings, hub.commit_of("tokenizer", name, cfg.revision), label)
     except hub.Unreachable as error:
         return Identity(settings, None, label, str(error))
+
+
+def _added(cfg: Tokenizer) -> dict[str, Any]:
+    return {"add_tokens": cfg.add_tokens} if cfg.add_tokens else {}
 
 
 def load_or_train(
@@ -92,7 +98,10 @@ def load_or_train(
         return _wrap(_bytes())
     if cfg.kind == "char":
         return _wrap(_characters(texts), unk_token=UNKNOWN)
-    return _load(cfg, named or identity(cfg))
+    tokenizer = _load(cfg, named or identity(cfg))
+    if cfg.add_tokens:
+        tokenizer.add_tokens([AddedToken(t, special=True, normalized=False) for t in cfg.add_tokens])
+    return tokenizer
 
 
 def load_folder(folder: Path) -> PreTrainedTokenizerFast:

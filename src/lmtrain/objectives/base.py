@@ -38,6 +38,7 @@ class StepResult(NamedTuple):
     lr: float
     grad_norm: Tensor  # global L2 norm before clipping
     n_tokens: Tensor  # trained tokens of the step, all ranks
+    seen: Tensor  # tokens the model read in it, without padding, all ranks
     sums: dict[str, Tensor]  # this rank's sums
 
 
@@ -83,6 +84,10 @@ class Objective(pl.LightningModule):
         """Trained tokens of a micro-batch, known before its forward."""
         raise NotImplementedError
 
+    def count_seen(self, batch: dict[str, Tensor]) -> Tensor:
+        """Tokens of a micro-batch that are no padding: what tokens_seen and tokens_per_s count."""
+        return batch["seen"] if "seen" in batch else self.count_tokens(batch)
+
     def validation_names(self) -> list[str]:
         """Names of the means that a validation reports."""
         return ["loss"]
@@ -101,8 +106,9 @@ class Objective(pl.LightningModule):
 
         world_size = self.trainer.world_size
         n_tokens = torch.stack([self.count_tokens(mb) for mb in micro_batches]).sum()
+        seen = torch.stack([self.count_seen(mb) for mb in micro_batches]).sum()
         if world_size > 1:
-            n_tokens = self._agree(n_tokens)
+            n_tokens, seen = self._agree(n_tokens, seen)
         # DDP averages gradients over ranks; times world_size makes that the sum.
         scale = world_size / n_tokens.clamp(min=1)
 
@@ -116,14 +122,14 @@ class Objective(pl.LightningModule):
         optimizer.step()  # type: ignore[union-attr]  # clips first, in on_before_optimizer_step
         optimizer.zero_grad(set_to_none=True)  # type: ignore[union-attr]
         lr = self._optimizer.param_groups[0]["lr"]
-        self.last_step = StepResult(self.trainer.global_step, batch["rows"], lr, self.grad_norm, n_tokens, sums)
+        self.last_step = StepResult(self.trainer.global_step, batch["rows"], lr, self.grad_norm, n_tokens, seen, sums)
 
-    def _agree(self, n_tokens: Tensor) -> Tensor:
-        """The world's trained tokens of the step; whether any rank was asked to stop rides along."""
-        counts = torch.stack([n_tokens, n_tokens.new_tensor(int(self.stop_requested))])
-        n_tokens, stops = self.trainer.strategy.reduce(counts, reduce_op="sum")
+    def _agree(self, n_tokens: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+        """The world's trained and seen tokens of the step; whether any rank was asked to stop rides along."""
+        counts = torch.stack([n_tokens, seen, n_tokens.new_tensor(int(self.stop_requested))])
+        n_tokens, seen, stops = self.trainer.strategy.reduce(counts, reduce_op="sum")
         self.stop_agreed = bool(stops)
-        return n_tokens
+        return n_tokens, seen
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         # After every callback, so after the checkpoint. Lightning would validate once more before stopping.

@@ -1,0 +1,286 @@
+"""From rows (conversations, preferences) to tokenized examples on disk, found again by a hash of what shaped them."""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from transformers import PreTrainedTokenizerFast
+
+from lmtrain.data import example_store as store
+from lmtrain.data import tokenizers
+from lmtrain.data.cache import build_once
+from lmtrain.data.conversations import BadRow
+from lmtrain.data.example_store import Examples, ExampleWriter
+from lmtrain.data.prepare import key_hash
+from lmtrain.data.progress import PrepareProgress
+from lmtrain.data.records import Part, open_parts, split_records
+from lmtrain.errors import RunError, UserError, disk_full
+from lmtrain.schema import Data, Tokenizer
+
+# Raised when the same rows and settings come to give other tokens, so that examples made before are not used any more.
+EXAMPLES_VERSION = 1
+_SHAPING = ("num_samples", "val_fraction", "on_bad_row", "max_untrained")
+_QUESTIONS = 64  # validation rows kept in words, for answers to be written beside their references
+
+
+@dataclass
+class Encoded:
+    """What an encoder makes of a row: nothing where it is dropped for its length."""
+
+    examples: list[tuple[list[int], list[bool]]]  # ids, learned; a pair's chosen and rejected stand one after another
+    cut: int = 0  # tokens taken away
+    question: dict[str, Any] | None = None  # {"prompt_ids", "prompt", "reference"}
+
+
+class RowEncoder(Protocol):
+    """From a row to its examples, `group` of which belong together (1, or 2 for a pair)."""
+
+    identity: dict[str, Any]
+    group: int
+    words: str  # what it takes the rows for, for the plan
+
+    def encode(self, row: dict[str, Any], where: str, cfg: Data, question: bool) -> Encoded:
+        """Raises BadRow."""
+
+    def finish_tokenizer(self, tokenizer: Any) -> None:
+        """Leaves in the tokenizer what those who use the trained model need: the chat template."""
+
+
+@dataclass
+class Counts:
+    """What became of a split's rows."""
+
+    rows: int = 0
+    examples: int = 0
+    tokens: int = 0
+    trained: int = 0
+    shortened: int = 0
+    dropped: int = 0
+    untrained: int = 0
+    untrained_at: str | None = None
+    bad: dict[str, int] = field(default_factory=Counter)
+    bad_at: dict[str, str] = field(default_factory=dict)
+    longest: int = 0
+
+
+@dataclass(frozen=True)
+class PreparedExamples:
+    """A folder of examples and its tokenizer; `fingerprint` names the tokens themselves, wherever the folder lies."""
+
+    folder: Path
+    meta: dict[str, Any]
+    tokenizer: PreTrainedTokenizerFast
+    fingerprint: str
+
+    def split(self, name: str) -> Examples | None:
+        return Examples(self.folder, name) if name in self.meta["splits"] else None
+
+
+def prepare_examples(
+    cfg: Data, tokenizer_cfg: Tokenizer, make_encoder: Callable[[Any, Data], RowEncoder], progress: bool = True
+) -> PreparedExamples:
+    """Tokenizes the rows that `cfg` names into <cache_dir>/<label>-<hash>, or finds them there.
+
+    Safe to call from several processes at once and to kill at any moment.
+
+    Raises:
+        UserError: no such rows, a bad row (data.on_bad_row=raise), too many rows without a learned token, a template
+            that doesn't fit, a cache that can't be written.
+        RunError: the disk is full.
+    """
+    show = PrepareProgress(progress)
+    try:
+        return _prepare(cfg, tokenizer_cfg, make_encoder, show)
+    finally:
+        show.stop()
+
+
+def _prepare(
+    cfg: Data, tokenizer_cfg: Tokenizer, make_encoder: Callable[[Any, Data], RowEncoder], show: PrepareProgress
+) -> PreparedExamples:
+    if tokenizer_cfg.kind == "bpe":
+        raise UserError(
+            "tokenizer=bpe is trained on text, conversations need a tokenizer that exists: tokenizer=hub "
+            "tokenizer.name_or_path=..., tokenizer=gpt2 or tokenizer=bytes; model=pretrained brings its own"
+        )
+    parts, named = open_parts(cfg), tokenizers.identity(tokenizer_cfg)
+    tokenizer = tokenizers.load_or_train(tokenizer_cfg, lambda _: iter(()), named)
+    encoder = make_encoder(tokenizer, cfg)
+    key = {
+        "version": EXAMPLES_VERSION,
+        "sources": [{**part.source.settings, "weight": part.weight, "num_samples": part.cfg.num_samples,
+                     "format": part.cfg.conversation_format, "columns": part.cfg.columns} for part in parts],
+        "tokenizer": tokenizers.tokenizer_hash(tokenizer),
+        "encoder": encoder.identity,
+        "resolved": [part.source.resolved for part in parts],
+        **{name: getattr(cfg, name) for name in _SHAPING},
+    }  # fmt: skip
+    key = json.loads(json.dumps(key, default=str))
+    label = re.sub(r"[^A-Za-z0-9._-]+", "-", f"{parts[0].source.label}-{named.label}")
+    target = Path(cfg.cache_dir).expanduser() / f"{label}-{key_hash(key)[:12]}"
+
+    def build(folder: Path) -> None:
+        _build(folder, cfg, parts, encoder, tokenizer, key, show)
+
+    if not _is_complete(target):
+        build_once(target, _is_complete, build, show.say)
+    meta = store.load_meta(target)
+    splits = [Examples(target, name) for name in meta["splits"]]
+    return PreparedExamples(target, meta, tokenizers.load_folder(target / "tokenizer"), store.fingerprint(splits))
+
+
+def _is_complete(folder: Path) -> bool:
+    return (folder / store.META).exists()
+
+
+def _build(
+    folder: Path,
+    cfg: Data,
+    parts: list[Part],
+    encoder: RowEncoder,
+    tokenizer: PreTrainedTokenizerFast,
+    key: dict[str, Any],
+    show: PrepareProgress,
+) -> None:
+    """Fills an empty folder: examples, tokenizer, and the meta file last."""
+    meta: dict[str, Any] = {"format_version": store.FORMAT_VERSION, "group": encoder.group, "splits": {}, "key": key}
+    try:
+        for name in ("train", "val"):
+            counts, questions = _write_split(folder, cfg, parts, name, encoder, show)
+            if counts is None:
+                continue
+            meta["splits"][name] = dict(counts.__dict__)
+            if name == "val" or not cfg.val_fraction:
+                meta["questions"] = questions
+        meta["words"] = encoder.words
+        encoder.finish_tokenizer(tokenizer)
+        tokenizers.save(tokenizer, folder / "tokenizer")
+        store.save_meta(meta, folder)
+    except Exception as error:
+        if disk_full(error):
+            raise RunError(
+                f"the disk is full: {folder.parent} can't take the tokenized rows; free some space, or set "
+                f"data.cache_dir to a folder on another disk; what was written is removed"
+            ) from None
+        raise
+
+
+def _write_split(
+    folder: Path, cfg: Data, parts: list[Part], name: str, encoder: RowEncoder, show: PrepareProgress
+) -> tuple[Counts | None, list[dict[str, Any]]]:
+    """Tokenizes one split of all parts; None where there is no such split or nothing is left of it."""
+    counts, questions = Counts(), list[dict[str, Any]]()
+    writer = ExampleWriter(folder, name)
+    show.start(name, None)
+    try:
+        for part in parts:
+            rows = split_records(part, name)
+            if rows is not None:
+                written = _write_part(part, rows, encoder, writer, counts, questions, show)
+                _repeat(written, part.weight, encoder.group, writer, counts)
+    finally:
+        writer.close()
+    _check(counts, cfg, name, parts)
+    if counts.examples == 0:
+        return None, []
+    show.say(summary(name, counts))
+    return counts, questions
+
+
+def _write_part(
+    part: Part,
+    rows: Any,
+    encoder: RowEncoder,
+    writer: ExampleWriter,
+    counts: Counts,
+    questions: list[dict[str, Any]],
+    show: PrepareProgress,
+) -> list[tuple[list[int], list[bool]]]:
+    """Writes each row's examples once; returns them where the part's weight asks for more or fewer."""
+    kept: list[tuple[list[int], list[bool]]] = []
+    for where, row in rows:
+        counts.rows += 1
+        try:
+            if isinstance(row, str):
+                raise BadRow(where, row)
+            encoded = encoder.encode(row, where, part.cfg, question=len(questions) < _QUESTIONS)
+        except BadRow as bad:
+            if part.cfg.on_bad_row == "raise":
+                raise UserError(
+                    f"{bad.where}: {bad.reason}; mend the row, or set data.on_bad_row=skip to leave such rows out"
+                ) from None
+            counts.bad[bad.reason] = counts.bad.get(bad.reason, 0) + 1
+            counts.bad_at.setdefault(bad.reason, bad.where)
+            continue
+        counts.dropped += not encoded.examples
+        counts.shortened += encoded.cut > 0
+        groups = [encoded.examples[i : i + encoder.group] for i in range(0, len(encoded.examples), encoder.group)]
+        for group in groups:
+            if not all(any(trained) for _, trained in group):
+                counts.untrained += 1
+                counts.untrained_at = counts.untrained_at or where
+                continue
+            show.advance(0, sum(len(ids) for ids, _ in group))
+            if part.weight == 1:
+                _write(group, writer, counts)
+            else:
+                kept += group
+        if groups and encoded.question is not None:
+            questions.append(encoded.question)
+    return kept
+
+
+def _repeat(
+    examples: list[tuple[list[int], list[bool]]], weight: float, group: int, writer: ExampleWriter, counts: Counts
+) -> None:
+    """Each of a part's examples floor(weight) times, and an evenly spread rest of them once more."""
+    whole, rest = divmod(weight, 1.0)
+    number = len(examples) // group
+    for index in range(number):
+        more = int((index + 1) * rest + 1e-9) > int(index * rest + 1e-9)
+        for _ in range(int(whole) + more):
+            _write(examples[index * group : (index + 1) * group], writer, counts)
+
+
+def _write(group: list[tuple[list[int], list[bool]]], writer: ExampleWriter, counts: Counts) -> None:
+    for ids, trained in group:
+        writer.append(ids, trained)
+        counts.examples += 1
+        counts.tokens += len(ids)
+        counts.trained += sum(trained)
+        counts.longest = max(counts.longest, len(ids))
+
+
+def _check(counts: Counts, cfg: Data, name: str, parts: list[Part]) -> None:
+    """Raises UserError where nothing is left to train on, or too much of it has nothing to learn."""
+    seen = counts.examples + counts.untrained
+    if name == "train" and counts.rows == 0:
+        raise UserError(f"{parts[0].source.label} holds no rows to train on")
+    if cfg.max_untrained is not None and counts.untrained > cfg.max_untrained * max(1, seen):
+        raise UserError(
+            f"{counts.untrained:,} of {seen:,} {name} rows have no learned token, the first is {counts.untrained_at}: "
+            f"is data.max_length={cfg.max_length} too short (data.on_too_long={cfg.on_too_long}), or "
+            f"data.train_on={cfg.train_on} wrong for this data? python -m lmtrain.inspect shows the rows; "
+            f"data.max_untrained={cfg.max_untrained} is the share allowed"
+        )
+    if name == "train" and counts.examples == 0:
+        raise UserError(f"no row is left to train on: {summary(name, counts)}")
+
+
+def summary(name: str, counts: Counts) -> str:
+    """What became of a split's rows, in one line."""
+    share = counts.trained / max(1, counts.tokens)
+    words = [
+        f"{name}: {counts.rows:,} rows -> {counts.examples:,} examples, {counts.tokens:,} tokens, {share:.0%} learned"
+    ]
+    for number, what in ((counts.shortened, "shortened"), (counts.dropped, "too long and dropped"),
+                         (counts.untrained, "without a learned token, left out"),
+                         (sum(counts.bad.values()), "bad rows skipped")):  # fmt: skip
+        if number:
+            words.append(f"{number:,} {what}")
+    words += [f"({reason}: {n:,}, first {counts.bad_at[reason]})" for reason, n in counts.bad.items()]
+    return ", ".join(words)
