@@ -47,13 +47,13 @@ FORMATS = {
     "messages": Format(("messages",), ("tools", "system")),
     "conversations": Format(("conversations|conversation",), ("tools", "system")),
     "alpaca": Format(("instruction", "output|response"), ("input|context", "system", "history")),
-    "oasst_tree": Format(("prompt", "message_tree_id"),),
+    "oasst_tree": Format(("prompt", "message_tree_id")),
     "prompt_response": Format(("prompt|question", "response|answer"), ("system",)),
     "prompt_completion": Format(("prompt", "completion"), ("tools",)),
     "text": Format(("text",)),
     "template": Format(()),
 }
-_FIELD = re.compile(r"(?<!\{)\{([^{}]*)\}(?!\})")  # {column}, and not {{literal}}
+_BRACES = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")  # {column}, and {{ or }} for a brace
 
 
 def detect_format(columns: Iterable[str], cfg: Data) -> str:
@@ -68,7 +68,7 @@ def detect_format(columns: Iterable[str], cfg: Data) -> str:
         raise UserError(f"data.conversation_format={wanted} is unknown; there are auto, {', '.join(FORMATS)}")
     if wanted == "auto":
         wanted = "template" if cfg.prompt_template or cfg.response_template else _first_fit(names, cfg)
-    absent = [c for c in _needed(wanted, cfg) if _column(c, names, cfg) is None]
+    absent = [c for c in _needed(wanted, cfg) if column_of(c, names, cfg) is None]
     if absent:
         raise UserError(
             f"data.conversation_format={wanted} needs the column {' and '.join(absent)}, and the rows have "
@@ -85,7 +85,7 @@ def detect_format(columns: Iterable[str], cfg: Data) -> str:
 
 
 def to_sample(row: Mapping[str, Any], format: str, cfg: Data, where: str) -> Conversation | Completion:
-    """A row of `format` (from detect_format) as a sample; data.system_prompt goes before turns that have no system turn.
+    """A row of `format` (from detect_format) as a sample; data.system_prompt goes before turns without a system turn.
 
     Raises:
         BadRow: see turns.py, and a column that is absent, empty or not text.
@@ -93,7 +93,7 @@ def to_sample(row: Mapping[str, Any], format: str, cfg: Data, where: str) -> Con
     if format == "template":
         return _conversation(_template(row, cfg, where), None, cfg, where)
     columns = FORMATS[format].required + FORMATS[format].optional
-    found = {c.split("|")[0]: _column(c, row, cfg) for c in columns}
+    found = {c.split("|")[0]: column_of(c, row, cfg) for c in columns}
     values = {c: row[name] for c, name in found.items() if name is not None and row[name] is not None}
     for column in FORMATS[format].required:
         if column.split("|")[0] not in values:
@@ -117,7 +117,7 @@ def _conversation(messages: list[dict[str, Any]], tools: Any, cfg: Data, where: 
 
 def _first_fit(names: list[str], cfg: Data) -> str:
     for name in FORMATS:
-        if name != "template" and all(_column(c, names, cfg) for c in _needed(name, cfg)):
+        if name != "template" and all(column_of(c, names, cfg) for c in _needed(name, cfg)):
             return name
     flat = "message_id" in names and "parent_id" in names
     raise UserError(
@@ -139,10 +139,10 @@ def _needed(format: str, cfg: Data) -> list[str]:
         return list(FORMATS[format].required)
     if not cfg.prompt_template or not cfg.response_template:
         raise UserError("data.conversation_format=template needs data.prompt_template and data.response_template")
-    return sorted(set(_FIELD.findall(cfg.prompt_template + cfg.response_template)))
+    return sorted(set(_BRACES.findall(cfg.prompt_template + cfg.response_template)) - {""})
 
 
-def _column(column: str, there: Iterable[str], cfg: Data) -> str | None:
+def column_of(column: str, there: Iterable[str], cfg: Data) -> str | None:
     """What the data calls a column of a format: by data.columns, else the first of its usual names that is there."""
     renamed = cfg.columns or {}
     for name in column.split("|"):
@@ -155,15 +155,15 @@ def _template(row: Mapping[str, Any], cfg: Data, where: str) -> list[dict[str, A
     """A user turn and an assistant turn from data.prompt_template and data.response_template."""
 
     def column(match: re.Match[str]) -> str:
-        name = _column(match[1], row, cfg)
+        if match[1] is None:
+            return match[0][0]
+        name = column_of(match[1], row, cfg)
         if name is None or row[name] is None:
             raise BadRow(where, f"there is no {match[1]} (the row has {', '.join(row)})")
         return text_of(row[name], name, where, may_be_empty=True)
 
-    def filled(template: str) -> str:
-        return _FIELD.sub(column, template).replace("{{", "{").replace("}}", "}")
-
-    prompt, response = filled(cfg.prompt_template or ""), filled(cfg.response_template or "")
+    prompt = _BRACES.sub(column, cfg.prompt_template or "")
+    response = _BRACES.sub(column, cfg.response_template or "")
     return _asked(text_of(prompt, "the prompt", where), text_of(response, "the response", where))
 
 
@@ -185,7 +185,7 @@ def _prompt_completion(values: dict[str, Any], where: str) -> list[dict[str, Any
 
 def _alpaca(values: dict[str, Any], where: str) -> list[dict[str, Any]]:
     """Instruction and input are one user turn, a blank line between them; history is [[asked, answered], ...]."""
-    turns = []
+    turns: list[dict[str, Any]] = []
     for pair in values.get("history") or []:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise BadRow(where, "history must be a list of [instruction, output] pairs")
