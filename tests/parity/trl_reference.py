@@ -25,7 +25,8 @@ Spec = dict[str, Any]
 def labels(spec: Spec) -> dict[str, Any]:
     """Input ids and labels (-100: not learned) of every row, as SFTTrainer prepares them."""
     tokenizer = read_tokenizer(spec)
-    config = LlamaConfig(len(tokenizer), 8, 8, 1, 1, max_position_embeddings=8)  # SFTTrainer will have a model
+    tiny = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config = LlamaConfig(vocab_size=len(tokenizer), **tiny)  # SFTTrainer will have a model
     args = trl.SFTConfig(assistant_only_loss=True, max_length=spec["max_length"], **common())
     rows = Dataset.from_list([{"messages": messages} for messages in spec["rows"]])
     trainer = trl.SFTTrainer(LlamaForCausalLM(config), args, train_dataset=rows, processing_class=tokenizer)
@@ -53,10 +54,11 @@ def dpo(spec: Spec) -> dict[str, list[dict[str, float]]]:
         given: dict[str, Any] = {"processing_class": read_tokenizer(spec)}
         if spec["adapter"]:
             # A PeftModel would become its own reference: so a fresh adapter of the same shape, then its weights.
-            given["peft_config"] = LoraConfig.from_pretrained(spec["adapter"], inference_mode=False)
+            given["peft_config"] = LoraConfig.from_pretrained(spec["adapter"])
+            given["peft_config"].inference_mode = False  # as it was saved: nothing would be trained
         else:
             given["ref_model"] = read_model(spec)
-        trainer = trl.DPOTrainer(read_model(spec), args, train_dataset=Dataset.from_list(spec["rows"]), **given)
+        trainer = trl.DPOTrainer(read_model(spec), args=args, train_dataset=Dataset.from_list(spec["rows"]), **given)
         if spec["adapter"]:
             set_peft_model_state_dict(trainer.model, load_peft_weights(spec["adapter"], device="cpu"))
         trainer.train()
