@@ -23,6 +23,7 @@ from lmtrain.errors import UserError
 
 Span = tuple[int, int]  # characters [start, end) of a text
 _QUESTION, _ANSWER = "lmtrain-question", "lmtrain-answer"  # stand where a template puts the turns' text
+_REFUSALS = (TemplateError, TypeError, ValueError, KeyError)  # what a template raises on turns it isn't made for
 _MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -112,7 +113,7 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **self._special,
             )
-        except (TemplateError, TypeError, KeyError) as error:
+        except _REFUSALS as error:
             raise BadRow(where, f"the chat template ({self.label}) refuses it: {error}") from None
         return texts
 
@@ -128,7 +129,7 @@ class ChatTemplate:
                 return_assistant_tokens_mask=True,
                 **self._special,
             )
-        except (TemplateError, TypeError, KeyError) as error:
+        except _REFUSALS as error:
             raise BadRow(where, f"the chat template ({self.label}) refuses it: {error}") from None
         return text, [(start, end) for start, end in marked]
 

@@ -200,7 +200,8 @@ def _alpaca(values: dict[str, Any], where: str) -> list[dict[str, Any]]:
 def _oasst_tree(values: dict[str, Any], where: str) -> list[dict[str, Any]]:
     """The best-ranked reply at each level of an OpenAssistant tree, down to the last answer (arXiv:2304.07327)."""
     names = {"prompter": "user", "assistant": "assistant"}
-    node, turns = values["prompt"], []
+    node: Any = values["prompt"]
+    turns: list[dict[str, Any]] = []
     while node is not None:
         if not isinstance(node, Mapping) or node.get("role") not in names:
             raise BadRow(where, f"turn {len(turns) + 1} of the tree is no message with the role prompter or assistant")

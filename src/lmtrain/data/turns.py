@@ -104,9 +104,10 @@ def text_of(value: Any, what: str, where: str, may_be_empty: bool = False) -> st
     """
     if isinstance(value, list | tuple):
         for part in value:
-            kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
-            if kind != "text" or not isinstance(part.get("text"), str):
-                raise BadRow(where, f"{what} has a part of type {kind!r}; only text can be learned")
+            if not isinstance(part, Mapping) or "type" not in part:
+                raise BadRow(where, f"{what} must be text and is a list with {_shown(part)} in it")
+            if part["type"] != "text" or not isinstance(part.get("text"), str):
+                raise BadRow(where, f"{what} has a part of type {part['type']!r}; only text can be learned")
         value = "".join(part["text"] for part in value)
     if not isinstance(value, str):
         raise BadRow(where, f"{what} must be text and is {_shown(value)}")
