@@ -29,38 +29,22 @@ from lmtrain.callbacks.validation import Validation
 from lmtrain.checkpoint import FolderCheckpointIO
 from lmtrain.checks import time_limit_seconds
 from lmtrain.config import horizon
-from lmtrain.data import bins
-from lmtrain.data.modules import TokenDataModule
-from lmtrain.data.prepare import PreparedData, prepare
+from lmtrain.corpus import Corpus, build_corpus
+from lmtrain.data.modules import Rows, TokenDataModule
 from lmtrain.data.tokenizers import tokenizer_hash
-from lmtrain.data.windows import Windows
 from lmtrain.errors import UserError
 from lmtrain.loggers import build_loggers
 from lmtrain.models import flops
-from lmtrain.models.build import build_model
+from lmtrain.models.finetune import build_trainable_model, frozen_identity
 from lmtrain.models.language_model import LanguageModel, compile_model, enable_activation_checkpointing
 from lmtrain.objectives.base import Objective
 from lmtrain.objectives.causal_lm import CausalLM
 from lmtrain.objectives.guard import StepGuard
+from lmtrain.objectives.sft import SFT
 from lmtrain.optim.optimizers import build_optimizer
+from lmtrain.precision import AdapterHalfPrecision
 from lmtrain.run_dir import RunDir
 from lmtrain.schema import Config
-
-
-@dataclass
-class Corpus:
-    """The prepared data of a run as rows."""
-
-    prepared: PreparedData
-    train: Windows
-    val: Windows | None
-    train_split: bins.SplitBins
-    val_split: bins.SplitBins | None
-
-    @property
-    def val_bytes_per_token(self) -> float | None:
-        split = self.val_split
-        return split.bytes / split.tokens if split is not None and split.bytes else None
 
 
 @dataclass
@@ -98,25 +82,12 @@ def build(config: Config, run_dir: RunDir, console: Console, started: float) -> 
 
 def quiet_libraries() -> None:
     """Lightning's and transformers' tips and progress bars: what matters is said by the plan, once."""
-    for name in ("lightning.pytorch", "lightning.fabric", "lightning", "transformers", "datasets", "httpx"):
+    libraries = ("lightning.pytorch", "lightning.fabric", "lightning", "transformers", "datasets", "httpx")
+    for name in (*libraries, "bitsandbytes"):
         logging.getLogger(name).setLevel(logging.ERROR)
     transformers.utils.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", module="lightning")
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-
-
-def build_corpus(config: Config) -> Corpus:
-    prepared = prepare(config.data, config.tokenizer)
-    train = bins.open_bins(prepared.folder, "train")
-    val = bins.open_bins(prepared.folder, "val") if bins.has_split(prepared.folder, "val") else None
-    seq_len, isolate = config.data.seq_len, config.data.isolate_documents
-    return Corpus(
-        prepared,
-        Windows(train.shards, seq_len, seed=config.seed, isolate_documents=isolate),
-        Windows(val.shards, seq_len, seed=None, isolate_documents=isolate) if val is not None else None,
-        train,
-        val,
-    )
 
 
 def build_datamodule(config: Config, corpus: Corpus, total_steps: int) -> TokenDataModule:
@@ -134,16 +105,16 @@ def build_datamodule(config: Config, corpus: Corpus, total_steps: int) -> TokenD
 
 
 def build_objective(config: Config, corpus: Corpus, total_steps: int) -> Objective:
-    tokenizer = corpus.prepared.tokenizer
+    tokenizer = corpus.tokenizer
     pl.seed_everything(config.seed, verbose=False)
-    hf_model = build_model(config.model, len(tokenizer), tokenizer.eos_token_id, config.data.seq_len)
+    hf_model = build_trainable_model(config, tokenizer)
     model = LanguageModel(hf_model, config.objective)
     if config.trainer.activation_checkpointing:
         enable_activation_checkpointing(hf_model)
     if config.trainer.compile:
         compile_model(hf_model)
     optimizer = build_optimizer(hf_model.named_parameters(), config.optimizer, config.trainer.accelerator)
-    return CausalLM(
+    objective = {"causal_lm": CausalLM, "sft": SFT}[config.objective.name](
         model,
         optimizer,
         config.schedule,
@@ -153,15 +124,19 @@ def build_objective(config: Config, corpus: Corpus, total_steps: int) -> Objecti
         guard=StepGuard(config.trainer.spike_factor, config.trainer.spike_window),
         fingerprint=fingerprint(config, corpus, hf_model),
     )
+    if isinstance(objective, SFT) and config.objective.neftune_alpha:
+        objective.add_embedding_noise(config.objective.neftune_alpha)
+    return objective
 
 
 def fingerprint(config: Config, corpus: Corpus, hf_model: Any) -> dict[str, Any]:
     """What a resumed run must share with its beginning to continue it exactly, in plain values."""
-    architecture = json.dumps(hf_model.config.to_dict(), sort_keys=True, default=str)
+    architecture = {k: v for k, v in hf_model.config.to_dict().items() if k != "_name_or_path"}
     return {
-        "data": corpus.prepared.fingerprint,
-        "tokenizer": tokenizer_hash(corpus.prepared.tokenizer),
-        "model": hashlib.sha256(architecture.encode()).hexdigest()[:16],
+        "data": corpus.fingerprint,
+        "tokenizer": tokenizer_hash(corpus.tokenizer),
+        "model": hashlib.sha256(json.dumps(architecture, sort_keys=True, default=str).encode()).hexdigest()[:16],
+        **frozen_identity(config, hf_model),
         "data.seq_len": config.data.seq_len,
         "data.global_batch_size": config.data.global_batch_size,
         "data.isolate_documents": config.data.isolate_documents,
@@ -226,7 +201,7 @@ def build_callbacks(
             )
         )
     if cb.samples.every_n_validations > 0:
-        tokenizer = corpus.prepared.tokenizer
+        tokenizer = corpus.tokenizer
         prompts = cb.samples.prompts or [a_prompt(corpus.val or corpus.train, tokenizer)]
         callbacks.append(Samples(run_dir.samples, tokenizer, prompts, cb.samples, metrics, console, config.seed))
     bar = progress_bar(config, console, total_steps)
@@ -257,7 +232,7 @@ def progress_bar(config: Config, console: Console, total_steps: int) -> RichBar 
     return None
 
 
-def a_prompt(rows: Windows, tokenizer: Any, tokens: int = 24) -> str:
+def a_prompt(rows: Rows, tokenizer: Any, tokens: int = 24) -> str:
     """The start of the middle row: files tend to begin with a licence, which says little about a model."""
     batch = rows.read(np.array([[0, len(rows) // 2]]))
     return tokenizer.decode(batch["input_ids"][0, :tokens].tolist(), skip_special_tokens=True)
@@ -280,12 +255,14 @@ def build_target(entry: dict[str, Any]) -> Any:
 
 def build_trainer(config: Config, run_dir: RunDir, callbacks: list[pl.Callback], total_steps: int) -> pl.Trainer:
     t = config.trainer
+    half = t.precision in ("bf16-true", "16-true") and config.peft.method != "none"
+    plugins = [AdapterHalfPrecision(t.precision)] if half else []  # type: ignore[arg-type]
     return pl.Trainer(
         accelerator=t.accelerator,
         devices=t.devices,
         num_nodes=t.num_nodes,
         strategy=t.strategy,
-        precision=t.precision,  # type: ignore[arg-type]
+        precision=None if plugins else t.precision,  # type: ignore[arg-type]
         max_steps=total_steps,
         max_epochs=-1,
         # The Validation callback says when; this keeps Lightning's own trigger from firing.
@@ -299,7 +276,7 @@ def build_trainer(config: Config, run_dir: RunDir, callbacks: list[pl.Callback],
         logger=build_loggers(config, run_dir),
         log_every_n_steps=2**62,  # the Metrics callback feeds the loggers
         callbacks=callbacks,
-        plugins=[FolderCheckpointIO(background=config.checkpoint.async_save)],
+        plugins=[FolderCheckpointIO(background=config.checkpoint.async_save), *plugins],
         default_root_dir=Path(run_dir.path),
         benchmark=False,
         inference_mode=True,

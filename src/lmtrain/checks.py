@@ -23,6 +23,7 @@ def check_values(c: Config) -> None:
     _check_run(c)
     _check_positions(c)
     _check_names(c)
+    _check_peft(c)
     _check_targets(c)
 
 
@@ -150,6 +151,36 @@ def _check_positions(c: Config) -> None:
         )
 
 
+def _check_peft(c: Config) -> None:
+    p = c.peft
+    _choice("peft.method", p.method, ("none", "lora"))
+    if p.method == "none":
+        return
+    if c.model.init != "pretrained":
+        raise UserError(
+            f"peft.method={p.method} adapts a pretrained model: set model=pretrained model.name_or_path=<name or "
+            f"folder>, or train all of this one with peft=none"
+        )
+    for key, value in (("peft.r", p.r), ("peft.alpha", p.alpha)):
+        if value is None or value < 1:
+            raise UserError(f"{key}={value}: at least 1 is needed")
+    if p.dropout is None or not 0 <= p.dropout < 1:
+        raise UserError(f"peft.dropout={p.dropout}: a share from 0 up to (not including) 1 is needed")
+    _choice("peft.bias", p.bias, ("none", "all", "lora_only"))
+    if p.quantization is not None:
+        _choice("peft.quantization", p.quantization, ("nf4", "fp4", "int8"))
+    begins = ("default", "gaussian", "orthogonal", "pissa", "olora")
+    if not re.fullmatch(r"pissa_niter_[1-9]\d*", str(p.init_weights)):
+        _choice("peft.init_weights", p.init_weights, begins)
+    moves_base = str(p.init_weights).startswith(("pissa", "olora"))
+    if moves_base and (p.quantization is not None or p.use_dora):
+        other = "peft.use_dora=true" if p.use_dora else f"peft.quantization={p.quantization}"
+        raise UserError(
+            f"peft.init_weights={p.init_weights} moves part of the base into the adapter, which does not go with "
+            f"{other}: set peft.init_weights=default"
+        )
+
+
 def _check_names(c: Config) -> None:
     """Keys that take one name or a list of names, which the schema can't express; names that have to be given."""
     if c.model.init == "pretrained" and not c.model.name_or_path:
@@ -157,7 +188,7 @@ def _check_names(c: Config) -> None:
     for key, value in {
         "data.path": c.data.path or [],
         "data.val_path": c.data.val_path or [],
-        "data.text_column": c.data.text_column or 0,
+        "data.text_column": ["-"] if c.data.conversation_format is not None else c.data.text_column or 0,
     }.items():
         names = [value] if isinstance(value, str) else value
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):

@@ -10,6 +10,7 @@ from rich.text import Text
 from lmtrain import devices
 from lmtrain.config import batch_split
 from lmtrain.models import flops
+from lmtrain.models.trainable import adapter_of, describe_adapter
 from lmtrain.optim.groups import table_rows
 
 if TYPE_CHECKING:
@@ -48,21 +49,19 @@ def plan_rows(run: "Run", resumed_from: str | None) -> list[tuple[str, str]]:
     model = run.objective.model.model
     total, trainable, embedding = flops.parameter_counts(model)
     split = batch_split(c.data.global_batch_size, c.data.micro_batch_size, run.trainer.world_size)
-    tokens_per_step = c.data.global_batch_size * c.data.seq_len
+    tokens_per_step = round(corpus.epoch_tokens / len(corpus.train) * c.data.global_batch_size)
     tokens = run.total_steps * tokens_per_step
-    epoch_tokens = len(corpus.train) * c.data.seq_len
     per_token = flops.flops_per_token(model, c.data.seq_len)
     memory = flops.memory_estimate(model, c)
     val = validation_words(run)
-    documents = corpus.train_split.documents
-    in_documents = f" in {documents:,} documents" if documents is not None else ""
     rows = [
         ("model", f"{c.model.name}: {si(total)} parameters ({si(trainable)} trained, {si(embedding)} in embeddings)"),
-        ("data", f"{corpus.train_split.tokens:,} tokens{in_documents} ({corpus.prepared.folder})"),
-        ("tokenizer", f"{c.tokenizer.kind}, {len(corpus.prepared.tokenizer):,} tokens"),
-        ("batch", f"{split} of {c.data.seq_len:,} tokens = {tokens_per_step:,} tokens a step"),
+        *(("adapter", describe_adapter(found, c.peft)) for found in [adapter_of(model)] if found),
+        ("data", "\n".join(corpus.words)),
+        ("tokenizer", f"{c.tokenizer.kind}, {len(corpus.tokenizer):,} tokens"),
+        ("batch", f"{split} = {tokens_per_step:,} tokens a step"),
         ("length", f"{run.total_steps:,} steps x {tokens_per_step:,} = {si(tokens)} tokens"
-                   f" = {tokens / epoch_tokens:.2f} epochs of {si(epoch_tokens)}"),
+                   f" = {tokens / corpus.epoch_tokens:.2f} epochs of {si(corpus.epoch_tokens)}"),
         ("validation", val),
         ("compute", f"{si(per_token, 'FLOP')} a token, {si(per_token * tokens, 'FLOP')} in all"),
         ("memory", f"about {gib(sum(memory.values()))} a device: "
@@ -121,7 +120,7 @@ def first_row(run: "Run") -> Text:
     c = run.config
     rows = step_rows(0, rows=len(run.corpus.train), global_batch_size=c.data.global_batch_size, seed=c.seed)
     ids = run.corpus.train.read(rows[:1])["input_ids"][0].tolist()[:160]
-    tokenizer = run.corpus.prepared.tokenizer
+    tokenizer = run.corpus.tokenizer
     text, piece = Text(), []
     for token in ids:
         piece.append(token)

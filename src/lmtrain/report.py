@@ -74,12 +74,19 @@ def export(run: "Run") -> Path:
     example = rows.read(np.zeros((1, 2), dtype=np.int64))["input_ids"]
     return export_model(
         run.objective.model.model,
-        run.corpus.prepared.tokenizer,
+        run.corpus.tokenizer,
         run.dir.export,
         dtype=run.config.export.dtype,
         run_config=run.dir.config,
         example=example,
+        merge=run.config.export.merge,
     )
+
+
+def reader(folder: Path) -> str:
+    """What loads an exported folder."""
+    adapter = (folder / "adapter_config.json").exists()
+    return f"{'peft.AutoPeftModelForCausalLM' if adapter else 'AutoModelForCausalLM'}.from_pretrained"
 
 
 def say_how_to_go_on(run: "Run") -> None:
@@ -110,5 +117,5 @@ def show(run: "Run", status: str, exported: Path | None) -> None:
         table.add_row("tokens/s", f"{metrics.train_tokens / metrics.train_seconds:,.0f}")
     table.add_row("run", str(run.dir.path))
     if exported is not None:
-        table.add_row("export", f"{exported}  (AutoModelForCausalLM.from_pretrained reads it)")
+        table.add_row("export", f"{exported}  ({reader(exported)} reads it)")
     run.console.print(table)

@@ -24,9 +24,17 @@ class Run:
 class Objective:
     name: str
     loss_chunk_tokens: int | str
-    z_loss: float
     label_smoothing: float
+    z_loss: float | None = None  # absent from dpo
     neftune_alpha: float | None = None  # sft only
+    # dpo only
+    loss: str | None = None  # one of preference_losses.LOSSES
+    beta: float | None = None
+    gamma: float | None = None
+    dpop_lambda: float | None = None
+    sft_weight: float | None = None
+    length_normalize: bool | str | None = None  # auto, true or false
+    reference: str | None = None  # auto, frozen_copy, adapter_off, precomputed or none
 
 
 @dataclass(kw_only=True)
@@ -104,6 +112,7 @@ class Data:
     on_too_long: str | None = None  # truncate_left, truncate_right, drop, split or raise
     on_bad_row: str | None = None  # raise or skip
     max_untrained: float | None = None  # share of rows without a trained token above which the run is refused
+    ranking: str | None = None  # dpo: best_worst or all
     packing: str | None = None  # off, concat, greedy, first_fit or best_fit_decreasing
 
 
@@ -134,6 +143,7 @@ class Peft:
     init_weights: str | None = None  # default, pissa, pissa_niter_<n>, ...
     quantization: str | None = None  # nf4, fp4 or int8: how the frozen base is stored
     double_quant: bool | None = None
+    learning_rate: float | None = None
 
 
 @dataclass(kw_only=True)

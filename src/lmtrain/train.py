@@ -57,7 +57,7 @@ def run_in_process(config: Config, folder: RunDir) -> int:
     run, checkpoint, notes = prepare_run(config, folder, console, started)
     if run.trainer.is_global_zero:
         run_dir.write_config(folder, config)
-        run_dir.write_tokenizer(folder, run.corpus.prepared.tokenizer)
+        run_dir.write_tokenizer(folder, run.corpus.tokenizer)
     return fit_and_export(run, checkpoint, notes, started)
 
 

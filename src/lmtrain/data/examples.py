@@ -41,7 +41,10 @@ class RowEncoder(Protocol):
 
     identity: dict[str, Any]
     group: int
-    words: str  # what it takes the rows for, for the plan
+
+    @property
+    def words(self) -> str:
+        """What it took the rows for, for the plan."""
 
     def encode(self, row: dict[str, Any], where: str, cfg: Data, question: bool) -> Encoded:
         """Raises BadRow."""

@@ -1,0 +1,41 @@
+"""Supervised fine-tuning: next-token prediction of the tokens that carry a label."""
+
+import torch
+from torch import Tensor
+
+from lmtrain.objectives.base import LossParts
+from lmtrain.objectives.causal_lm import CausalLM
+
+
+class SFT(CausalLM):
+    """A micro-batch is {input_ids, labels, seen, [position_ids, cu_seqlens]}; labels are set on learned tokens only."""
+
+    def add_embedding_noise(self, alpha: float) -> None:
+        """NEFTune (Jain et al. 2023, arXiv:2310.05914): uniform noise of alpha / sqrt(T D) on embeddings, in training.
+
+        T is the length of an example: of the document where rows are packed, of the row where they are padded.
+        """
+
+        def noisy(module: torch.nn.Module, _: object, embedded: Tensor) -> Tensor:
+            return add_noise(embedded, alpha, self._lengths) if module.training else embedded
+
+        self.model.model.get_input_embeddings().register_forward_hook(noisy)
+
+    def micro_batch_loss(self, batch: dict[str, Tensor]) -> LossParts:
+        self._lengths = token_lengths(batch)
+        return super().micro_batch_loss({k: v for k, v in batch.items() if k != "seen"})
+
+
+def token_lengths(batch: dict[str, Tensor]) -> Tensor:
+    """For each token the length of the example it belongs to, int64 [B, T, 1]."""
+    rows, length = batch["input_ids"].shape
+    if "cu_seqlens" not in batch:
+        return torch.full((rows, length, 1), length, device=batch["input_ids"].device)
+    lengths = torch.diff(batch["cu_seqlens"]).long()
+    return torch.repeat_interleave(lengths, lengths, output_size=rows * length).view(rows, length, 1)
+
+
+def add_noise(embedded: Tensor, alpha: float, lengths: Tensor) -> Tensor:
+    """Embeddings [B, T, D] plus noise for examples of these `lengths` [B, T, 1]."""
+    size = alpha / (lengths * embedded.shape[-1]).sqrt()
+    return embedded + torch.empty_like(embedded).uniform_(-1, 1) * size.to(embedded.dtype)
