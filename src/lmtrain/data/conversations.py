@@ -66,6 +66,9 @@ def detect_format(columns: Iterable[str], cfg: Data) -> str:
     wanted = cfg.conversation_format or "auto"
     if wanted != "auto" and wanted not in FORMATS:
         raise UserError(f"data.conversation_format={wanted} is unknown; there are auto, {', '.join(FORMATS)}")
+    for column, name in (cfg.columns or {}).items():
+        if name not in names:
+            raise UserError(f"data.columns.{column}={name}: the rows have no such column, but {', '.join(names)}")
     if wanted == "auto":
         wanted = "template" if cfg.prompt_template or cfg.response_template else _first_fit(names, cfg)
     absent = [c for c in _needed(wanted, cfg) if column_of(c, names, cfg) is None]
@@ -76,11 +79,9 @@ def detect_format(columns: Iterable[str], cfg: Data) -> str:
             f"{names[0] if names else 'its_name'}}}"
         )
     known = {part for c in (*_needed(wanted, cfg), *FORMATS[wanted].optional) for part in c.split("|")}
-    for column, name in (cfg.columns or {}).items():
+    for column in cfg.columns or {}:
         if column not in known:
             raise UserError(f"data.columns.{column}: the format {wanted} has no such column, but {', '.join(known)}")
-        if name not in names:
-            raise UserError(f"data.columns.{column}={name}: the rows have no such column, but {', '.join(names)}")
     return wanted
 
 
@@ -110,7 +111,7 @@ def to_sample(row: Mapping[str, Any], format: str, cfg: Data, where: str) -> Con
 
 
 def _conversation(messages: list[dict[str, Any]], tools: Any, cfg: Data, where: str) -> Conversation:
-    if cfg.system_prompt and messages[0]["role"] != "system":
+    if cfg.system_prompt and not any(turn["role"] == "system" for turn in messages):
         messages = [{"role": "system", "content": cfg.system_prompt}, *messages]
     return Conversation(check(messages, where), tools, where)
 
