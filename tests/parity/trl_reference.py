@@ -2,8 +2,8 @@
 
 python trl_reference.py spec.json out.json
 
-The spec says what: `labels` (SFTTrainer's token ids and labels), `sft` (its losses and gradient norms) or `dpo`
-(DPOTrainer's metrics). Rows are taken in the order given.
+The spec says what: `labels` (SFTTrainer's token ids and labels), `templates` (a chat template of its collection), `sft`
+(its losses and gradient norms) or `dpo` (DPOTrainer's metrics). Rows are taken in the order given.
 """
 
 import json
@@ -31,6 +31,13 @@ def labels(spec: Spec) -> dict[str, Any]:
     rows = Dataset.from_list([{"messages": messages} for messages in spec["rows"]])
     trainer = trl.SFTTrainer(LlamaForCausalLM(config), args, train_dataset=rows, processing_class=tokenizer)
     return {name: list(trainer.train_dataset[name]) for name in ("input_ids", "labels")}
+
+
+def templates(spec: Spec) -> dict[str, str]:
+    """A template of TRL's collection as models ship it, and as TRL marks it for assistant_only_loss."""
+    folder = Path(trl.__file__).parent / "chat_templates"
+    plain = folder / spec["trl_template"]
+    return {"plain": plain.read_text(), "marked": plain.with_stem(f"{plain.stem}_training").read_text()}
 
 
 def sft(spec: Spec) -> list[dict[str, float]]:
@@ -119,5 +126,5 @@ if __name__ == "__main__":
     transformers.utils.logging.set_verbosity_error()
     torch.set_num_threads(1)
     asked = json.loads(Path(sys.argv[1]).read_text())
-    answer = {"labels": labels, "sft": sft, "dpo": dpo}[asked["what"]](asked)
+    answer = {"labels": labels, "templates": templates, "sft": sft, "dpo": dpo}[asked["what"]](asked)
     Path(sys.argv[2]).write_text(json.dumps(answer))

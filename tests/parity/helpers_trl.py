@@ -1,0 +1,119 @@
+"""TRL lives in an environment of its own (`make env-trl`); what it computes comes back as JSON."""
+
+import json
+import os
+import random
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as parquet
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from loopback_hub import HUB
+from support import REPO
+
+SMOLLM2 = HUB / "models" / "HuggingFaceTB" / "SmolLM2-135M-Instruct"
+CHATML_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+LLAMA3_TOKENS = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+
+Messages = list[dict[str, str]]
+
+# ChatML as TRL must be given it: TRL has no template of that name and takes none without {% generation %}.
+MARKED_CHATML = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + message['role'] + '\\n' }}
+    {%- if message['role'] == 'assistant' %}
+        {%- generation %}
+        {{- message['content'] + '<|im_end|>' }}
+        {%- endgeneration %}
+        {{- '\\n' }}
+    {%- else %}
+        {{- message['content'] + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}"""
+
+
+def ask_trl(folder: Path, what: str, timeout: float = 900, **spec: Any) -> Any:
+    """What tests/parity/trl_reference.py answers; skips where there is no TRL."""
+    python = Path(os.environ.get("LMTRAIN_TRL_PYTHON", REPO / ".venv-trl" / "bin" / "python"))
+    if not python.exists():
+        pytest.skip(f"needs TRL in an environment of its own: make env-trl ({python} is not there)")
+    asked, answered = folder / f"{what}.json", folder / f"{what}_answer.json"
+    asked.write_text(json.dumps({"what": what, **spec}))
+    done = subprocess.run(
+        [str(python), str(Path(__file__).with_name("trl_reference.py")), str(asked), str(answered)],
+        env={**os.environ, "HF_HOME": str(folder / "hf")},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(answered.read_text())
+
+
+def dialogues(count: int, *, real: bool) -> list[Messages]:
+    """Multi-turn conversations: of the Schema-Guided Dialogue dataset, or made here."""
+    if real:
+        file = HUB / "datasets" / "local" / "sgd-messages" / "data" / "validation-00000-of-00001.parquet"
+        if not file.exists():
+            pytest.skip(f"needs real conversations, and {file} is not there")
+        return [row["messages"] for row in parquet.read_table(file).slice(0, count).to_pylist()]
+    rng = random.Random(1)
+    return [_dialogue(rng) for _ in range(count)]
+
+
+def pairs(count: int, *, real: bool) -> list[dict[str, Messages]]:
+    """Preference pairs {prompt, chosen, rejected}: the shortest of the hub's, or made here."""
+    if real:
+        file = HUB / "datasets" / "local" / "dpo-messages" / "data" / "train-00000-of-00001.parquet"
+        if not file.exists():
+            pytest.skip(f"needs real preferences, and {file} is not there")
+        return sorted(parquet.read_table(file).to_pylist(), key=lambda row: len(str(row)))[:count]
+    rng = random.Random(2)
+    made = []
+    for _ in range(count):
+        turns = _dialogue(rng)
+        other = {"role": "assistant", "content": _sentence(rng)}
+        made.append({"prompt": turns[:-1], "chosen": turns[-1:], "rejected": [other]})
+    return made
+
+
+def tokenizer_on(conversations: list[Messages], folder: Path) -> PreTrainedTokenizerFast:
+    """A small BPE with ChatML's special tokens, saved in `folder`."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=800, special_tokens=CHATML_TOKENS, initial_alphabet=alphabet)
+    bpe.train_from_iterator((turn["content"] for turns in conversations for turn in turns), trainer)
+    end, start, turn_end = CHATML_TOKENS
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=start, eos_token=turn_end, pad_token=end)
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def smollm2_tokenizer() -> PreTrainedTokenizerFast:
+    if not (SMOLLM2 / "tokenizer.json").exists():
+        pytest.skip(f"needs SmolLM2's tokenizer, and {SMOLLM2} is not there")
+    return AutoTokenizer.from_pretrained(SMOLLM2)
+
+
+def _dialogue(rng: random.Random) -> Messages:
+    turns = [{"role": "system", "content": _sentence(rng)}] if rng.random() < 0.3 else []
+    for _ in range(rng.randint(1, 4)):
+        turns.append({"role": "user", "content": _sentence(rng)})
+        turns.append({"role": "assistant", "content": "\n".join(_sentence(rng) for _ in range(rng.randint(1, 3)))})
+    return turns
+
+
+def _sentence(rng: random.Random) -> str:
+    verb, thing = rng.choice(["find", "count", "paint", "move"]), rng.choice(["boxes", "birds", "letters", "maps"])
+    place, end = rng.choice(["north", "Zürich", "the attic", "room 12"]), rng.choice([".", "!", " 😊", "?", ": ok"])
+    return (
+        f"{rng.choice(['Please', 'I will', 'Could you', 'They'])} {verb} {rng.randint(2, 999)} {thing} in {place}{end}"
+    )

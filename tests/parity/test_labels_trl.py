@@ -1,0 +1,104 @@
+"""Token ids and labels of conversations against TRL's SFTTrainer(assistant_only_loss=True), token for token."""
+
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from helpers_trl import LLAMA3_TOKENS, MARKED_CHATML, Messages, ask_trl, dialogues, smollm2_tokenizer, tokenizer_on
+from lmtrain import config
+from lmtrain.data.chat_templates import ChatEncoder
+from lmtrain.data.conversations import Conversation
+
+pytestmark = pytest.mark.slow
+
+Labelled = tuple[list[int], list[int]]  # input ids; labels, -100 where a token is not learned
+
+
+def ours(rows: list[Messages], tokenizer: PreTrainedTokenizerFast, template: str, max_length: int) -> list[Labelled]:
+    """What lmtrain makes of the rows; those that truncation leaves nothing to learn in are left out, as TRL does."""
+    overrides = ["objective=sft", "data=chat_jsonl", "data.path=none.jsonl", f"data.max_length={max_length}"]
+    cfg = config.compose([*overrides, f"data.chat_template={template}"]).data
+    encoder = ChatEncoder(tokenizer, cfg)
+    examples = [encoder.encode(Conversation(row, None, f"row {i}")) for i, row in enumerate(rows)]
+    assert all(len(example) == 1 for example in examples)
+    found = [(e.input_ids, labels_of(e.input_ids, e.trained)) for (e,) in examples]
+    return [(ids, labels) for ids, labels in found if set(labels) != {-100}]
+
+
+def labels_of(ids: list[int], trained: list[bool]) -> list[int]:
+    return [token if learned else -100 for token, learned in zip(ids, trained, strict=True)]
+
+
+def theirs(
+    folder: Path, rows: list[Messages], tokenizer: PreTrainedTokenizerFast, max_length: int, **template: str
+) -> list[Labelled]:
+    tokenizer.save_pretrained(folder / "tokenizer")
+    names = {"tokenizer": str(folder / "tokenizer"), "max_length": max_length, **template}
+    answer = ask_trl(folder, "labels", rows=rows, **names)
+    return list(zip(answer["input_ids"], answer["labels"], strict=True))
+
+
+@pytest.fixture(params=["real", "made"])
+def rows_and_tokenizer(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> tuple[list[Messages], PreTrainedTokenizerFast]:
+    if request.param == "real":
+        return dialogues(200, real=True), smollm2_tokenizer()
+    rows = dialogues(200, real=False)
+    return rows, tokenizer_on(rows, tmp_path / "made")
+
+
+@pytest.mark.parametrize("max_length", [1024, 60])
+def test_chatml(
+    rows_and_tokenizer: tuple[list[Messages], PreTrainedTokenizerFast], max_length: int, tmp_path: Path
+) -> None:
+    rows, tokenizer = rows_and_tokenizer
+    reference = theirs(tmp_path, rows, tokenizer, max_length, template=MARKED_CHATML)
+    assert ours(rows, tokenizer, "chatml", max_length) == reference
+    if max_length == 1024:
+        assert len(reference) == 200
+        end_of_turn = tokenizer.convert_tokens_to_ids("<|im_end|>")
+        answers = sum(turn["role"] == "assistant" for row in rows for turn in row)
+        assert sum(labels.count(end_of_turn) for _, labels in reference) == answers
+
+
+def test_llama3(rows_and_tokenizer: tuple[list[Messages], PreTrainedTokenizerFast], tmp_path: Path) -> None:
+    """With TRL's own template of that name."""
+    rows, tokenizer = rows_and_tokenizer
+    tokenizer.add_special_tokens(
+        {
+            "bos_token": LLAMA3_TOKENS[0],
+            "eos_token": LLAMA3_TOKENS[-1],
+            "additional_special_tokens": LLAMA3_TOKENS[1:-1],
+        }
+    )
+    reference = theirs(tmp_path, rows, tokenizer, 1024, trl_template="llama3.jinja")
+    assert ours(rows, tokenizer, "llama3", 1024) == reference
+    assert len(reference) == 200
+
+
+def test_newlines_around_an_answer(
+    rows_and_tokenizer: tuple[list[Messages], PreTrainedTokenizerFast], tmp_path: Path
+) -> None:
+    """TRL's own template in ChatML's form (Qwen 2.5's) marks the newline before an answer, which the model is given,
+    and the one behind its end-of-turn token, which it is never asked for. Nothing else differs, and a template of ours
+    with the same markers gives TRL's labels."""
+    rows, tokenizer = rows_and_tokenizer
+    reference = theirs(tmp_path, rows, tokenizer, 1024, trl_template="qwen2_5.jinja")
+    answer = ask_trl(tmp_path, "templates", trl_template="qwen2_5.jinja")
+    plain, marked = tmp_path / "plain.jinja", tmp_path / "marked.jinja"
+    plain.write_text(answer["plain"])
+    marked.write_text(answer["marked"])
+    assert ours(rows, tokenizer, str(marked), 1024) == reference
+
+    newline = tokenizer("\n", add_special_tokens=False)["input_ids"]
+    assert len(newline) == 1
+    for (ids, labels), (their_ids, their_labels), row in zip(
+        ours(rows, tokenizer, str(plain), 1024), reference, rows, strict=True
+    ):
+        assert ids == their_ids
+        differ = [t for t, (a, b) in enumerate(zip(labels, their_labels, strict=True)) if a != b]
+        assert {their_labels[t] for t in differ} == set(newline)
+        assert {labels[t] for t in differ} == {-100}
+        assert len(differ) == 2 * sum(turn["role"] == "assistant" for turn in row)
