@@ -39,6 +39,7 @@ from lmtrain.models.finetune import build_trainable_model, frozen_identity
 from lmtrain.models.language_model import LanguageModel, compile_model, enable_activation_checkpointing
 from lmtrain.objectives.base import Objective
 from lmtrain.objectives.causal_lm import CausalLM
+from lmtrain.objectives.dpo import DPO
 from lmtrain.objectives.guard import StepGuard
 from lmtrain.objectives.sft import SFT
 from lmtrain.optim.optimizers import build_optimizer
@@ -87,6 +88,7 @@ def quiet_libraries() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     transformers.utils.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", module="lightning")
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
 
 
@@ -114,7 +116,7 @@ def build_objective(config: Config, corpus: Corpus, total_steps: int) -> Objecti
     if config.trainer.compile:
         compile_model(hf_model)
     optimizer = build_optimizer(hf_model.named_parameters(), config.optimizer, config.trainer.accelerator)
-    objective = {"causal_lm": CausalLM, "sft": SFT}[config.objective.name](
+    objective = {"causal_lm": CausalLM, "sft": SFT, "dpo": DPO}[config.objective.name](
         model,
         optimizer,
         config.schedule,
@@ -126,6 +128,8 @@ def build_objective(config: Config, corpus: Corpus, total_steps: int) -> Objecti
     )
     if isinstance(objective, SFT) and config.objective.neftune_alpha:
         objective.add_embedding_noise(config.objective.neftune_alpha)
+    if isinstance(objective, DPO):
+        objective.prepare(config, corpus.fingerprint)
     return objective
 
 
@@ -165,7 +169,9 @@ def check_monitors(config: Config, corpus: Corpus, objective: Objective) -> None
             "callbacks.early_stopping.enabled=true, but there is no validation split: hold one out with "
             "data.val_fraction=0.01, or name one with data.val_path or data.val_split"
         )
-    names = [*objective.validation_names(), "perplexity", *(["bits_per_byte"] if corpus.val_bytes_per_token else [])]
+    names = objective.validation_names()
+    if objective.loss_is_nll:
+        names = [*names, "perplexity", *(["bits_per_byte"] if corpus.val_bytes_per_token else [])]
     known = [f"val/{name}" for name in names]
     monitors = {"checkpoint.monitor": config.checkpoint.monitor}
     if stopping.enabled and not config.callbacks.extra:  # a user's callback may log other numbers

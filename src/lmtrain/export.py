@@ -12,7 +12,7 @@ def export(config: Config) -> int:
     """Writes <run_dir>/export from the checkpoint that export.checkpoint names."""
     import torch
 
-    from lmtrain import trained
+    from lmtrain import report, trained
     from lmtrain.build import quiet_libraries
     from lmtrain.hf_folder import export_model
     from lmtrain.run_dir import RunDir
@@ -25,9 +25,15 @@ def export(config: Config) -> int:
     generator = torch.Generator().manual_seed(config.seed)
     example = torch.randint(len(tokenizer), (1, 32), generator=generator)
     folder = export_model(
-        model, tokenizer, run.export, dtype=config.export.dtype, run_config=run.config, example=example
+        model,
+        tokenizer,
+        run.export,
+        dtype=config.export.dtype,
+        run_config=run.config,
+        example=example,
+        merge=config.export.merge,
     )
-    print(f"{folder}  (from {checkpoint.name}; AutoModelForCausalLM.from_pretrained reads it)")
+    print(f"{folder}  (from {checkpoint.name}; {report.reader(folder)} reads it)")
     return errors.FINISHED
 
 

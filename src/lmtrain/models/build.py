@@ -2,6 +2,7 @@
 
 import difflib
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,15 @@ DROPOUTS = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hid
 MAX_POSITIONS = "max_position_embeddings"
 
 
-def build_model(cfg: Model, vocab_size: int, eos_token_id: int | None, seq_len: int) -> PreTrainedModel:
+def build_model(
+    cfg: Model,
+    vocab_size: int,
+    eos_token_id: int | None,
+    seq_len: int,
+    *,
+    new_tokens: Sequence[int] = (),
+    **loading: Any,
+) -> PreTrainedModel:
     """The model of `cfg`, in training mode with fp32 parameters, using lmtrain's attention.
 
     Under `torch.device("meta")` nothing is allocated and no weights are read. Weights from scratch are drawn from the
@@ -62,6 +71,8 @@ def build_model(cfg: Model, vocab_size: int, eos_token_id: int | None, seq_len: 
         vocab_size: of the tokenizer.
         eos_token_id: ends documents; also begins them, as in GPT-2.
         seq_len: tokens per training row.
+        new_tokens: ids of tokens added to a pretrained model's tokenizer; its embeddings grow where they have no row.
+        loading: more arguments of `from_pretrained`, such as a quantisation.
 
     Raises:
         UserError: a key the family doesn't know, shapes that don't fit together, a vocabulary or seq_len the model
@@ -73,13 +84,14 @@ def build_model(cfg: Model, vocab_size: int, eos_token_id: int | None, seq_len: 
         config = _pretrained_config(cfg)
     else:
         config = _scratch_config(cfg, vocab_size, eos_token_id)
-    _check_vocabulary(cfg, config, vocab_size)
+    _check_vocabulary(cfg, config, vocab_size, new_tokens)
     _check_positions(cfg, config, seq_len)
     # With a pad id, transformers' GPT-2 looks for it in every batch (a wait for the GPU), and an embedding row that
     # is both padding and end of text would get no gradient. Nothing here pads by id.
     config.pad_token_id = None
     if cfg.init == "pretrained" and torch.get_default_device().type != "meta":
-        model = _load(cfg, config)
+        model = _load(cfg, config, loading)
+        _grow_vocabulary(model, vocab_size)
     else:
         model = _instantiate(cfg, config)
         if cfg.init == "scratch":
@@ -181,9 +193,17 @@ def _pretrained_config(cfg: Model) -> PretrainedConfig:
     return config
 
 
-def _load(cfg: Model, config: PretrainedConfig) -> PreTrainedModel:
+def _load(cfg: Model, config: PretrainedConfig, loading: dict[str, Any]) -> PreTrainedModel:
     # The checkpoint's own dtype is often bf16, too coarse to take small updates.
-    return _from_hub(AutoModelForCausalLM.from_pretrained, cfg, config=config, dtype=torch.float32)
+    return _from_hub(AutoModelForCausalLM.from_pretrained, cfg, config=config, dtype=torch.float32, **loading)
+
+
+def _grow_vocabulary(model: PreTrainedModel, vocab_size: int) -> None:
+    """Adds embedding rows for added tokens, drawn around the mean of the others (Hewitt 2021)."""
+    rows = model.get_input_embeddings().weight.shape[0]
+    if vocab_size > rows:
+        log.warning("the embeddings grow from %d to %d rows, for added tokens", rows, vocab_size)
+        model.resize_token_embeddings(vocab_size)
 
 
 def _from_hub(function: Any, cfg: Model, **options: Any) -> Any:
@@ -204,6 +224,11 @@ def _from_hub(function: Any, cfg: Model, **options: Any) -> Any:
 
 def _explain_loading(cfg: Model, error: Exception) -> str:
     name = str(cfg.name_or_path)
+    if (Path(name).expanduser() / "adapter_config.json").is_file():
+        return (
+            f"model.name_or_path={name} is an adapter: name its base there, and set peft=lora peft.adapter={name} to "
+            f"go on training it"
+        )
     reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
     if "trust_remote_code" in str(error):
         return f"model.name_or_path={name} brings its own code: if you trust it, set model.trust_remote_code=true"
@@ -238,9 +263,9 @@ def _set_attention(cfg: Model, model: PreTrainedModel) -> None:
     model.documents_attention = choice
 
 
-def _check_vocabulary(cfg: Model, config: PretrainedConfig, vocab_size: int) -> None:
+def _check_vocabulary(cfg: Model, config: PretrainedConfig, vocab_size: int, new_tokens: Sequence[int]) -> None:
     rows = config.get_text_config().vocab_size
-    if vocab_size <= rows:
+    if vocab_size <= rows or (cfg.init == "pretrained" and set(range(rows, vocab_size)) <= set(new_tokens)):
         return
     if cfg.init == "pretrained":
         raise UserError(

@@ -7,6 +7,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lmtrain.models.language_model import AUTO_CHUNK_BYTES, decoder_blocks
+from lmtrain.models.quantized import numel
 from lmtrain.schema import Config
 
 # Dense bf16 (or fp16) tensor-core peak in FLOP/s, from the vendors' data sheets, by what torch calls the device. The
@@ -44,11 +45,11 @@ STATE_BYTES = {"adamw": 8.0, "adamw_8bit": 2.0, "adafactor": 0.0, "lion": 4.0, "
 
 
 def parameter_counts(model: nn.Module) -> tuple[int, int, int]:
-    """(all, trained, in embeddings): numbers of parameters; tied weights count once."""
+    """(all, trained, in embeddings): numbers of parameters; tied weights count once, 4-bit ones unpacked."""
     parameters = list(model.parameters())
     tables = {id(m.weight): m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding)}
     trained = sum(p.numel() for p in parameters if p.requires_grad)
-    return sum(p.numel() for p in parameters), trained, sum(tables.values())
+    return sum(numel(p) for p in parameters), trained, sum(tables.values())
 
 
 def flops_per_token(model: PreTrainedModel, seq_len: int) -> float:
@@ -56,15 +57,16 @@ def flops_per_token(model: PreTrainedModel, seq_len: int) -> float:
 
     N counts the parameters a token is multiplied with: without tables that are only looked up, with a tied output
     embedding, and of a mixture of experts the chosen ones. Attention is counted over all T keys, as MFU does by
-    convention, though the causal half of it is not computed; nothing is added for recomputed activations.
+    convention, though the causal half of it is not computed; nothing is added for recomputed activations. A frozen
+    parameter takes part in the forward and in its input's gradient, so it counts 4 instead of 6.
     """
     config = model.config.get_text_config()
-    total, _, tables = parameter_counts(model)
+    total, trained, tables = parameter_counts(model)
     multiplied = total - tables - _idle_expert_parameters(model)
-    head = model.get_output_embeddings()
-    if head is not None and head.weight is model.get_input_embeddings().weight:
-        multiplied += head.weight.numel()
-    return 6.0 * multiplied + 12.0 * config.num_hidden_layers * _attention_width(config) * seq_len
+    if config.tie_word_embeddings:
+        multiplied += model.get_input_embeddings().weight.numel()
+    per_parameter = 6.0 if trained == total else 4.0 + 2.0 * trained / total
+    return per_parameter * multiplied + 12.0 * config.num_hidden_layers * _attention_width(config) * seq_len
 
 
 def _attention_width(config: Any) -> int:
@@ -102,19 +104,25 @@ def memory_estimate(model: PreTrainedModel, config: Config) -> dict[str, int]:
     Activations are what transformers' GPT-2 and Llama blocks keep for the backward (Korthikanti et al. 2022, section 4,
     counts the same way), with attention that never forms its weights; allocator and kernels' workspace come on top.
     """
-    total, trained, _ = parameter_counts(model)
+    _, trained, _ = parameter_counts(model)
     weight_bytes = 2 if config.trainer.precision == "bf16-true" else 4
     mixed = config.trainer.precision.endswith("-mixed")
     tokens = config.data.micro_batch_size * config.data.seq_len
-    in_blocks = sum(p.numel() for block in decoder_blocks(model) for p in block.parameters())
+    blocks = [p for block in decoder_blocks(model) for p in block.parameters()]
+    in_blocks = sum(p.numel() for p in blocks if p.is_floating_point())
     return {
         # Autocast keeps a half-precision copy of the blocks' matrices until their backward.
-        "parameters": weight_bytes * total + (2 * in_blocks if mixed else 0),
+        "parameters": _weights_bytes(model, weight_bytes) + (2 * in_blocks if mixed else 0),
         "gradients": weight_bytes * trained,
         "optimizer": int(_state_bytes(model, config.optimizer.name)),
         "activations": tokens * _activation_bytes(model, config, weight_bytes, mixed),
         "logits": _logits_bytes(model, config, tokens, 2 if mixed else weight_bytes),
     }
+
+
+def _weights_bytes(model: nn.Module, weight_bytes: int) -> int:
+    """Quantised weights as they are stored."""
+    return sum(p.numel() * (weight_bytes if p.is_floating_point() else p.itemsize) for p in model.parameters())
 
 
 def _state_bytes(model: nn.Module, optimizer: str) -> float:

@@ -7,8 +7,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lmtrain.errors import UserError
+from lmtrain.log_probs import chunked_log_probs
 from lmtrain.losses import chunked_cross_entropy, router_load_balancing_loss
 from lmtrain.models.documents import Documents, choose_method
+from lmtrain.models.head import output_head
 from lmtrain.schema import Objective
 
 # loss_chunk_tokens=auto: logits of one chunk, in the dtype they are multiplied in. Smaller chunks cost time (the
@@ -27,6 +29,14 @@ class LanguageModelOutput(NamedTuple):
     aux: dict[str, Tensor]  # detached 0-dim means of a router's losses; empty without one
 
 
+class LogProbs(NamedTuple):
+    """What `LanguageModel.log_probs` gives."""
+
+    tokens: Tensor  # [C] fp32, differentiable
+    router_loss: Tensor | None  # 0-dim, differentiable: to be added to the mean loss; None without a router
+    aux: dict[str, Tensor]  # as of LanguageModelOutput
+
+
 class LanguageModel(nn.Module):
     """Wraps `model`, which keeps its own parameter names under `model.`.
 
@@ -42,7 +52,7 @@ class LanguageModel(nn.Module):
                 f"{type(model).__name__} has no decoder and output embedding of its own: it can't be trained"
             )
         self.model = model
-        self.z_loss, self.label_smoothing = objective.z_loss, objective.label_smoothing
+        self.z_loss, self.label_smoothing = objective.z_loss or 0.0, objective.label_smoothing
         self.chunk_tokens = _checked_chunk(objective.loss_chunk_tokens)
         self.logit_scale, self.logit_softcap = _logit_transform(model)
         config = model.config.get_text_config()
@@ -72,13 +82,12 @@ class LanguageModel(nn.Module):
                 None where each row is one sequence.
         """
         hidden, router_logits = self.hidden_states(input_ids, position_ids, cu_seqlens)
-        head = self.model.get_output_embeddings()
-        weight = head.weight
+        hidden, weight, bias = output_head(self.model, hidden)
         loss = chunked_cross_entropy(
             hidden.flatten(0, 1),
             weight,
             labels.flatten(),
-            bias=getattr(head, "bias", None),
+            bias=bias,
             chunk_tokens=self._chunk(weight, hidden),
             z_loss=self.z_loss,
             label_smoothing=self.label_smoothing,
@@ -86,13 +95,42 @@ class LanguageModel(nn.Module):
             logit_scale=self.logit_scale,
             compiled=self._compiled(),
         )
-        loss_sum, aux = loss.loss_sum, {}
+        loss_sum = loss.loss_sum
+        aux: dict[str, Tensor] = {}
         if router_logits:
-            router_loss = router_load_balancing_loss(router_logits, self.num_experts_per_tok)
-            loss_sum = loss_sum + self.router_coefficient * router_loss * loss.n_tokens
-            # Per layer and chosen expert, so that 1 is an even load.
-            aux["aux/router_loss"] = router_loss.detach() / (len(router_logits) * self.num_experts_per_tok)
+            router_loss, aux = self._router_loss(router_logits)
+            loss_sum = loss_sum + router_loss * loss.n_tokens
         return LanguageModelOutput(loss_sum, loss.nll_sum, loss.n_tokens, aux)
+
+    def log_probs(
+        self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, *, scored: Tensor, targets: Tensor
+    ) -> LogProbs:
+        """Log-probabilities of single tokens; the others' logits are never computed.
+
+        Args:
+            input_ids, position_ids, cu_seqlens: as of `forward`.
+            scored: [C] int64, each position (of the flattened B * T) once, whose next token is asked about.
+            targets: [C] int64, these next tokens.
+        """
+        hidden, router_logits = self.hidden_states(input_ids, position_ids, cu_seqlens)
+        hidden, weight, bias = output_head(self.model, hidden.flatten(0, 1).index_select(0, scored))
+        tokens = chunked_log_probs(
+            hidden,
+            weight,
+            targets,
+            bias=bias,
+            chunk_tokens=self._chunk(weight, hidden),
+            logit_softcap=self.logit_softcap,
+            logit_scale=self.logit_scale,
+            compiled=self._compiled(),
+        )
+        return LogProbs(tokens, *(self._router_loss(router_logits) if router_logits else (None, {})))
+
+    def _router_loss(self, router_logits: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:
+        """What a router adds to the mean loss, and what is reported of it: per layer and chosen expert, 1 if even."""
+        loss = router_load_balancing_loss(router_logits, self.num_experts_per_tok)
+        even = loss.detach() / (len(router_logits) * self.num_experts_per_tok)
+        return self.router_coefficient * loss, {"aux/router_loss": even}
 
     def hidden_states(
         self, input_ids: Tensor, position_ids: Tensor | None = None, cu_seqlens: Tensor | None = None

@@ -16,6 +16,7 @@ from torch import Tensor
 from lmtrain.data.order import step_seed
 from lmtrain.errors import RunError
 from lmtrain.models.language_model import LanguageModel
+from lmtrain.models.trainable import adapter_of, check_names, restore_start, trainable_names, without_frozen
 from lmtrain.objectives.guard import StepGuard
 from lmtrain.optim.groups import set_lr
 from lmtrain.optim.schedules import lr_factor
@@ -46,6 +47,7 @@ class Objective(pl.LightningModule):
     """Base of all objectives: scales, clips, steps, and hands numbers to the callbacks through `last_step`."""
 
     model: LanguageModel
+    loss_is_nll = True  # whether the mean loss is nats per token, so that a perplexity can be made of it
 
     def __init__(
         self,
@@ -189,11 +191,17 @@ class Objective(pl.LightningModule):
         return {name: value / n_tokens for name, value in values.items()}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"] = without_frozen(self, checkpoint["state_dict"])
+        adapter = adapter_of(self.model.model)
+        checkpoint["adapter_start"] = adapter.start if adapter is not None else {}
         checkpoint["fingerprint"] = self.fingerprint
         checkpoint["schedule_steps"] = self.schedule_steps
         checkpoint["guard"] = self.guard.state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        check_names(self, checkpoint["state_dict"])
+        self.strict_loading = trainable_names(self) is None  # what is frozen is not in it
+        restore_start(self.model.model, checkpoint.get("adapter_start", {}))
         self.guard.load_state_dict(checkpoint["guard"])
 
     def on_train_start(self) -> None:

@@ -1,0 +1,52 @@
+"""A tiny pretrained model with a tokenizer, as a folder: what adapters start from in tests."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+
+from lmtrain.data import tokenizers
+from lmtrain.schema import Tokenizer
+
+SIZES: dict[str, Any] = {
+    "llama": {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+    },
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+}
+# Overrides of a short run that adapts it.
+SHORT = [
+    "model=pretrained",
+    "model.dropout=0.0",
+    "data=text",
+    "data.seq_len=32",
+    "data.global_batch_size=4",
+    "data.micro_batch_size=2",
+    "trainer.precision=32-true",
+    "trainer.max_steps=4",
+    "trainer.log_every_n_steps=1",
+    "trainer.val_check_interval=2",
+    "trainer.limit_val_batches=1",
+    "optimizer.lr=0.01",
+    "logger=none",
+    "callbacks.samples.max_new_tokens=4",
+]
+
+
+def save_pretrained(folder: Path, family: str = "llama", spare_rows: int = 0, **changes: Any) -> Path:
+    """Weights large enough that what a layer adds shows in the logits; the tokenizer is bytes."""
+    cfg = Tokenizer(kind="bytes")
+    tokenizer = tokenizers.load_or_train(cfg, tokenizers.identity(cfg), lambda _: iter(()))
+    config_class = {"llama": LlamaConfig, "gpt2": GPT2Config}[family]
+    fields = {"vocab_size": len(tokenizer) + spare_rows, "initializer_range": 0.2, "eos_token_id": 0, "bos_token_id": 0}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config_class(**{**SIZES[family], **fields, **changes}))
+    model.save_pretrained(folder)
+    tokenizers.save(tokenizer, folder)
+    return folder
