@@ -19,7 +19,6 @@ from lmtrain.errors import UserError
 from lmtrain.schema import Data
 
 __all__ = ["ChatEncoder", "Example"]
-_CODE = 1  # part of the identity: raise it when the same rows come to other tokens
 
 
 class ChatEncoder:
@@ -49,7 +48,6 @@ class ChatEncoder:
     def identity(self) -> dict[str, Any]:
         """What shapes the tokens besides the rows and the tokenizer's vocabulary."""
         return {
-            "code": _CODE,
             "template": self.template,
             "special_tokens": {k: str(v) for k, v in self.tokenizer.special_tokens_map.items()},
             "train_on": self.cfg.train_on,
@@ -74,24 +72,30 @@ class ChatEncoder:
 
     def pair(
         self, prompt: list[dict[str, Any]], answer: list[dict[str, Any]], tools: Any = None, where: str = ""
-    ) -> tuple[list[int], list[int]]:
-        """Token ids of a prompt with the words that ask for an answer, and of the answer to its end-of-turn token.
+    ) -> tuple[list[int], list[bool]]:
+        """Token ids of a prompt and its answer, with which of them the answer is scored by; uncut.
+
+        By data.train_on these are the assistant turns after the prompt, the last of them, or (completion) all that the
+        template writes after the words that ask for the first.
 
         Args:
-            prompt: turns that end before the last answer.
-            answer: the turns after them; the last assistant turn among them is the answer.
+            prompt: turns before the first that an answer may differ in.
+            answer: the turns after them, an assistant's first.
         """
         conversation = Conversation([*prompt, *answer], tools, where)
-        rendered = self._chat.render(conversation, answers_of(conversation.messages)[-1:])
+        turns = [turn for turn in answers_of(conversation.messages) if turn >= len(prompt)]
+        turns = turns[-1:] if self.cfg.train_on == "last_assistant" else turns
+        rendered = self._chat.render(conversation, turns)
         ids, offsets = self._tokens(rendered.text)
-        first, last = _tokens_of(offsets, rendered.spans[-1])
-        return ids[:first], ids[first:last]
+        trained = [False] * len(ids)
+        for span in self._learned(rendered, conversation, turns):
+            first, last = _tokens_of(offsets, span)
+            trained[first:last] = [True] * (last - first)
+        return ids, trained
 
-    def pair_of_texts(self, prompt: str, completion: str) -> tuple[list[int], list[int]]:
+    def pair_of_texts(self, prompt: str, completion: str) -> tuple[list[int], list[bool]]:
         """The same for plain texts: the prompt with the tokenizer's BOS, the completion with the end of text."""
-        ids, trained = self._completion(Completion(prompt, completion, ""))
-        first = trained.index(True)
-        return ids[:first], ids[first:]
+        return self._completion(Completion(prompt, completion, ""))
 
     def prompt_ids(self, sample: Conversation | Completion) -> list[int]:
         """What a model is given to write the last answer itself."""

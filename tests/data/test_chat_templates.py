@@ -1,0 +1,437 @@
+"""Token ids and labels of conversations, against lists written by hand and against transformers' own masks."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
+
+from lmtrain.data import tokenizers
+from lmtrain.data.chat_rendering import ChatTemplate
+from lmtrain.data.chat_templates import ChatEncoder, Example
+from lmtrain.data.conversations import BadRow, Completion, Conversation
+from lmtrain.data.named_templates import NAMED
+from lmtrain.errors import UserError
+from loopback_hub import HUB
+
+EOS = 256  # of the bytes tokenizer, whose other ids are the bytes themselves
+SYSTEM = {"role": "system", "content": "Be brief."}
+TURNS = [
+    {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "content": "Four — 4"},
+    {"role": "user", "content": "Sure?\n"},
+    {"role": "assistant", "content": "\nYes "},
+]
+MARKED = (
+    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+UNMARKED = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+
+
+@pytest.fixture
+def bytes_tokenizer(tokenizer_config):
+    """bytes_tokenizer("<|a|>", ...): a byte is its own id, the tokens named come from 257 on."""
+
+    def make(*tokens: str, template: str | None = None, adds_bos: bool = False) -> PreTrainedTokenizerFast:
+        tokenizer = tokenizers.load_or_train(tokenizer_config("bytes"), lambda _: iter(()))
+        tokenizer.add_special_tokens({"additional_special_tokens": list(tokens)})
+        tokenizer.chat_template = template
+        if adds_bos:
+            bos = tokenizer.bos_token
+            tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+                single=f"{bos} $A", special_tokens=[(bos, tokenizer.bos_token_id)]
+            )
+        return tokenizer
+
+    return make
+
+
+@pytest.fixture
+def chatml(bytes_tokenizer, data_config):
+    """chatml(template=..., train_on=...): an encoder of bytes with ChatML's tokens 257 and 258."""
+
+    def make(template: str | None = None, **settings) -> ChatEncoder:
+        tokenizer = bytes_tokenizer(*NAMED["chatml"], template=template)
+        name = None if template else "chatml"
+        return ChatEncoder(tokenizer, data_config("chat", **{"chat_template": name, "max_length": None, **settings}))
+
+    return make
+
+
+def conversation(*turns: dict, tools: list | None = None) -> Conversation:
+    return Conversation(list(turns), tools, "chats.jsonl, line 1")
+
+
+def chatml_tokens(turns: list[dict]) -> tuple[list[int], list[bool]]:
+    """ChatML by hand: <|im_start|> is 257, <|im_end|> 258; an answer and its <|im_end|> are learned."""
+    ids, trained = [], []
+    for turn in turns:
+        head, said = [257, *f"{turn['role']}\n".encode()], [*turn["content"].encode(), 258]
+        ids += head + said + [10]
+        trained += [False] * len(head) + [turn["role"] == "assistant"] * len(said) + [False]
+    return ids, trained
+
+
+def test_chatml_by_hand(chatml) -> None:
+    for turns in (TURNS, [SYSTEM, *TURNS], TURNS[:2], TURNS[:3]):
+        (example,) = chatml().encode(conversation(*turns))
+        assert (example.input_ids, example.trained) == chatml_tokens(turns)
+
+
+def test_llama3_by_hand(bytes_tokenizer, data_config) -> None:
+    tokenizer = bytes_tokenizer(*NAMED["llama3"], adds_bos=True)
+    (example,) = ChatEncoder(tokenizer, data_config("chat", chat_template="llama3", max_length=None)).encode(
+        conversation(SYSTEM, *TURNS)
+    )
+    ids, trained = [EOS], [False]  # one BOS, though the tokenizer would add another
+    for turn in [SYSTEM, *TURNS]:
+        head, said = [257, *turn["role"].encode(), 258, 10, 10], [*turn["content"].strip().encode(), 259]
+        ids += head + said
+        trained += [False] * len(head) + [turn["role"] == "assistant"] * len(said)
+    assert (example.input_ids, example.trained) == (ids, trained)
+
+
+EXPECTED = {  # <E> stands for the beginning and end of text, [ ] around what is learned
+    "alpaca": "<E>Be brief.\n\n### Instruction:\nHi\n\n### Response:\n[Yes<E>]\n\n### Instruction:\nBye\n\n"
+    "### Response:\n[No<E>]",
+    "chatml": "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    "[Yes<|im_end|>]\n<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n[No<|im_end|>]\n",
+    "gemma": "<E><start_of_turn>user\nBe brief.\n\nHi<end_of_turn>\n<start_of_turn>model\n[Yes<end_of_turn>]\n"
+    "<start_of_turn>user\nBye<end_of_turn>\n<start_of_turn>model\n[No<end_of_turn>]\n",
+    "llama3": "<E><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
+    "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n[Yes<|eot_id|>]"
+    "<|start_header_id|>user<|end_header_id|>\n\nBye<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n[No<|eot_id|>]",
+    "mistral": "<E>[INST] Be brief.\n\nHi [/INST][ Yes<E>][INST] Bye [/INST][ No<E>]",
+    "phi3": "<|system|>\nBe brief.<|end|>\n<|user|>\nHi<|end|>\n<|assistant|>\n[Yes<|end|>]\n<|user|>\nBye<|end|>\n"
+    "<|assistant|>\n[No<|end|>]\n",
+    "vicuna": "<E>Be brief. USER: Hi ASSISTANT:[ Yes<E>] USER: Bye ASSISTANT:[ No<E>]",
+    "zephyr": "<|system|>\nBe brief.<E>\n<|user|>\nHi<E>\n<|assistant|>\n[Yes<E>]\n<|user|>\nBye<E>\n<|assistant|>\n"
+    "[No<E>]\n",
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_every_named_template(name: str, bytes_tokenizer, data_config) -> None:
+    tokenizer = bytes_tokenizer(*NAMED[name])
+    encoder = ChatEncoder(tokenizer, data_config("chat", chat_template=name, max_length=None))
+    said = ("Hi", "Yes", "Bye", "No")
+    turns = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
+    (example,) = encoder.encode(conversation(SYSTEM, *turns))
+    shown, inside = "", False
+    for token, learned in zip([*example.input_ids, -1], [*example.trained, False], strict=True):
+        if learned != inside:
+            shown, inside = shown + ("[" if learned else "]"), learned
+        shown += "" if token == -1 else tokenizer.decode([token])
+    assert shown == EXPECTED[name].replace("<E>", tokenizer.eos_token)
+    assert example.input_ids.count(EOS) == EXPECTED[name].count("<E>")
+    assert (
+        encoder.end_of_turn_ids()[0] == example.input_ids[len(example.trained) - 1 - example.trained[::-1].index(True)]
+    )
+    # What the model is given to answer is the beginning of what it learned from.
+    given = encoder.prompt_ids(conversation(SYSTEM, *turns))
+    assert example.input_ids[: len(given)] == given
+    assert example.trained[len(given) - 1 : len(given) + 1] == [False, True]
+
+
+def test_markers_and_prefixes_agree_with_transformers_mask(chatml) -> None:
+    marked, unmarked = chatml(MARKED), chatml(UNMARKED)
+    for turns in (TURNS, [SYSTEM, *TURNS], TURNS[:2]):
+        expected = marked.tokenizer.apply_chat_template(turns, return_assistant_tokens_mask=True, return_dict=True)
+        for encoder in (marked, unmarked):
+            (example,) = encoder.encode(conversation(*turns))
+            assert example.input_ids == expected["input_ids"]
+            assert example.trained == [bool(m) for m in expected["assistant_masks"]]
+
+
+def test_a_marker_that_stops_before_the_end_of_turn_is_carried_over_it(chatml) -> None:
+    short = MARKED.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>")
+    (example,) = chatml(short).encode(conversation(*TURNS))
+    (right,) = chatml(MARKED).encode(conversation(*TURNS))
+    assert example == right
+
+
+def test_markers_that_miss_turns_are_refused(chatml) -> None:
+    last_only = MARKED.replace("== 'assistant'", "== 'assistant' and loop.last")
+    with pytest.raises(UserError, match=r"line 1: .*marks 1 stretches .* has 2 assistant turns"):
+        chatml(last_only).encode(conversation(*TURNS))
+
+
+def real_turns() -> list[list[dict]]:
+    path = HUB / "datasets/local/sgd-messages/data/test-00000-of-00001.parquet"
+    if not path.exists():
+        pytest.skip(f"needs {path}")
+    import pyarrow.parquet as pq
+
+    return pq.read_table(path).to_pylist()[:200]
+
+
+@pytest.mark.parametrize(
+    "folder", ["HuggingFaceTB/SmolLM2-135M-Instruct", "karpathy/stories260K", "openai-community/gpt2"]
+)
+def test_real_conversations_and_tokenizers_against_transformers_mask(folder: str, data_config) -> None:
+    """Byte-level and sentencepiece-like tokenizers; <|im_end|> is a token of the first alone."""
+    rows = real_turns()
+    tokenizer = tokenizers.load_folder(HUB / "models" / folder)
+    marked = MARKED if "Smol" in folder else MARKED.replace("<|im_end|>", "{{ eos_token }}")
+    tokenizer.chat_template = marked
+    cfg = data_config("chat", max_length=None)
+    by_markers = ChatEncoder(tokenizer, cfg)
+    tokenizer.chat_template = marked.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    by_prefixes = ChatEncoder(tokenizer, cfg)
+    for row in rows:
+        expected = tokenizer.apply_chat_template(
+            row["messages"], chat_template=marked, return_assistant_tokens_mask=True, return_dict=True
+        )
+        for encoder in (by_markers, by_prefixes):
+            (example,) = encoder.encode(conversation(*row["messages"]))
+            assert example.input_ids == expected["input_ids"]
+            assert example.trained == [bool(m) for m in expected["assistant_masks"]]
+
+
+# Qwen3's habit in short: thoughts are kept in the last answer only.
+FORGETFUL = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and not loop.last %}"
+    "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+THOUGHT = [{**t, "content": f"<think>Hm.</think>{t['content']}"} if t["role"] == "assistant" else t for t in TURNS]
+
+
+def test_a_template_that_is_no_prefix_of_itself(chatml) -> None:
+    with pytest.raises(
+        UserError, match=r"(?s)Up to turn 2 it writes .*then '<think>Hm.</think>Four.*'Four.*=last_assistant"
+    ) as e:
+        chatml(FORGETFUL).encode(conversation(*THOUGHT))
+    assert "{% generation %}" in str(e.value)
+    (example,) = chatml(FORGETFUL, train_on="last_assistant").encode(conversation(*THOUGHT))
+    last = [i for i, learned in enumerate(example.trained) if learned]
+    assert bytes(example.input_ids[last[0] : last[-1]]) == b"<think>Hm.</think>\nYes "
+    assert example.input_ids[last[-1]] == 258
+
+
+def test_a_generation_prompt_that_the_answer_doesnt_begin_with(chatml) -> None:
+    """DeepSeek-R1's habit: it asks for an answer with <think>, which the answer then isn't written with."""
+    asks = UNMARKED.replace("assistant\n{% endif", "assistant\n<think>{% endif")
+    with pytest.raises(UserError, match=r"then '<think>'; in the whole conversation 'Four.*Ways out: choose another"):
+        chatml(asks, train_on="last_assistant").encode(conversation(*TURNS[:2]))
+
+
+def test_what_only_the_end_of_a_conversation_has_is_no_answer(chatml) -> None:
+    """Phi-3's own template ends a conversation, and no turn, with the end of text."""
+    text = UNMARKED + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
+    (example,) = chatml(text).encode(conversation(*TURNS))
+    ids, trained = chatml_tokens(TURNS)
+    assert (example.input_ids, example.trained) == ([EOS, *ids, EOS], [False, *trained, False])
+
+
+def test_a_template_without_an_end_of_turn_gets_the_end_of_text(chatml) -> None:
+    bare = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}"
+    bare += "{% if add_generation_prompt %}assistant: {% endif %}"
+    encoder = chatml(bare)
+    (example,) = encoder.encode(conversation(*TURNS))
+    last = b"\nYes "
+    assert (
+        bytes(example.input_ids[:-1])
+        == b"user: 2+2?\n\nassistant: Four \xe2\x80\x94 4\n\nuser: Sure?\n\n\nassistant: " + last
+    )
+    assert example.input_ids[-1] == EOS
+    assert example.trained[-len(last) - 2 :] == [False] + [True] * (len(last) + 1)
+    assert encoder.end_of_turn_ids() == [EOS]
+    (unanswered,) = encoder.encode(conversation(*TURNS[:3]))
+    assert EOS not in unanswered.input_ids
+
+
+@pytest.mark.parametrize(
+    ("train_on", "learned"),
+    [
+        ("assistant", ["Four — 4<|im_end|>", "\nYes <|im_end|>"]),
+        ("last_assistant", ["\nYes <|im_end|>"]),
+        (
+            "completion",
+            ["Four — 4<|im_end|>\n<|im_start|>user\nSure?\n<|im_end|>\n<|im_start|>assistant\n\nYes <|im_end|>\n"],
+        ),
+    ],
+)
+def test_what_is_learned(train_on: str, learned: list[str], chatml) -> None:
+    encoder = chatml(train_on=train_on)
+    (example,) = encoder.encode(conversation(*TURNS))
+    assert stretches(example, encoder.tokenizer) == learned
+
+
+def test_everything_is_learned_but_the_first_token(chatml) -> None:
+    (example,) = chatml(train_on="all").encode(conversation(*TURNS))
+    assert example.trained == [False] + [True] * (len(example.input_ids) - 1)
+
+
+def test_turns_that_are_not_to_be_learned(chatml) -> None:
+    turns = [TURNS[0], {**TURNS[1], "train": False}, *TURNS[2:]]
+    encoder = chatml()
+    assert stretches(encoder.encode(conversation(*turns))[0], encoder.tokenizer) == ["\nYes <|im_end|>"]
+
+
+def stretches(example: Example, tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    """The runs of learned tokens, as text."""
+    found: list[list[int]] = []
+    for before, token, learned in zip([False, *example.trained], example.input_ids, example.trained, strict=False):
+        if learned and not before:
+            found.append([])
+        if learned:
+            found[-1].append(token)
+    return [tokenizer.decode(ids) for ids in found]
+
+
+def test_completions(bytes_tokenizer, data_config) -> None:
+    cfg = data_config("chat", max_length=None)
+    plain, with_bos = ChatEncoder(bytes_tokenizer(), cfg), ChatEncoder(bytes_tokenizer(adds_bos=True), cfg)
+    sample = Completion("1+1=", "2", "here")
+    assert plain.encode(sample) == [Example([*b"1+1=2", EOS], [False] * 4 + [True] * 2)]
+    assert with_bos.encode(sample) == [Example([EOS, *b"1+1=2", EOS], [False] * 5 + [True] * 2)]
+    marked = Completion("<|endoftext|>1+1=", "2", "here")  # the row brings its own beginning of text
+    assert with_bos.encode(marked) == with_bos.encode(sample)
+    text = Completion("", "abc", "here")
+    assert plain.encode(text) == [Example([*b"abc", EOS], [False, True, True, True])]
+    everything = ChatEncoder(bytes_tokenizer(), dataclasses.replace(cfg, train_on="all"))
+    assert everything.encode(sample) == [Example([*b"1+1=2", EOS], [False] + [True] * 5)]
+    assert with_bos.prompt_ids(sample) == [EOS, *b"1+1="]
+    assert plain.reference(sample) == "2"
+    assert plain.end_of_turn_ids() == [EOS]
+    assert plain.template is None
+    with pytest.raises(UserError, match=r"no chat template: choose one with data.chat_template \(alpaca, chatml"):
+        plain.encode(conversation(*TURNS))
+
+
+def test_a_token_across_the_border_of_prompt_and_completion_is_learned(data_config) -> None:
+    path = HUB / "models/openai-community/gpt2"
+    if not path.exists():
+        pytest.skip(f"needs {path}")
+    tokenizer = tokenizers.load_folder(path)
+    (example,) = ChatEncoder(tokenizer, data_config("chat", max_length=None)).encode(Completion("It is ", "new", ""))
+    assert [tokenizer.decode([i]) for i in example.input_ids] == ["It", " is", " new", "<|endoftext|>"]
+    assert example.trained == [False, False, True, True]
+
+
+def test_lengths(chatml) -> None:
+    ids, trained = chatml_tokens(TURNS)
+    n, most = len(ids), 40
+    sample = conversation(*TURNS)
+
+    def cut(policy: str, length: int = most) -> list[Example]:
+        return chatml(on_too_long=policy, max_length=length).encode(sample)
+
+    assert cut("truncate_right") == [Example(ids[:most], trained[:most], n - most)]
+    left = [False, *trained[n - most + 1 :]]
+    assert cut("truncate_left") == [Example(ids[-most:], left, n - most)]
+    assert cut("drop") == []
+    with pytest.raises(BadRow, match=rf"line 1: it has {n} tokens and data.max_length is {most}"):
+        cut("raise")
+    for policy in ("truncate_right", "truncate_left", "drop", "split", "raise"):
+        assert cut(policy, n) == [Example(ids, trained)]
+    with pytest.raises(UserError, match=r"on_too_long=cut is unknown"):
+        cut("cut")
+    first = len(chatml_tokens(TURNS[:2])[0])  # the border of the first question and answer
+    assert cut("split", n - 1) == [Example(ids[:first], trained[:first]), Example(ids[first:], trained[first:])]
+    pieces = cut("split", 10)
+    assert [i for p in pieces for i in p.input_ids] == ids
+    assert {p.cut for p in pieces} == {0}
+    assert max(len(p.input_ids) for p in pieces) == 10
+    assert not any(p.trained[0] for p in pieces)
+    starts = [sum(len(p.input_ids) for p in pieces[:i]) for i in range(len(pieces))]
+    assert first in starts
+    assert [t for p in pieces for t in p.trained] == [t and i not in starts for i, t in enumerate(trained)]
+
+
+def test_an_example_whose_answer_is_cut_away_stays_and_is_untrained(chatml) -> None:
+    (example,) = chatml(max_length=10).encode(conversation(*TURNS))
+    assert not any(example.trained)
+    assert example.cut == len(chatml_tokens(TURNS)[0]) - 10
+
+
+SCHEMA = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+WITH_CALL = [
+    TURNS[0],
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}],
+    },
+    {"role": "tool", "content": "4"},
+    {"role": "assistant", "content": "4"},
+]
+
+
+def test_tool_calls_are_learned_and_results_are_not(chatml) -> None:
+    encoder = chatml()
+    (example,) = encoder.encode(conversation(*WITH_CALL, tools=[SCHEMA]))
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call><|im_end|>'
+    assert stretches(example, encoder.tokenizer) == [call, "4<|im_end|>"]
+    text = encoder.tokenizer.decode(example.input_ids)
+    assert '<tools>\n{"type": "function", "function": {"name": "add", ' in text
+    assert "<|im_start|>tool\n<tool_response>\n4\n</tool_response><|im_end|>" in text
+
+
+def test_a_template_without_a_place_for_tools(chatml) -> None:
+    with pytest.raises(BadRow, match=r"the row has tool calls, which .* never shows .*data.chat_template=chatml"):
+        chatml(UNMARKED).encode(conversation(*WITH_CALL))
+    with pytest.raises(BadRow, match=r"the row has tools, which"):
+        chatml(UNMARKED).encode(conversation(*TURNS, tools=[SCHEMA]))
+
+
+def test_a_row_that_the_template_refuses(chatml) -> None:
+    strict = "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    strict += "{{ raise_exception('roles must alternate') }}{% endif %}{{ m.content }}<|im_end|>{% endfor %}"
+    with pytest.raises(
+        BadRow, match=r"line 1: the chat template \(the tokenizer's own\) refuses it: roles must alternate"
+    ):
+        chatml(strict).encode(conversation(TURNS[0], *TURNS))
+    (example,) = chatml().encode(conversation(TURNS[0], *TURNS))  # ChatML takes two user turns in a row
+    assert (example.input_ids, example.trained) == chatml_tokens([TURNS[0], *TURNS])
+
+
+def test_templates_that_cant_be_used(bytes_tokenizer, data_config, tmp_path: Path) -> None:
+    def make(name: str | None) -> ChatEncoder:
+        return ChatEncoder(bytes_tokenizer("<|im_end|>"), data_config("chat", chat_template=name))
+
+    with pytest.raises(
+        UserError, match=r"has no <\|im_start\|>: add them with 'tokenizer.add_tokens=\[<\|im_start\|>\]'"
+    ):
+        make("chatml")
+    with pytest.raises(UserError, match=r"chat_template=mine is neither a file nor one of alpaca, chatml"):
+        make("mine")
+    broken = {
+        "{% if %}": "can't render a question and its answer",
+        "{{ messages[0].content }}": "doesn't write out the turns",
+        "{{ raise_exception('no') }}": "refuses it: no",
+    }
+    for text, reason in broken.items():
+        (tmp_path / "own.jinja").write_text(text)
+        with pytest.raises(UserError, match=reason):
+            make(str(tmp_path / "own.jinja"))
+    (tmp_path / "own.jinja").write_text(UNMARKED)
+    assert make(str(tmp_path / "own.jinja")).template == UNMARKED
+
+
+def test_prompt_and_answer_of_the_last_turn(chatml) -> None:
+    encoder = chatml()
+    sample = conversation(*TURNS)
+    ids, _ = chatml_tokens(TURNS[:3])
+    assert encoder.prompt_ids(sample) == [*ids, 257, *b"assistant\n"]
+    assert encoder.reference(sample) == "\nYes "
+    assert encoder.end_of_turn_ids() == [258, EOS]
+
+
+def test_the_identity_names_what_shapes_the_tokens(chatml) -> None:
+    base = chatml().identity
+    assert base == chatml().identity
+    for changed in (chatml(UNMARKED), chatml(train_on="all"), chatml(max_length=8), chatml(on_too_long="drop")):
+        assert changed.identity != base
+
+
+def test_end_of_turn_is_the_first_special_token_after_an_answer(bytes_tokenizer) -> None:
+    tokenizer = bytes_tokenizer("<|im_end|>")
+    text = "{% for m in messages %}{{ m.content }} <|im_end|>\n{{ eos_token }}{% endfor %}"
+    assert ChatTemplate(tokenizer, text, "own").end_of_turn == " <|im_end|>"
