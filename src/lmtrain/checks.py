@@ -11,6 +11,9 @@ from lmtrain.schema import Config
 
 PRECISIONS = ("auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
 STRATEGIES = ("auto", "ddp")
+# Those of preference_losses.LOSSES, which imports torch.
+PREFERENCE_LOSSES = ("sigmoid", "robust", "ipo", "hinge", "dpop", "kto_pair", "apo_zero", "apo_down", "simpo", "orpo")
+REFERENCES = ("auto", "frozen_copy", "adapter_off", "precomputed", "none")
 # `_target_` builds any class it names, so only these packages are open unless run.allow_target says more.
 TARGET_PACKAGES = ("lmtrain", "torch", "lightning", "transformers", "torchmetrics", "peft")
 
@@ -35,7 +38,7 @@ def _choice(key: str, value: Any, options: tuple[str, ...]) -> None:
 
 
 def _check_choices(c: Config) -> None:
-    _choice("objective.name", c.objective.name, ("causal_lm", "sft"))
+    _choice("objective.name", c.objective.name, ("causal_lm", "sft", "dpo"))
     _choice("run.schedule_on_resume", c.run.schedule_on_resume, ("keep", "rescale"))
     _choice("model.init", c.model.init, ("scratch", "pretrained"))
     _choice("data.source", c.data.source, ("hub", "files", "python_stdlib", "bins", "mixture"))
@@ -108,6 +111,9 @@ def _check_numbers(c: Config) -> None:
         "optimizer.lr": c.optimizer.lr,
         "optimizer.weight_decay": c.optimizer.weight_decay,
         "objective.z_loss": c.objective.z_loss,
+        "objective.gamma": c.objective.gamma,
+        "objective.dpop_lambda": c.objective.dpop_lambda,
+        "objective.sft_weight": c.objective.sft_weight,
         "callbacks.samples.rows": c.callbacks.samples.rows,
         "callbacks.samples.every_n_validations": c.callbacks.samples.every_n_validations,
         "callbacks.samples.temperature": c.callbacks.samples.temperature,
@@ -193,6 +199,25 @@ def _check_names(c: Config) -> None:
         names = [value] if isinstance(value, str) else value
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise UserError(f"{key}={value or None}: a name or a list of names, [a,b], is needed")
+
+
+def _check_preferences(c: Config) -> None:
+    """The keys of objective=dpo and of data=preference..."""
+    o, d = c.objective, c.data
+    if o.loss is not None:
+        _choice("objective.loss", o.loss, PREFERENCE_LOSSES)
+        _choice("objective.reference", o.reference, REFERENCES)
+        if isinstance(o.length_normalize, str):
+            _choice("objective.length_normalize", o.length_normalize, ("auto",))
+        if o.label_smoothing >= 0.5:
+            raise UserError(f"objective.label_smoothing={o.label_smoothing}: below 0.5, or most labels would be wrong")
+        if o.beta is None or not 0 < o.beta < math.inf:
+            raise UserError(f"objective.beta={o.beta}: a number above 0 is needed")
+    if d.ranking is not None:
+        _choice("data.ranking", d.ranking, ("best_worst", "all"))
+        _choice("data.train_on", d.train_on, ("assistant", "last_assistant", "completion"))
+        _choice("data.on_too_long", d.on_too_long, ("truncate_left", "truncate_right", "drop", "raise"))
+        _choice("data.packing", d.packing, ("off",))
 
 
 def _check_targets(c: Config) -> None:

@@ -11,6 +11,7 @@ from lmtrain.data.example_store import Examples
 from lmtrain.data.examples import PreparedExamples, prepare_examples
 from lmtrain.data.modules import Rows
 from lmtrain.data.packing import pack
+from lmtrain.data.pair_rows import PairRowEncoder, PairRows
 from lmtrain.data.prepare import prepare
 from lmtrain.data.windows import Windows
 from lmtrain.errors import UserError
@@ -35,16 +36,26 @@ class Corpus:
 def build_corpus(config: Config) -> Corpus:
     """Prepares the data of `config`, or finds it prepared; UserError where it doesn't fit the objective."""
     _check_kind(config)
-    return _conversations(config) if config.objective.name == "sft" else _text(config)
+    build = {"causal_lm": _text, "sft": _conversations, "dpo": _pairs}[config.objective.name]
+    return build(config)
 
 
 def _check_kind(config: Config) -> None:
-    """Conversations are for sft and text for causal_lm; each option of data is one of them."""
-    name, conversations = config.objective.name, config.data.conversation_format is not None
-    if name == "sft" and not conversations:
-        raise UserError("objective=sft needs conversations: data=chat_jsonl data.path=chats.jsonl, data=alpaca, ...")
-    if name == "causal_lm" and conversations:
-        raise UserError("this data holds conversations: train on them with objective=sft")
+    """Text is for causal_lm, conversations for sft, pairs of answers for dpo; each option of data is one of them."""
+    name, data = config.objective.name, config.data
+    kind = "text" if data.conversation_format is None else "conversations" if data.ranking is None else "pairs"
+    needed = {"causal_lm": "text", "sft": "conversations", "dpo": "pairs"}
+    options = {
+        "text": "data=text data.path=book.txt, data=wikitext",
+        "conversations": "data=chat_jsonl data.path=chats.jsonl, data=alpaca",
+        "pairs": "data=preference_jsonl data.path=pairs.jsonl, data=hh_rlhf",
+    }
+    if kind != needed[name]:
+        objective = next(n for n, k in needed.items() if k == kind)
+        raise UserError(
+            f"objective={name} needs {needed[name]}, and this data holds {kind}: choose {options[needed[name]]}, ..., "
+            f"or train on it with objective={objective}"
+        )
 
 
 def _text(config: Config) -> Corpus:
@@ -80,6 +91,22 @@ def _conversations(config: Config) -> Corpus:
         example_rows(val, config, None)[0] if val is not None else None,
         int(train.starts[-1]),
         [*split_words(prepared), words],
+        questions=prepared.meta.get("questions", []),
+    )
+
+
+def _pairs(config: Config) -> Corpus:
+    prepared = prepare_examples(config.data, config.tokenizer, PairRowEncoder)
+    train, val = prepared.split("train"), prepared.split("val")
+    assert train is not None  # prepare_examples refuses data without it
+    return Corpus(
+        prepared.tokenizer,
+        prepared.folder,
+        prepared.fingerprint,
+        PairRows(train),
+        PairRows(val) if val is not None else None,
+        int(train.starts[-1]),
+        [*split_words(prepared), "each pair is two examples; no padding"],
         questions=prepared.meta.get("questions", []),
     )
 

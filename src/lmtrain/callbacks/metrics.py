@@ -136,10 +136,11 @@ class Metrics(pl.Callback):
         self.clock.paused += time.perf_counter() - self._val_start
 
     def log_validation(self, trainer: pl.Trainer, module: Objective, means: dict[str, float]) -> Row:
-        """Adds perplexity and bits per byte to the means and writes the validation's row."""
+        """Adds perplexity and bits per byte, where the loss is one to make them of, and writes the row."""
         row: Row = {"step": trainer.global_step, "tokens_seen": int(self.tokens_seen)}
         row |= {f"val/{name}": value for name, value in means.items()}
-        row |= derived(means["loss"], self.bytes_per_token)
+        if module.loss_is_nll:
+            row |= derived(means["loss"], self.bytes_per_token)
         self.last_val = {k: v for k, v in row.items() if k.startswith("val/")} | {"step": row["step"]}
         self.emit(trainer, row)
         return row

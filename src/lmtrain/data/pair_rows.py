@@ -1,0 +1,156 @@
+"""Pairs as token ids, and as micro-batches without padding."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from lmtrain.data.chat_templates import ChatEncoder
+from lmtrain.data.conversations import Conversation
+from lmtrain.data.example_rows import documents_at
+from lmtrain.data.example_store import Examples
+from lmtrain.data.examples import Encoded
+from lmtrain.data.pairs import Pair, detect_pair_format, to_pairs
+from lmtrain.data.turns import BadRow
+from lmtrain.schema import Data
+
+Tokens = tuple[list[int], list[bool]]  # ids, and which of them the answer is scored by
+
+
+class PairRowEncoder:
+    """A `data.examples.RowEncoder`: a pair is two examples, the prompt with its chosen and with its rejected answer."""
+
+    group = 2
+
+    def __init__(self, tokenizer: Any, cfg: Data) -> None:
+        self.chat = ChatEncoder(tokenizer, cfg)
+        self.identity = {**self.chat.identity, "pairs": 1}
+        self._formats: dict[Any, str] = {}
+
+    @property
+    def words(self) -> str:
+        return " and ".join(sorted(set(self._formats.values())))
+
+    def encode(self, row: dict[str, Any], where: str, cfg: Data, question: bool) -> Encoded:
+        """The pairs of a row, chosen and rejected in turn.
+
+        Raises:
+            BadRow: see pairs.py and `fit_pair`, and what the chat template refuses.
+        """
+        key = (id(cfg), *row)
+        if key not in self._formats:
+            self._formats[key] = detect_pair_format(row, cfg)
+        pairs = to_pairs(row, self._formats[key], cfg, where)
+        examples: list[Tokens] = []
+        cut = 0
+        for pair in pairs:
+            fitted, tokens_cut = fit_pair(
+                self._tokens(pair, pair.chosen), self._tokens(pair, pair.rejected), cfg, where
+            )
+            examples += fitted
+            cut += tokens_cut
+        return Encoded(examples, cut, self._question(pairs[0]) if question and examples else None)
+
+    def _tokens(self, pair: Pair, answer: Any) -> Tokens:
+        if isinstance(pair.prompt, str):
+            return self.chat.pair_of_texts(pair.prompt, answer)
+        return self.chat.pair(pair.prompt, answer, pair.tools, pair.where)
+
+    def _question(self, pair: Pair) -> dict[str, Any]:
+        """What a model is asked to see how it answers, and the answer that was preferred."""
+        if isinstance(pair.prompt, str):
+            ids = self.chat.tokenizer(pair.prompt, add_special_tokens=True)["input_ids"]
+            return {"prompt_ids": ids, "prompt": pair.prompt, "reference": pair.chosen}
+        sample = Conversation([*pair.prompt, pair.chosen[0]], pair.tools, pair.where)  # type: ignore[list-item]
+        return {
+            "prompt_ids": self.chat.prompt_ids(sample),
+            "prompt": [m for m in pair.prompt if m["role"] == "user"][-1]["content"],
+            "reference": self.chat.reference(sample),
+        }
+
+    def finish_tokenizer(self, tokenizer: Any) -> None:
+        if self.chat.template:
+            tokenizer.chat_template = self.chat.template
+
+
+def fit_pair(chosen: Tokens, rejected: Tokens, cfg: Data, where: str) -> tuple[list[Tokens], int]:
+    """([chosen, rejected], tokens cut away), none longer than data.max_length; ([], 0) where the pair is dropped.
+
+    truncate_right cuts the ends of the answers; truncate_left cuts the same tokens off both prompts, so that the
+    answers are still answers to one prompt.
+
+    Raises:
+        BadRow: the prompt leaves no room for an answer; a pair is too long and on_too_long is raise.
+    """
+    most, policy = cfg.max_length, cfg.on_too_long
+    longest = max(len(chosen[0]), len(rejected[0]))
+    if most is None or longest <= most or not (any(chosen[1]) and any(rejected[1])):
+        return [chosen, rejected], 0
+    if policy == "drop":
+        return [], 0
+    if policy == "raise":
+        raise BadRow(
+            where,
+            f"an answer with its prompt has {longest} tokens and data.max_length is {most}: raise it, shorten the row, "
+            f"or leave long pairs out with data.on_too_long=drop",
+        )
+    prompt = min(trained.index(True) for _, trained in (chosen, rejected))
+    over = longest - most
+    if policy == "truncate_left":
+        parts, room = slice(over, None), prompt > over
+    else:
+        parts, room = slice(0, most), prompt < most
+    if not room:
+        raise BadRow(where, f"the prompt leaves no room for the answers within data.max_length={most} tokens")
+    cut = [(ids[parts], trained[parts]) for ids, trained in (chosen, rejected)]
+    return cut, sum(len(ids) for ids, _ in (chosen, rejected)) - sum(len(ids) for ids, _ in cut)
+
+
+class PairRows:
+    """Row i is pair i: examples 2i (chosen) and 2i + 1 (rejected). A micro-batch has no padding.
+
+    reference: [n, 2] fp32, log-probabilities of the chosen and the rejected answers that were computed before
+        training; None where there are none.
+    """
+
+    def __init__(self, examples: Examples) -> None:
+        self.examples = examples
+        self.reference: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.examples) // 2
+
+    def read(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
+        """A micro-batch from (epoch, row) pairs [P, 2]: the 2P answers with their prompts, N tokens in one row.
+
+        Returns:
+            input_ids, position_ids int64 [1, N], restarting at each answer; cu_seqlens int32 [2P + 1], their starts;
+            scored int64 [C]: positions in N of the tokens that come just before those the answers are scored by, and
+            targets int64 [C], these tokens; answer int64 [C]: which answer each belongs to, 2p the chosen and 2p + 1
+            the rejected one of pair p; lengths int64 [2P]: the number of each answer's; pairs, seen int64 []: P and N;
+            reference fp32 [P, 2] where there is one.
+        """
+        parts = [self.examples.read(2 * int(row) + i) for _, row in rows for i in (0, 1)]
+        starts = np.cumsum([0, *(len(ids) for ids, _ in parts)])
+        ids = np.concatenate([ids for ids, _ in parts])
+        at = [np.flatnonzero(trained) for _, trained in parts]
+        lengths = np.array([len(a) for a in at], dtype=np.int64)
+        targets = np.concatenate([start + a for start, a in zip(starts[:-1], at, strict=True)])
+        batch = {
+            "input_ids": torch.from_numpy(ids)[None],
+            **documents_at(starts[:-1].tolist(), 1, len(ids)),
+            "scored": torch.from_numpy(targets - 1),
+            "targets": torch.from_numpy(ids[targets]),
+            "answer": torch.from_numpy(np.repeat(np.arange(len(parts)), lengths)),
+            "lengths": torch.from_numpy(lengths),
+            "pairs": torch.tensor(len(rows)),
+            "seen": torch.tensor(len(ids)),
+        }
+        if self.reference is not None:
+            batch["reference"] = torch.from_numpy(self.reference[rows[:, 1]])
+        return batch
+
+    def empty(self) -> dict[str, torch.Tensor]:
+        """A pair that weighs nothing: the ranks of a step run equally many micro-batches."""
+        batch = self.read(np.zeros((1, 2), dtype=np.int64))
+        return {**batch, "pairs": torch.tensor(0), "seen": torch.tensor(0)}

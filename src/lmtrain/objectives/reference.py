@@ -1,0 +1,168 @@
+"""The reference of preference optimisation: the model as it was when the run began, never trained, never saved.
+
+frozen_copy   the trained parameters' first values, put in their place for a forward: a copy of what is trained
+              only, so of the adapter where one is trained, whether it was new or is continued
+adapter_off   the frozen base under a new adapter, at no cost in memory
+precomputed   log-probabilities of all rows, computed once before training and kept in data.cache_dir
+none          for losses that have no reference
+"""
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lmtrain.data.cache import build_once
+from lmtrain.errors import UserError
+from lmtrain.models.trainable import adapter_of
+from lmtrain.preference_losses import LOSSES
+from lmtrain.schema import Objective
+
+
+def choose(cfg: Objective, model: nn.Module) -> str:
+    """objective.reference, auto resolved for this model: frozen_copy, adapter_off, precomputed or none.
+
+    Raises:
+        UserError: the loss and the reference don't go together, or the adapter's base is not where the run starts.
+    """
+    wanted, has_reference = str(cfg.reference), LOSSES[str(cfg.loss)].has_reference
+    if not has_reference:
+        if wanted not in ("auto", "none"):
+            raise UserError(f"objective.loss={cfg.loss} has no reference: set objective.reference=auto")
+        return "none"
+    if wanted == "none":
+        losses = ", ".join(name for name, loss in LOSSES.items() if not loss.has_reference)
+        raise UserError(f"objective.loss={cfg.loss} needs a reference; without one there are {losses}")
+    obstacle = _why_not_adapter_off(model)
+    if wanted == "adapter_off" and obstacle:
+        raise UserError(
+            f"objective.reference=adapter_off: {obstacle}, so the base is not the model this run starts from: "
+            f"set objective.reference=frozen_copy"
+        )
+    if wanted == "auto":
+        return "frozen_copy" if obstacle else "adapter_off"
+    return wanted
+
+
+def _why_not_adapter_off(model: nn.Module) -> str | None:
+    """Why the model without its adapter is not the model as it is now; None where it is."""
+    adapter = adapter_of(model)
+    if adapter is None:
+        return "no adapter is trained (peft=none)"
+    if adapter.start:
+        return "this adapter's beginning was taken out of the base's weights (peft.init_weights)"
+    if adapter.config.bias != "none":
+        return f"peft.bias={adapter.config.bias} trains biases of the base"
+    if any(bool(p.any()) for name, p in model.named_parameters() if ".lora_B." in name):
+        return "the adapter has been trained before (peft.adapter)"
+    return None
+
+
+def first_values_hash(model: nn.Module) -> str:
+    """A hash of the trained parameters' shapes and some of their values: tells models apart, in milliseconds."""
+    digest = hashlib.sha256()
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            flat = p.detach().flatten()
+            some = flat[:: max(1, flat.numel() // 64)].float().cpu().numpy()
+            digest.update(f"{name}{tuple(p.shape)}".encode() + some.tobytes())
+    return digest.hexdigest()[:16]
+
+
+class FrozenCopy:
+    """The trained parameters of a model as they are now; `in_place()` puts them where the trained ones are.
+
+    Held in a plain dict, so that neither checkpoints nor optimizers nor strategies see it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.values = {name: p.detach().clone() for name, p in self.parameters.items()}
+
+    def replace(self, values: dict[str, Tensor]) -> None:
+        """Takes other first values for some parameters."""
+        for name, value in values.items():
+            self.values[name] = value.detach().to(self.values[name], copy=True)
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Within it the model computes with the first values; no gradient may be taken through what it computes."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def _swap(self) -> None:
+        for name, p in self.parameters.items():
+            trained = p.data
+            p.data = self.values[name].to(p)  # moved to the model's device and dtype the first time
+            self.values[name] = trained
+
+    def changed(self) -> list[str]:
+        """Names of parameters that no longer hold their first values."""
+        return [name for name, p in self.parameters.items() if not torch.equal(p.detach(), self.values[name].to(p))]
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Dropout and all else that is random is off within; what was in eval mode before stays so after."""
+    training = [m for m in model.modules() if m.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def weights_hash(model: nn.Module) -> str:
+    """SHA-256 over all parameters and buffers of a model."""
+    digest = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        if isinstance(tensor, Tensor):
+            digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+            digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+class Precomputed:
+    """Log-probabilities of the answers of all rows under the model as it is, from a cache or computed into it.
+
+    Args:
+        cache_dir: data.cache_dir.
+        identity: what else the numbers depend on: rows, precision.
+    """
+
+    def __init__(self, cache_dir: str, identity: dict[str, Any]) -> None:
+        self.cache_dir, self.identity = Path(cache_dir).expanduser(), identity
+        self.folder: Path | None = None
+
+    def find(
+        self, model: nn.Module, splits: dict[str, Any], compute: Callable[[Any], np.ndarray], say: Callable[[str], None]
+    ) -> None:
+        """Sets `reference` of every split's rows; `compute` gives the [n, 2] fp32 of one.
+
+        The processes of a run may all call it: one computes, the others wait for its folder.
+        """
+        key = hashlib.sha256(f"{weights_hash(model)} {sorted(self.identity.items())}".encode()).hexdigest()[:16]
+        self.folder = self.cache_dir / f"reference-{key}"
+
+        def is_complete(folder: Path) -> bool:
+            return all((folder / f"{name}.npy").exists() for name in splits)
+
+        def build(folder: Path) -> None:
+            for name, rows in splits.items():
+                say(f"reference log-probabilities of {len(rows):,} {name} pairs, once for this model and data")
+                np.save(folder / f"{name}.npy", compute(rows))
+
+        if not is_complete(self.folder):
+            build_once(self.folder, is_complete, build, say)
+        for name, rows in splits.items():
+            rows.reference = np.load(self.folder / f"{name}.npy")
