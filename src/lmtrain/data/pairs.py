@@ -175,9 +175,11 @@ def _split(chosen: Turns, rejected: Turns, where: str) -> tuple[Turns, Turns, Tu
 def _pair(
     given: Turns, chosen: Turns, rejected: Turns, values: dict[str, Any], cfg: Data, where: str, margin: float | None
 ) -> Pair:
-    for name, turns in (("chosen", chosen), ("rejected", rejected)):
+    answers = {"chosen": chosen, "rejected": rejected}
+    for name, turns in answers.items():
         if not turns:
             raise BadRow(where, f"{name} ends where the other goes on: it has no answer of its own")
+    for name, turns in answers.items():
         if turns[0]["role"] != "assistant":
             raise BadRow(where, f"{name} goes on with a turn from {turns[0]['role']}; two answers can be compared only")
         if turns[-1]["role"] != "assistant":

@@ -1,0 +1,240 @@
+"""Rows of every format become the same pair; rows that are none are named with a reason; pairs become token ids."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lmtrain.data import tokenizers
+from lmtrain.data.pair_rows import PairRowEncoder, fit_pair
+from lmtrain.data.pairs import PAIR_FORMATS, Pair, detect_pair_format, to_pairs
+from lmtrain.data.turns import BadRow
+from lmtrain.errors import UserError
+from loopback_hub import HUB
+
+USER = {"role": "user", "content": "Two plus two?"}
+GOOD = {"role": "assistant", "content": "Four."}
+WORSE = {"role": "assistant", "content": "Five."}
+PAIR = Pair([USER], [GOOD], [WORSE], None, "rows.jsonl, line 3")
+TEXTS = {"prompt": "Two plus two?", "chosen": "Four.", "rejected": "Five."}
+HH = {
+    side: f"\n\nHuman: Two plus two?\n\nAssistant: {text}"
+    for side, text in (("chosen", "Four."), ("rejected", "Five."))
+}
+
+# format, row: each of them is PAIR
+SAME = [
+    ("preference", TEXTS),
+    ("preference", {"question": "Two plus two?", "chosen": "Four.", "rejected": "Five.", "system": ""}),
+    ("preference", {"prompt": [USER], "chosen": [GOOD], "rejected": [WORSE]}),
+    ("preference", {"prompt": "Two plus two?", "prompt_id": "1", "chosen": [USER, GOOD], "rejected": [USER, WORSE],
+                    "messages": [USER, GOOD]}),  # ultrafeedback_binarized
+    ("preference", {"conversations": [{"from": "human", "value": "Two plus two?"}],
+                    "chosen": {"from": "gpt", "value": "Four."}, "rejected": {"from": "gpt", "value": "Five."}}),
+    ("preference", {"instruction": "Two plus two?", "input": "", "chosen": "Four.", "rejected": "Five."}),
+    ("preference", {"prompt": "\n\nHuman: Two plus two?\n\nAssistant:", "chosen": "Four.", "rejected": "Five."}),
+    ("implicit_prompt", HH),
+    ("implicit_prompt", {"chosen": [USER, GOOD], "rejected": [USER, WORSE]}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("format", "row"), SAME)
+def test_the_same_pair_in_every_format(format: str, row: dict, data_config) -> None:
+    cfg = data_config("preference")
+    assert detect_pair_format(row, cfg) == format
+    assert to_pairs(row, format, cfg, PAIR.where) == [PAIR]
+    written = json.loads(json.dumps(row))
+    assert to_pairs(written, format, cfg, PAIR.where) == [PAIR]
+
+
+def test_ranked_answers(data_config) -> None:
+    texts, scores = ["b", "best", "worst", "tied"], [3, 5, 1, 3]
+    rows = [
+        {"prompt": "q", "responses": texts, "scores": scores},
+        {"prompt": "q", "responses": texts, "ranks": [2, 1, 3, 2]},
+        {"instruction": "q", "completions": [{"response": t, "score": s} for t, s in zip(texts, scores, strict=True)]},
+        {"prompt": "q", "answers": [{"answer": t, "rank": 6 - s} for t, s in zip(texts, scores, strict=True)]},
+    ]
+    for row in rows:
+        cfg = data_config("preference")
+        assert detect_pair_format(row, cfg) == "ranked"
+        (pair,) = to_pairs(row, "ranked", cfg, "here")
+        assert (pair.chosen[0]["content"], pair.rejected[0]["content"]) == ("best", "worst")
+        assert pair.margin > 0
+        pairs = to_pairs(row, "ranked", data_config("preference", ranking="all"), "here")
+        found = {(p.chosen[0]["content"], p.rejected[0]["content"]) for p in pairs}
+        # Every two, but the two that are tied.
+        assert found == {("best", "b"), ("best", "tied"), ("best", "worst"), ("b", "worst"), ("tied", "worst")}
+    (pair,) = to_pairs({"prompt": "q", "responses": ["first", "second"]}, "ranked", data_config("preference"), "here")
+    assert pair.chosen[0]["content"] == "first"
+
+
+def test_several_turns_and_tools_and_scores(data_config) -> None:
+    cfg = data_config("preference", system_prompt="Be brief.")
+    shared = [USER, GOOD, {"role": "user", "content": "Sure?"}]
+    long = [*shared, {"role": "assistant", "content": "Yes."}, USER, GOOD]
+    short = [*shared, {"role": "assistant", "content": "No."}]
+    row = {"chosen": long, "rejected": short, "score_chosen": "4.5", "score_rejected": 2, "tools": [{"name": "add"}]}
+    (pair,) = to_pairs(row, "implicit_prompt", cfg, "here")
+    assert pair.prompt == [{"role": "system", "content": "Be brief."}, *shared]
+    assert (pair.chosen, pair.rejected) == (long[3:], short[3:])
+    assert pair.margin == 2.5
+    assert pair.tools == [{"type": "function", "function": {"name": "add"}}]
+
+
+def test_plain_text_stays_as_it_is(data_config) -> None:
+    cfg = data_config("preference", conversation_format="preference_text")
+    assert detect_pair_format(TEXTS, cfg) == "preference_text"
+    assert to_pairs(TEXTS, "preference_text", cfg, "here") == [Pair(*TEXTS.values(), None, "here")]
+
+
+def test_prompts_made_of_several_columns(data_config) -> None:
+    cfg = data_config("preference", prompt_template="{a} plus {b}? {{}}")
+    row = {"a": "Two", "b": "two", "chosen": "Four.", "rejected": "Five."}
+    (pair,) = to_pairs(row, detect_pair_format(row, cfg), cfg, "here")
+    assert pair.prompt == [{"role": "user", "content": "Two plus two? {}"}]
+    with pytest.raises(BadRow, match="'b'"):
+        to_pairs({k: v for k, v in row.items() if k != "b"}, "preference", cfg, "here")
+
+
+BAD = [
+    ({**TEXTS, "rejected": "Four."}, "the same"),
+    ({**TEXTS, "chosen": "  "}, "chosen is empty"),
+    ({**TEXTS, "rejected": None}, "there is no rejected"),
+    ({**TEXTS, "prompt": ""}, "prompt is empty"),
+    ({**TEXTS, "chosen": 5}, "chosen must be"),
+    ({"chosen": [USER, GOOD], "rejected": [USER, GOOD]}, "the same"),
+    ({"chosen": [USER, GOOD], "rejected": [{**USER, "content": "Hi"}, GOOD]}, "share no beginning"),
+    ({"chosen": [USER, GOOD, USER, GOOD], "rejected": [USER, GOOD]}, "rejected ends where the other goes on"),
+    ({"chosen": [USER, GOOD, USER, GOOD], "rejected": [USER, GOOD, {**USER, "content": "Hi"}, GOOD]}, "from user"),
+    ({"prompt": [USER], "chosen": [GOOD, USER], "rejected": [WORSE]}, "chosen ends with a turn from user"),
+    ({"prompt": [USER], "chosen": [{"role": "poet", "content": "x"}], "rejected": [WORSE]}, "unknown role"),
+    ({"prompt": [GOOD], "chosen": [GOOD], "rejected": [WORSE]}, "first turn must be the user's"),
+    ({"chosen": "Four.", "rejected": "Five."}, "answers without a prompt"),
+    ({**HH, "rejected": "\n\nHuman: Two plus two?\n\nAssistant: "}, "rejected, turn 2 is empty"),
+    ({**TEXTS, "score_chosen": "good", "score_rejected": 1}, "score_chosen must be a number"),
+    ({"prompt": "q", "responses": ["a"]}, "at least two"),
+    ({"prompt": "q", "responses": ["a", "b"], "scores": [1, 1]}, "the same score"),
+    ({"prompt": "q", "responses": ["a", "b"], "scores": [1]}, "2 answers and 1 scores"),
+    ({"prompt": "q", "responses": ["a", " "]}, "answer 2 is empty"),
+]
+
+
+@pytest.mark.parametrize(("row", "reason"), BAD)
+def test_rows_that_are_no_pair(row: dict, reason: str, data_config) -> None:
+    cfg = data_config("preference")
+    with pytest.raises(BadRow) as caught:
+        to_pairs(row, detect_pair_format(row, cfg), cfg, "rows.jsonl, line 3")
+    assert reason in caught.value.reason
+    assert str(caught.value).startswith("rows.jsonl, line 3: ")
+
+
+def test_columns_that_fit_no_format(data_config) -> None:
+    with pytest.raises(UserError, match=r"better, worse.*preference \(prompt or.*data.columns"):
+        detect_pair_format(["better", "worse"], data_config("preference"))
+    with pytest.raises(UserError, match="conversation_format=messages"):
+        detect_pair_format(["chosen"], data_config("preference", conversation_format="messages"))
+    cfg = data_config("preference", columns={"prompt": "q", "chosen": "better", "rejected": "worse"})
+    row = {"q": "Two plus two?", "better": "Four.", "worse": "Five."}
+    assert to_pairs(row, detect_pair_format(row, cfg), cfg, PAIR.where) == [PAIR]
+
+
+@pytest.fixture
+def encoder(tokenizer_config, data_config):
+    def make(**settings) -> PairRowEncoder:
+        tokenizer = tokenizers.load_or_train(tokenizer_config("bytes"), lambda _: iter(()))
+        cfg = data_config("preference", **{"chat_template": "zephyr", "max_length": None, **settings})
+        return PairRowEncoder(tokenizer, cfg)
+
+    return make
+
+
+def scored(example: tuple[list[int], list[bool]]) -> str:
+    ids, trained = example
+    return bytes(i if i < 256 else ord("$") for i, t in zip(ids, trained, strict=True) if t).decode()
+
+
+def test_answers_are_scored_up_to_their_end_of_turn(encoder) -> None:
+    made = encoder()
+    row = {"prompt": [USER], "chosen": [GOOD, USER, GOOD], "rejected": [WORSE]}
+    found = made.encode(row, "here", made.chat.cfg, question=True)
+    chosen, rejected = found.examples
+    assert (scored(chosen), scored(rejected)) == ("Four.$Four.$", "Five.$")
+    assert not chosen[1][0]
+    prompt = chosen[1].index(True)
+    assert chosen[0][:prompt] == rejected[0][:prompt]
+    assert found.question["reference"] == "Four."
+    assert found.question["prompt_ids"] == chosen[0][:prompt]
+    last = encoder(train_on="last_assistant")
+    assert scored(last.encode(row, "here", last.chat.cfg, False).examples[0]) == "Four.$"
+    all_after = encoder(train_on="completion")
+    text = scored(all_after.encode(row, "here", all_after.chat.cfg, False).examples[0])
+    assert text.startswith("Four.$\n<|user|>\nTwo plus two?$\n<|assistant|>\nFour.$")
+
+
+def test_plain_texts_end_with_the_end_of_text(encoder) -> None:
+    made = encoder(conversation_format="preference_text")
+    chosen, rejected = made.encode(TEXTS, "here", made.chat.cfg, False).examples
+    assert (scored(chosen), scored(rejected)) == ("Four.$", "Five.$")
+    assert bytes(chosen[0][: chosen[1].index(True)]).decode() == TEXTS["prompt"]
+
+
+def answers(prompt: int, chosen: int, rejected: int):
+    return [(list(range(prompt + n)), [False] * prompt + [True] * n) for n in (chosen, rejected)]
+
+
+@pytest.mark.parametrize(("policy", "kept"), [
+    ("truncate_right", [(0, 10, 4), (0, 8, 2)]),  # first id, length, scored
+    ("truncate_left", [(5, 10, 9), (5, 3, 2)]),
+])  # fmt: skip
+def test_long_pairs_are_cut(policy: str, kept: list, data_config) -> None:
+    cfg = data_config("preference", max_length=10, on_too_long=policy)
+    found, cut = fit_pair(*answers(6, 9, 2), cfg, "here")
+    assert [(ids[0], len(ids), sum(trained)) for ids, trained in found] == kept
+    assert cut == 23 - sum(length for _, length, _ in kept)
+
+
+def test_long_pairs_are_dropped_or_refused(data_config) -> None:
+    drop, refuse = (data_config("preference", max_length=10, on_too_long=p) for p in ("drop", "raise"))
+    assert fit_pair(*answers(6, 4, 4), drop, "here") == (answers(6, 4, 4), 0)
+    assert fit_pair(*answers(6, 9, 2), drop, "here") == ([], 0)
+    with pytest.raises(BadRow, match=r"15 tokens and data\.max_length is 10"):
+        fit_pair(*answers(6, 9, 2), refuse, "here")
+    right, left = (data_config("preference", max_length=10, on_too_long=f"truncate_{p}") for p in ("right", "left"))
+    with pytest.raises(BadRow, match="leaves no room"):
+        fit_pair(*answers(10, 4, 4), right, "here")
+    with pytest.raises(BadRow, match="leaves no room"):
+        fit_pair(*answers(6, 16, 4), left, "here")
+
+
+REAL = {
+    "preference": (Path("local/dpo-messages"), 300),
+    "preference_alpaca": (Path("rasbt/instruction-data-with-preference"), 1100),
+}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_real_pairs(name: str, encoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not HUB.is_dir():
+        pytest.skip("../shared/hub is not there")
+    import datasets
+
+    folder, number = REAL[name]
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    data = datasets.load_dataset(str(HUB / "datasets" / folder), split="train")
+    made, bad = encoder(), []
+    for i, row in enumerate(data):
+        try:
+            chosen, rejected = made.encode(row, f"row {i}", made.chat.cfg, False).examples
+        except BadRow as error:
+            bad.append(error.reason)
+            continue
+        assert chosen[1].index(True) == rejected[1].index(True)
+    assert len(data) == number
+    assert made.words == "preference"
+    assert len(bad) <= 0.02 * number, set(bad)
+
+
+def test_the_formats_are_named_in_the_config() -> None:
+    text = (Path(__file__).parents[2] / "conf/data/preference.yaml").read_text()
+    assert all(f"{name} (" in text or f"{name}\n" in text for name in PAIR_FORMATS)
