@@ -1,6 +1,7 @@
 """Conversations made up for tests: of different lengths, with words that repeat."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,49 @@ def conversation(number: int) -> dict[str, Any]:
         turns.append({"role": "user", "content": f"{'Please tell me: ' * (number % 4)}how far is {city}?"})
         turns.append({"role": "assistant", "content": f"{city} is {number * 7 % 90 + 10} miles away."})
     return {"messages": turns}
+
+
+def pair(number: int) -> dict[str, Any]:
+    """A question with a good and a bad answer."""
+    *before, answer = conversation(number)["messages"]
+    return {"prompt": before, "chosen": [answer], "rejected": [{**answer, "content": "I do not know that city."}]}
+
+
+# The same as the columns of well-known formats.
+def alpaca(number: int) -> dict[str, Any]:
+    ask, answer = conversation(3 * number)["messages"]
+    return {"instruction": ask["content"], "input": "", "output": answer["content"], "context": "",
+            "response": answer["content"], "question": ask["content"], "answer": answer["content"]}  # fmt: skip
+
+
+def tree(number: int) -> dict[str, Any]:
+    ask, answer = conversation(3 * number)["messages"]
+    reply = {"text": answer["content"], "role": "assistant", "rank": 0, "replies": []}
+    prompt = {"text": ask["content"], "role": "prompter", "replies": [reply]}
+    return {"message_tree_id": str(number), "prompt": prompt}
+
+
+def hh(number: int) -> dict[str, Any]:
+    ask, answer = conversation(3 * number)["messages"]
+    start = f"\n\nHuman: {ask['content']}\n\nAssistant: "
+    return {"chosen": start + answer["content"], "rejected": start + "I do not know that city."}
+
+
+def orca(number: int) -> dict[str, Any]:
+    ask, answer = conversation(3 * number)["messages"]
+    return {"system": "", "question": ask["content"], "chosen": answer["content"], "rejected": "I do not know."}
+
+
+# Rows that suit each option of conf/data for conversations or preferences.
+ROWS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "chat_jsonl": conversation, "ultrachat": conversation, "alpaca": alpaca, "code_alpaca": alpaca, "dolly": alpaca,
+    "gsm8k": alpaca, "oasst": tree, "preference_jsonl": pair, "ultrafeedback": pair, "hh_rlhf": hh,
+    "orca_dpo_pairs": orca,
+}  # fmt: skip
+
+
+def write_rows(path: Path, option: str, number: int = 40) -> Path:
+    return write_chats(path, [ROWS[option](i) for i in range(number)])
 
 
 def write_chats(path: Path, rows: list[dict[str, Any]] | int = 40) -> Path:

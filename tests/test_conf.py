@@ -20,6 +20,7 @@ import pytest
 import torch
 import yaml
 
+from chats import ROWS, write_rows
 from inprocess import TWO_STEPS, Ended, run, train_tiny
 from lmtrain import config
 from lmtrain.callbacks.metrics import without_times
@@ -27,10 +28,12 @@ from lmtrain.errors import UserError
 from lmtrain.models.build import build_model
 from lmtrain.schema import Config
 from support import REPO, TINY, rows
+from tiny_pretrained import save_pretrained
 
 CONF = REPO / "conf"
 YAMLS = sorted(str(p.relative_to(CONF)) for p in CONF.rglob("*.yaml"))
-OPTIONS = [name for name in YAMLS if "/" in name and not name.endswith("/base.yaml")]
+BASES = ("base", "data/common", "data/chat", "data/preference")  # what options share
+OPTIONS = [name for name in YAMLS if "/" in name and not name.removesuffix(".yaml").endswith(BASES)]
 # Shapes for models of any size; each is set where the model's own yaml gives a number.
 SHRUNK = {
     "hidden_size": 32,
@@ -44,7 +47,10 @@ SHRUNK = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
 }
-ROWS = ["data.seq_len=32", "data.global_batch_size=6", "data.micro_batch_size=2"]
+ROWS_A_STEP = ["data.seq_len=32", "data.global_batch_size=6", "data.micro_batch_size=2"]
+# Conversations as plain text, since a tokenizer of bytes has no tokens for turns.
+CHAT = ["objective=sft", "data.chat_template=vicuna", "data.seq_len=512", "data.val_fraction=0.1",
+        "model.max_position_embeddings=512"]  # fmt: skip
 PLAIN = ["trainer.precision=32-true", "trainer.log_every_n_steps=1", "callbacks.samples.max_new_tokens=4"]
 
 
@@ -76,9 +82,11 @@ def material(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         "jsonl": folder / "rows.jsonl",
         "parquet": folder / "rows.parquet",
         "bins": next((folder / "cache").glob("*-bytes-*")),
+        **{option: write_rows(folder / f"{option}.jsonl", option) for option in ROWS},
         "repository": repository(folder / "repository", texts),
         "run": folder / "run",
         "model": folder / "run" / "export",
+        "pretrained": save_pretrained(folder / "pretrained", max_position_embeddings=512),
     }
 
 
@@ -92,6 +100,11 @@ def repository(folder: Path, texts: list[str]) -> Path:
     for split in ("train", "validation"):
         (folder / f"{split}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return folder
+
+
+def data_of(experiment: str) -> str:
+    """The option of conf/data whose rows suit an experiment of fine-tuning."""
+    return {"sft_gsm8k": "gsm8k"}.get(experiment, "preference_jsonl" if "dpo" in experiment else "chat_jsonl")
 
 
 def composed(name: str) -> dict:
@@ -111,12 +124,26 @@ def overrides_of(name: str, material: dict[str, Path]) -> list[str]:
     if group == "model":
         shape = [f"model.{k}={v}" for k, v in SHRUNK.items() if tree["model"].get(k) is not None]
         named = [f"model.name_or_path={material['model']}"] if option == "pretrained" else ["tokenizer=bytes"]
-        return [*ROWS, *quick, *text, "logger=none", *shape, *named]
+        return [*ROWS_A_STEP, *quick, *text, "logger=none", *shape, *named]
+    if group == "experiment" and tree["model"]["init"] == "pretrained":
+        return [*ROWS_A_STEP, *quick, *CHAT[1:-1], "data.source=files", f"model.name_or_path={material['pretrained']}",
+                f"data.path={material[data_of(option)]}", "logger=none", "schedule.warmup_steps=1"]  # fmt: skip
     if group == "experiment":
         shape = [f"model.{k}={v}" for k, v in SHRUNK.items() if tree["model"].get(k) is not None]
-        return [*ROWS, *quick, *shape, f"data.path={material['text']}", "tokenizer=bytes", "logger=none",
+        return [*ROWS_A_STEP, *quick, *shape, f"data.path={material['text']}", "tokenizer=bytes", "logger=none",
                 "schedule.warmup_steps=1", "data.val_fraction=0.1"]  # fmt: skip
     tiny = [*TINY, *TWO_STEPS]
+    if group == "data" and option == "mixture":
+        return [*tiny, *CHAT, f"data.mixture=[{{path: {material['chat_jsonl']}, weight: 0.5}}]"]
+    if group == "data" and option in ROWS:
+        objective = ["objective=dpo"] if "ranking" in tree["data"] else CHAT
+        return [*tiny, *CHAT, *objective, "data.source=files", f"data.path={material[option]}"]
+    if group == "peft" and option != "none":
+        return [*ROWS_A_STEP, *quick, *text, "logger=none", "model=pretrained",
+                f"model.name_or_path={material['pretrained']}"]  # fmt: skip
+    if group == "objective" and option != "causal_lm":
+        data = {"sft": "chat_jsonl", "dpo": "preference_jsonl"}[option]
+        return [*tiny, *CHAT[1:], f"data={data}", f"data.path={material[data]}"]
     if group == "data":
         if option == "python_stdlib":
             return [*tiny, "data.num_samples=30"]
@@ -133,14 +160,18 @@ def overrides_of(name: str, material: dict[str, Path]) -> list[str]:
         "debug/replay": ["debug.step=1", f"run.dir={material['run']}"],
     }.get(f"{group}/{option}", [])
     if option == "pretrained":
-        return [*ROWS, *quick, *text, "logger=none", *special]
+        return [*ROWS_A_STEP, *quick, *text, "logger=none", *special]
     if group not in ("callbacks", "checkpoint", "debug", "export", "generate", "logger", "objective", "optimizer",
                      "peft", "run", "schedule", "tokenizer", "trainer"):  # fmt: skip
         pytest.fail(f"conf/{group} is new: say here how a run of its options is made small")
     return [*tiny, *text, *special]
 
 
-NEEDS = {"optimizer/adamw_8bit.yaml": ("bitsandbytes", 'pip install "lmtrain[bitsandbytes]"')}
+BITSANDBYTES = ("bitsandbytes", 'pip install "lmtrain[bitsandbytes]"')
+NEEDS = dict.fromkeys(
+    ("optimizer/adamw_8bit.yaml", "peft/qlora.yaml", "peft/qlora_8bit.yaml", "experiment/sft_smollm2_qlora.yaml"),
+    BITSANDBYTES,
+)
 
 
 @pytest.fixture
@@ -180,15 +211,18 @@ def assert_a_step_was_trained(folder: Path, ended: Ended) -> None:
     assert len(losses) == 2, ended.out
     assert all(np.isfinite(losses))
     assert json.loads((metrics.parent / "summary.json").read_text())["status"] == "finished"
-    assert (metrics.parent / "export" / "model.safetensors").exists()
+    export = metrics.parent / "export"
+    assert (export / "model.safetensors").exists() or (export / "adapter_model.safetensors").exists()
 
 
 @pytest.mark.parametrize("name", [o for o in in_group("data") if composed(o)["data"]["source"] == "hub"])
 def test_the_hubs_datasets_by_their_own_names(name: str) -> None:
     """They can't be fetched here: the dataset is named, and what to do instead."""
-    ended = run("train", *TINY, *TWO_STEPS, f"data={Path(name).stem}")
+    data = composed(name)["data"]
+    objective = "causal_lm" if "text_column" in data else "dpo" if "ranking" in data else "sft"
+    ended = run("train", *TINY, *TWO_STEPS, f"data={Path(name).stem}", f"objective={objective}")
     assert ended.code == 2
-    assert f"dataset '{composed(name)['data']['name']}' can't be fetched" in ended.err
+    assert f"dataset '{data['name']}' can't be fetched" in ended.err
     assert "data.path=" in ended.err
 
 
@@ -242,7 +276,8 @@ EXPLAINED = {key for keys in KEYS.values() for key, comment in keys if comment}
 @pytest.mark.parametrize("name", YAMLS)
 def test_every_key_is_explained(name: str) -> None:
     """Where it stands, or, where a preset only gives it another value, in the yaml that brings it."""
-    bare = [key for key, comment in KEYS[name] if not comment and key not in EXPLAINED]
+    opened = tuple(f"{key}." for key, is_open in schema_keys(Config) if is_open)
+    bare = [k for k, comment in KEYS[name] if not comment and k not in EXPLAINED and not k.startswith(opened)]
     assert not bare, f"conf/{name}: no comment says what {', '.join(bare)} is for"
 
 
