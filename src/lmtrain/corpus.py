@@ -6,6 +6,7 @@ from typing import Any
 
 from lmtrain.data import bins
 from lmtrain.data.chat_rows import ChatRows
+from lmtrain.data.chat_templates import ChatEncoder
 from lmtrain.data.example_rows import PackedRows, PaddedRows
 from lmtrain.data.example_store import Examples
 from lmtrain.data.examples import PreparedExamples, prepare_examples
@@ -13,6 +14,7 @@ from lmtrain.data.modules import Rows
 from lmtrain.data.packing import pack
 from lmtrain.data.pair_rows import PairRowEncoder, PairRows
 from lmtrain.data.prepare import prepare
+from lmtrain.data.row_counts import Counts, summary
 from lmtrain.data.windows import Windows
 from lmtrain.errors import UserError
 from lmtrain.schema import Config
@@ -30,7 +32,9 @@ class Corpus:
     epoch_tokens: int  # tokens of the training rows, without padding
     words: list[str]  # for the plan
     val_bytes_per_token: float | None = None
-    questions: list[dict[str, Any]] = field(default_factory=list)  # prompt_ids, prompt, reference
+    questions: list[dict[str, Any]] = field(default_factory=list)  # prompt_ids, prompt, reference, chat
+    end_ids: list[int] | None = None  # that end an answer; None where data is text
+    splits: dict[str, Any] = field(default_factory=dict)  # what became of the rows of each
 
 
 def build_corpus(config: Config) -> Corpus:
@@ -74,6 +78,7 @@ def _text(config: Config) -> Corpus:
         len(rows) * seq_len,
         [f"{train.tokens:,} tokens{documents} ({prepared.folder})"],
         val.bytes / val.tokens if val is not None and val.bytes else None,
+        splits={**prepared.meta["splits"]},
     )
 
 
@@ -91,7 +96,9 @@ def _conversations(config: Config) -> Corpus:
         example_rows(val, config, None)[0] if val is not None else None,
         int(train.starts[-1]),
         [*split_words(prepared), words],
-        questions=prepared.meta.get("questions", []),
+        questions=prepared.meta["questions"],
+        end_ids=ChatEncoder(prepared.tokenizer, config.data).end_of_turn_ids(),
+        splits=prepared.meta["splits"],
     )
 
 
@@ -107,7 +114,9 @@ def _pairs(config: Config) -> Corpus:
         PairRows(val) if val is not None else None,
         int(train.starts[-1]),
         [*split_words(prepared), "each pair is two examples; no padding"],
-        questions=prepared.meta.get("questions", []),
+        questions=prepared.meta["questions"],
+        end_ids=ChatEncoder(prepared.tokenizer, config.data).end_of_turn_ids(),
+        splits=prepared.meta["splits"],
     )
 
 
@@ -134,8 +143,6 @@ def example_rows(examples: Examples, config: Config, seed: int | None) -> tuple[
 
 def split_words(prepared: PreparedExamples) -> list[str]:
     """What became of the rows, a line a split."""
-    from lmtrain.data.examples import Counts, summary
-
     splits = prepared.meta["splits"]
     lines = [summary(name, Counts(**counts)) for name, counts in splits.items()]
     return [f"rows of {prepared.meta['words']} ({prepared.folder})", *lines]

@@ -46,9 +46,13 @@ class ChatRows:
                 "prompt_ids": self.chat.prompt_ids(sample),
                 "prompt": asked,
                 "reference": self.chat.reference(sample),
+                "chat": True,
             }
         ids = self.chat.tokenizer(sample.prompt, add_special_tokens=True)["input_ids"]
-        return {"prompt_ids": ids, "prompt": sample.prompt, "reference": sample.completion}
+        return {"prompt_ids": ids, "prompt": sample.prompt, "reference": sample.completion, "chat": False}
+
+    def decode(self, ids: list[int]) -> str:
+        return self.chat.tokenizer.decode(ids)
 
     def finish_tokenizer(self, tokenizer: Any) -> None:
         if self.chat.template:

@@ -15,6 +15,7 @@ from lmtrain.data import named_templates
 from lmtrain.data.chat_rendering import ChatTemplate, Rendered, answers_of
 from lmtrain.data.conversations import Completion, Conversation
 from lmtrain.data.lengths import Example, fit
+from lmtrain.data.turns import BadRow
 from lmtrain.errors import UserError
 from lmtrain.schema import Data
 
@@ -112,9 +113,7 @@ class ChatEncoder:
 
     def end_of_turn_ids(self) -> list[int]:
         """Ids that end an answer: the template's end-of-turn token and the tokenizer's end of text."""
-        ends = self._tokens(self._template.end_of_turn)[0][-1:] if self._template else []
-        eos = self.tokenizer.eos_token_id
-        return ends + ([eos] if eos is not None and eos not in ends else [])
+        return end_ids(self.tokenizer, self._template)
 
     @cached_property
     def _chat(self) -> ChatTemplate:
@@ -159,6 +158,28 @@ class ChatEncoder:
         """Token ids, and the characters [start, end) that each stands for."""
         found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         return found["input_ids"], found["offset_mapping"]
+
+
+def own_template(tokenizer: PreTrainedTokenizerFast) -> ChatTemplate | None:
+    """The template a tokenizer comes with, as those of trained models do."""
+    return ChatTemplate(tokenizer, *named_templates.find(None, tokenizer)) if tokenizer.chat_template else None
+
+
+def end_ids(tokenizer: PreTrainedTokenizerFast, template: ChatTemplate | None) -> list[int]:
+    """Ids that end an answer: the template's end-of-turn token and the tokenizer's end of text."""
+    ends = tokenizer(template.end_of_turn, add_special_tokens=False)["input_ids"][-1:] if template else []
+    eos = tokenizer.eos_token_id
+    return ends + ([eos] if eos is not None and eos not in ends else [])
+
+
+def user_turn(tokenizer: PreTrainedTokenizerFast, template: ChatTemplate, text: str, system: str | None) -> list[int]:
+    """Token ids of a conversation that asks for the answer to `text`."""
+    messages = [{"role": "system", "content": system}] if system else []
+    try:
+        asked = template.prompt([*messages, {"role": "user", "content": text}], None, "prompt")
+    except BadRow as bad:
+        raise UserError(f"a prompt can't be put into a conversation: {bad.reason}") from None
+    return tokenizer(asked, add_special_tokens=False)["input_ids"]
 
 
 def _tokens_of(offsets: list[tuple[int, int]], span: tuple[int, int]) -> tuple[int, int]:

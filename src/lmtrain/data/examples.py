@@ -2,9 +2,8 @@
 
 import json
 import re
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,13 +17,14 @@ from lmtrain.data.example_store import Examples, ExampleWriter
 from lmtrain.data.prepare import key_hash
 from lmtrain.data.progress import PrepareProgress
 from lmtrain.data.records import Part, open_parts, split_records
+from lmtrain.data.row_counts import Counts, check_untrained, short, summary
 from lmtrain.errors import RunError, UserError, disk_full
 from lmtrain.schema import Data, Tokenizer
 
 # Raised when the same rows and settings come to give other tokens, so that examples made before are not used any more.
 EXAMPLES_VERSION = 1
-_SHAPING = ("num_samples", "val_fraction", "on_bad_row", "max_untrained")
-_QUESTIONS = 64  # validation rows kept in words, for answers to be written beside their references
+_SHAPING = ("num_samples", "val_fraction", "on_bad_row")
+MAX_QUESTIONS = 256  # validation rows kept in words, for answers to be written beside their references
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Encoded:
 
     examples: list[tuple[list[int], list[bool]]]  # ids, learned; a pair's chosen and rejected stand one after another
     cut: int = 0  # tokens taken away
-    question: dict[str, Any] | None = None  # {"prompt_ids", "prompt", "reference"}
+    question: dict[str, Any] | None = None  # {"prompt_ids", "prompt", "reference", "chat": by the chat template}
 
 
 class RowEncoder(Protocol):
@@ -49,25 +49,10 @@ class RowEncoder(Protocol):
     def encode(self, row: dict[str, Any], where: str, cfg: Data, question: bool) -> Encoded:
         """Raises BadRow."""
 
+    def decode(self, ids: list[int]) -> str: ...
+
     def finish_tokenizer(self, tokenizer: Any) -> None:
         """Leaves in the tokenizer what those who use the trained model need: the chat template."""
-
-
-@dataclass
-class Counts:
-    """What became of a split's rows."""
-
-    rows: int = 0
-    examples: int = 0
-    tokens: int = 0
-    trained: int = 0
-    shortened: int = 0
-    dropped: int = 0
-    untrained: int = 0
-    untrained_at: str | None = None
-    bad: dict[str, int] = field(default_factory=Counter)
-    bad_at: dict[str, str] = field(default_factory=dict)
-    longest: int = 0
 
 
 @dataclass(frozen=True)
@@ -132,6 +117,8 @@ def _prepare(
     if not _is_complete(target):
         build_once(target, _is_complete, build, show.say)
     meta = store.load_meta(target)
+    for name, counts in meta["splits"].items():
+        check_untrained(Counts(**counts), cfg, name)
     splits = [Examples(target, name) for name in meta["splits"]]
     return PreparedExamples(target, meta, tokenizers.load_folder(target / "tokenizer"), store.fingerprint(splits))
 
@@ -173,7 +160,12 @@ def _build(
 
 
 def _write_split(
-    folder: Path, cfg: Data, parts: list[Part], name: str, encoder: RowEncoder, show: PrepareProgress
+    folder: Path,
+    cfg: Data,
+    parts: list[Part],
+    name: str,
+    encoder: RowEncoder,
+    show: PrepareProgress,
 ) -> tuple[Counts | None, list[dict[str, Any]]]:
     """Tokenizes one split of all parts; None where there is no such split or nothing is left of it."""
     counts, questions = Counts(), list[dict[str, Any]]()
@@ -187,8 +179,8 @@ def _write_split(
                 _repeat(written, part.weight, encoder.group, writer, counts)
     finally:
         writer.close()
-    _check(counts, cfg, name, parts)
     if counts.examples == 0:
+        _check_empty(counts, cfg, name, parts)
         return None, []
     show.say(summary(name, counts))
     return counts, questions
@@ -210,7 +202,7 @@ def _write_part(
         try:
             if isinstance(row, str):
                 raise BadRow(where, row)
-            encoded = encoder.encode(row, where, part.cfg, question=len(questions) < _QUESTIONS)
+            encoded = encoder.encode(row, where, part.cfg, question=len(questions) < MAX_QUESTIONS)
         except BadRow as bad:
             if part.cfg.on_bad_row == "raise":
                 raise UserError(
@@ -225,7 +217,8 @@ def _write_part(
         for group in groups:
             if not all(any(trained) for _, trained in group):
                 counts.untrained += 1
-                counts.untrained_at = counts.untrained_at or where
+                if counts.untrained_at is None:
+                    counts.untrained_at, counts.untrained_text = where, short(encoder.decode(group[-1][0]))
                 continue
             show.advance(0, sum(len(ids) for ids, _ in group))
             if part.weight == 1:
@@ -258,32 +251,10 @@ def _write(group: list[tuple[list[int], list[bool]]], writer: ExampleWriter, cou
         counts.longest = max(counts.longest, len(ids))
 
 
-def _check(counts: Counts, cfg: Data, name: str, parts: list[Part]) -> None:
-    """Raises UserError where nothing is left to train on, or too much of it has nothing to learn."""
-    seen = counts.examples + counts.untrained
+def _check_empty(counts: Counts, cfg: Data, name: str, parts: list[Part]) -> None:
+    """Raises UserError where a split that is needed has nothing left to train on."""
+    check_untrained(counts, cfg, name)
     if name == "train" and counts.rows == 0:
         raise UserError(f"{parts[0].source.label} holds no rows to train on")
-    if cfg.max_untrained is not None and counts.untrained > cfg.max_untrained * max(1, seen):
-        raise UserError(
-            f"{counts.untrained:,} of {seen:,} {name} rows have no learned token, the first is {counts.untrained_at}: "
-            f"is data.max_length={cfg.max_length} too short (data.on_too_long={cfg.on_too_long}), or "
-            f"data.train_on={cfg.train_on} wrong for this data? python -m lmtrain.inspect shows the rows; "
-            f"data.max_untrained={cfg.max_untrained} is the share allowed"
-        )
-    if name == "train" and counts.examples == 0:
+    if name == "train":
         raise UserError(f"no row is left to train on: {summary(name, counts)}")
-
-
-def summary(name: str, counts: Counts) -> str:
-    """What became of a split's rows, in one line."""
-    share = counts.trained / max(1, counts.tokens)
-    words = [
-        f"{name}: {counts.rows:,} rows -> {counts.examples:,} examples, {counts.tokens:,} tokens, {share:.0%} learned"
-    ]
-    for number, what in ((counts.shortened, "shortened"), (counts.dropped, "too long and dropped"),
-                         (counts.untrained, "without a learned token, left out"),
-                         (sum(counts.bad.values()), "bad rows skipped")):  # fmt: skip
-        if number:
-            words.append(f"{number:,} {what}")
-    words += [f"({reason}: {n:,}, first {counts.bad_at[reason]})" for reason, n in counts.bad.items()]
-    return ", ".join(words)

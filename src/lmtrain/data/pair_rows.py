@@ -60,13 +60,17 @@ class PairRowEncoder:
         """What a model is asked to see how it answers, and the answer that was preferred."""
         if isinstance(pair.prompt, str):
             ids = self.chat.tokenizer(pair.prompt, add_special_tokens=True)["input_ids"]
-            return {"prompt_ids": ids, "prompt": pair.prompt, "reference": pair.chosen}
+            return {"prompt_ids": ids, "prompt": pair.prompt, "reference": pair.chosen, "chat": False}
         sample = Conversation([*pair.prompt, pair.chosen[0]], pair.tools, pair.where)  # type: ignore[list-item]
         return {
             "prompt_ids": self.chat.prompt_ids(sample),
             "prompt": [m for m in pair.prompt if m["role"] == "user"][-1]["content"],
             "reference": self.chat.reference(sample),
+            "chat": True,
         }
+
+    def decode(self, ids: list[int]) -> str:
+        return self.chat.tokenizer.decode(ids)
 
     def finish_tokenizer(self, tokenizer: Any) -> None:
         if self.chat.template:
