@@ -71,7 +71,7 @@ def export(run: "Run") -> Path:
     from lmtrain.hf_folder import export_model
 
     rows = run.corpus.val or run.corpus.train
-    example = rows.read(np.zeros((1, 2), dtype=np.int64))["input_ids"]
+    example = rows.read(np.zeros((1, 2), dtype=np.int64))["input_ids"][:, : run.config.data.seq_len]
     return export_model(
         run.objective.model.model,
         run.corpus.tokenizer,
