@@ -27,6 +27,7 @@ def check_values(c: Config) -> None:
     _check_positions(c)
     _check_names(c)
     _check_peft(c)
+    _check_preferences(c)
     _check_targets(c)
 
 
