@@ -13,11 +13,15 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 REPO = HERE.parents[1]
+sys.path.insert(0, str(REPO / "tests"))  # as a script; pytest finds it anyway
+
+from chats import write_rows  # noqa: E402
+from tiny_pretrained import save_pretrained  # noqa: E402
+
 FILE = HERE / "losses.json"
 STEPS = 30
 # Every experiment on the same small text, in fp32 on one thread, shrunk to what a CPU does in seconds.
 COMMON = [
-    "data=text",
     "trainer.precision=32-true",
     "trainer.num_threads=1",
     "trainer.accelerator=cpu",
@@ -33,11 +37,15 @@ COMMON = [
     "export.enabled=false",
     "logger=none",
     "callbacks.samples.every_n_validations=0",
-    "data.seq_len=64",
     "data.global_batch_size=12",
     "data.micro_batch_size=6",
 ]
-SHRINK = ["tokenizer=bytes", "model.num_hidden_layers=2", "model.hidden_size=64", "model.num_attention_heads=4"]
+SHRINK = [
+    "data=text", "data.seq_len=64",
+    "tokenizer=bytes", "model.num_hidden_layers=2", "model.hidden_size=64", "model.num_attention_heads=4",
+]  # fmt: skip
+# Fine-tuning begins with a tiny random model; conversations are plain text, its tokenizer being bytes.
+FINE_TUNE = ["data.source=files", "data.seq_len=512", "data.chat_template=vicuna", "optimizer.lr=0.003"]
 # An experiment that is small as it stands is run as it stands.
 AS_IT_STANDS = {"shakespeare_char"}
 
@@ -55,13 +63,26 @@ def make_text(path: Path) -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
+def material(name: str, folder: Path, data: Path) -> list[str]:
+    """Writes what the experiment learns from into the folder `data`; returns the overrides that make it small."""
+    data.mkdir()
+    fine_tuned = {"sft_gsm8k": "gsm8k"}.get(name) or next(
+        (option for part, option in (("dpo", "preference_jsonl"), ("sft", "chat_jsonl")) if part in name), None
+    )
+    if fine_tuned is not None:
+        write_rows(data / "rows.jsonl", fine_tuned)
+        save_pretrained(folder / "pretrained", max_position_embeddings=512)
+        return [*FINE_TUNE, f"model.name_or_path={folder / 'pretrained'}"]
+    make_text(data / "text.txt")
+    return ["data=text", "data.seq_len=64"] if name in AS_IT_STANDS else SHRINK
+
+
 def trajectory(name: str) -> dict[str, list[float]]:
     """{train: losses of each step, val: losses of each validation} of one experiment, by the real command."""
     with tempfile.TemporaryDirectory() as folder:
-        text, run_dir = Path(folder) / "text.txt", Path(folder) / "run"
-        make_text(text)
-        settings = [*COMMON, *([] if name in AS_IT_STANDS else SHRINK)]
-        command = [f"experiment={name}", *settings, f"data.path={text}", "data.val_fraction=0.1", f"run.dir={run_dir}"]
+        data, run_dir = Path(folder) / "data", Path(folder) / "run"
+        settings = [*COMMON, *material(name, Path(folder), data)]
+        command = [f"experiment={name}", *settings, f"data.path={data}", "data.val_fraction=0.1", f"run.dir={run_dir}"]
         subprocess.run(
             [sys.executable, "-m", "lmtrain.train", *command],
             check=True,
