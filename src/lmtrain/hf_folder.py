@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from lmtrain.data.tokenizers import save as save_tokenizer
 from lmtrain.errors import RunError, disk_full, reason
 from lmtrain.models.attention import generation_mode
+from lmtrain.models.quantized import make_trainable_on_cpu
 from lmtrain.models.trainable import adapter_of
 from lmtrain.run_dir import fsync_dir
 
@@ -165,4 +166,6 @@ def load_exported(folder: Path, like: PreTrainedModel) -> PreTrainedModel:
     options: dict[str, Any] = {}
     if getattr(like.config, "quantization_config", None) is not None:
         options = {"quantization_config": like.config.quantization_config, "device_map": {"": like.device}}
-    return AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).get_base_model()
+    model = AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).get_base_model()
+    make_trainable_on_cpu(model)  # the other way to compute needs widths that divide by 64
+    return model

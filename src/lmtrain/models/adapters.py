@@ -70,7 +70,8 @@ def _new(model: PreTrainedModel, cfg: Peft, new_tokens: Sequence[int]) -> PeftMo
     targets, also_trained = cfg.target_modules, list(cfg.modules_to_save or [])
     _check_names_match(model, "peft.target_modules", targets)
     _check_names_match(model, "peft.modules_to_save", also_trained)
-    rows = {name: list(new_tokens) for name in _embedding_names(model) if not _matches(name, also_trained)}
+    tables = _tables(model)[:1] if _is_tied(model) else _tables(model)
+    rows = {name: list(new_tokens) for name in tables if not _matches(name, also_trained)}
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=cfg.r,
@@ -84,7 +85,7 @@ def _new(model: PreTrainedModel, cfg: Peft, new_tokens: Sequence[int]) -> PeftMo
         init_lora_weights=True if cfg.init_weights == "default" else cfg.init_weights,
         trainable_token_indices=rows if new_tokens and rows else None,
         # A trained copy of a tied embedding stays tied, so that merging and exporting are exact.
-        ensure_weight_tying=_is_tied(model),
+        ensure_weight_tying=_is_tied(model) and any(_matches(name, also_trained) for name in _tables(model)),
     )
     try:
         return get_peft_model(model, config)
@@ -155,11 +156,10 @@ def _is_tied(model: PreTrainedModel) -> bool:
     return model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
-def _embedding_names(model: PreTrainedModel) -> list[str]:
-    """Names of the modules with a row per token: the input embedding and, where it has its own weight, the output."""
+def _tables(model: PreTrainedModel) -> list[str]:
+    """Names of the modules with a row per token: input embedding, output embedding."""
     names = {id(module): name for name, module in model.named_modules()}
-    found = [names[id(model.get_input_embeddings())]]
-    return found if _is_tied(model) else [*found, names[id(model.get_output_embeddings())]]
+    return [names[id(model.get_input_embeddings())], names[id(model.get_output_embeddings())]]
 
 
 def _refuse_tied_lora(model: PreTrainedModel) -> None:

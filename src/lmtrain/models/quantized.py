@@ -55,7 +55,7 @@ def make_trainable_on_cpu(model: nn.Module) -> None:
     """Keeps 4-bit layers differentiable on CPUs with AVX512-BF16.
 
     There, bitsandbytes repacks a layer's weights at its first forward without gradients, after which the layer gives
-    its input no gradient any more: one validation would end all learning.
+    its input no gradient any more: one validation would end all learning. (Widths that don't divide by 64 fail in it.)
     """
     module: Any
     for module in model.modules():
