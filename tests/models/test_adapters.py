@@ -240,6 +240,7 @@ def test_merged_and_reloaded_equal_the_live_model(base: str, kind: str, bases: d
     train(model, steps=3)
     live = logits(model)
     plain = merged(model)
+    assert plain.config.tie_word_embeddings == (base != "untied"), "what is tied stays tied"
     assert not any("lora" in name for name, _ in plain.named_modules())
     plain.save_pretrained(tmp_path)
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path)

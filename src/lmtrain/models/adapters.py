@@ -70,7 +70,12 @@ def _new(model: PreTrainedModel, cfg: Peft, new_tokens: Sequence[int]) -> PeftMo
     targets, also_trained = cfg.target_modules, list(cfg.modules_to_save or [])
     _check_names_match(model, "peft.target_modules", targets)
     _check_names_match(model, "peft.modules_to_save", also_trained)
-    tables = _tables(model)[:1] if _is_tied(model) else _tables(model)
+    tables, keep_tied = _tables(model), False
+    if _is_tied(model):
+        # A trained copy of a tied embedding stays tied, so that merging is exact; peft looks for the output's name.
+        keep_tied = any(_matches(name, also_trained) for name in tables)
+        also_trained += tables[1:] if keep_tied else []
+        tables = tables[:1]
     rows = {name: list(new_tokens) for name in tables if not _matches(name, also_trained)}
     config = LoraConfig(
         task_type="CAUSAL_LM",
@@ -84,8 +89,7 @@ def _new(model: PreTrainedModel, cfg: Peft, new_tokens: Sequence[int]) -> PeftMo
         use_dora=cfg.use_dora,
         init_lora_weights=True if cfg.init_weights == "default" else cfg.init_weights,
         trainable_token_indices=rows if new_tokens and rows else None,
-        # A trained copy of a tied embedding stays tied, so that merging and exporting are exact.
-        ensure_weight_tying=_is_tied(model) and any(_matches(name, also_trained) for name in _tables(model)),
+        ensure_weight_tying=keep_tied,
     )
     try:
         return get_peft_model(model, config)

@@ -71,6 +71,7 @@ class LanguageModel(nn.Module):
         labels: Tensor,
         position_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        learned: Tensor | None = None,
     ) -> LanguageModelOutput:
         """The loss of one micro-batch.
 
@@ -80,13 +81,17 @@ class LanguageModel(nn.Module):
             position_ids: [B, T] int64, position of each token in its document; counted along the row if None.
             cu_seqlens: [n_docs + 1] int32 starts of documents in the flattened B * T tokens, row borders included;
                 None where each row is one sequence.
+            learned: [n] int64, where in the flattened tokens there is a label; None to make every token's logits.
         """
         hidden, router_logits = self.hidden_states(input_ids, position_ids, cu_seqlens)
+        hidden, labels = hidden.flatten(0, 1), labels.flatten()
+        if learned is not None:
+            hidden, labels = hidden[learned], labels[learned]
         hidden, weight, bias = output_head(self.model, hidden)
         loss = chunked_cross_entropy(
-            hidden.flatten(0, 1),
+            hidden,
             weight,
-            labels.flatten(),
+            labels,
             bias=bias,
             chunk_tokens=self._chunk(weight, hidden),
             z_loss=self.z_loss,

@@ -1,0 +1,49 @@
+"""A run that trains an adapter, killed anywhere, continues bit for bit from checkpoints that hold no base."""
+
+from pathlib import Path
+
+import pytest
+from runs import SETTINGS, assert_equal_runs, train
+from test_kill_matrix import PLACES, chain
+
+from lmtrain import checkpoint as store
+from tiny_pretrained import save_pretrained
+
+# The shape is the base's own; `runs.SETTINGS` come first, so what is given here wins.
+SHAPE = ("model.num_", "model.hidden", "model.max_position", "tokenizer=")
+PEFT = {
+    "lora": ["peft=lora", "peft.dropout=0.1", 'tokenizer.add_tokens=["<|a|>"]', "data.micro_batch_size=2"],
+    "pissa": ["peft=lora", "peft.dropout=0.1", "peft.init_weights=pissa", "data.micro_batch_size=3"],
+}
+
+
+@pytest.fixture
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A pretrained base in place of the runs' model from scratch."""
+    base = save_pretrained(tmp_path / "base", tie_word_embeddings=True, attention_dropout=0.1)
+    monkeypatch.setattr("runs.SETTINGS", [s for s in SETTINGS if not s.startswith(SHAPE)])
+    return ["model=pretrained", f"model.name_or_path={base}", "optimizer.lr=0.01"]
+
+
+def test_an_adapter_killed_in_a_save_and_a_validation(settings: list[str], corpus: Path, tmp_path: Path) -> None:
+    """The short chain that every test run pays for."""
+    assert_killed_equals_whole("lora", [("mid_save", 4), ("mid_validation", 9)], settings, corpus, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", PEFT)
+def test_adapter_kill_matrix(kind: str, settings: list[str], corpus: Path, tmp_path: Path) -> None:
+    assert_killed_equals_whole(kind, PLACES, settings, corpus, tmp_path)
+
+
+def assert_killed_equals_whole(
+    kind: str, places: list[tuple[str, int]], settings: list[str], corpus: Path, tmp_path: Path
+) -> None:
+    given = [*settings, *PEFT[kind]]
+    (tmp_path / "whole").mkdir()
+    done = train(corpus, tmp_path / "whole" / "run", *given)
+    assert done.returncode == 0, done.stderr
+    weights = store.load_weights(tmp_path / "whole" / "run" / "checkpoints" / "last")
+    assert all("lora_" in name or "trainable_tokens" in name for name in weights), "no base in a checkpoint"
+    chain(corpus, tmp_path / "run", places, *given)
+    assert_equal_runs(tmp_path / "whole" / "run", tmp_path / "run")
