@@ -69,11 +69,16 @@ def note_failure(run: "Run", started: float, error: BaseException) -> None:
 
 def export(run: "Run") -> Path:
     from lmtrain.hf_folder import export_model
+    from lmtrain.strategies import sharding
+    from lmtrain.trained import from_run
 
     rows = run.corpus.val or run.corpus.train
     example = rows.read(np.zeros((1, 2), dtype=np.int64))["input_ids"][:, : run.config.data.seq_len]
+    model: Any = run.objective.model.model
+    if sharding.is_sharded(run.objective.model):  # the same weights, in one piece
+        model, _, _ = from_run(run.dir, "last")
     return export_model(
-        run.objective.model.model,
+        model,
         run.corpus.tokenizer,
         run.dir.export,
         dtype=run.config.export.dtype,
@@ -109,7 +114,7 @@ def show(run: "Run", status: str, exported: Path | None) -> None:
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     val, metrics = run.metrics.last_val, run.metrics
-    for key in ("val/loss", "val/perplexity", "val/bits_per_byte"):
+    for key in ("val/loss", "val/perplexity", "val/bits_per_byte", "val/rewards/accuracy", "val/rewards/margin"):
         if key in val:
             table.add_row(key, f"{val[key]:.4f}")
     table.add_row("tokens", f"{int(metrics.tokens_seen):,}")

@@ -20,6 +20,9 @@ from lmtrain.callbacks.metrics import Row
 _SHOWN = (  # (key of a row, label, format)
     ("train/loss", "loss", "{:.4f}"),
     ("val/loss", "val", "{:.4f}"),
+    ("train/rewards/accuracy", "accuracy", "{:.2f}"),
+    ("train/rewards/margin", "margin", "{:.3f}"),
+    ("val/rewards/accuracy", "val accuracy", "{:.3f}"),
     ("lr", "lr", "{:.2e}"),
     ("tokens_per_s", "tok/s", "{:,.0f}"),
     ("mfu", "mfu", "{:.1%}"),

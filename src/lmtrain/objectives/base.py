@@ -6,12 +6,12 @@ Objectives say only what the loss of a micro-batch is.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lmtrain.data.order import step_seed
 from lmtrain.errors import RunError
@@ -21,6 +21,7 @@ from lmtrain.objectives.guard import StepGuard
 from lmtrain.optim.groups import set_lr
 from lmtrain.optim.schedules import lr_factor
 from lmtrain.schema import Schedule
+from lmtrain.strategies import layout, sharding
 
 
 class LossParts(NamedTuple):
@@ -52,7 +53,7 @@ class Objective(pl.LightningModule):
     def __init__(
         self,
         model: LanguageModel,
-        optimizer: torch.optim.Optimizer,
+        make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
         schedule: Schedule,
         *,
         seed: int,
@@ -64,8 +65,9 @@ class Objective(pl.LightningModule):
         super().__init__()
         self.automatic_optimization = False
         self.model = model
-        self._optimizer, self.schedule = optimizer, schedule
-        self._group_settings = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+        self._make_optimizer, self.schedule = make_optimizer, schedule
+        self._optimizer = make_optimizer(model.model)
+        self._group_settings = [{k: v for k, v in g.items() if k != "params"} for g in self._optimizer.param_groups]
         self.seed, self.total_steps = seed, total_steps
         self.schedule_steps = total_steps  # what the schedule spans; differs where a resumed run was made longer
         self.gradient_clip_val = gradient_clip_val
@@ -94,7 +96,18 @@ class Objective(pl.LightningModule):
         """Names of the means that a validation reports."""
         return ["loss"]
 
+    def plan_rows(self) -> list[tuple[str, str]]:
+        """(name, words) of what the plan should say about the objective."""
+        return []
+
+    def configure_model(self) -> None:
+        """Called when the ranks are connected: under fsdp the parameters are put in parts on the devices here."""
+        shard = getattr(self.trainer.strategy, "shard", None)
+        if shard is not None:
+            shard(self)
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
+        self._optimizer = self._make_optimizer(self.model.model)  # sharding has put other parameters in place
         return self._optimizer
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:
@@ -147,7 +160,7 @@ class Objective(pl.LightningModule):
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Clips the global gradient norm and drops a bad step; called after unscaling, in every precision."""
         gradients = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = layout.whole(torch.nn.utils.get_total_norm(gradients))  # the same on all ranks
         if self.gradient_clip_val is not None:
             parameters = [p for g in optimizer.param_groups for p in g["params"]]
             torch.nn.utils.clip_grads_with_norm_(parameters, self.gradient_clip_val, norm)
@@ -164,6 +177,7 @@ class Objective(pl.LightningModule):
         ddp = self.trainer.model
         if isinstance(ddp, torch.nn.parallel.DistributedDataParallel):
             ddp.require_backward_grad_sync = last
+        sharding.sync_gradients(self.model, last)
         yield
 
     def _seed_step(self, step: int) -> None:

@@ -66,6 +66,16 @@ class DPO(Objective):
         names += ["aux/preference_loss", "aux/sft_loss"] if self.options.sft_weight else []
         return [*names, "aux/router_loss"] if self.model.has_router else names
 
+    def plan_rows(self) -> list[tuple[str, str]]:
+        shown = {k: v for k, v in self.options._asdict().items() if k in self._loss_keys() and v}
+        words = ", ".join([self.loss, *(f"{key}={value:g}" for key, value in shown.items())])
+        return [("loss", f"{words}; reference: {self.reference}")]
+
+    def _loss_keys(self) -> list[str]:
+        flips = ["label_smoothing"]
+        own = {"sigmoid": flips, "robust": flips, "simpo": ["gamma"], "dpop": ["dpop_lambda"]}
+        return ["beta", "sft_weight", "length_normalize", *own.get(self.loss, [])]
+
     def setup(self, stage: str) -> None:
         """Computes the reference's log-probabilities, before a checkpoint is read into the model."""
         if self.precomputed is None:
