@@ -30,7 +30,8 @@ class PaddedRows:
 
         Returns:
             input_ids int64 [B, T]; labels int64 [B, T], shifted: labels[b, t] is token t + 1 where that is learned,
-            else IGNORE; seen int64 []: tokens that are no padding.
+            else IGNORE; learned int64 [n]: where in the B * T flattened tokens there is a label, so that logits are
+            made there alone; seen int64 []: tokens that are no padding.
         """
         parts = [self.examples.read(int(self.order[row])) for _, row in rows]
         longest = max(len(ids) for ids, _ in parts)
@@ -56,7 +57,7 @@ class PackedRows:
         """A micro-batch from (epoch, row) pairs [B, 2], T = seq_len.
 
         Returns:
-            input_ids, labels and seen as of `PaddedRows.read`; a label is never the first token of an example. With
+            input_ids, labels, learned and seen as of `PaddedRows.read`; a label is never the first token of an example. With
             isolation position_ids int64 [B, T], restarting at each example, and cu_seqlens int32 [n + 1], the starts
             of examples (and of the empty end of a row) over the B * T flattened tokens.
         """
@@ -95,7 +96,13 @@ def _lay(batch: tuple[np.ndarray, np.ndarray], row: int, at: int, ids: np.ndarra
 
 
 def _tensors(batch: tuple[np.ndarray, np.ndarray]) -> dict[str, torch.Tensor]:
-    return {"input_ids": torch.from_numpy(batch[0]), "labels": torch.from_numpy(batch[1])}
+    input_ids, labels = batch
+    learned = np.flatnonzero(labels != IGNORE)
+    return {
+        "input_ids": torch.from_numpy(input_ids),
+        "labels": torch.from_numpy(labels),
+        "learned": torch.from_numpy(learned),
+    }
 
 
 def documents_at(starts: list[int], rows: int, length: int) -> dict[str, torch.Tensor]:

@@ -85,7 +85,7 @@ class LanguageModel(nn.Module):
         """
         hidden, router_logits = self.hidden_states(input_ids, position_ids, cu_seqlens)
         hidden, labels = hidden.flatten(0, 1), labels.flatten()
-        if learned is not None:
+        if learned is not None and len(learned):
             hidden, labels = hidden[learned], labels[learned]
         hidden, weight, bias = output_head(self.model, hidden)
         loss = chunked_cross_entropy(
@@ -222,7 +222,8 @@ def _attention_dropout(config: Any) -> float:
 def decoder_blocks(model: PreTrainedModel) -> list[nn.Module]:
     """The transformer blocks, in order: the modules transformers itself never splits over devices."""
     names = set(model._no_split_modules or ())
-    return [m for m in model.modules() if type(m).__name__ in names]
+    # By all class names: fully_shard makes a module's class a subclass of what it was.
+    return [m for m in model.modules() if any(cls.__name__ in names for cls in type(m).__mro__)]
 
 
 def enable_activation_checkpointing(model: PreTrainedModel) -> None:
