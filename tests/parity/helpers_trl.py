@@ -9,8 +9,10 @@ from typing import Any
 
 import pyarrow.parquet as parquet
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from loopback_hub import HUB
 from support import REPO
@@ -101,6 +103,47 @@ def smollm2_tokenizer() -> PreTrainedTokenizerFast:
     if not (SMOLLM2 / "tokenizer.json").exists():
         pytest.skip(f"needs SmolLM2's tokenizer, and {SMOLLM2} is not there")
     return AutoTokenizer.from_pretrained(SMOLLM2)
+
+
+def smollm2_weights() -> Path:
+    """A folder with SmolLM2's weights, in the hub or where LMTRAIN_SMOLLM2 says."""
+    folder = Path(os.environ.get("LMTRAIN_SMOLLM2", SMOLLM2))
+    if not (folder / "model.safetensors").exists():
+        pytest.skip(f"needs SmolLM2's weights, and {folder} has none: run smollm2.py of the hub there")
+    return folder
+
+
+def tiny_llama(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """A random model for the tokenizer, with weights large enough that its outputs depend on what it reads."""
+    torch.manual_seed(0)
+    ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        initializer_range=0.2,
+        tie_word_embeddings=True,
+        **ids,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def lora_on(model: Path, folder: Path, *, trained: bool = False) -> Path:
+    """An adapter in a folder, so that both sides start from the same: new (B is zero), or as after some training."""
+    torch.manual_seed(0)
+    config = LoraConfig(
+        r=8,
+        lora_alpha=16,
+        target_modules=["q_proj", "v_proj"],
+        task_type="CAUSAL_LM",
+        init_lora_weights=not trained,
+    )
+    get_peft_model(AutoModelForCausalLM.from_pretrained(model), config).save_pretrained(folder)
+    return folder
 
 
 def _dialogue(rng: random.Random) -> Messages:

@@ -16,7 +16,7 @@ import torch
 import transformers
 import trl
 from datasets import Dataset
-from peft import LoraConfig, PeftModel, load_peft_weights, set_peft_model_state_dict
+from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 Spec = dict[str, Any]
@@ -53,21 +53,18 @@ def sft(spec: Spec) -> list[dict[str, float]]:
 def dpo(spec: Spec) -> dict[str, list[dict[str, float]]]:
     """DPOTrainer's metrics of each step, for each of spec["losses"]: {name: keywords of DPOConfig}.
 
-    With an adapter, the reference is the base with the adapter off; without one, a second copy of the model.
+    The reference is the model as it begins: a copy of the adapter where there is one, else of the model.
     """
     found = {}
     for name, keywords in spec["losses"].items():
         args = trl.DPOConfig(max_length=spec["max_length"], **common(), **optimisation(spec), **keywords)
-        given: dict[str, Any] = {"processing_class": read_tokenizer(spec)}
+        model = read_model(spec)
         if spec["adapter"]:
-            # A PeftModel would become its own reference: so a fresh adapter of the same shape, then its weights.
-            given["peft_config"] = LoraConfig.from_pretrained(spec["adapter"])
-            given["peft_config"].inference_mode = False  # as it was saved: nothing would be trained
+            model, reference = PeftModel.from_pretrained(model, spec["adapter"], is_trainable=True), None
         else:
-            given["ref_model"] = read_model(spec)
-        trainer = trl.DPOTrainer(read_model(spec), args=args, train_dataset=Dataset.from_list(spec["rows"]), **given)
-        if spec["adapter"]:
-            set_peft_model_state_dict(trainer.model, load_peft_weights(spec["adapter"], device="cpu"))
+            reference = read_model(spec)
+        rows = Dataset.from_list(spec["rows"])
+        trainer = trl.DPOTrainer(model, reference, args=args, train_dataset=rows, processing_class=read_tokenizer(spec))
         trainer.train()
         found[name] = steps_of(trainer)
     return found
