@@ -161,8 +161,8 @@ def overrides_of(name: str, material: dict[str, Path]) -> list[str]:
     }.get(f"{group}/{option}", [])
     if option == "pretrained":
         return [*ROWS_A_STEP, *quick, *text, "logger=none", *special]
-    if group not in ("callbacks", "checkpoint", "debug", "export", "generate", "logger", "objective", "optimizer",
-                     "peft", "run", "schedule", "tokenizer", "trainer"):  # fmt: skip
+    if group not in ("callbacks", "checkpoint", "debug", "export", "generate", "inspect", "logger", "objective",
+                     "optimizer", "peft", "run", "schedule", "tokenizer", "trainer"):  # fmt: skip
         pytest.fail(f"conf/{group} is new: say here how a run of its options is made small")
     return [*tiny, *text, *special]
 

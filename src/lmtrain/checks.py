@@ -56,6 +56,7 @@ def _check_choices(c: Config) -> None:
     _choice("callbacks.early_stopping.mode", c.callbacks.early_stopping.mode, ("min", "max"))
     _choice("checkpoint.mode", c.checkpoint.mode, ("min", "max"))
     _choice("callbacks.progress.style", c.callbacks.progress.style, ("auto", "rich", "plain", "none"))
+    _choice("inspect.split", c.inspect.split, ("train", "val"))
     _choice("export.dtype", c.export.dtype, ("float32", "bfloat16", "float16"))
     for key, value in {
         "trainer.compile": c.trainer.compile,
@@ -94,6 +95,7 @@ def _check_whole_numbers(c: Config) -> None:
         "generate.num_samples": c.generate.num_samples,
         "generate.max_new_tokens": c.generate.max_new_tokens,
         "generate.top_k": c.generate.top_k,
+        "inspect.tokens": c.inspect.tokens,
     }
     for key, value in at_least_one.items():
         if value is not None and value < 1:
@@ -119,6 +121,7 @@ def _check_numbers(c: Config) -> None:
         "callbacks.samples.every_n_validations": c.callbacks.samples.every_n_validations,
         "callbacks.samples.temperature": c.callbacks.samples.temperature,
         "generate.temperature": c.generate.temperature,
+        "inspect.samples": c.inspect.samples,
     }
     for key, number in not_negative.items():
         if number is not None and not 0 <= number < math.inf:

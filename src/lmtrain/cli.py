@@ -21,6 +21,7 @@ TYPED = "LMTRAIN_TYPED"  # the environment variable that tells ranks the command
 VERBS = {
     "train": "train a model: compose, check, train, export",
     "prepare": "source text to tokenizer and bins, without training",
+    "inspect": "the data as the model sees it: samples with their mask, lengths, what was cut or dropped",
     "export": "a run's checkpoint to a Hugging Face folder",
     "generate": "text from a run, an export or a hub name",
     "verify": "proves exact resume on this very config and machine",

@@ -9,13 +9,16 @@ from rich.text import Text
 
 from lmtrain import devices
 from lmtrain.config import batch_split
+from lmtrain.inspection import row_mask
 from lmtrain.models import flops
 from lmtrain.models.trainable import adapter_of, describe_adapter
 from lmtrain.optim.groups import table_rows
+from lmtrain.token_view import has_colour, legend, marked, pieces, visible
 
 if TYPE_CHECKING:
     from lmtrain.build import Run
 
+_SHOWN = 160  # tokens of the first row
 _SI = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -41,7 +44,8 @@ def show(run: "Run", resumed_from: str | None, notes: list[str]) -> None:
     parts: list[Any] = [table, Text(), groups_table(run)]
     parts += [Text(f"note: {note}", style="yellow") for note in [*notes, *advice(run)]]
     run.console.print(Panel(Group(*parts), title="plan", title_align="left"))
-    run.console.print(Panel(first_row(run), title="first training row  (│ ends a document)", title_align="left"))
+    text, legend = first_row(run)
+    run.console.print(Panel(text, title=legend, title_align="left"))
 
 
 def plan_rows(run: "Run", resumed_from: str | None) -> list[tuple[str, str]]:
@@ -113,20 +117,32 @@ def advice(run: "Run") -> list[str]:
     return notes
 
 
-def first_row(run: "Run") -> Text:
-    """The decoded start of the first row, with a bar where a document ends."""
+def first_row(run: "Run") -> tuple[Text, Text]:
+    """A decoded part of the first row, and what it shows: text with its documents, or answers with what is learned."""
     from lmtrain.data.order import step_rows
 
     c = run.config
     rows = step_rows(0, rows=len(run.corpus.train), global_batch_size=c.data.global_batch_size, seed=c.seed)
-    ids = run.corpus.train.read(rows[:1])["input_ids"][0].tolist()[:160]
-    tokenizer = run.corpus.tokenizer
-    text, piece = Text(), []
+    batch, tokenizer = run.corpus.train.read(rows[:1]), run.corpus.tokenizer
+    title = Text("first training row  ")
+    if c.objective.name == "causal_lm":
+        return documents(tokenizer, batch["input_ids"][0, :_SHOWN].tolist()), title.append("(│ ends a document)")
+    ids, learned = row_mask(batch)
+    # From where a learned token is seen with what comes before it.
+    start = max(0, int(learned.argmax()) - _SHOWN // 2)
+    part, colour = slice(start, start + _SHOWN), has_colour(run.console)
+    shown = marked(pieces(tokenizer, ids[part].tolist(), learned[part].tolist()), colour)
+    return Text("... " if start else "") + shown, title + legend(colour)
+
+
+def documents(tokenizer: Any, ids: list[int]) -> Text:
+    """The decoded tokens, with a bar where a document ends."""
+    text, piece = Text(), list[int]()
     for token in ids:
         piece.append(token)
         if token == tokenizer.eos_token_id:
-            text.append(tokenizer.decode(piece))
+            text.append(visible(tokenizer.decode(piece)))
             text.append("│", style="bold red")
             piece = []
-    text.append(tokenizer.decode(piece))
+    text.append(visible(tokenizer.decode(piece)))
     return text

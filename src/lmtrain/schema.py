@@ -263,6 +263,14 @@ class Export:
 
 
 @dataclass(kw_only=True)
+@dataclass(kw_only=True)
+class Inspect:
+    split: str  # train or val
+    samples: int
+    tokens: int
+    html: str | None
+
+
 class Config:
     run_dir: str | None
     seed: int
@@ -281,3 +289,4 @@ class Config:
     export: Export
     generate: Generate
     debug: dict[str, Any] = field(default_factory=dict)
+    inspect: Inspect

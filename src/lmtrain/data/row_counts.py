@@ -32,10 +32,16 @@ def short(text: str, characters: int = 160) -> str:
     return f"{text[:characters]!r} ... {text[-characters:]!r}"
 
 
+def too_many_untrained(counts: Counts, cfg: Data) -> bool:
+    """Whether more than data.max_untrained of the rows have nothing to learn."""
+    seen = counts.examples + counts.untrained
+    return cfg.max_untrained is not None and counts.untrained > cfg.max_untrained * max(1, seen)
+
+
 def check_untrained(counts: Counts, cfg: Data, name: str) -> None:
     """Raises UserError where more than data.max_untrained of the rows have nothing to learn."""
-    seen = counts.examples + counts.untrained
-    if cfg.max_untrained is not None and counts.untrained > cfg.max_untrained * max(1, seen):
+    if too_many_untrained(counts, cfg):
+        seen = counts.examples + counts.untrained
         raise UserError(
             f"{counts.untrained:,} of {seen:,} {name} rows have no learned token, the first is {counts.untrained_at}: "
             f"{counts.untrained_text}. Is data.max_length={cfg.max_length} too short (data.on_too_long="

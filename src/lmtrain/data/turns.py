@@ -5,6 +5,7 @@ tool_call_id and reasoning_content where the row has them: what Hugging Face cha
 """
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,6 +38,7 @@ ROLES = {
     "tool_response": "tool",
 }
 _CALLS = ("function_call", "tool_call")  # their content is the call itself
+_HALF = re.compile("[\ud800-\udfff]")  # JSON can hold it, UTF-8 and so tokenizers can't
 _KEPT = ("name", "tool_call_id", "reasoning_content")
 
 
@@ -113,6 +115,8 @@ def text_of(value: Any, what: str, where: str, may_be_empty: bool = False) -> st
         raise BadRow(where, f"{what} must be text and is {_shown(value)}")
     if not value.strip() and not may_be_empty:
         raise BadRow(where, f"{what} is empty")
+    if _HALF.search(value):
+        raise BadRow(where, f"{what} holds half a surrogate pair (\\ud800 to \\udfff), which is no character")
     return value
 
 
