@@ -18,8 +18,8 @@ from lmtrain.models.trainable import adapter_of
 from lmtrain.run_dir import fsync_dir
 
 # Largest difference of reloaded from live logits: rounding of the stored dtype, grown through the layers. int8: the
-# live model also rounds each layer's input, a merged one doesn't. merged: W + s B A in one product rounds otherwise than
-# in two; 6e-6 in 30 layers. A wrong merge is off by 0.01 and more.
+# live model also rounds each layer's input, a merged one doesn't. merged: W + s B A in one product rounds otherwise
+# than in two; 6e-6 in 30 layers. A wrong merge is off by 0.01 and more.
 TOLERANCE = {"float32": 1e-5, "merged": 1e-4, "bfloat16": 0.1, "float16": 0.02, "int8": 0.2}
 
 
