@@ -46,6 +46,7 @@ from lmtrain.optim.optimizers import build_optimizer
 from lmtrain.precision import AdapterHalfPrecision
 from lmtrain.run_dir import RunDir
 from lmtrain.schema import Config
+from lmtrain.strategies.fsdp import build_strategy
 
 
 @dataclass
@@ -115,10 +116,11 @@ def build_objective(config: Config, corpus: Corpus, total_steps: int) -> Objecti
         enable_activation_checkpointing(hf_model)
     if config.trainer.compile:
         compile_model(hf_model)
-    optimizer = build_optimizer(hf_model.named_parameters(), config.optimizer, config.trainer.accelerator)
+    device_type = "cpu" if offloads(config) else config.trainer.accelerator
+    make_optimizer = lambda model: build_optimizer(model.named_parameters(), config.optimizer, device_type)  # noqa: E731
     objective = {"causal_lm": CausalLM, "sft": SFT, "dpo": DPO}[config.objective.name](
         model,
-        optimizer,
+        make_optimizer,
         config.schedule,
         seed=config.seed,
         total_steps=total_steps,
@@ -131,6 +133,11 @@ def build_objective(config: Config, corpus: Corpus, total_steps: int) -> Objecti
     if isinstance(objective, DPO):
         objective.prepare(config, corpus.fingerprint)
     return objective
+
+
+def offloads(config: Config) -> bool:
+    """Whether the optimizer steps on the CPU."""
+    return config.trainer.strategy == "fsdp" and config.trainer.fsdp.cpu_offload
 
 
 def fingerprint(config: Config, corpus: Corpus, hf_model: Any) -> dict[str, Any]:
@@ -267,7 +274,7 @@ def build_trainer(config: Config, run_dir: RunDir, callbacks: list[pl.Callback],
         accelerator=t.accelerator,
         devices=t.devices,
         num_nodes=t.num_nodes,
-        strategy=t.strategy,
+        strategy=build_strategy(t.strategy, t.fsdp, t.precision, int(t.devices) * t.num_nodes),
         precision=None if plugins else t.precision,  # type: ignore[arg-type]
         max_steps=total_steps,
         max_epochs=-1,
@@ -285,5 +292,5 @@ def build_trainer(config: Config, run_dir: RunDir, callbacks: list[pl.Callback],
         plugins=[FolderCheckpointIO(background=config.checkpoint.async_save), *plugins],
         default_root_dir=Path(run_dir.path),
         benchmark=False,
-        inference_mode=True,
+        inference_mode=t.strategy != "fsdp",  # tensors gathered in it could not be used in training
     )

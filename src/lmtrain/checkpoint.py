@@ -95,9 +95,15 @@ def _write(file: Path, content: Any) -> dict[str, Any]:
     return {"bytes": file.stat().st_size, "sha256": _sha256(file)}
 
 
-def load_weights(path: Path) -> dict[str, torch.Tensor]:
-    """The model's state dict of a checkpoint, on the CPU."""
-    return torch.load(path / "model.pt", map_location="cpu", weights_only=True)
+def load_weights(path: Path, mmap: bool = False) -> dict[str, torch.Tensor]:
+    """The model's state dict of a checkpoint, on the CPU; with `mmap` nothing is read before it is used."""
+    return torch.load(path / "model.pt", map_location="cpu", weights_only=True, mmap=mmap)
+
+
+def load(path: Path, mmap: bool = False) -> dict[str, Any]:
+    """Lightning's checkpoint dict."""
+    checkpoint = torch.load(path / "trainer.pt", map_location="cpu", weights_only=True, mmap=mmap)
+    return {**checkpoint, "state_dict": load_weights(path, mmap)}
 
 
 def publish(checkpoint: dict[str, Any], path: Path) -> None:
@@ -181,10 +187,7 @@ class FolderCheckpointIO(CheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        path = Path(path)
-        checkpoint = torch.load(path / "trainer.pt", map_location="cpu", weights_only=True)
-        checkpoint["state_dict"] = load_weights(path)
-        return checkpoint
+        return load(Path(path))
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Renamed first: a removal that is cut short leaves nothing that looks complete."""

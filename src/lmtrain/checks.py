@@ -10,7 +10,7 @@ from lmtrain.optim.schedules import check_schedule
 from lmtrain.schema import Config
 
 PRECISIONS = ("auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
-STRATEGIES = ("auto", "ddp")
+STRATEGIES = ("auto", "ddp", "fsdp")
 # Those of preference_losses.LOSSES, which imports torch.
 PREFERENCE_LOSSES = ("sigmoid", "robust", "ipo", "hinge", "dpop", "kto_pair", "apo_zero", "apo_down", "simpo", "orpo")
 REFERENCES = ("auto", "frozen_copy", "adapter_off", "precomputed", "none")

@@ -17,11 +17,15 @@ def sample_text(
     temperature: float = 0.8,
     top_k: int | None = 50,
     seed: int = 0,
+    together: bool = False,
 ) -> str:
     """The continuation of `prompt` (without it), at most max_new_tokens tokens; temperature 0 is greedy.
 
     The prompt is cut from the left so that prompt and continuation fit the model's positions. The global random
     generators are left as they were found.
+
+    Args:
+        together: all ranks generate the same text, each holding a part of the model.
     """
     ids = tokenizer(prompt, add_special_tokens=False)["input_ids"] or [tokenizer.eos_token_id]
     room = model.config.max_position_embeddings - max_new_tokens
@@ -41,6 +45,7 @@ def sample_text(
             max_new_tokens=max(1, min(max_new_tokens, model.config.max_position_embeddings - len(ids))),
             pad_token_id=tokenizer.eos_token_id,
             remove_invalid_values=True,  # a model whose loss went to nan still gives (meaningless) text, not an error
+            synced_gpus=together,  # none may stop before the others: they need its part
             **settings,
         )
     model.train(was_training)

@@ -179,6 +179,13 @@ class Schedule:
 
 
 @dataclass(kw_only=True)
+class Fsdp:
+    reshard_after_forward: bool
+    cpu_offload: bool
+    copy_per_node: bool
+
+
+@dataclass(kw_only=True)
 class Trainer:
     max_steps: int | None
     max_epochs: int | None
@@ -186,6 +193,7 @@ class Trainer:
     devices: int | str
     num_nodes: int
     strategy: str
+    fsdp: Fsdp
     precision: str
     val_check_interval: int | None
     limit_val_batches: int | None

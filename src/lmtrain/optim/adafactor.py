@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lmtrain.strategies.layout import like, whole
+
 
 class Adafactor(torch.optim.Optimizer):
     """Algorithms 4 and 5 of the paper without momentum; the relative step size is the given `lr`.
@@ -71,7 +73,8 @@ class Adafactor(torch.optim.Optimizer):
         return loss
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        gradient = parameter.grad.float()  # type: ignore[union-attr]
+        # A sharded gradient is gathered: rows and columns are averaged over all of it. Their averages are small.
+        gradient = whole(parameter.grad).float()  # type: ignore[arg-type]
         state = self.state[parameter]
         if not state:
             state.update(_initial_state(gradient))
@@ -86,9 +89,9 @@ class Adafactor(torch.optim.Optimizer):
         else:
             update = gradient * state["square"].lerp_(square + eps, weight).rsqrt()
         clip = (_rms(update) / group["clip_threshold"]).clamp(min=1)
-        scale = _rms(parameter.float()).clamp(min=group["min_parameter_rms"])
+        scale = whole(_rms(parameter.float())).clamp(min=group["min_parameter_rms"])
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        parameter.sub_(update.mul_(group["lr"] * scale / clip))
+        parameter.sub_(like(update.mul_(group["lr"] * scale / clip), parameter))
 
 
 def _initial_state(gradient: Tensor) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lmtrain.devices import cpu_multiplies_bf16
+from lmtrain.strategies.layout import like, whole
 
 # Jordan's quintic: steepest at zero, so small singular values grow fastest; all end between about 0.7 and 1.2.
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
@@ -98,13 +99,13 @@ class Muon(torch.optim.Optimizer):
     def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         """One step for parameters of one shape."""
         shape = parameters[0].shape
-        directions = torch.stack([self._direction(p, group) for p in parameters])  # [P, ..., rows, columns]
+        directions = torch.stack([whole(self._direction(p, group)) for p in parameters])  # [P, ..., rows, columns]
         matrices = directions.flatten(0, -3)  # [N, rows, columns]
         updates = orthogonalize(matrices, group["ns_steps"]).unflatten(0, directions.shape[:-2])
         scale = ADAMW_UPDATE_RMS * math.sqrt(max(shape[-2:]))
         for parameter, update in zip(parameters, updates, strict=True):
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
-            parameter.add_(update, alpha=-group["lr"] * scale)
+            parameter.add_(like(update.to(parameter.dtype), parameter), alpha=-group["lr"] * scale)
 
     def _direction(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
         """The momentum with the new gradient in it; with Nesterov's, the gradient counts once more."""

@@ -1,0 +1,96 @@
+"""trainer.strategy=fsdp: Lightning's ModelParallelStrategy with this project's sharding and checkpoints.
+
+Checkpoints are the very files one device writes: rank 0 gets the whole tensors one by one. Reading, each rank maps the
+files and takes its part, so the folder has to be on a file system all nodes share.
+"""
+
+from collections.abc import Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies.strategy import Strategy
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lmtrain import checkpoint as store
+from lmtrain.models.trainable import trainable_names
+from lmtrain.objectives.base import Objective
+from lmtrain.schema import Fsdp
+from lmtrain.strategies import layout, sharding
+
+
+class FSDPStrategy(ModelParallelStrategy):
+    """Every rank reads other rows, and parameters, gradients and optimizer state are sharded over all ranks."""
+
+    def __init__(self, options: Fsdp, precision: str, processes: int, **kwargs: Any) -> None:
+        super().__init__(
+            data_parallel_size=processes, tensor_parallel_size=1, save_distributed_checkpoint=False, **kwargs
+        )
+        self.options, self.precision = options, precision
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        return True
+
+    def shard(self, objective: Objective) -> None:
+        """Shards the objective's model in place; the optimizer has to be built after it."""
+        self.precision_plugin.convert_module(objective)
+        sharding.shard(objective.model, self._mesh(), self.precision, self.options)
+
+    def _mesh(self) -> DeviceMesh:
+        """All ranks in one dimension; [nodes, ranks of a node] where each node holds a copy of the model."""
+        if self.options.copy_per_node and self.num_nodes > 1:
+            return init_device_mesh(self.root_device.type, (self.num_nodes, self.num_processes))
+        return self.device_mesh["data_parallel"]
+
+    def model_to_device(self) -> None:
+        if not self.options.cpu_offload:
+            super().model_to_device()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The trained parameters (with buffers where nothing is frozen), whole, on rank 0; {} elsewhere."""
+        module = self.lightning_module
+        assert module is not None
+        names = trainable_names(module)
+        state = {k: v for k, v in module.state_dict().items() if names is None or k in names}
+        return layout.gather(state, keep=self.is_global_zero)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        return layout.gather(optimizer.state_dict(), keep=self.is_global_zero)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        return store.load(Path(checkpoint_path), mmap=True)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        module = self.lightning_module
+        assert module is not None
+        own, saved = module.state_dict(), checkpoint["state_dict"]
+        if strict and own.keys() != saved.keys():
+            raise RuntimeError(f"the checkpoint's weights are not this model's: {sorted(own.keys() ^ saved.keys())[:3]}")
+        layout.copy_whole(own, saved)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+            optimizer.load_state_dict(layout.lay_out_state(state, parameters))
+
+    def teardown(self) -> None:
+        super().teardown()
+        self.checkpoint_io.teardown()  # waits for a save in flight
+
+
+def build_strategy(name: str, options: Fsdp, precision: str, processes: int) -> str | pl.strategies.Strategy:
+    """What Lightning takes as strategy for trainer.strategy=`name` on `processes` devices in all."""
+    if name != "fsdp":
+        return name
+    backend = "cpu:gloo,cuda:nccl" if options.cpu_offload and torch.cuda.is_available() else None
+    return FSDPStrategy(options, precision, processes, process_group_backend=backend)

@@ -1,0 +1,67 @@
+"""Whole tensors and their parts: a sharded parameter is a DTensor, a checkpoint holds whole tensors only.
+
+`gather` makes whole tensors of parts, `copy_whole` and `lay_out_state` put whole ones in their place, so a checkpoint
+never knows how many devices wrote it.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The full tensor of a sharded one, on every rank; any other tensor as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def like(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """A whole tensor laid out as `parameter`; each rank takes its part of its own, nothing is sent."""
+    if not isinstance(parameter, DTensor):
+        return tensor
+    return distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+def gather(tree: Any, keep: bool) -> Any:
+    """`tree` with whole tensors on the CPU in place of sharded ones, one after the other; {} where not `keep`.
+
+    Every rank must call it with a tree of the same form.
+    """
+    leaves, form = torch.utils._pytree.tree_flatten(tree)
+    kept = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            leaf = whole(leaf.detach())
+            leaf = leaf.cpu() if keep else None
+        kept.append(leaf)
+    return torch.utils._pytree.tree_unflatten(kept, form) if keep else {}
+
+
+@torch.no_grad()
+def copy_whole(parameters: dict[str, Tensor], values: dict[str, Tensor]) -> None:
+    """Copies whole `values` into the (sharded) parameters of the same names."""
+    for name, value in values.items():
+        parameters[name].copy_(like(value, parameters[name]))
+
+
+def lay_out_state(state: dict[str, Any], parameters: Iterable[Tensor]) -> dict[str, Any]:
+    """An optimizer's state dict of whole tensors, each of a parameter's shape laid out as that parameter.
+
+    Args:
+        parameters: of the optimizer, in the order of its groups.
+    """
+    laid_out: dict[int, dict[str, Any]] = {}
+    for index, parameter in enumerate(parameters):
+        values = state["state"].get(index)
+        if values is not None:
+            laid_out[index] = {name: _as_state(value, parameter) for name, value in values.items()}
+    return {**state, "state": laid_out}
+
+
+def _as_state(value: Any, parameter: Tensor) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    # Copied: what is read from a checkpoint is a mapped file, which may be pruned.
+    return like(value, parameter).clone() if value.shape == parameter.shape else value.clone()

@@ -1,0 +1,74 @@
+"""FSDP2 (torch's fully_shard): every parameter lies in equal parts on all devices and is gathered block by block.
+
+Zhao et al. 2023, arXiv:2304.11277; Rajbhandari et al. 2020 (ZeRO stage 3), arXiv:1910.02054.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+
+from lmtrain.models.language_model import LanguageModel, decoder_blocks
+from lmtrain.schema import Fsdp
+
+_HALF = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+
+
+def shard(model: LanguageModel, mesh: DeviceMesh, precision: str, options: Fsdp) -> None:
+    """Shards each decoder block, then the rest (embeddings, last norm, output layer) as one group with the root.
+
+    In mixed precision the blocks are gathered in half precision, which is what autocast would compute in, and gradients
+    are summed in fp32. The rest is gathered as it is: the residual stream starts in its dtype, as on one device.
+
+    Args:
+        mesh: one dimension to shard over, or two: copies (the first) of a model sharded over the second (HSDP).
+        precision: as in trainer.precision.
+    """
+    offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if options.cpu_offload else OffloadPolicy()
+    half = MixedPrecisionPolicy(_HALF.get(precision), torch.float32, cast_forward_inputs=False)
+    policy = half if precision in _HALF else MixedPrecisionPolicy(cast_forward_inputs=False)
+    for block in decoder_blocks(model.model):
+        fully_shard(
+            block,
+            mesh=mesh,
+            mp_policy=policy,
+            offload_policy=offload,
+            reshard_after_forward=options.reshard_after_forward,
+        )
+    # The root's own parameters are needed first in backward, so they stay.
+    plain = MixedPrecisionPolicy(cast_forward_inputs=False)
+    fully_shard(model, mesh=mesh, mp_policy=plain, offload_policy=offload, reshard_after_forward=False)
+    register_fsdp_forward_method(model, "log_probs")
+
+
+def is_sharded(model: nn.Module) -> bool:
+    return isinstance(model, FSDPModule)
+
+
+@contextlib.contextmanager
+def root_gathered(model: nn.Module) -> Iterator[None]:
+    """Within it the model inside the root can be called by itself, on all ranks alike; blocks gather themselves."""
+    if not isinstance(model, FSDPModule):
+        yield
+        return
+    model.unshard()
+    try:
+        yield
+    finally:
+        model.reshard()
+
+
+def sync_gradients(model: nn.Module, last: bool) -> None:
+    """Gradients of a sharded model are reduced in the backward of the last micro-batch only."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last)
