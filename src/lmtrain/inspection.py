@@ -155,7 +155,7 @@ def row_mask(batch: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     if "labels" in batch:
         learned[1:] = batch["labels"][0, :-1].numpy() != IGNORE
     else:
-        learned[batch["scored"].numpy() + 1] = True
+        learned[batch["scored"].numpy()] = True
     seen = min(len(ids), int(batch["seen"])) if "seen" in batch else len(ids)
     return ids[:seen], learned[:seen]
 

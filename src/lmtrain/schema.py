@@ -113,6 +113,7 @@ class Data:
     on_bad_row: str | None = None  # raise or skip
     max_untrained: float | None = None  # share of rows without a trained token above which the run is refused
     ranking: str | None = None  # dpo: best_worst or all
+    share_prompts: bool | None = None  # dpo
     packing: str | None = None  # off, concat, greedy, first_fit or best_fit_decreasing
 
 

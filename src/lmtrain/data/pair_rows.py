@@ -113,12 +113,13 @@ def fit_pair(chosen: Tokens, rejected: Tokens, cfg: Data, where: str) -> tuple[l
 class PairRows:
     """Row i is pair i: examples 2i (chosen) and 2i + 1 (rejected). A micro-batch has no padding.
 
+    share_prompts: what both answers of a pair begin with is there once, and the rejected answer goes on from it.
     reference: [n, 2] fp32, log-probabilities of the chosen and the rejected answers that were computed before
         training; None where there are none.
     """
 
-    def __init__(self, examples: Examples) -> None:
-        self.examples = examples
+    def __init__(self, examples: Examples, *, share_prompts: bool) -> None:
+        self.examples, self.share_prompts = examples, share_prompts
         self.reference: np.ndarray | None = None
 
     def __len__(self) -> int:
@@ -128,28 +129,43 @@ class PairRows:
         """A micro-batch from (epoch, row) pairs [P, 2]: the 2P answers with their prompts, N tokens in one row.
 
         Returns:
-            input_ids, position_ids int64 [1, N], restarting at each answer; cu_seqlens int32 [2P + 1], their starts;
-            scored int64 [C]: positions in N of the tokens that come just before those the answers are scored by, and
-            targets int64 [C], these tokens; answer int64 [C]: which answer each belongs to, 2p the chosen and 2p + 1
-            the rejected one of pair p; lengths int64 [2P]: the number of each answer's; pairs, seen int64 []: P and N;
+            input_ids, position_ids int64 [1, N]; cu_seqlens int32 [2P + 1], the answers' starts; with shared prompts
+            prefix_lengths, kv_index and cu_kv as of `models.documents.Prefixes`;
+            scored int64 [C]: positions in N of the tokens that the answers are scored by; before int64 [C]: those of
+            the tokens just before them; answer int64 [C]: which answer each belongs to, 2p the chosen and 2p + 1 the
+            rejected one of pair p; lengths int64 [2P]: the number of each answer's; pairs, seen int64 []: P and N;
             reference fp32 [P, 2] where there is one.
         """
-        parts = [self.examples.read(2 * int(row) + i) for _, row in rows for i in (0, 1)]
-        starts = np.cumsum([0, *(len(ids) for ids, _ in parts)])
-        ids = np.concatenate([ids for ids, _ in parts])
-        at = [np.flatnonzero(trained) for _, trained in parts]
-        lengths = np.array([len(a) for a in at], dtype=np.int64)
-        targets = np.concatenate([start + a for start, a in zip(starts[:-1], at, strict=True)])
+        ids: list[np.ndarray] = []
+        scored: list[np.ndarray] = []
+        before: list[np.ndarray] = []
+        prefixes: list[int] = []
+        starts = [0]
+        for _, row in rows:
+            pair = [self.examples.read(2 * int(row) + i) for i in (0, 1)]
+            shared = common_prompt(*pair) if self.share_prompts else 0
+            for prefix, (tokens, trained) in zip((0, shared), pair, strict=True):
+                start = starts[-1] - prefix  # where token 0 would be, were the prefix there again
+                at = np.flatnonzero(trained)
+                scored.append(start + at)
+                # The token before the first that is not shared is the last of the prompt, in the answer before.
+                before.append(np.where(at > prefix, start + at - 1, starts[-2] + at - 1 if prefix else start + at - 1))
+                ids.append(tokens[prefix:])
+                prefixes.append(prefix)
+                starts.append(start + len(tokens))
+        lengths = np.array([len(at) for at in scored], dtype=np.int64)
         batch = {
-            "input_ids": torch.from_numpy(ids)[None],
-            **documents_at(starts[:-1].tolist(), 1, len(ids)),
-            "scored": torch.from_numpy(targets - 1),
-            "targets": torch.from_numpy(ids[targets]),
-            "answer": torch.from_numpy(np.repeat(np.arange(len(parts)), lengths)),
+            "input_ids": torch.from_numpy(np.concatenate(ids))[None],
+            **documents_at(starts[:-1], 1, starts[-1]),
+            "scored": torch.from_numpy(np.concatenate(scored)),
+            "before": torch.from_numpy(np.concatenate(before)),
+            "answer": torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)),
             "lengths": torch.from_numpy(lengths),
             "pairs": torch.tensor(len(rows)),
-            "seen": torch.tensor(len(ids)),
+            "seen": torch.tensor(starts[-1]),
         }
+        if any(prefixes):
+            _add_prefixes(batch, prefixes, starts)
         if self.reference is not None:
             batch["reference"] = torch.from_numpy(self.reference[rows[:, 1]])
         return batch
@@ -158,3 +174,25 @@ class PairRows:
         """A pair that weighs nothing: the ranks of a step run equally many micro-batches."""
         batch = self.read(np.zeros((1, 2), dtype=np.int64))
         return {**batch, "pairs": torch.tensor(0), "seen": torch.tensor(0)}
+
+
+def common_prompt(chosen: tuple[np.ndarray, np.ndarray], rejected: tuple[np.ndarray, np.ndarray]) -> int:
+    """Tokens that both answers of a pair, (ids, trained) each, begin with and that neither is scored by."""
+    most = min(int(trained.argmax()) for _, trained in (chosen, rejected))
+    same = chosen[0][:most] == rejected[0][:most]
+    return most if same.all() else int(same.argmin())
+
+
+def _add_prefixes(batch: dict[str, torch.Tensor], prefixes: list[int], starts: list[int]) -> None:
+    parts = []
+    for i, prefix in enumerate(prefixes):
+        batch["position_ids"][0, starts[i] : starts[i + 1]] += prefix
+        if prefix:
+            parts.append(np.arange(starts[i - 1], starts[i - 1] + prefix))
+        parts.append(np.arange(starts[i], starts[i + 1]))
+    ends = np.cumsum(
+        [0, *(prefix + stop - start for prefix, start, stop in zip(prefixes, starts, starts[1:], strict=False))]
+    )
+    batch["prefix_lengths"] = torch.tensor(prefixes, dtype=torch.int32)
+    batch["kv_index"] = torch.from_numpy(np.concatenate(parts))
+    batch["cu_kv"] = torch.from_numpy(ends.astype(np.int32))

@@ -154,6 +154,8 @@ def _slices(
     documents: Documents,
 ) -> Tensor:
     batch, heads, seq_len, _ = query.shape
+    if documents.pieces:
+        return _slices_with_prefixes(query, key, value, scaling, dropout, window, documents)
     sizes = [length * count for length, count in documents.runs]
     outputs = []
     # split, not slicing: its backward is one concatenation, a slice's is a zero tensor of the whole size each.
@@ -161,6 +163,28 @@ def _slices(
     for (length, count), q, k, v in zip(documents.runs, *splits, strict=True):
         q, k, v = (x.unflatten(0, (count, length)).transpose(1, 2) for x in (q, k, v))  # [count, H, length, D]
         outputs.append(_causal(q, k, v, scaling, dropout, window).transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs).view(batch, seq_len, heads, -1)
+
+
+def _slices_with_prefixes(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    dropout: float,
+    window: int | None,
+    documents: Documents,
+) -> Tensor:
+    batch, heads, seq_len, _ = query.shape
+    sizes = [length for length, _ in documents.pieces]
+    qs, ks, vs = (_flatten(x).split(sizes) for x in (query, key, value))  # [length, H, D] each
+    outputs = []
+    for i, (length, prefix) in enumerate(documents.pieces):
+        seen = window is not None and window < prefix + length
+        mask = documents.lower_right_mask(length, prefix, window if seen else None) if prefix or seen else None
+        k, v = (torch.cat([x[i - 1][:prefix], x[i]]) if prefix else x[i] for x in (ks, vs))
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (qs[i], k, v))  # [1, H, length, D]
+        outputs.append(_sdpa(q, k, v, scaling, dropout, mask)[0].transpose(0, 1))
     return torch.cat(outputs).view(batch, seq_len, heads, -1)
 
 
@@ -176,9 +200,13 @@ def _varlen_documents(
             options["enable_gqa"] = True
         else:
             k, v = _repeat_heads(k, heads, dim=1), _repeat_heads(v, heads, dim=1)
-    cu = documents.cu_seqlens
+    cu = cu_kv = documents.cu_seqlens
+    if documents.prefixes is not None:
+        # The kernel's causal mask is aligned at the end of queries and keys: a prefix comes before all queries.
+        k, v = (x.index_select(0, documents.prefixes.kv_index) for x in (k, v))
+        cu_kv = documents.prefixes.cu_kv
     # No document is longer than a row, and that bound is known without asking the GPU.
-    return varlen_attn(q, k, v, cu, cu, seq_len, seq_len, **options).view(batch, seq_len, heads, -1)
+    return varlen_attn(q, k, v, cu, cu_kv, seq_len, seq_len, **options).view(batch, seq_len, heads, -1)
 
 
 @cache

@@ -10,9 +10,10 @@
 """
 
 import inspect
+from collections.abc import Callable
 from functools import cache, lru_cache
 from itertools import groupby, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,17 @@ from torch import Tensor
 from lmtrain.errors import UserError
 
 CHOICES = ("auto", "sdpa", "slices", "varlen", "block_mask", "transformers")
+
+
+class Prefixes(NamedTuple):
+    """Documents that go on from a part of the one before: two answers to a prompt that is there once.
+
+    What document i sees is the first `lengths[i]` tokens of document i - 1 (0: nothing of it) and, causally, itself.
+    """
+
+    lengths: Tensor  # [n_docs] int32
+    kv_index: Tensor  # [K] int64: for document after document, the flattened tokens whose keys it sees
+    cu_kv: Tensor  # [n_docs + 1] int32: where each document's part of kv_index starts
 
 
 class Documents:
@@ -30,20 +42,30 @@ class Documents:
             are document borders, the first is 0, the last batch * seq_len.
         batch, seq_len: rows of the micro-batch and tokens per row.
         method: slices, varlen or block_mask, from `choose_method`.
+        prefixes: None where no document sees another. Documents without tokens are not possible with it.
     """
 
-    def __init__(self, cu_seqlens: Tensor, batch: int, seq_len: int, method: str) -> None:
+    def __init__(
+        self, cu_seqlens: Tensor, batch: int, seq_len: int, method: str, prefixes: Prefixes | None = None
+    ) -> None:
         self.cu_seqlens, self.batch, self.seq_len, self.method = cu_seqlens, batch, seq_len, method
-        self._masks: dict[int | None, Any] = {}
+        self.prefixes = prefixes
+        self._masks: dict[Any, Any] = {}
         if method == "slices":
             starts = cu_seqlens.tolist()
             lengths = [end - start for start, end in pairwise(starts) if end > start]
             # Neighbours of one length are one batch: whole rows, for example.
             self.runs = [(length, len(list(run))) for length, run in groupby(lengths)]
+            self.pieces = list(zip(lengths, prefixes.lengths.tolist(), strict=True)) if prefixes else []
         elif method == "block_mask":
             self.token_document = torch.bucketize(
                 torch.arange(batch * seq_len, device=cu_seqlens.device), cu_seqlens[1:], right=True
             ).view(batch, seq_len)
+            # Positions in what a document sees, its prefix counted; row borders are document borders.
+            offset = torch.arange(batch * seq_len, device=cu_seqlens.device) - cu_seqlens[self.token_document.flatten()]
+            self.token_offset = offset.view(batch, seq_len)
+            prefix = torch.zeros_like(cu_seqlens[1:]) if prefixes is None else prefixes.lengths
+            self.token_prefix = prefix[self.token_document]
             self.mask(None)  # here, so that a compiled block finds it made
 
     def mask(self, window: int | None) -> Any:
@@ -53,21 +75,46 @@ class Documents:
             self._masks[window] = make(window)
         return self._masks[window]
 
+    def lower_right_mask(self, length: int, prefix: int, window: int | None) -> Tensor:
+        """[length, prefix + length] bool: what the queries of a document see of its prefix and itself."""
+        key = (length, prefix, window)
+        if key not in self._masks:
+            ones = torch.ones(length, prefix + length, dtype=torch.bool, device=self.cu_seqlens.device)
+            seen = ones.tril(prefix)
+            self._masks[key] = seen if window is None else seen & ones.triu(prefix - window + 1)
+        return self._masks[key]
+
     def _dense_mask(self, window: int | None) -> Tensor:
-        document = self.token_document
-        same = document.unsqueeze(2) == document.unsqueeze(1)  # [B, T, T]
-        return (same & causal_mask(self.seq_len, window, document.device)).unsqueeze(1)
+        q, kv = torch.meshgrid(*[torch.arange(self.seq_len, device=self.cu_seqlens.device)] * 2, indexing="ij")
+        rows = [self._visible(window)(torch.tensor(b, device=q.device), q, kv) for b in range(self.batch)]
+        return torch.stack(rows).unsqueeze(1)  # [B, 1, T, T]
+
+    def _visible(self, window: int | None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """Whether query token q of row b sees key token kv of it."""
+        document, offset, prefix = self.token_document, self.token_offset, self.token_prefix
+
+        def visible(b: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+            same = document[b, q] == document[b, kv]
+            before = (document[b, q] == document[b, kv] + 1) & (offset[b, kv] < prefix[b, q])
+            seen = (same & (q >= kv)) | before
+            if window is None:
+                return seen
+            # A prefix stands at the positions it has in its own document, which has none itself.
+            q_position = offset[b, q] + prefix[b, q]
+            kv_position = offset[b, kv] + torch.where(same, prefix[b, kv], 0)
+            return seen & (q_position - kv_position < window)
+
+        return visible
 
     def _flex_mask(self, window: int | None) -> Any:
         from torch.nn.attention.flex_attention import create_block_mask
 
-        document = self.token_document
+        visible = self._visible(window)
 
-        def visible(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-            seen = (document[b, q] == document[b, kv]) & (q >= kv)
-            return seen if window is None else seen & (q - kv < window)
+        def mask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+            return visible(b, q, kv)
 
-        return create_block_mask(visible, self.batch, None, self.seq_len, self.seq_len, document.device)
+        return create_block_mask(mask, self.batch, None, self.seq_len, self.seq_len, self.cu_seqlens.device)
 
 
 def choose_method(choice: str, device: torch.device, dtype: torch.dtype, dropout: float) -> str:

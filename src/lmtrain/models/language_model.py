@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from lmtrain.errors import UserError
 from lmtrain.log_probs import chunked_log_probs
 from lmtrain.losses import chunked_cross_entropy, router_load_balancing_loss
-from lmtrain.models.documents import Documents, choose_method
+from lmtrain.models.documents import Documents, Prefixes, choose_method
 from lmtrain.models.head import output_head
 from lmtrain.schema import Objective
 
@@ -108,17 +108,26 @@ class LanguageModel(nn.Module):
         return LanguageModelOutput(loss_sum, loss.nll_sum, loss.n_tokens, aux)
 
     def log_probs(
-        self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, *, scored: Tensor, targets: Tensor
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        cu_seqlens: Tensor,
+        prefixes: Prefixes | None,
+        *,
+        scored: Tensor,
+        before: Tensor,
     ) -> LogProbs:
         """Log-probabilities of single tokens; the others' logits are never computed.
 
         Args:
             input_ids, position_ids, cu_seqlens: as of `forward`.
-            scored: [C] int64, each position (of the flattened B * T) once, whose next token is asked about.
-            targets: [C] int64, these next tokens.
+            prefixes: documents that go on from the one before.
+            scored: [C] int64, positions (of the flattened B * T) of the tokens asked about.
+            before: [C] int64, positions of the tokens that come just before them.
         """
-        hidden, router_logits = self.hidden_states(input_ids, position_ids, cu_seqlens)
-        hidden, weight, bias = output_head(self.model, hidden.flatten(0, 1).index_select(0, scored))
+        hidden, router_logits = self.hidden_states(input_ids, position_ids, cu_seqlens, prefixes)
+        hidden, weight, bias = output_head(self.model, hidden.flatten(0, 1).index_select(0, before))
+        targets = input_ids.flatten().index_select(0, scored)
         tokens = chunked_log_probs(
             hidden,
             weight,
@@ -138,20 +147,24 @@ class LanguageModel(nn.Module):
         return self.router_coefficient * loss, {"aux/router_loss": even}
 
     def hidden_states(
-        self, input_ids: Tensor, position_ids: Tensor | None = None, cu_seqlens: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        prefixes: Prefixes | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Last hidden states [B, T, D], and per layer router logits [B * T, E] of a mixture of experts."""
         options: dict[str, Any] = {}
         if position_ids is not None:
             options["position_ids"] = position_ids
         if cu_seqlens is not None:
-            options["documents"] = self._documents(cu_seqlens, input_ids)
+            options["documents"] = self._documents(cu_seqlens, input_ids, prefixes)
         if self.has_router:
             options["output_router_logits"] = True
         out = self.model.base_model(input_ids=input_ids, use_cache=False, **options)
         return out.last_hidden_state, getattr(out, "router_logits", None) or ()
 
-    def _documents(self, cu_seqlens: Tensor, input_ids: Tensor) -> Documents:
+    def _documents(self, cu_seqlens: Tensor, input_ids: Tensor, prefixes: Prefixes | None) -> Documents:
         if self.mixes_outside_attention:
             raise UserError(
                 f"{type(self.model).__name__} mixes neighbouring tokens outside attention, so packed documents would "
@@ -163,7 +176,7 @@ class LanguageModel(nn.Module):
         dropout = self.attention_dropout if self.training else 0.0
         choice = getattr(self.model, "documents_attention", "transformers")
         method = choose_method(choice, device, dtype, dropout)
-        return Documents(cu_seqlens, input_ids.shape[0], input_ids.shape[1], method)
+        return Documents(cu_seqlens, input_ids.shape[0], input_ids.shape[1], method, prefixes)
 
     def _compiled(self) -> bool:
         """Whether `compile_model` was called on the model: then the loss is compiled too."""

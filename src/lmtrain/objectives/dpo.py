@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lmtrain.models.documents import Prefixes
 from lmtrain.models.language_model import LogProbs
 from lmtrain.models.trainable import adapter_of
 from lmtrain.objectives.base import LossParts, Objective
@@ -115,8 +116,9 @@ class DPO(Objective):
 
     def answer_log_probs(self, batch: dict[str, Tensor]) -> tuple[Tensor, LogProbs]:
         """Summed log-probabilities [P, 2] (chosen, rejected) fp32 under the model as it is, and all tokens'."""
-        inputs = {name: batch[name] for name in ("input_ids", "position_ids", "cu_seqlens", "scored", "targets")}
-        out = self.model.log_probs(**inputs)
+        inputs = {name: batch[name] for name in ("input_ids", "position_ids", "cu_seqlens", "scored", "before")}
+        prefixes = Prefixes(batch["prefix_lengths"], batch["kv_index"], batch["cu_kv"]) if "kv_index" in batch else None
+        out = self.model.log_probs(**inputs, prefixes=prefixes)
         sums = torch.zeros(len(batch["lengths"]), device=out.tokens.device, dtype=out.tokens.dtype)
         return sums.index_add(0, batch["answer"], out.tokens).view(-1, 2), out
 

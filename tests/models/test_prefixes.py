@@ -1,0 +1,166 @@
+"""Documents that go on from a part of the one before, against the same documents each with that part of its own."""
+
+import numpy as np
+import pytest
+import torch
+from helpers_models import FAMILIES, VOCAB, objective, tiny, wrapped
+from test_attention import CPU_METHODS, call, projections, softmax_attention
+from transformers import AutoModelForCausalLM, MistralConfig
+
+from lmtrain.data.example_store import Examples, ExampleWriter
+from lmtrain.data.pair_rows import PairRows, common_prompt
+from lmtrain.models import attention
+from lmtrain.models.documents import Documents, Prefixes
+from lmtrain.models.language_model import LanguageModel
+
+LENGTHS, SEEN = [7, 5, 4, 1, 6, 6], [0, 3, 0, 4, 0, 6]  # documents and how much of the one before each goes on from
+STARTS = np.cumsum([0, *LENGTHS])
+
+
+def layout(method: str, device: str = "cpu") -> Documents:
+    parts = []
+    for i, (length, seen) in enumerate(zip(LENGTHS, SEEN, strict=True)):
+        parts += [*range(STARTS[i - 1], STARTS[i - 1] + seen), *range(STARTS[i], STARTS[i] + length)]
+    cu_kv = np.cumsum([0, *(a + b for a, b in zip(LENGTHS, SEEN, strict=True))])
+    prefixes = Prefixes(*(torch.tensor(x, device=device) for x in (SEEN, parts, cu_kv)))
+    prefixes = prefixes._replace(lengths=prefixes.lengths.int(), cu_kv=prefixes.cu_kv.int())
+    cu_seqlens = torch.tensor(STARTS, dtype=torch.int32, device=device)
+    return Documents(cu_seqlens, 1, int(STARTS[-1]), method, prefixes)
+
+
+def visible(window: int | None) -> torch.Tensor:
+    """[1, T, T], written as a loop over documents and what each sees, token by token."""
+    seen = torch.zeros(1, STARTS[-1], STARTS[-1], dtype=torch.bool)
+    for i, (length, prefix) in enumerate(zip(LENGTHS, SEEN, strict=True)):
+        tokens = [*range(STARTS[i - 1], STARTS[i - 1] + prefix), *range(STARTS[i], STARTS[i] + length)]
+        for q in range(prefix, len(tokens)):
+            for k in range(q + 1):
+                seen[0, tokens[q], tokens[k]] = window is None or q - k < window
+    return seen
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 100])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("method", CPU_METHODS)
+def test_equals_plain_softmax_attention(method: str, kv_heads: int, window: int | None) -> None:
+    q, k, v = projections(kv_heads=kv_heads, rows=1, length=int(STARTS[-1]))
+    out = call(q, k, v, documents=layout(method), sliding_window=window)
+    expected = softmax_attention(q, k, v, 0.3, visible(window))
+    torch.testing.assert_close(out, expected)
+    weights = torch.randn_like(out)
+    ours = torch.autograd.grad((out * weights).sum(), (q, k, v))
+    theirs = torch.autograd.grad((expected * weights).sum(), (q, k, v))
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_flex_block_mask_shows_the_same() -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    q, k, v = (x.detach() for x in projections(rows=1, length=int(STARTS[-1]), dtype=torch.float32))
+    for window in (None, 4):
+        mask = layout("block_mask")._flex_mask(window)
+        out = flex_attention(q, k, v, block_mask=mask, scale=0.3).transpose(1, 2)
+        torch.testing.assert_close(out, softmax_attention(q, k, v, 0.3, visible(window)))
+
+
+@pytest.fixture
+def pairs(tmp_path) -> Examples:
+    """Prompts of 0 to 8 tokens, answers of 1 to 9; one pair parts before its answers do."""
+    generator = np.random.default_rng(0)
+    writer = ExampleWriter(tmp_path, "train")
+    for i in range(9):
+        prompt = generator.integers(0, VOCAB, 1 + i).tolist()
+        for side in (0, 1):
+            given = [*prompt[:-1], (prompt[-1] + side) % VOCAB] if i == 5 else prompt
+            answer = generator.integers(0, VOCAB, 1 + (3 * i + 2 * side) % 9).tolist()
+            writer.append([*given, *answer], [False] * len(given) + [True] * len(answer))
+    writer.close()
+    return Examples(tmp_path, "train")
+
+
+ALL = np.array([[0, i] for i in range(9)])
+
+
+def answers(model: LanguageModel, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Log-probabilities of all scored tokens of a micro-batch."""
+    prefixes = Prefixes(batch["prefix_lengths"], batch["kv_index"], batch["cu_kv"]) if "kv_index" in batch else None
+    return model.log_probs(
+        batch["input_ids"],
+        batch["position_ids"],
+        batch["cu_seqlens"],
+        prefixes,
+        scored=batch["scored"],
+        before=batch["before"],
+    ).tokens
+
+
+def mistral(window: int, method: str) -> LanguageModel:
+    torch.manual_seed(0)
+    config = MistralConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=64, sliding_window=window, initializer_range=0.3,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
+    model.documents_attention = method
+    return LanguageModel(model, objective())
+
+
+@pytest.mark.parametrize("method", CPU_METHODS)
+@pytest.mark.parametrize("family", [*FAMILIES, "sliding"])
+def test_shared_prompts_change_no_log_probability_and_no_gradient(family: str, method: str, pairs: Examples) -> None:
+    model = mistral(5, method) if family == "sliding" else wrapped(family, attention=method)
+    model = model.eval()
+    found = []
+    for share in (True, False):
+        batch = PairRows(pairs, share_prompts=share).read(ALL)
+        log_probs = answers(model, batch)
+        weights = torch.linspace(-1, 1, len(log_probs))
+        found.append((log_probs, torch.autograd.grad((log_probs * weights).sum(), list(model.parameters()))))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
+
+
+def test_answers_of_one_pair_do_not_see_each_other(pairs: Examples) -> None:
+    model = wrapped("llama").eval()
+    batch = PairRows(pairs, share_prompts=True).read(ALL[4:5])
+    before = answers(model, batch)
+    chosen = batch["scored"][batch["answer"] == 0]
+    batch["input_ids"][0, chosen] = (batch["input_ids"][0, chosen] + 1) % VOCAB
+    after = answers(model, batch)
+    assert torch.equal(before[batch["answer"] == 1], after[batch["answer"] == 1])
+    assert not torch.equal(before[batch["answer"] == 0], after[batch["answer"] == 0])
+
+
+def test_rows_hold_each_prompt_once(pairs: Examples) -> None:
+    shared, apart = (PairRows(pairs, share_prompts=share).read(ALL) for share in (True, False))
+    prompts = [common_prompt(pairs.read(2 * i), pairs.read(2 * i + 1)) for i in range(9)]
+    assert prompts == [1, 2, 3, 4, 5, 5, 7, 8, 9]
+    assert int(apart["seen"]) - int(shared["seen"]) == sum(prompts)
+    assert shared["prefix_lengths"].tolist() == [n for prompt in prompts for n in (0, prompt)]
+    assert "kv_index" not in apart
+    for name in ("input_ids", "position_ids"):  # what the scored tokens and those before them are is the same
+        for which in ("scored", "before"):
+            assert torch.equal(shared[name][0, shared[which]], apart[name][0, apart[which]]), (name, which)
+    assert torch.equal(shared["answer"], apart["answer"])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("method", ["varlen", "block_mask", "slices"])
+@pytest.mark.parametrize("window", [None, 4])
+def test_methods_on_cuda(method: str, window: int | None) -> None:
+    shape = {"kv_heads": 2, "rows": 1, "length": int(STARTS[-1]), "width": 64}
+    q, k, v = (x.detach().to("cuda", torch.bfloat16).requires_grad_() for x in projections(**shape))
+    out = call(q, k, v, documents=layout(method, "cuda"), sliding_window=window)
+    exact = [x.detach().float().requires_grad_() for x in (q, k, v)]
+    expected = softmax_attention(*exact, 0.3, visible(window).cuda())
+    torch.testing.assert_close(out.float(), expected, rtol=0.05, atol=0.05)
+    weights = torch.randn_like(expected)
+    ours = torch.autograd.grad((out.float() * weights).sum(), (q, k, v))
+    theirs = torch.autograd.grad((expected * weights).sum(), exact)
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a.float() - b).norm() / b.norm() < 0.05
+
+
+def test_tiny_models_have_no_dropout() -> None:
+    """Else the comparisons above would compare noise."""
+    assert all(m.p == 0 for m in tiny("gpt2").modules() if isinstance(m, torch.nn.Dropout))
