@@ -27,22 +27,14 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return [*PAIRS, f"model.name_or_path={base}", f"data.cache_dir={tmp_path / 'cache'}"]
 
 
-def test_killed_in_a_save_and_a_validation(settings: list[str], tmp_path: Path) -> None:
-    """The short chain that every test run pays for."""
-    assert_killed_equals_whole("frozen_copy", [("mid_save", 4), ("mid_validation", 9)], settings, tmp_path)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_dpo_kill_matrix(kind: str, settings: list[str], tmp_path: Path) -> None:
-    assert_killed_equals_whole(kind, PLACES, settings, tmp_path)
-
-
-def assert_killed_equals_whole(kind: str, places: list[tuple[str, int]], settings: list[str], tmp_path: Path) -> None:
+    """tests/test_dpo.py resumes runs of every kind too, without killing them."""
     given = [*settings, *KINDS[kind]]
     pairs = write_rows(tmp_path / "pairs.jsonl", "preference_jsonl")
     (tmp_path / "whole").mkdir()
     done = train(pairs, tmp_path / "whole" / "run", *given)
     assert done.returncode == 0, done.stderr
-    chain(pairs, tmp_path / "run", places, *given)
+    chain(pairs, tmp_path / "run", PLACES, *given)
     assert_equal_runs(tmp_path / "whole" / "run", tmp_path / "run")
