@@ -236,8 +236,16 @@ def disabled(model: PreTrainedModel) -> Iterator[None]:
     adapter = adapter_of(model)
     if adapter is None or adapter.start:
         raise UserError("the base can't be had from this model: peft.init_weights=pissa or olora moved its weights")
-    with adapter.peft.disable_adapter():
+    layers: list[Any] = [m for m in model.modules() if hasattr(m, "_disable_adapters")]
+    # Not peft's disable_adapter: it also freezes the adapter for the while, which a sharded model would not forget.
+    before = [layer._disable_adapters for layer in layers]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
         yield
+    finally:
+        for layer, value in zip(layers, before, strict=True):
+            layer._disable_adapters = value
 
 
 def _first_line(error: Exception) -> str:

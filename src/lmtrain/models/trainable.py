@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from lmtrain.errors import UserError
 from lmtrain.schema import Peft
+from lmtrain.strategies.layout import like
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -110,5 +111,5 @@ def restore_start(model: PreTrainedModel, start: dict[str, Tensor]) -> None:
             layer: Any = module
             change = layer.scaling[NAME] * (change.T if layer.fan_in_fan_out else change)
             weight = layer.get_base_layer().weight
-            weight += change.to(weight)
+            weight += like(change.to(weight.dtype).to(weight.device), weight)
     adapter.start = start

@@ -105,6 +105,10 @@ class Objective(pl.LightningModule):
         shard = getattr(self.trainer.strategy, "shard", None)
         if shard is not None:
             shard(self)
+            self.on_sharded()
+
+    def on_sharded(self) -> None:
+        """Called when other parameters, each rank's part, have taken the places of the model's."""
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         self._optimizer = self._make_optimizer(self.model.model)  # sharding has put other parameters in place

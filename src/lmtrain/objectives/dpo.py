@@ -102,6 +102,10 @@ class DPO(Objective):
                 found.append(self.answer_log_probs({k: v.to(device) for k, v in batch.items()})[0].cpu())
         return torch.cat(found).numpy()
 
+    def on_sharded(self) -> None:
+        if self.frozen_copy is not None:
+            self.frozen_copy.follow(self.model)
+
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
         adapter = adapter_of(self.model.model)

@@ -16,12 +16,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lmtrain.data.cache import build_once
 from lmtrain.errors import UserError
 from lmtrain.models.trainable import adapter_of
 from lmtrain.preference_losses import LOSSES
 from lmtrain.schema import Objective
+from lmtrain.strategies.layout import like, swap
+from lmtrain.strategies.sharding import reshard
 
 
 def choose(cfg: Objective, model: nn.Module) -> str:
@@ -77,17 +80,23 @@ def first_values_hash(model: nn.Module) -> str:
 class FrozenCopy:
     """The trained parameters of a model as they are now; `in_place()` puts them where the trained ones are.
 
-    Held in a plain dict, so that neither checkpoints nor optimizers nor strategies see it.
+    Held in a plain dict, so that neither checkpoints nor optimizers see it. Of sharded parameters it is sharded alike.
     """
 
     def __init__(self, model: nn.Module) -> None:
+        self.model = [model]  # in a list: no submodule
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.values = {name: p.detach().clone() for name, p in self.parameters.items()}
 
+    def follow(self, model: nn.Module) -> None:
+        """Goes on with the parameters that sharding has put in place of the model's."""
+        self.parameters = {name: p for name, p in model.named_parameters() if name in self.values}
+        self.values = {name: like(self.values[name].to(p.device), p).clone() for name, p in self.parameters.items()}
+
     def replace(self, values: dict[str, Tensor]) -> None:
-        """Takes other first values for some parameters."""
+        """Takes other first values, whole, for some parameters."""
         for name, value in values.items():
-            self.values[name] = value.detach().to(self.values[name], copy=True)
+            self.values[name].copy_(like(value.to(self.values[name].device), self.values[name]))
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
@@ -98,11 +107,16 @@ class FrozenCopy:
         finally:
             self._swap()
 
+    @torch.no_grad()
     def _swap(self) -> None:
         for name, p in self.parameters.items():
-            trained = p.data
-            p.data = self.values[name].to(p)  # moved to the model's device and dtype the first time
-            self.values[name] = trained
+            if isinstance(p, DTensor):  # fsdp gathers from the memory it has: what is in it changes places
+                swap(p, self.values[name])
+            else:
+                trained = p.data
+                p.data = self.values[name].to(p)  # moved to the model's device and dtype the first time
+                self.values[name] = trained
+        reshard(self.model[0])  # what was gathered before is of the other values
 
     def changed(self) -> list[str]:
         """Names of parameters that no longer hold their first values."""

@@ -73,8 +73,9 @@ class Adafactor(torch.optim.Optimizer):
         return loss
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        # A sharded gradient is gathered: rows and columns are averaged over all of it. Their averages are small.
-        gradient = whole(parameter.grad).float()  # type: ignore[arg-type]
+        gradient: Tensor = parameter.grad.float()  # type: ignore[union-attr]
+        if parameter.ndim >= 2:
+            gradient = whole(gradient)  # a sharded one: rows and columns are averaged over all of it
         state = self.state[parameter]
         if not state:
             state.update(_initial_state(gradient))
@@ -88,7 +89,7 @@ class Adafactor(torch.optim.Optimizer):
             update = (gradient * row_factor).mul_(column.rsqrt().unsqueeze(-2))
         else:
             update = gradient * state["square"].lerp_(square + eps, weight).rsqrt()
-        clip = (_rms(update) / group["clip_threshold"]).clamp(min=1)
+        clip = (whole(_rms(update)) / group["clip_threshold"]).clamp(min=1)
         scale = whole(_rms(parameter.float())).clamp(min=group["min_parameter_rms"])
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         parameter.sub_(like(update.mul_(group["lr"] * scale / clip), parameter))

@@ -56,7 +56,7 @@ class FSDPStrategy(ModelParallelStrategy):
         module = self.lightning_module
         assert module is not None
         names = trainable_names(module)
-        state = {k: v for k, v in module.state_dict().items() if names is None or k in names}
+        state = {k: v for k, v in module.state_dict(keep_vars=True).items() if names is None or k in names}
         return layout.gather(state, keep=self.is_global_zero)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
@@ -75,7 +75,9 @@ class FSDPStrategy(ModelParallelStrategy):
         assert module is not None
         own, saved = module.state_dict(), checkpoint["state_dict"]
         if strict and own.keys() != saved.keys():
-            raise RuntimeError(f"the checkpoint's weights are not this model's: {sorted(own.keys() ^ saved.keys())[:3]}")
+            raise RuntimeError(
+                f"the checkpoint's weights are not this model's: {sorted(own.keys() ^ saved.keys())[:3]}"
+            )
         layout.copy_whole(own, saved)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

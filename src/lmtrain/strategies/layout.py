@@ -24,18 +24,27 @@ def like(tensor: Tensor, parameter: Tensor) -> Tensor:
     return distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
+def swap(one: Tensor, other: Tensor) -> None:
+    """Exchanges the values of two tensors of one layout, in place."""
+    a, b = (t.to_local() if isinstance(t, DTensor) else t for t in (one.detach(), other))
+    held = a.clone()
+    a.copy_(b)
+    b.copy_(held)
+
+
 def gather(tree: Any, keep: bool) -> Any:
     """`tree` with whole tensors on the CPU in place of sharded ones, one after the other; {} where not `keep`.
 
     Every rank must call it with a tree of the same form.
     """
     leaves, form = torch.utils._pytree.tree_flatten(tree)
-    kept = []
+    kept: list[Any] = []
+    seen: dict[int, Tensor | None] = {}  # tied weights are one parameter with two names
     for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            leaf = whole(leaf.detach())
-            leaf = leaf.cpu() if keep else None
-        kept.append(leaf)
+        if isinstance(leaf, Tensor) and id(leaf) not in seen:
+            gathered = whole(leaf.detach())
+            seen[id(leaf)] = gathered.cpu() if keep else None
+        kept.append(seen[id(leaf)] if isinstance(leaf, Tensor) else leaf)
     return torch.utils._pytree.tree_unflatten(kept, form) if keep else {}
 
 

@@ -35,8 +35,10 @@ def shard(model: LanguageModel, mesh: DeviceMesh, precision: str, options: Fsdp)
         precision: as in trainer.precision.
     """
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if options.cpu_offload else OffloadPolicy()
+    plain = MixedPrecisionPolicy(cast_forward_inputs=False)
     half = MixedPrecisionPolicy(_HALF.get(precision), torch.float32, cast_forward_inputs=False)
-    policy = half if precision in _HALF else MixedPrecisionPolicy(cast_forward_inputs=False)
+    # A CPU's LayerNorm takes no half-precision weight beside an fp32 input.
+    policy = half if precision in _HALF and mesh.device_type != "cpu" else plain
     for block in decoder_blocks(model.model):
         fully_shard(
             block,
@@ -46,7 +48,6 @@ def shard(model: LanguageModel, mesh: DeviceMesh, precision: str, options: Fsdp)
             reshard_after_forward=options.reshard_after_forward,
         )
     # The root's own parameters are needed first in backward, so they stay.
-    plain = MixedPrecisionPolicy(cast_forward_inputs=False)
     fully_shard(model, mesh=mesh, mp_policy=plain, offload_policy=offload, reshard_after_forward=False)
     register_fsdp_forward_method(model, "log_probs")
 
@@ -66,6 +67,13 @@ def root_gathered(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.reshard()
+
+
+def reshard(model: nn.Module) -> None:
+    """Frees what is gathered of a sharded model, so that the next forward gathers anew."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def sync_gradients(model: nn.Module, last: bool) -> None:

@@ -1,0 +1,30 @@
+"""Runs jobs one after the other on ranks that import torch once: `torch.distributed.run ... ranks.py JOBS.json`."""
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+
+from lmtrain import devices, run_dir, train
+from lmtrain.config import check, compose
+
+
+def main(jobs: list[list[str]], results: Path) -> None:
+    codes: list[str] = []
+    for overrides in jobs:
+        config = check(compose(overrides))
+        devices.resolve_auto(config)
+        folder = run_dir.RunDir(Path(str(config.run.dir)))
+        try:
+            if os.environ["RANK"] == "0":  # as the parent of a run does
+                folder = run_dir.open_run(config)
+            codes.append(str(train.run_in_process(config, folder)))
+        except Exception:
+            codes.append(traceback.format_exc())
+            print(codes[-1], file=sys.stderr, flush=True)
+    (results / f"{os.environ['RANK']}.json").write_text(json.dumps(codes))
+
+
+if __name__ == "__main__":
+    main(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[1]).parent)

@@ -1,0 +1,165 @@
+"""Numbers, checkpoints and exports don't depend on the strategy: two gloo ranks against one process."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from chats import write_chats, write_rows
+from inprocess import run
+from lmtrain.callbacks.metrics import without_times
+from support import TINY, rows
+from tiny_pretrained import save_pretrained
+
+pytestmark = pytest.mark.slow
+
+BATCH = ["data.global_batch_size=8", "data.micro_batch_size=2", "trainer.max_steps=20", "trainer.val_check_interval=10",
+         "trainer.limit_val_batches=3", "trainer.save_every_n_steps=10", "checkpoint.keep_last=2",
+         "trainer.gradient_clip_val=0.5"]  # fmt: skip
+CAUSAL = [*TINY, *BATCH, "data=text"]
+SFT = [*TINY, *BATCH, "objective=sft", "data=chat_jsonl", "data.chat_template=vicuna", "data.packing=off",
+       "model.max_position_embeddings=512", "data.seq_len=256", "data.val_fraction=0.2"]  # fmt: skip
+LORA = [*SFT, "model=pretrained", "peft=lora", "peft.r=4", "optimizer.lr=1e-2"]
+DPO = [*TINY, *BATCH, "objective=dpo", "data=preference_jsonl", "data.chat_template=vicuna", "data.val_fraction=0.2",
+       "data.seq_len=512", "model=pretrained", "optimizer.lr=3e-3"]  # fmt: skip
+DPO_LORA = [*DPO, "peft=lora", "peft.r=4"]
+FSDP = "trainer.strategy=fsdp"
+EXACT = 1e-5  # relative, of losses and gradient norms
+
+
+def names_of(settings: list[str]) -> list[str]:
+    """TINY names the sizes of a model from scratch, which a pretrained one brings with it."""
+    pretrained = "model=pretrained" in settings
+    return [s for s in settings if not (pretrained and s.startswith("model.") and "name_or_path" not in s)]
+
+
+class Runs:
+    """Runs by name: those of one process in this one, those of two ranks all in one launch."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.jobs: dict[str, list[str]] = {}
+
+    def one(self, name: str, *settings: str) -> None:
+        done = run("train", *names_of(list(settings)), f"run.dir={self.folder / name}")
+        assert done.code == 0, done.err
+
+    def two(self, name: str, *settings: str) -> None:
+        self.jobs[name] = [*names_of(list(settings)), "trainer.devices=2", f"run.dir={self.folder / name}"]
+
+    def launch(self) -> None:
+        jobs = self.folder / "jobs.json"
+        jobs.write_text(json.dumps(list(self.jobs.values())))
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [*command, str(Path(__file__).with_name("ranks.py")), str(jobs)],
+            capture_output=True, text=True, timeout=300, env=env,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+        for rank in "01":
+            codes = dict(zip(self.jobs, json.loads((self.folder / f"{rank}.json").read_text()), strict=True))
+            failed = {name: code for name, code in codes.items() if code != "0"}
+            assert not failed, "\n".join(f"{name} on rank {rank}: {text}" for name, text in failed.items())
+        self.jobs = {}
+
+    def checkpoint(self, name: str, step: int) -> str:
+        return str(self.folder / name / "checkpoints" / f"step_{step:08d}")
+
+    def compare(self, ours: str, theirs: str, rel: float = EXACT) -> None:
+        """All numbers that both logged at the same steps."""
+        logged = [rows(self.folder / name / "metrics.jsonl") for name in (theirs, ours)]
+        a, b = ({(r["step"], "val/loss" in r): r for r in found} for found in logged)
+        assert b.keys() <= a.keys()
+        assert max(b) == max(a)
+        for at, row in b.items():
+            assert row.get("rows") == a[at].get("rows")
+            assert row["tokens_seen"] == a[at]["tokens_seen"]
+            for key in ("train/loss", "val/loss", "grad_norm"):
+                if key in row:
+                    assert row[key] == pytest.approx(a[at][key], rel=rel, abs=1e-9), (ours, at, key)
+
+
+@pytest.fixture(scope="module")
+def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """All runs of this module; two launches, the second of which continues what the first has saved."""
+    r = Runs(tmp_path_factory.mktemp("runs"))
+    text = [*CAUSAL, f"data.path={corpus}"]
+    chats = write_chats(r.folder / "chats.jsonl", 40)
+    pairs = write_rows(r.folder / "pairs.jsonl", "preference_jsonl", 40)
+    model = f"model.name_or_path={save_pretrained(r.folder / 'llama', max_position_embeddings=512)}"
+    tasks = {"text": text, "sft": [*SFT, f"data.path={chats}"], "lora": [*LORA, f"data.path={chats}", model],
+             "dpo": [*DPO, f"data.path={pairs}", model], "dpo_lora": [*DPO_LORA, f"data.path={pairs}", model],
+             "muon": [*text, "optimizer=muon"], "adafactor": [*text, "optimizer=adafactor"],
+             "bf16": [*text, "trainer.precision=bf16-mixed"]}  # fmt: skip
+    r.two("text-ddp", *text)
+    for task, settings in tasks.items():
+        r.one(task, *settings)
+        r.two(f"{task}-fsdp", *settings, FSDP)
+    r.two("text-offload", *text, FSDP, "trainer.fsdp.cpu_offload=true", "trainer.fsdp.reshard_after_forward=false",
+          "trainer.activation_checkpointing=true", "checkpoint.async_save=true")  # fmt: skip
+    r.launch()
+    for task in ("text", "lora", "dpo", "dpo_lora", "adafactor"):
+        saved = f"run.resume={r.checkpoint(f'{task}-fsdp', 10)}"
+        r.one(f"{task}-fsdp-to-one", *tasks[task], saved)
+        r.two(f"{task}-fsdp-to-fsdp", *tasks[task], FSDP, saved)
+        r.two(f"{task}-one-to-fsdp", *tasks[task], FSDP, f"run.resume={r.checkpoint(task, 10)}")
+    r.two("text-fsdp-to-ddp", *text, f"run.resume={r.checkpoint('text-fsdp', 10)}")
+    r.two("text-ddp-to-fsdp", *text, FSDP, f"run.resume={r.checkpoint('text-ddp', 10)}")
+    r.launch()
+    return r
+
+
+@pytest.mark.parametrize("task", ["text", "sft", "lora", "dpo", "dpo_lora"])
+def test_numbers_are_those_of_one_process(runs: Runs, task: str) -> None:
+    runs.compare(f"{task}-fsdp", task)
+
+
+def test_text_in_other_ways(runs: Runs) -> None:
+    runs.compare("text-ddp", "text")
+    runs.compare("text-offload", "text")
+    # Both grow what rounding leaves: Newton-Schulz, and a division by the root of a row's and a column's mean.
+    runs.compare("muon-fsdp", "muon", rel=1e-4)
+    runs.compare("adafactor-fsdp", "adafactor", rel=1e-4)
+    runs.compare("bf16-fsdp", "bf16", rel=5e-3)
+
+
+@pytest.mark.parametrize("task", ["text", "lora", "dpo", "dpo_lora", "adafactor"])
+def test_checkpoints_travel(runs: Runs, task: str) -> None:
+    for ours in (f"{task}-fsdp-to-one", f"{task}-one-to-fsdp"):
+        runs.compare(ours, task, rel=1e-4 if task == "adafactor" else EXACT)
+    # On the same ranks nothing at all differs.
+    whole = [without_times(r) for r in rows(runs.folder / f"{task}-fsdp" / "metrics.jsonl") if r["step"] > 10]
+    assert whole == [without_times(r) for r in rows(runs.folder / f"{task}-fsdp-to-fsdp" / "metrics.jsonl")]
+
+
+def test_checkpoints_travel_between_strategies(runs: Runs) -> None:
+    runs.compare("text-fsdp-to-ddp", "text")
+    runs.compare("text-ddp-to-fsdp", "text")
+
+
+@pytest.mark.parametrize("task", ["text", "lora", "adafactor"])
+def test_a_checkpoint_is_what_one_process_writes(runs: Runs, task: str) -> None:
+    one, two = (Path(runs.checkpoint(name, 20)) for name in (task, f"{task}-fsdp"))
+    a, b = ({k: (v.shape, v.dtype) for k, v in torch.load(p / "model.pt").items()} for p in (one, two))
+    assert a == b
+    assert (one / "model.pt").stat().st_size == pytest.approx((two / "model.pt").stat().st_size, rel=0.02)
+    s, t = (torch.load(p / "trainer.pt")["optimizer_states"][0] for p in (one, two))
+    assert s["param_groups"] == t["param_groups"]
+    for index, state in s["state"].items():
+        assert {k: v.shape for k, v in state.items()} == {k: v.shape for k, v in t["state"][index].items()}
+
+
+@pytest.mark.parametrize("task", ["text", "sft", "lora", "dpo"])
+def test_exports_are_equal(runs: Runs, task: str) -> None:
+    from safetensors.torch import load_file
+
+    name = "adapter_model.safetensors" if task == "lora" else "model.safetensors"
+    a, b = (load_file(runs.folder / n / "export" / name) for n in (task, f"{task}-fsdp"))
+    assert a.keys() == b.keys()
+    for key in a:
+        torch.testing.assert_close(b[key], a[key], rtol=1e-3, atol=1e-4)
