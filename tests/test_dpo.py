@@ -38,6 +38,7 @@ DPO_RUN = [
 ]  # fmt: skip
 LLAMA = ["model=pretrained", "optimizer.lr=3e-3"]
 LORA = [*LLAMA, "peft=lora", "peft.r=4", "optimizer.lr=2e-2"]
+QLORA = [*LLAMA, "peft=qlora", "peft.r=4", "optimizer.lr=2e-2"]
 
 
 @pytest.fixture(scope="module")
@@ -103,11 +104,15 @@ STARTS = {
     "bias": [*LORA, "peft.bias=lora_only"],
     "embeddings": [*LORA, "peft.modules_to_save=[embed_tokens]"],
     "hinge": [*LORA, "objective.loss=hinge"],
+    "qlora": [*QLORA],
+    "qlora_precomputed": [*QLORA, "objective.reference=precomputed"],
 }
 
 
 @pytest.mark.parametrize("name", STARTS)
 def test_every_start_is_at_zero_margin_and_margins_rise(name: str, pairs: Path, llama: Path, tmp_path: Path) -> None:
+    if "qlora" in name:
+        pytest.importorskip("bitsandbytes")
     ended = dpo(pairs, llama, tmp_path / "run", *STARTS[name])
     assert ended.code == 0, ended.err
     train, val = logged(tmp_path / "run")
