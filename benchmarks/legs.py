@@ -6,6 +6,7 @@ all that is compared, so nobody's own stopwatch is trusted.
 
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -43,6 +44,7 @@ class Run:
     stamps: Stamps
     facts: dict[str, Any]
     seconds: float  # from start to exit: imports, building, compiling and saving included
+    peak_gib: float  # most resident memory of the process
 
 
 def run(leg: Leg, threads: int | None) -> Run:
@@ -63,12 +65,14 @@ def run(leg: Leg, threads: int | None) -> Run:
     assert process.stdout is not None
     for line in process.stdout:
         lines.append((time.time(), line.rstrip()))
-    code = process.wait()
+    _, status, usage = os.wait4(process.pid, 0)
+    code = process.returncode = os.waitstatus_to_exitcode(status)
     seconds = time.time() - started
     if code != 0:
         last = [text for _, text in lines[-15:]] or ["it printed nothing"]
         raise Failed(f"exit code {code}, {last[-1]}\n" + "\n".join(last))
-    return Run(leg.stamps(lines), leg.facts(lines), seconds)
+    kib = usage.ru_maxrss / 1024 if sys.platform == "darwin" else usage.ru_maxrss
+    return Run(leg.stamps(lines), leg.facts(lines), seconds, kib / 1024**2)
 
 
 def interval_ms(stamps: Stamps, warmup: int) -> list[float]:

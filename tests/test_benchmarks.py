@@ -1,4 +1,4 @@
-"""benchmarks/pretrain.py runs, and its bare loop is the same computation as the main job."""
+"""The benchmarks run, and the bare loop of pretrain.py is the same computation as the main job."""
 
 import json
 import re
@@ -25,3 +25,25 @@ def test_the_pretraining_benchmark_prints_its_table(tmp_path: Path) -> None:
     bare, lmtrain = (numbers["rounds"][name][0] for name in ("bare", "lmtrain"))
     assert bare["last_loss"] == pytest.approx(lmtrain["last_loss"], abs=1e-4)
     assert numbers["ratio_to_bare"]["bare"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "contenders", "unit"),
+    [("sft", "lmtrain,lmtrain_padded,trl_padded", "tokens"), ("dpo", "lmtrain,trl", "pairs")],
+)
+def test_the_fine_tuning_benchmarks_print_their_tables(script: str, contenders: str, unit: str, tmp_path: Path) -> None:
+    command = [sys.executable, str(REPO / "benchmarks" / f"{script}.py"), "--rounds=1", "--steps=2", "--warmup=1"]
+    command += [f"--contenders={contenders}", "--lora", f"--json={tmp_path / 'numbers.json'}"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    numbers = json.loads((tmp_path / "numbers.json").read_text())
+    assert numbers["unit"] == unit
+    for name in contenders.split(","):
+        if name.startswith("trl") and not (REPO / ".venv-trl").exists():
+            assert f"{name} left out: TRL is not there" in done.stdout
+            continue
+        assert re.search(rf"│ {name} +│ +[\d,.]+ │ +\d+\.\d\d │ ", done.stdout), done.stdout
+        (leg,) = numbers["rounds"][name]
+        assert leg["per_s"] > 0
+        assert 0.2 < leg["peak_gib"] < 20

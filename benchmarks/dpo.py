@@ -1,0 +1,64 @@
+"""Measures preference optimisation: lmtrain and TRL's DPOTrainer, interleaved.
+
+python benchmarks/dpo.py            what is measured, and how, is in benchmarks/README.md
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import finetune
+from finetune import Contender, Task, lmtrain_leg, trl_leg
+from legs import Leg
+from workload import made_pairs
+
+
+def lmtrain(reference: str) -> Contender:
+    def leg(task: Task, folder: Path) -> Leg:
+        settings = {
+            "objective": "dpo",
+            "objective.reference": reference,
+            "data": "preference_jsonl",
+            "data.train_on": "completion",  # as TRL: all that the template writes behind the prompt
+            "data.on_too_long": "drop",
+            "data.global_batch_size": task.options.pairs,
+            "data.micro_batch_size": task.options.micro_batch_size or task.options.pairs,
+        }
+        return lmtrain_leg(task, folder, settings, lambda row: row["step"] * task.options.pairs)
+
+    return leg
+
+
+def trl(**settings: Any) -> Contender:
+    def leg(task: Task, folder: Path) -> Leg:
+        pairs = task.options.pairs
+        micro = task.options.micro_batch_size or pairs
+        batch = {"per_device_train_batch_size": micro, "gradient_accumulation_steps": pairs // micro}
+        return trl_leg(task, folder, "dpo", {**batch, **settings}, lambda row: row["step"] * pairs)
+
+    return leg
+
+
+CONTENDERS: dict[str, Contender] = {
+    "lmtrain": lmtrain("auto"),
+    "lmtrain_precomputed": lmtrain("precomputed"),
+    "trl": trl(),
+    "trl_precomputed": trl(precompute_ref_log_probs=True),
+}
+
+
+def task_of(folder: Path, options: Any) -> Task:
+    return finetune.prepare(folder, options, made_pairs, ["prompt", "chosen", "rejected"])
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = finetune.parser(__doc__, CONTENDERS, steps=40)
+    parser.add_argument("--pairs", type=int, default=8, help="per optimizer step (%(default)s)")
+    options = finetune.parse(parser, CONTENDERS, argv)
+    with tempfile.TemporaryDirectory(prefix="lmtrain_benchmark_") as name:
+        return finetune.main(task_of, CONTENDERS, options, "pairs", Path(name))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

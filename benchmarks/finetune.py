@@ -1,0 +1,208 @@
+"""What the fine-tuning benchmarks share: rounds of interleaved legs, and the table."""
+
+import argparse
+import json
+import platform
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from legs import Failed, Leg, Lines, Skipped, run
+from machine import machine, warn_if_busy
+from rich.console import Console
+from rich.table import Table
+from workload import CHATML, Row, read_rows, write_model
+
+REPO = Path(__file__).resolve().parents[1]
+LEARNING_RATE = 1e-4  # constant, the same for every contender
+LORA = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": "all-linear"}
+
+
+@dataclass
+class Task:
+    """What every contender is asked to do."""
+
+    data: Path  # JSON lines
+    model: Path
+    options: argparse.Namespace
+
+
+@dataclass
+class Round:
+    """One leg of one contender."""
+
+    per_s: float  # tokens that are no padding, or pairs, per second after the warm-up
+    peak_gib: float
+    process_s: float
+
+
+Contender = Callable[[Task, Path], Leg]
+
+
+def parser(doc: str | None, contenders: dict[str, Contender], steps: int) -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--contenders", default=",".join(contenders), help="default: %(default)s")
+    made.add_argument("--data", type=Path, help="rows in a .jsonl or .parquet file or a folder of them; default: made")
+    made.add_argument("--model", type=Path, help="a folder with a model's config and tokenizer; default: a small Llama")
+    made.add_argument("--lora", action="store_true", help="train LoRA of rank 16 on all linear layers, not all weights")
+    made.add_argument("--micro-batch-size", type=int, help="per forward; default: a whole step's")
+    made.add_argument("--seq-len", type=int, default=1024, help="longest row in tokens (%(default)s)")
+    made.add_argument("--rounds", type=int, default=5, help="legs of each contender, interleaved (%(default)s)")
+    made.add_argument("--steps", type=int, default=steps, help="optimizer steps of a leg (%(default)s)")
+    made.add_argument("--warmup", type=int, default=5, help="first steps that do not count (%(default)s)")
+    made.add_argument("--precision", choices=("fp32", "bf16"), help="default: fp32 on a CPU, bf16 on a GPU")
+    made.add_argument("--threads", type=int, help="CPU threads; default: torch's choice")
+    made.add_argument("--trl-python", type=Path, default=REPO / ".venv-trl/bin/python", help="default: make env-trl's")
+    made.add_argument("--json", type=Path, help="also write the numbers to this file")
+    return made
+
+
+def parse(made: argparse.ArgumentParser, contenders: dict[str, Contender], argv: list[str] | None) -> Any:
+    options = made.parse_args(argv)
+    options.contenders = options.contenders.split(",")
+    unknown = [name for name in options.contenders if name not in contenders]
+    if unknown:
+        made.error(f"--contenders {','.join(unknown)}: choose among {', '.join(contenders)}")
+    if options.steps <= options.warmup:
+        made.error(f"--steps {options.steps} leaves nothing after --warmup {options.warmup}")
+    options.precision = options.precision or ("bf16" if torch.cuda.is_available() else "fp32")
+    return options
+
+
+def prepare(
+    folder: Path, options: argparse.Namespace, made_rows: Callable[[int], list[Row]], columns: list[str]
+) -> Task:
+    rows = read_rows(options.data.expanduser(), 2000) if options.data else made_rows(2000)
+    rows = [{name: row[name] for name in columns} for row in rows]
+    data, model = folder / "rows.jsonl", folder / "model"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_model(model, options.model, rows)
+    return Task(data, model, options)
+
+
+def lmtrain_leg(task: Task, folder: Path, settings: dict[str, Any], counted: Callable[[Row], float]) -> Leg:
+    """The real command; its reports are the rows of metrics.jsonl."""
+    options = task.options
+    common = {
+        "data.path": task.data,
+        "data.val_fraction": 0,
+        "data.seq_len": options.seq_len,
+        "data.chat_template": "chatml",
+        "data.cache_dir": task.data.parent / "cache",
+        "model": "pretrained",
+        "model.name_or_path": task.model,
+        "optimizer.lr": LEARNING_RATE,
+        "schedule": "constant",
+        "trainer.max_steps": options.steps,
+        "trainer.log_every_n_steps": 1,
+        "trainer.save_every_n_steps": "null",
+        "trainer.precision": "bf16-mixed" if options.precision == "bf16" else "32-true",
+        "export.enabled": "false",
+        "run.dir": folder / "run",
+    }
+    argv = [f"{key}={value}" for key, value in {**common, **settings}.items()] + (["peft=lora"] if options.lora else [])
+
+    def stamps(_: Lines) -> list[tuple[float, float]]:
+        found = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
+        return [(counted(row), row["time"]) for row in found if "train/loss" in row]
+
+    return Leg([sys.executable, "-m", "lmtrain.train", *argv], stamps)
+
+
+def trl_leg(task: Task, folder: Path, objective: str, settings: dict[str, Any], counted: Callable[[Row], float]) -> Leg:
+    python, options = task.options.trl_python, task.options
+    if not python.exists():
+        raise Skipped(f"TRL is not there ({python}): make env-trl")
+    bf16 = options.precision == "bf16"
+    arguments = {
+        "max_steps": options.steps,
+        "max_length": options.seq_len,
+        "learning_rate": LEARNING_RATE,
+        "bf16": bf16,
+    }
+    spec = {
+        "objective": objective,
+        "model": str(task.model),
+        "data": str(task.data),
+        "template": CHATML,
+        "lora": LORA if options.lora else None,
+        "arguments": {**arguments, **settings},
+    }
+    (folder / "spec.json").write_text(json.dumps(spec))
+
+    def stamps(lines: Lines) -> list[tuple[float, float]]:
+        found = [json.loads(text) for _, text in lines if text.startswith('{"step"')]
+        return [(counted(row), row["time"]) for row in found]
+
+    return Leg([str(python), str(REPO / "benchmarks/leg_trl.py"), str(folder / "spec.json")], stamps, cwd=folder)
+
+
+def measure(
+    task: Task, contenders: dict[str, Contender], folder: Path
+) -> tuple[dict[str, list[Round]], dict[str, str]]:
+    """(rounds by contender, why the others are missing). A contender that fails once is out."""
+    options = task.options
+    rounds: dict[str, list[Round]] = {name: [] for name in options.contenders}
+    missing: dict[str, str] = {}
+    for number in range(1, options.rounds + 1):
+        for name in [n for n in options.contenders if n not in missing]:
+            leg_folder = folder / f"{number}_{name}"
+            leg_folder.mkdir()
+            try:
+                done = run(contenders[name](task, leg_folder), options.threads)
+            except (Skipped, Failed) as reason:
+                missing[name] = str(reason)
+                print(f"{name} left out: {reason}", flush=True)
+                continue
+            (first, since), (last, until) = done.stamps[options.warmup - 1], done.stamps[-1]
+            leg = Round((last - first) / (until - since), done.peak_gib, done.seconds)
+            rounds[name].append(leg)
+            print(f"round {number}/{options.rounds}  {name:<16} {leg.per_s:10,.1f} /s", flush=True)
+    return {name: legs for name, legs in rounds.items() if legs and name not in missing}, missing
+
+
+def show(results: dict[str, list[Round]], missing: dict[str, str], options: argparse.Namespace, unit: str) -> None:
+    """Each contender's median, and the first one's over it, round by round: a machine that drifts cancels out."""
+    first = next(iter(results.values()))
+    table = Table()
+    for column in ("", f"{unit}/s", f"{next(iter(results))} over it", "(least, most)", "peak GiB", "process s"):
+        table.add_column(column, justify="right" if column else "left", no_wrap=True)
+    for name, legs in results.items():
+        over = [a.per_s / b.per_s for a, b in zip(first, legs, strict=True)]
+        table.add_row(
+            name,
+            f"{median(leg.per_s for leg in legs):,.1f}",
+            f"{median(over):.2f}",
+            f"({min(over):.2f}, {max(over):.2f})",
+            f"{median(leg.peak_gib for leg in legs):.2f}",
+            f"{median(leg.process_s for leg in legs):.1f}",
+        )
+    Console(width=None if sys.stdout.isatty() else 110).print(table)
+    for name, reason in missing.items():
+        print(f"{name} left out: {reason.splitlines()[0]}")
+    what = "LoRA" if options.lora else "all weights"
+    print(f"{what}, {options.precision}, {machine()}, torch {torch.__version__}, python {platform.python_version()}")
+
+
+def main(
+    task_of: Callable[[Path, argparse.Namespace], Task],
+    contenders: dict[str, Contender],
+    options: argparse.Namespace,
+    unit: str,
+    folder: Path,
+) -> int:
+    warn_if_busy()
+    results, missing = measure(task_of(folder, options), contenders, folder)
+    if not results:
+        return 1
+    show(results, missing, options, unit)
+    if options.json:
+        rounds = {name: [asdict(leg) for leg in legs] for name, legs in results.items()}
+        asked = {key: value if isinstance(value, int | list) else str(value) for key, value in vars(options).items()}
+        numbers = {"machine": machine(), "unit": unit, "options": asked, "rounds": rounds, "left_out": missing}
+        options.json.write_text(json.dumps(numbers, indent=2) + "\n")
+    return 0

@@ -1,0 +1,115 @@
+"""What the fine-tuning benchmarks train: conversations or pairs, a model and a tokenizer, written into a folder.
+
+Without `--data` and `--model` all of it is made on the spot, the conversations about as long as real ones: turns and
+words are drawn so that the lengths in tokens spread like those of the Schema-Guided Dialogue dataset under SmolLM2's
+tokenizer (deciles 201 and 533, quartiles 269 and 443, mean 365).
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as parquet
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
+from transformers.utils.logging import disable_progress_bar
+
+CHATML_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+Row = dict[str, Any]
+
+# With the markers without which TRL takes no template.
+CHATML = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + message['role'] + '\\n' }}
+    {%- if message['role'] == 'assistant' %}
+        {%- generation %}
+        {{- message['content'] + '<|im_end|>' }}
+        {%- endgeneration %}
+        {{- '\\n' }}
+    {%- else %}
+        {{- message['content'] + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}"""
+
+
+def read_rows(path: Path, count: int) -> list[Row]:
+    """Rows of a .parquet or .jsonl file, or of the .parquet files of a folder."""
+    files = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
+    found: list[Row] = []
+    for file in files:
+        lines = file.read_text().splitlines() if file.suffix == ".jsonl" else None
+        found += parquet.read_table(file).to_pylist() if lines is None else [json.loads(line) for line in lines]
+    if not found:
+        raise SystemExit(f"{path} holds no rows: name a .jsonl or .parquet file, or a folder with .parquet files")
+    return found[:count]
+
+
+def made_conversations(count: int) -> list[Row]:
+    random = np.random.default_rng(0)
+    return [{"messages": _turns(random, int(random.integers(4, 13)))} for _ in range(count)]
+
+
+def made_pairs(count: int) -> list[Row]:
+    """A prompt of some turns, and two answers of different lengths."""
+    random = np.random.default_rng(0)
+    rows = []
+    for _ in range(count):
+        turns = _turns(random, int(random.integers(1, 4)))[:-1]
+        chosen, rejected = (
+            [{"role": "assistant", "content": _words(random, int(random.gamma(2, 60)) + 1)}] for _ in range(2)
+        )
+        rows.append({"prompt": turns, "chosen": chosen, "rejected": rejected})
+    return rows
+
+
+def _turns(random: np.random.Generator, exchanges: int) -> list[dict[str, str]]:
+    turns = []
+    for _ in range(exchanges):
+        turns.append({"role": "user", "content": _words(random, int(random.gamma(2, 2.7)) + 1)})
+        turns.append({"role": "assistant", "content": _words(random, int(random.gamma(2, 2.7)) + 1)})
+    return turns
+
+
+def _words(random: np.random.Generator, count: int) -> str:
+    return " ".join(f"word{number}" for number in random.zipf(1.3, count) % 900)
+
+
+def write_model(folder: Path, shape_of: Path | None, rows: list[Row]) -> None:
+    """Random weights, for speed doesn't depend on them: of the shape in `shape_of`, or a small Llama's."""
+    if shape_of is None:
+        tokenizer = _tokenizer(rows)
+        shape = LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=128,
+            intermediate_size=384,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            max_position_embeddings=4096,
+            tie_word_embeddings=True,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    else:
+        tokenizer, shape = AutoTokenizer.from_pretrained(shape_of), AutoConfig.from_pretrained(shape_of)
+    disable_progress_bar()
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(shape, dtype=torch.float32).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _tokenizer(rows: list[Row]) -> PreTrainedTokenizerFast:
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=4096, special_tokens=CHATML_TOKENS, initial_alphabet=alphabet, show_progress=False
+    )
+    bpe.train_from_iterator((turn["content"] for row in rows for turns in row.values() for turn in turns), trainer)
+    pad, start, end = CHATML_TOKENS
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=start, eos_token=end, pad_token=pad)
