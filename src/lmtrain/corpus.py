@@ -104,16 +104,17 @@ def _conversations(config: Config) -> Corpus:
 
 def _pairs(config: Config) -> Corpus:
     prepared = prepare_examples(config.data, config.tokenizer, PairRowEncoder)
-    share = bool(config.data.share_prompts)
     train, val = prepared.split("train"), prepared.split("val")
     assert train is not None  # prepare_examples refuses data without it
+    share = bool(config.data.share_prompts)
+    rows = PairRows(train, share_prompts=share)
     return Corpus(
         prepared.tokenizer,
         prepared.folder,
         prepared.fingerprint,
-        PairRows(train, share_prompts=share),
+        rows,
         PairRows(val, share_prompts=share) if val is not None else None,
-        int(train.starts[-1]),
+        rows.epoch_tokens,
         [*split_words(prepared), f"each pair is two examples{', its prompt there once' if share else ''}; no padding"],
         questions=prepared.meta["questions"],
         end_ids=ChatEncoder(prepared.tokenizer, config.data).end_of_turn_ids(),

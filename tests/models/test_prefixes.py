@@ -135,6 +135,8 @@ def test_rows_hold_each_prompt_once(pairs: Examples) -> None:
     prompts = [common_prompt(pairs.read(2 * i), pairs.read(2 * i + 1)) for i in range(9)]
     assert prompts == [1, 2, 3, 4, 5, 5, 7, 8, 9]
     assert int(apart["seen"]) - int(shared["seen"]) == sum(prompts)
+    assert PairRows(pairs, share_prompts=True).epoch_tokens == int(shared["seen"])
+    assert PairRows(pairs, share_prompts=False).epoch_tokens == int(apart["seen"])
     assert shared["prefix_lengths"].tolist() == [n for prompt in prompts for n in (0, prompt)]
     assert "kv_index" not in apart
     for name in ("input_ids", "position_ids"):  # what the scored tokens and those before them are is the same

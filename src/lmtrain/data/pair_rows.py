@@ -15,6 +15,7 @@ from lmtrain.data.turns import BadRow
 from lmtrain.schema import Data
 
 Tokens = tuple[list[int], list[bool]]  # ids, and which of them the answer is scored by
+_ESTIMATED_FROM = 2000  # pairs read to tell how long prompts are, in a tenth of a second
 
 
 class PairRowEncoder:
@@ -169,6 +170,16 @@ class PairRows:
         if self.reference is not None:
             batch["reference"] = torch.from_numpy(self.reference[rows[:, 1]])
         return batch
+
+    @property
+    def epoch_tokens(self) -> int:
+        """Tokens of all micro-batches of an epoch; of many pairs an estimate from some of them."""
+        total = int(self.examples.starts[-1])
+        if not self.share_prompts:
+            return total
+        some = np.unique(np.linspace(0, len(self) - 1, min(len(self), _ESTIMATED_FROM)).astype(int))
+        shared = [common_prompt(self.examples.read(2 * i), self.examples.read(2 * i + 1)) for i in some]
+        return total - round(np.mean(shared) * len(self))
 
     def empty(self) -> dict[str, torch.Tensor]:
         """A pair that weighs nothing: the ranks of a step run equally many micro-batches."""
