@@ -235,6 +235,19 @@ def test_batch_splits_change_nothing(pairs: Path, llama: Path, tmp_path: Path) -
                     assert a[key] == pytest.approx(b[key], rel=1e-5, abs=2e-6), (micro, key)
 
 
+@pytest.mark.parametrize("name", ["full", "lora"])
+def test_splits_agree_in_half_precision(name: str, pairs: Path, llama: Path, tmp_path: Path) -> None:
+    """Autocast can keep casts of weights from one micro-batch to the next: the reference must not get the policy's."""
+    for micro in (8, 2):
+        ended = dpo(pairs, llama, tmp_path / str(micro), *STARTS[name], f"data.micro_batch_size={micro}",
+                    "trainer.precision=bf16-mixed", "trainer.max_steps=4")  # fmt: skip
+        assert ended.code == 0, ended.err
+    for a, b in zip(logged(tmp_path / "8")[0], logged(tmp_path / "2")[0], strict=True):
+        for key in ("train/rewards/margin", "train/loss"):
+            assert a[key] == pytest.approx(b[key], rel=0.1, abs=0.02), (a["step"], key)
+    assert a["train/rewards/margin"] > 0.1
+
+
 def test_gradients_of_splits_agree(pairs: Path, llama: Path) -> None:
     _, corpus, objective = built(pairs, llama, *LLAMA, "objective.reference=frozen_copy")
     with torch.no_grad():
