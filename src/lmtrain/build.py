@@ -4,7 +4,6 @@ Nothing else in lmtrain instantiates these.
 """
 
 import hashlib
-import importlib
 import json
 import logging
 import warnings
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
 import transformers
 from lightning.pytorch.callbacks import EarlyStopping
@@ -30,7 +28,7 @@ from lmtrain.checkpoint import FolderCheckpointIO
 from lmtrain.checks import time_limit_seconds
 from lmtrain.config import horizon
 from lmtrain.corpus import Corpus, build_corpus
-from lmtrain.data.modules import Rows, TokenDataModule
+from lmtrain.data.modules import TokenDataModule
 from lmtrain.data.tokenizers import tokenizer_hash
 from lmtrain.errors import UserError
 from lmtrain.loggers import build_loggers
@@ -44,9 +42,11 @@ from lmtrain.objectives.guard import StepGuard
 from lmtrain.objectives.sft import SFT
 from lmtrain.optim.optimizers import build_optimizer
 from lmtrain.precision import AdapterHalfPrecision
+from lmtrain.prompts import prompts_of
 from lmtrain.run_dir import RunDir
 from lmtrain.schema import Config
 from lmtrain.strategies.fsdp import build_strategy
+from lmtrain.targets import build_target
 
 
 @dataclass
@@ -75,9 +75,10 @@ def build(config: Config, run_dir: RunDir, console: Console, started: float) -> 
     objective = build_objective(config, corpus, total_steps)
     datamodule = build_datamodule(config, corpus, total_steps)
     metrics = build_metrics(config, run_dir, corpus, objective)
-    check_monitors(config, corpus, objective)
+    samples = build_samples(config, run_dir, corpus, console)
+    check_monitors(config, corpus, objective, samples)
     preemption = Preemption(time_limit_seconds(config.run.time_limit), started)
-    callbacks = build_callbacks(config, run_dir, corpus, metrics, preemption, console, total_steps)
+    callbacks = build_callbacks(config, run_dir, metrics, samples, preemption, console, total_steps)
     trainer = build_trainer(config, run_dir, callbacks, total_steps)
     return Run(config, run_dir, console, corpus, objective, datamodule, metrics, preemption, trainer, total_steps)
 
@@ -168,7 +169,15 @@ def build_metrics(config: Config, run_dir: RunDir, corpus: Corpus, objective: Ob
     )
 
 
-def check_monitors(config: Config, corpus: Corpus, objective: Objective) -> None:
+def build_samples(config: Config, run_dir: RunDir, corpus: Corpus, console: Console) -> Samples | None:
+    cfg = config.callbacks.samples
+    if cfg.every_n_validations == 0 or corpus.val is None:
+        return None
+    prompts = prompts_of(config, corpus)
+    return Samples(run_dir.samples, corpus.tokenizer, prompts, corpus.end_ids, cfg, console, config.seed)
+
+
+def check_monitors(config: Config, corpus: Corpus, objective: Objective, samples: Samples | None) -> None:
     """Raises UserError where the best checkpoint, or early stopping, would wait for a number that never comes."""
     stopping = config.callbacks.early_stopping
     if stopping.enabled and corpus.val is None:
@@ -179,11 +188,15 @@ def check_monitors(config: Config, corpus: Corpus, objective: Objective) -> None
     names = objective.validation_names()
     if objective.loss_is_nll:
         names = [*names, "perplexity", *(["bits_per_byte"] if corpus.val_bytes_per_token else [])]
-    known = [f"val/{name}" for name in names]
+    scores = samples.text_metrics.names() if samples is not None else []
+    known = [f"val/{name}" for name in [*names, *scores]]
     monitors = {"checkpoint.monitor": config.checkpoint.monitor}
     if stopping.enabled and not config.callbacks.extra:  # a user's callback may log other numbers
         monitors["callbacks.early_stopping.monitor"] = stopping.monitor
+    every = config.callbacks.samples.every_n_validations
     for key, name in monitors.items():
+        if every > 1 and name in [f"val/{score}" for score in scores]:
+            raise UserError(f"{key}={name} is needed at every validation: set callbacks.samples.every_n_validations=1")
         if corpus.val is not None and name not in known:
             raise UserError(f"{key}={name}: this run's validations report {', '.join(known)}")
 
@@ -191,15 +204,15 @@ def check_monitors(config: Config, corpus: Corpus, objective: Objective) -> None
 def build_callbacks(
     config: Config,
     run_dir: RunDir,
-    corpus: Corpus,
     metrics: Metrics,
+    samples: Samples | None,
     preemption: Preemption,
     console: Console,
     total_steps: int,
 ) -> list[pl.Callback]:
     """In the order they run: numbers, validation, stopping, samples, the screen, a user's own, the checkpoint last."""
     cb, t = config.callbacks, config.trainer
-    validation = Validation(metrics, every_n_steps=t.val_check_interval, total_steps=total_steps)
+    validation = Validation(metrics, samples, every_n_steps=t.val_check_interval, total_steps=total_steps)
     bad_steps = BadSteps(run_dir.path, t.max_bad_steps, t.log_every_n_steps)
     callbacks: list[pl.Callback] = [metrics, bad_steps, validation, preemption]
     if cb.early_stopping.enabled:
@@ -213,10 +226,8 @@ def build_callbacks(
                 check_on_train_epoch_end=False,
             )
         )
-    if cb.samples.every_n_validations > 0:
-        tokenizer = corpus.tokenizer
-        prompts = cb.samples.prompts or [a_prompt(corpus.val or corpus.train, tokenizer)]
-        callbacks.append(Samples(run_dir.samples, tokenizer, prompts, cb.samples, metrics, console, config.seed))
+    if samples is not None:
+        callbacks.append(samples)
     bar = progress_bar(config, console, total_steps)
     if bar is not None:
         metrics.listeners.append(bar.listen)
@@ -243,27 +254,6 @@ def progress_bar(config: Config, console: Console, total_steps: int) -> RichBar 
     if style == "plain":
         return PlainLines(console, total_steps, config.callbacks.progress.plain_every_seconds)
     return None
-
-
-def a_prompt(rows: Rows, tokenizer: Any, tokens: int = 24) -> str:
-    """The start of the middle row: files tend to begin with a licence, which says little about a model."""
-    batch = rows.read(np.array([[0, len(rows) // 2]]))
-    return tokenizer.decode(batch["input_ids"][0, :tokens].tolist(), skip_special_tokens=True)
-
-
-def build_target(entry: dict[str, Any]) -> Any:
-    """An object from {_target_: package.module.Class, ...arguments}; config.check has allowed the package."""
-    target = entry["_target_"]
-    module_name, _, name = target.rpartition(".")
-    try:
-        cls = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"_target_={target} can't be imported: {error}") from error
-    arguments = {k: v for k, v in entry.items() if k != "_target_"}
-    try:
-        return cls(**arguments)
-    except TypeError as error:
-        raise UserError(f"_target_={target}: {error}") from error
 
 
 def build_trainer(config: Config, run_dir: RunDir, callbacks: list[pl.Callback], total_steps: int) -> pl.Trainer:

@@ -11,6 +11,7 @@ from lmtrain.schema import Config
 
 PRECISIONS = ("auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
 STRATEGIES = ("auto", "ddp", "fsdp")
+TEXT_METRICS = ("bleu", "rouge", "exact_match")  # those of text_metrics.NAMED, which imports torch
 # Those of preference_losses.LOSSES, which imports torch.
 PREFERENCE_LOSSES = ("sigmoid", "robust", "ipo", "hinge", "dpop", "kto_pair", "apo_zero", "apo_down", "simpo", "orpo")
 REFERENCES = ("auto", "frozen_copy", "adapter_off", "precomputed", "none")
@@ -61,6 +62,7 @@ def _check_choices(c: Config) -> None:
     for key, value in {
         "trainer.compile": c.trainer.compile,
         "trainer.activation_checkpointing": c.trainer.activation_checkpointing,
+        "generate.chat": c.generate.chat,
     }.items():
         if isinstance(value, str):
             _choice(key, value, ("auto",))
@@ -226,13 +228,27 @@ def _check_preferences(c: Config) -> None:
 
 def _check_targets(c: Config) -> None:
     allowed = (*TARGET_PACKAGES, *c.run.allow_target)
-    for callback in c.callbacks.extra:
-        target = str(callback.get("_target_", ""))
+    samples = c.callbacks.samples
+    named = [m for m in samples.metrics if isinstance(m, str)]
+    for metric in named:
+        _choice("callbacks.samples.metrics", metric, TEXT_METRICS)
+    if samples.metrics and (c.objective.name == "causal_lm" or not samples.every_n_validations):
+        raise UserError(
+            "callbacks.samples.metrics compares answers with references, which are written with objective=sft or dpo "
+            "and callbacks.samples.every_n_validations of 1 or more"
+        )
+    _check_target(c, "callbacks.extra", c.callbacks.extra)
+    _check_target(c, "callbacks.samples.metrics", [m for m in samples.metrics if not isinstance(m, str)])
+
+
+def _check_target(c: Config, key: str, entries: list[Any]) -> None:
+    for entry in entries:
+        target = str(entry.get("_target_", "")) if isinstance(entry, dict) else ""
         if not target:
-            raise UserError(f"callbacks.extra: {callback} names no _target_ (package.module.Class)")
+            raise UserError(f"{key}: {entry} names no _target_ (package.module.Class)")
         if target.split(".")[0] not in allowed and not any(target.startswith(f"{a}.") for a in allowed):
             raise UserError(
-                f"callbacks.extra: _target_={target} is outside the known packages ({', '.join(allowed)}); "
+                f"{key}: _target_={target} is outside the known packages ({', '.join(allowed)}); "
                 f"if you trust it: run.allow_target=[{target.split('.')[0]}]"
             )
 

@@ -11,12 +11,13 @@ from lmtrain.models.attention import generation_mode
 def sample_text(
     model: PreTrainedModel,
     tokenizer: Any,
-    prompt: str,
+    prompt: str | list[int],
     *,
     max_new_tokens: int,
     temperature: float = 0.8,
     top_k: int | None = 50,
     seed: int = 0,
+    end_ids: list[int] | None = None,
     together: bool = False,
 ) -> str:
     """The continuation of `prompt` (without it), at most max_new_tokens tokens; temperature 0 is greedy.
@@ -25,15 +26,21 @@ def sample_text(
     generators are left as they were found.
 
     Args:
+        prompt: text, or token ids.
+        end_ids: tokens that end the text; None for those the model's own generation config names.
         together: all ranks generate the same text, each holding a part of the model.
     """
-    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"] or [tokenizer.eos_token_id]
+    if isinstance(prompt, str):
+        prompt = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    ids = prompt or [tokenizer.eos_token_id]
     room = model.config.max_position_embeddings - max_new_tokens
     ids = ids[-max(1, room) :]
     input_ids = torch.tensor([ids], device=model.device)
     settings: dict[str, Any] = {"do_sample": False}
     if temperature > 0:
         settings = {"do_sample": True, "temperature": temperature, "top_k": top_k or 0, "top_p": 1.0}
+    if end_ids is not None:
+        settings["eos_token_id"] = end_ids
     devices = [model.device] if model.device.type == "cuda" else []
     was_training = model.training
     model.eval()

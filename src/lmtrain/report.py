@@ -85,6 +85,7 @@ def export(run: "Run") -> Path:
         run_config=run.dir.config,
         example=example,
         merge=run.config.export.merge,
+        eos_token_ids=run.corpus.end_ids,
     )
 
 

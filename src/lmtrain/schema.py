@@ -257,6 +257,8 @@ class Checkpoint:
 class Generate:
     prompt: str
     num_samples: int
+    chat: bool | str  # auto, true or false
+    system_prompt: str | None
     max_new_tokens: int
     temperature: float
     top_k: int | None

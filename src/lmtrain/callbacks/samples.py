@@ -1,4 +1,4 @@
-"""Text the model writes while it trains: shown, logged and kept in samples.jsonl."""
+"""Text the model writes while it trains: shown, logged, kept in samples.jsonl, scored where there are references."""
 
 import json
 from pathlib import Path
@@ -9,28 +9,36 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-from lmtrain.callbacks.metrics import Metrics
 from lmtrain.generation import sample_text
 from lmtrain.objectives.base import Objective
+from lmtrain.prompts import Prompt
 from lmtrain.schema import Samples as SamplesConfig
+from lmtrain.strategies import sharding
+from lmtrain.text_metrics import TextMetrics
+from lmtrain.token_view import visible
 
 
 class Samples(pl.Callback):
-    """After every n validations: continues each prompt, with a seed of its own so training is not disturbed."""
+    """At every n-th validation: continues each prompt, with a seed of its own so training is not disturbed.
+
+    What is compared with a reference is written greedily: the same weights give the same answers and scores.
+    """
 
     def __init__(
         self,
         path: Path,
         tokenizer: Any,
-        prompts: list[str],
+        prompts: list[Prompt],
+        end_ids: list[int] | None,
         cfg: SamplesConfig,
-        metrics: Metrics,
         console: Console,
         seed: int,
     ) -> None:
-        self.path, self.tokenizer, self.prompts, self.cfg = path, tokenizer, prompts, cfg
-        self.metrics, self.console, self.seed = metrics, console, seed
+        self.path, self.tokenizer, self.prompts, self.end_ids = path, tokenizer, prompts, end_ids
+        self.cfg, self.console, self.seed = cfg, console, seed
+        self.text_metrics = TextMetrics(cfg.metrics)
         self.validations = 0
+        self.texts: list[str] = []  # of this validation
 
     def state_dict(self) -> dict[str, Any]:
         return {"validations": self.validations}
@@ -38,36 +46,61 @@ class Samples(pl.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.validations = state_dict["validations"]
 
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def write(self, trainer: pl.Trainer, module: Objective) -> dict[str, float]:
+        """Writes the texts, if it is time to, and returns their scores; every rank must call it at each validation."""
         self.validations += 1
-        if self.validations % self.cfg.every_n_validations != 0 or not trainer.is_global_zero:
-            return
-        assert isinstance(pl_module, Objective)
-        step = trainer.global_step
-        with self.metrics.clock.pause():
-            texts = [
-                sample_text(
-                    pl_module.model.model,
-                    self.tokenizer,
-                    prompt,
-                    max_new_tokens=self.cfg.max_new_tokens,
-                    temperature=self.cfg.temperature,
-                    top_k=self.cfg.top_k,
-                    seed=self.seed,
-                )
-                for prompt in self.prompts
-            ]
-        for prompt, text in zip(self.prompts, texts, strict=True):
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": step, "prompt": prompt, "text": text}, ensure_ascii=False) + "\n")
-            body = Text(prompt, style="dim") + Text(text)
-            self.console.print(Panel(body, title=f"sample at step {step}", title_align="left"))
-        self._log(trainer, step, texts)
+        self.texts = []
+        if self.validations % self.cfg.every_n_validations != 0:
+            return {}
+        sharded = sharding.is_sharded(module.model)
+        if trainer.is_global_zero or sharded:
+            with sharding.root_gathered(module.model):
+                self.texts = [self._continue(module, prompt, sharded) for prompt in self.prompts]
+        pairs = [(t, p.reference) for t, p in zip(self.texts, self.prompts, strict=False) if p.reference is not None]
+        scores = self.text_metrics.score(*map(list, zip(*pairs, strict=True))) if pairs else {}
+        if trainer.world_size > 1 and self.text_metrics.metrics:
+            scores = trainer.strategy.broadcast(scores)
+        return scores
 
-    def _log(self, trainer: pl.Trainer, step: int, texts: list[str]) -> None:
+    def _continue(self, module: Objective, prompt: Prompt, together: bool) -> str:
+        return sample_text(
+            module.model.model,
+            self.tokenizer,
+            prompt.given,
+            max_new_tokens=self.cfg.max_new_tokens,
+            temperature=self.cfg.temperature if prompt.reference is None else 0.0,
+            top_k=self.cfg.top_k,
+            seed=self.seed,
+            end_ids=self.end_ids,
+            together=together,
+        )
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not self.texts or not trainer.is_global_zero:
+            return
+        step = trainer.global_step
+        for prompt, text in zip(self.prompts, self.texts, strict=True):
+            row = {"step": step, "prompt": prompt.shown, "text": text}
+            row |= {"reference": prompt.reference} if prompt.reference is not None else {}
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            title = f"{'answer' if self.end_ids else 'sample'} at step {step}"
+            self.console.print(Panel(self._shown(prompt, text), title=title, title_align="left"))
+        self._log(trainer, step)
+
+    def _shown(self, prompt: Prompt, text: str) -> Text:
+        if self.end_ids is None:
+            return Text(visible(prompt.shown), style="dim") + Text(visible(text))
+        parts = [("prompt", prompt.shown, "dim"), ("answer", text, ""), ("reference", prompt.reference, "dim")]
+        given = [(name, visible(words), style) for name, words, style in parts if words is not None]
+        return Text("\n").join(Text.assemble((f"{name:<11}", "bold"), (words, style)) for name, words, style in given)
+
+    def _log(self, trainer: pl.Trainer, step: int) -> None:
+        columns = ["step", "prompt", "text", "reference"]
+        rows = [[str(step), p.shown, t, p.reference or ""] for p, t in zip(self.prompts, self.texts, strict=True)]
         for logger in trainer.loggers:
             if isinstance(logger, pl.loggers.TensorBoardLogger):
-                for i, text in enumerate(texts):
-                    logger.experiment.add_text(f"sample/{i}", f"```\n{self.prompts[i]}{text}\n```", step)
+                for i, (prompt, text) in enumerate(zip(self.prompts, self.texts, strict=True)):
+                    logger.experiment.add_text(f"sample/{i}", f"```\n{self._shown(prompt, text).plain}\n```", step)
             elif isinstance(logger, pl.loggers.WandbLogger):
-                logger.log_text("samples", columns=["step", "text"], data=[[str(step), t] for t in texts])
+                logger.log_text("samples", columns=columns, data=rows)

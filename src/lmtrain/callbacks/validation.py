@@ -10,12 +10,16 @@ import lightning.pytorch as pl
 
 from lmtrain.callbacks.metrics import Metrics
 from lmtrain.callbacks.preemption import ValidationInterrupted
+from lmtrain.callbacks.samples import Samples
 from lmtrain.objectives.base import Objective
 
 
 class Validation(pl.Callback):
-    def __init__(self, metrics: Metrics, *, every_n_steps: int | None, total_steps: int) -> None:
-        self.metrics, self.every_n_steps, self.total_steps = metrics, every_n_steps, total_steps
+    def __init__(
+        self, metrics: Metrics, samples: Samples | None, *, every_n_steps: int | None, total_steps: int
+    ) -> None:
+        self.metrics, self.samples = metrics, samples
+        self.every_n_steps, self.total_steps = every_n_steps, total_steps
         self.last_step = -1
 
     def state_dict(self) -> dict[str, Any]:
@@ -57,6 +61,8 @@ class Validation(pl.Callback):
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert isinstance(pl_module, Objective)
-        row = self.metrics.log_validation(trainer, pl_module, pl_module.validation_means())
+        means = pl_module.validation_means()
+        scores = self.samples.write(trainer, pl_module) if self.samples is not None else {}
+        row = self.metrics.log_validation(trainer, pl_module, {**means, **scores})
         # For Lightning's EarlyStopping and a user's own callbacks, which read trainer.callback_metrics.
         pl_module.log_dict({k: v for k, v in row.items() if k.startswith("val/")}, logger=False)
