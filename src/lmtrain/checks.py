@@ -227,7 +227,6 @@ def _check_preferences(c: Config) -> None:
 
 
 def _check_targets(c: Config) -> None:
-    allowed = (*TARGET_PACKAGES, *c.run.allow_target)
     samples = c.callbacks.samples
     named = [m for m in samples.metrics if isinstance(m, str)]
     for metric in named:
@@ -242,6 +241,7 @@ def _check_targets(c: Config) -> None:
 
 
 def _check_target(c: Config, key: str, entries: list[Any]) -> None:
+    allowed = (*TARGET_PACKAGES, *c.run.allow_target)
     for entry in entries:
         target = str(entry.get("_target_", "")) if isinstance(entry, dict) else ""
         if not target:

@@ -66,6 +66,7 @@ def plan_rows(run: "Run", resumed_from: str | None) -> list[tuple[str, str]]:
         ("batch", f"{split} = {tokens_per_step:,} tokens a step"),
         ("length", f"{run.total_steps:,} steps x {tokens_per_step:,} = {si(tokens)} tokens"
                    f" = {tokens / corpus.epoch_tokens:.2f} epochs of {si(corpus.epoch_tokens)}"),
+        *run.objective.plan_rows(),
         ("validation", val),
         ("compute", f"{si(per_token, 'FLOP')} a token, {si(per_token * tokens, 'FLOP')} in all"),
         ("memory", f"about {gib(sum(memory.values()))} a device: "

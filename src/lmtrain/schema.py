@@ -256,13 +256,21 @@ class Checkpoint:
 @dataclass(kw_only=True)
 class Generate:
     prompt: str
-    num_samples: int
     chat: bool | str  # auto, true or false
     system_prompt: str | None
+    num_samples: int
     max_new_tokens: int
     temperature: float
     top_k: int | None
     checkpoint: str
+
+
+@dataclass(kw_only=True)
+class Inspect:
+    split: str  # train or val
+    samples: int
+    tokens: int
+    html: str | None
 
 
 @dataclass(kw_only=True)
@@ -274,14 +282,6 @@ class Export:
 
 
 @dataclass(kw_only=True)
-@dataclass(kw_only=True)
-class Inspect:
-    split: str  # train or val
-    samples: int
-    tokens: int
-    html: str | None
-
-
 class Config:
     run_dir: str | None
     seed: int
@@ -299,5 +299,5 @@ class Config:
     logger: dict[str, Any]
     export: Export
     generate: Generate
-    debug: dict[str, Any] = field(default_factory=dict)
     inspect: Inspect
+    debug: dict[str, Any] = field(default_factory=dict)
