@@ -28,6 +28,9 @@ VERBS = {
 }
 
 
+OTHERS = {"sweep_report": "a table and a picture of a sweep's trials"}  # commands that read no config
+
+
 def conf_dir() -> Path:
     """The folder of default configs: inside the package once installed, at the top of a checkout."""
     package = Path(__file__).resolve().parent
@@ -128,16 +131,16 @@ def main(argv: list[str] | None = None) -> int:
     """`lmtrain VERB [overrides]`."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
-        width = max(map(len, VERBS))
+        width = max(map(len, [*VERBS, *OTHERS]))
         print("usage: lmtrain VERB [overrides]\n")
-        print("\n".join(f"  {verb:<{width}}  {what}" for verb, what in VERBS.items()))
+        print("\n".join(f"  {verb:<{width}}  {what}" for verb, what in (VERBS | OTHERS).items()))
         print("\n`lmtrain VERB --help` says more.")
         return errors.FINISHED
     verb, rest = argv[0], argv[1:]
-    if verb not in VERBS:
+    if verb not in VERBS | OTHERS:
         import difflib
 
-        near = difflib.get_close_matches(verb, VERBS, n=1)
+        near = difflib.get_close_matches(verb, VERBS | OTHERS, n=1)
         print_error(f"there is no verb {verb!r}{f'; did you mean {near[0]!r}?' if near else ''} ({', '.join(VERBS)})")
         return errors.WRONG_INPUT
     return importlib.import_module(f"lmtrain.{verb}").main(rest)

@@ -25,8 +25,8 @@ from lmtrain.errors import UserError
 from lmtrain.schema import Config
 
 
-def compose(overrides: list[str], config_dir: str | None = None, config_name: str = "config") -> DictConfig:
-    """The config tree for these overrides; a wrong one raises UserError naming the nearest valid key or option.
+def folders_of(config_dir: str | None, config_name: str) -> tuple[list[Path], list[str]]:
+    """Where configs are looked for, first the root's folder; and the override that tells Hydra of the others.
 
     A `config_dir` adds options to lmtrain's own; if it has a <config_name>.yaml, as a run's folder has, that is the
     root.
@@ -36,11 +36,22 @@ def compose(overrides: list[str], config_dir: str | None = None, config_name: st
     folders = [cli.conf_dir(), *([Path(config_dir).resolve()] if config_dir else [])]
     if (folders[-1] / f"{config_name}.yaml").is_file():
         folders.reverse()
-    search = [f"hydra.searchpath=[file://{folder}]" for folder in folders[1:]]
-    explain.refuse_hydra_keys(overrides)
+    return folders, [f"hydra.searchpath=[file://{folder}]" for folder in folders[1:]]
+
+
+def compose(
+    overrides: list[str], config_dir: str | None = None, config_name: str = "config", *, for_sweep: bool = False
+) -> DictConfig:
+    """The config tree for these overrides; a wrong one raises UserError naming the nearest valid key or option.
+
+    For a sweep it holds Hydra's own node too, and the keys that only a sweep reads are let through.
+    """
+    folders, search = folders_of(config_dir, config_name)
+    if not for_sweep:
+        explain.refuse_sweep_keys(overrides)
     with initialize_config_dir(config_dir=str(folders[0]), version_base="1.3", job_name="lmtrain"):
         try:
-            composed = hydra_compose(config_name, overrides=[*search, *overrides])
+            composed = hydra_compose(config_name, overrides=[*search, *overrides], return_hydra_config=for_sweep)
         except OverrideParseException as error:
             raise UserError(explain.unreadable(error.override)) from None
         except MissingConfigException as error:

@@ -110,6 +110,9 @@ def missing_config(error: MissingConfigException, folders: list[Path], overrides
         group, _, option = override.lstrip("+").partition("=")
         if missing == f"{group}/{option}" and any((d / group).is_dir() for d in folders):
             return unknown_option(group, option, folders)
+    if missing.startswith("hydra/launcher/"):
+        extra = missing.removeprefix("hydra/launcher/").partition("_")[0]
+        return f'hydra/launcher={Path(missing).name} is not installed: pip install "lmtrain[{extra}]" (submitit, ray)'
     if "/" not in missing:
         return f"--config-name {missing}: no {missing}.yaml in {' or '.join(map(str, folders))}"
     return str(error).split("\n\n")[0].strip()
@@ -139,11 +142,13 @@ def unknown_flag(flag: str) -> str:
     return f"{flag} is no option: settings are written without dashes, {example} (--help lists options and keys)"
 
 
-def refuse_hydra_keys(overrides: list[str]) -> None:
-    """Raises UserError for hydra.* on a single run, where Hydra itself would ignore it without a word."""
+def refuse_sweep_keys(overrides: list[str]) -> None:
+    """Raises UserError for hydra.* and sweep.* on a single run, where they would be ignored without a word."""
     for override in overrides:
         key = override.lstrip("+~").partition("=")[0]
-        if key.startswith("hydra.") and key != "hydra.searchpath":
+        if key.startswith(("hydra.", "hydra/", "sweep.")) or (key == "sweep" and "=" in override):
+            if key == "hydra.searchpath":
+                continue
             here = f"; here it is {NEIGHBOURS[key]}" if key in NEIGHBOURS else " (a sweep, -m, reads it)"
             raise UserError(f"{key} has no effect on a single run{here}")
 

@@ -282,6 +282,20 @@ class Export:
 
 
 @dataclass(kw_only=True)
+class Sweep:
+    method: str  # grid or optuna
+    name: str | None
+    root: str
+    jobs: int
+    allow_failures: bool
+    space: dict[str, Any]  # {a key: its values in Hydra's syntax for sweeps}
+    n_trials: int | None = None  # optuna only, as the rest
+    sampler: str | None = None  # tpe or random
+    startup_trials: int | None = None
+    seed: int | None = None
+
+
+@dataclass(kw_only=True)
 class Config:
     run_dir: str | None
     seed: int
@@ -300,4 +314,5 @@ class Config:
     export: Export
     generate: Generate
     inspect: Inspect
+    sweep: Sweep
     debug: dict[str, Any] = field(default_factory=dict)

@@ -1,79 +1,106 @@
-"""`-m key=a,b`: Hydra's sweeper chooses the jobs, each runs as a process of its own in a folder of its own."""
+"""`-m key=a,b`: a sweep. Each trial is a process of its own in a folder of its own; one that fails does not end it.
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
+The folder holds trials.jsonl (a row per trial), <number>/ (its run) and <number>.log (what it printed). The same sweep
+again skips what finished, continues what was preempted and tries again what failed.
+"""
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import OverrideParseException
+import os
+import shlex
+from collections.abc import Iterator
 
-from lmtrain import cli, config, errors
-from lmtrain import overrides as explain
+from filelock import FileLock, Timeout
+
+from lmtrain import cli, errors
 from lmtrain.errors import UserError
+from lmtrain.sweeps import launcher, local, search
+from lmtrain.sweeps import plan as plans
+from lmtrain.sweeps import trials as rows
+from lmtrain.sweeps.plan import Plan
+from lmtrain.sweeps.trials import Trial, Trials
 
 
 def run(verb: str, overrides: list[str], config_dir: str | None, config_name: str = "config") -> int:
-    """Runs every job of the sweep; 0 when all ended well, 1 when any failed (its own output says why).
+    """Runs every trial that is not finished yet.
+
+    Returns:
+        0 when all finished; 75 when one was preempted (the same command goes on); 1 when any failed, unless
+        sweep.allow_failures.
 
     Raises:
-        UserError: an override is wrong; no job has been started then.
+        UserError: an override is wrong, or the folder is not a sweep's; no trial has been started then.
     """
-    import hydra
-    from hydra.core.hydra_config import HydraConfig
-
-    check(overrides, config_dir, config_name)
-    failed: list[str] = []
-
-    def job(_cfg: Any) -> float:
-        info = HydraConfig.get()
-        folder = Path(info.sweep.dir).absolute() / str(info.job.num)
-        command = [sys.executable, "-m", f"lmtrain.{verb}", *info.overrides.task, f"run.dir={folder}"]
-        command += [] if config_dir is None else ["--config-dir", config_dir]
-        command += ["--config-name", config_name]
-        chosen = " ".join(o for o in info.overrides.task if o not in overrides)
-        print(f"sweep job {info.job.num}: {chosen}", flush=True)
-        code = subprocess.run(command, check=False).returncode
-        if code != 0:
-            failed.append(f"job {info.job.num} ({chosen}) ended with {code}")
-        if code == errors.PREEMPTED:
-            sys.exit(code)  # the machine is going away: don't start the next job
-        return score(folder)
-
-    argv, sys.argv = sys.argv, [f"lmtrain.{verb}", "-m", *overrides]
-    if config_dir is not None:
-        sys.argv += ["--config-dir", config_dir]
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ:
+        raise UserError("a sweep is started once, without torchrun: trainer.devices=N starts the ranks of each trial")
+    plan = plans.make(verb, overrides, config_dir, config_name)
+    folder = plan.folder
     try:
-        hydra.main(config_path=str(cli.conf_dir()), config_name=config_name, version_base="1.3")(job)()
-    finally:
-        sys.argv = argv
-    for line in failed:
-        cli.print_error(line)
-    return errors.FAILED if failed else errors.FINISHED
+        if folder.is_dir() and any(folder.iterdir()) and not (folder / "trials.jsonl").exists():
+            raise UserError(
+                f"{folder} holds files that are not a sweep's: choose another sweep.name or hydra.sweep.dir"
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "trials.jsonl").touch()
+        lock = FileLock(folder / "sweep.lock", timeout=0)
+        lock.acquire()
+    except Timeout:
+        raise UserError(f"{folder}: this sweep is running already, in another process") from None
+    except OSError as error:
+        raise UserError(f"cannot write {folder}: {errors.reason(error)}; set sweep.root elsewhere") from None
+    with lock:
+        return _run(plan, Trials(folder))
 
 
-def check(overrides: list[str], config_dir: str | None, config_name: str) -> None:
-    """Raises UserError for what no job could be started with; each value of each sweep is looked at once."""
-    try:
-        parsed = OverridesParser.create().parse_overrides(overrides)
-    except OverrideParseException as error:
-        raise UserError(explain.unreadable(error.override)) from None
-    mine = [o for o in parsed if not o.key_or_group.startswith("hydra")]
-    fixed = [o.input_line or "" for o in mine if not o.is_sweep_override()]
-    # An interval is searched by a sweeper of its own, which draws the values.
-    swept = [o for o in mine if o.is_sweep_override() and not o.is_interval_sweep()]
-    choices = [[f"{o.get_key_element()}={value}" for value in o.sweep_string_iterator()] for o in swept]
-    first = [values[0] for values in choices]
-    jobs = [first, *([*first[:i], v, *first[i + 1 :]] for i, values in enumerate(choices) for v in values[1:])]
-    for job in jobs:
-        config.check(config.compose([*fixed, *job], config_dir, config_name))
+def _run(plan: Plan, trials: Trials) -> int:
+    kept = sum(rows.finished(t, plan.folder, plan.verb) for t in trials.rows)
+    if kept:
+        print(f"{plan.folder}: {kept} finished trial{'s are' if kept > 1 else ' is'} kept as found")
+    todo = upcoming(plan, trials)
+    elsewhere = any(w.startswith("hydra/launcher=") for w in plan.hydra_words)
+    started = launcher.run(plan, trials, todo) if elsewhere else local.Local(plan, trials).run(todo)
+    return conclude(plan, trials, started)
 
 
-def score(folder: Path) -> float:
-    """What a search minimises: the best monitored value of the job, infinity where there is none."""
-    try:
-        best = json.loads((folder / "summary.json").read_text())["best_metric"]
-    except (OSError, json.JSONDecodeError, KeyError):
-        return float("inf")
-    return float(next(iter(best.values()))) if best else float("inf")
+def upcoming(plan: Plan, trials: Trials) -> Iterator[Trial]:
+    """The trials still to be run, each noted as running once it is asked for."""
+    fixed = [*plan.fixed, *plan.flags]
+    if plan.config.sweep.method == "grid":
+        for combination in search.combinations(plan.swept):
+            trial = trials.find(combination, fixed) or trials.add(combination, fixed)
+            if not rows.finished(trial, plan.folder, plan.verb):
+                yield _begin(trials, trial)
+        return
+    space = search.distributions(plan.swept)
+    mine = [t for t in trials.rows if t.fixed == fixed]
+    yield from [_begin(trials, t) for t in mine if not rows.finished(t, plan.folder, plan.verb)]
+    while len(mine) < (plan.config.sweep.n_trials or 0):
+        chosen = search.propose(space, plan.config.sweep, plan.config.checkpoint.mode, mine)
+        mine.append(trials.add(chosen, fixed))
+        yield _begin(trials, mine[-1])
+
+
+def _begin(trials: Trials, trial: Trial) -> Trial:
+    trial.status = "running"
+    trials.write()
+    print(f"trial {trial.number}: {' '.join(trial.overrides)}", flush=True)
+    return trial
+
+
+def conclude(plan: Plan, trials: Trials, started: list[Trial]) -> int:
+    """Prints how the sweep ended; returns its exit code."""
+    ranked = rows.ranked(trials.rows, plan.config.checkpoint.mode)
+    if ranked and ranked[0].score is not None:
+        monitor, best = plan.config.checkpoint.monitor, ranked[0]
+        print(f"best: trial {best.number}, {monitor} {best.score:.6g} ({' '.join(best.overrides)})")
+    print(f"table and picture: python -m lmtrain.sweep_report {shlex.quote(str(plan.folder))}", flush=True)
+    failed = [t for t in started if t.status == "failed"]
+    for trial in failed:
+        text = f"trial {trial.number} ({' '.join(trial.overrides)}) failed: {rows.last_line(trial)}"
+        cli.print_error(f"{text} (all of it: {plan.folder / str(trial.number)}.log)")
+    if any(t.status == "preempted" for t in started):
+        typed = [w for w in plan.typed if not w.startswith("hydra.sweep.dir=")]
+        here = [] if plan.config.sweep.name else [f"hydra.sweep.dir={rows.quoted(str(plan.folder))}"]
+        print("the sweep was stopped; what ran has saved. Go on with:")
+        command = ["python", "-m", f"lmtrain.{plan.verb}", "-m", *typed, *here, *plan.flags]
+        print(f"  {shlex.join(command)}", flush=True)
+        return errors.PREEMPTED
+    return errors.FAILED if failed and not plan.config.sweep.allow_failures else errors.FINISHED

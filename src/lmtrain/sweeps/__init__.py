@@ -1,0 +1,1 @@
+"""Parts of a sweep (sweep.py runs it)."""

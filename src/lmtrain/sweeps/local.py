@@ -1,0 +1,116 @@
+"""Trials as processes of this machine, sweep.jobs at a time. A signal ends them properly, then the sweep."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from lmtrain import errors
+from lmtrain.sweeps import trials as rows
+from lmtrain.sweeps.plan import Plan
+from lmtrain.sweeps.trials import Trial, Trials
+
+_POLL_SECONDS = 0.1
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+@dataclass
+class Running:
+    trial: Trial
+    process: subprocess.Popen[bytes]
+    started: float
+    log: Path
+    shown: int  # bytes of the log that the screen has
+    slot: int  # which of the sweep.jobs places it runs in
+
+
+class Local:
+    """Starts, stops and judges trials; all in the main thread, which a signal interrupts."""
+
+    def __init__(self, plan: Plan, trials: Trials) -> None:
+        self.plan, self.trials = plan, trials
+        self.running: list[Running] = []
+        self.stopping = 0  # how often the sweep was told to stop
+
+    def run(self, todo: Iterator[Trial]) -> list[Trial]:
+        """Returns the trials that were started."""
+        before = {n: signal.signal(n, lambda *_: self.stop()) for n in _SIGNALS}
+        started: list[Trial] = []
+        try:
+            while True:
+                while not self.stopping and len(self.running) < self.plan.config.sweep.jobs:
+                    trial = next(todo, None)
+                    if trial is None:
+                        break
+                    started.append(trial)
+                    self._start(trial)
+                if not self.running:
+                    return started
+                time.sleep(_POLL_SECONDS)
+                for one in list(self.running):
+                    self._look_after(one)
+        finally:
+            for one in self.running:  # an error in the sweep itself
+                end_session(one.process)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def stop(self) -> None:
+        """Asks the running trials to save and end; asked a second time, ends them at once."""
+        self.stopping += 1
+        for one in self.running:
+            if self.stopping == 1:
+                one.process.terminate()
+            else:
+                end_session(one.process)
+
+    def _start(self, trial: Trial) -> None:
+        log = self.plan.folder / f"{trial.number}.log"
+        words = rows.command(trial, self.plan.folder)
+        shown = log.stat().st_size if log.exists() else 0  # an earlier start's
+        jobs = self.plan.config.sweep.jobs
+        slot = next(n for n in range(jobs) if n not in [one.slot for one in self.running])
+        process = rows.start(self.plan.verb, words, log, share_of_gpus(slot, jobs))
+        self.running.append(Running(trial, process, time.monotonic(), log, shown, slot))
+        if self.stopping:  # the signal came while the process was made
+            self.running[-1].process.terminate()
+
+    def _look_after(self, one: Running) -> None:
+        """Shows what a trial printed since, where it runs alone; writes its row once it has ended."""
+        code = one.process.poll()
+        if self.plan.config.sweep.jobs == 1:
+            with one.log.open("rb") as file:
+                file.seek(one.shown)
+                new = file.read()
+            one.shown += len(new)
+            sys.stdout.write(new.decode("utf-8", errors="replace"))
+            sys.stdout.flush()
+        if code is None:
+            return
+        self.running.remove(one)
+        if code != errors.FINISHED:
+            end_session(one.process)  # what a crash left over would hold memory that the next trial needs
+        one.trial.seconds = round(time.monotonic() - one.started, 1)
+        rows.judge(one.trial, self.plan.folder, code, stopped=self.stopping > 0)
+        self.trials.write()
+        print(rows.in_words(one.trial, self.plan.config.checkpoint.monitor), flush=True)
+        if one.trial.status == "preempted" and not self.stopping:
+            self.stop()  # the machine is going away: no other trial is started
+
+
+def share_of_gpus(slot: int, jobs: int) -> str | None:
+    """The GPUs of CUDA_VISIBLE_DEVICES that one of several trials gets; None where they can't be dealt out."""
+    gpus = [g for g in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if g]
+    each = len(gpus) // jobs
+    return ",".join(gpus[slot * each : (slot + 1) * each]) if jobs > 1 and each else None
+
+
+def end_session(process: subprocess.Popen[bytes]) -> None:
+    """Kills a trial and what it started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)

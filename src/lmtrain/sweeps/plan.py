@@ -1,0 +1,96 @@
+"""What a sweep was asked to do, composed and checked before any trial starts."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig, OmegaConf
+
+from lmtrain import cli, config
+from lmtrain.errors import UserError
+from lmtrain.schema import Config
+from lmtrain.sweeps import search
+
+Compose = Callable[[list[str]], DictConfig]
+
+
+@dataclass
+class Plan:
+    """`fixed` goes to every trial, `swept` is what they differ in."""
+
+    verb: str
+    typed: list[str]
+    hydra_words: list[str]  # the overrides of hydra.*
+    config_dir: str | None
+    config_name: str
+    fixed: list[str]
+    swept: list[Override]
+    config: Config  # of the first trial
+    folder: Path
+
+    @property
+    def flags(self) -> list[str]:
+        folder = [] if self.config_dir is None else ["--config-dir", self.config_dir]
+        return folder + ([] if self.config_name == "config" else ["--config-name", self.config_name])
+
+
+def make(verb: str, typed: list[str], config_dir: str | None, config_name: str) -> Plan:
+    """Composes a trial with each value of each swept key once.
+
+    Raises:
+        UserError: any of them is refused.
+    """
+    parsed = search.parse(typed, cli.conf_dir())
+    _refuse(parsed)
+    of_hydra = [o.input_line or "" for o in parsed if o.key_or_group.startswith(("hydra.", "hydra/"))]
+    swept = [o for o in parsed if o.is_sweep_override()]
+    fixed = [o.input_line or "" for o in parsed if not o.is_sweep_override() and o.input_line not in of_hydra]
+
+    def compose(words: list[str]) -> DictConfig:
+        return config.compose([*words, *of_hydra], config_dir, config_name, for_sweep=True)
+
+    tree = compose([*fixed, *(search.choices(o)[0] for o in swept)])
+    if tree.sweep.method == "optuna" and not tree.sweep.space and not swept:
+        fixed = [*(o for o in fixed if not o.startswith("sweep=")), f"sweep=optuna_{tree.objective.name}"]
+        tree = compose(fixed)
+    if not swept:  # the space that the config holds, but for what the command line sets
+        taken = {o.key_or_group for o in parsed}
+        space = [f"{key}={text}" for key, text in tree.sweep.space.items() if key not in taken]
+        swept = search.parse(space, cli.conf_dir())
+    first = _check(fixed, swept, compose)
+    folder = Path(first.sweep.root) / first.sweep.name if first.sweep.name else Path(tree.hydra.sweep.dir)
+    of_trials = [o for o in fixed if not o.startswith(("sweep=", "sweep."))]
+    folder = folder.expanduser().absolute()
+    return Plan(verb, typed, of_hydra, config_dir, config_name, of_trials, swept, first, folder)
+
+
+def _refuse(parsed: list[Override]) -> None:
+    """Raises UserError for what would give all trials one folder, or what has another name here."""
+    for override in parsed:
+        key = override.key_or_group
+        if key in ("run.name", "run.dir"):
+            raise UserError(f"{key}: each trial of a sweep has a folder of its own; name the sweep: sweep.name=...")
+        if key.startswith(("hydra/sweeper", "hydra.sweeper")):
+            raise UserError(f"{key} has no effect: a sweep is set by sweep=grid or sweep=optuna")
+        if key.startswith(("sweep", "hydra")) and override.is_sweep_override():
+            raise UserError(f"{override.input_line}: settings of the sweep itself have one value each")
+
+
+def _check(fixed: list[str], swept: list[Override], compose: Compose) -> Config:
+    """Checks a trial with each value of each swept key; returns the first one's config."""
+    values = [search.choices(o) for o in swept]
+    first = [v[0] for v in values]
+    jobs = [first, *([*first[:i], v, *first[i + 1 :]] for i, vs in enumerate(values) for v in vs[1:])]
+    trees = (compose([*fixed, *job]) for job in jobs)
+    checked = [config.check(OmegaConf.masked_copy(t, [str(k) for k in t if k != "hydra"])) for t in trees]
+    sweep = checked[0].sweep
+    if sweep.jobs < 1:
+        raise UserError(f"sweep.jobs={sweep.jobs}: at least one trial must run at a time")
+    if sweep.method == "grid":
+        search.combinations(swept)
+    elif sweep.method != "optuna":
+        raise UserError(f"sweep.method={sweep.method}: choose grid or optuna")
+    else:
+        search.check_optuna(swept, sweep)
+    return checked[0]

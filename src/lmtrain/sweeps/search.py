@@ -1,0 +1,139 @@
+"""What a sweep tries: every combination (grid), or what Optuna proposes from the trials so far."""
+
+import itertools
+import warnings
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import IntervalSweep, Override
+from hydra.errors import HydraException, OverrideParseException
+
+from lmtrain import overrides as explain
+from lmtrain.errors import UserError
+from lmtrain.schema import Sweep
+from lmtrain.sweeps.trials import Trial
+
+
+def parse(overrides: list[str], conf: Path) -> list[Override]:
+    """Overrides as Hydra reads them; `conf` holds the options that `glob(*)` stands for."""
+    with initialize_config_dir(config_dir=str(conf), version_base="1.3"):
+        loader = GlobalHydra.instance().config_loader()
+    try:
+        return OverridesParser.create(config_loader=loader).parse_overrides(overrides)
+    except OverrideParseException as error:
+        raise UserError(explain.unreadable(error.override)) from None
+
+
+def choices(override: Override) -> list[str]:
+    """`key=value` for each value of a sweep; for an interval its two ends."""
+    key = override.get_key_element()
+    if override.is_interval_sweep():
+        interval = override.value()
+        assert isinstance(interval, IntervalSweep)
+        return [f"{key}={interval.start}", f"{key}={interval.end}"]
+    try:
+        return [f"{key}={value}" for value in override.sweep_string_iterator()]
+    except HydraException as error:
+        raise UserError(f"{override.input_line}: {error}") from None
+
+
+def combinations(swept: list[Override]) -> list[list[str]]:
+    """The grid: the last key varies fastest."""
+    for override in swept:
+        if override.is_interval_sweep():
+            raise UserError(
+                f"{override.input_line}: an interval is searched by Optuna: add sweep=optuna, or list values"
+            )
+    return [list(combination) for combination in itertools.product(*map(choices, swept))]
+
+
+def check_optuna(swept: list[Override], sweep: Sweep) -> None:
+    """Raises UserError for a search that can't start."""
+    if sweep.sampler not in ("tpe", "random"):
+        raise UserError(f"sweep.sampler={sweep.sampler}: choose tpe or random")
+    if not swept:
+        raise UserError("sweep=optuna has nothing to search: add keys, such as 'optimizer.lr=interval(1e-4,1e-2)'")
+    if find_spec("optuna") is None:
+        raise UserError('sweep=optuna needs Optuna: pip install "lmtrain[optuna]"')
+    distributions(swept)
+
+
+def distributions(swept: list[Override]) -> dict[str, Any]:
+    """Optuna's distribution of each key: an interval is one of numbers, a list of values one of texts."""
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    found: dict[str, Any] = {}
+    for override in swept:
+        key = override.get_key_element()
+        if not override.is_interval_sweep():
+            found[key] = CategoricalDistribution([c.partition("=")[2] for c in choices(override)])
+            continue
+        interval = override.value()
+        assert isinstance(interval, IntervalSweep)
+        low, high, log = interval.start, interval.end, "log" in interval.tags
+        try:
+            if isinstance(low, int) and isinstance(high, int):
+                found[key] = IntDistribution(low, high, log=log)
+            else:
+                found[key] = FloatDistribution(low, high, log=log)  # type: ignore[arg-type]
+        except ValueError as error:
+            raise UserError(f"{override.input_line}: {error}") from None
+    return found
+
+
+def propose(space: dict[str, Any], sweep: Sweep, mode: str, trials: list[Trial]) -> list[str]:
+    """The next trial's overrides: a function of the trials so far and the seed, so that a sweep that was interrupted
+    goes on as if it had not been.
+
+    The study is built anew from the trials, which are all there is to it: no second file has to agree with
+    trials.jsonl. A trial without a finite score is a failed one to Optuna, which then learns nothing from it.
+
+    Args:
+        space: from `distributions`.
+        mode: min or max.
+    """
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    seed = (sweep.seed or 0) + len(trials)
+    with warnings.catch_warnings():  # constant_liar is marked experimental
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        sampler: optuna.samplers.BaseSampler = optuna.samplers.RandomSampler(seed=seed)
+        if sweep.sampler == "tpe":
+            sampler = optuna.samplers.TPESampler(
+                n_startup_trials=sweep.startup_trials or 0, seed=seed, constant_liar=sweep.jobs > 1
+            )
+        study = optuna.create_study(sampler=sampler, direction="maximize" if mode == "max" else "minimize")
+        for trial in trials:
+            _tell(study, trial, space)
+        chosen = study.ask(space).params
+    return [f"{key}={chosen[key]}" for key in space]
+
+
+def _tell(study: Any, trial: Trial, space: dict[str, Any]) -> None:
+    """Hands a trial to the study; one from outside the space, as it is now, is left out."""
+    import optuna
+
+    texts = dict(o.split("=", 1) for o in trial.overrides)
+    if texts.keys() != space.keys():
+        return
+    states = optuna.trial.TrialState
+    state = {"finished": states.COMPLETE, "running": states.RUNNING}.get(trial.status, states.FAIL)
+    if state == states.COMPLETE and trial.score is None:
+        state = states.FAIL
+    kinds = {optuna.distributions.IntDistribution: int, optuna.distributions.FloatDistribution: float}
+    try:
+        params = {key: kinds.get(type(space[key]), str)(text) for key, text in texts.items()}
+        row = optuna.trial.create_trial(
+            params=params,
+            distributions=space,
+            value=trial.score if state == states.COMPLETE else None,
+            state=state,
+        )
+    except ValueError:
+        return
+    study.add_trial(row)

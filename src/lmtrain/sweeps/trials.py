@@ -1,0 +1,165 @@
+"""Trials of a sweep: each a row in <sweep>/trials.jsonl, a process, and what it printed in <sweep>/<number>.log."""
+
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lmtrain import errors
+from lmtrain.orphans import end_with_parent
+from lmtrain.run_dir import read_jsonl, write_atomic
+
+# What a launcher of ranks leaves in the environment: a trial that sees it takes itself for one of those ranks.
+_RANKS = re.compile(
+    r"(MASTER_(ADDR|PORT)|(LOCAL_|GROUP_|ROLE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|NODE_RANK|TORCHELASTIC_.*|LMTRAIN_.*PID"
+    r"|LMTRAIN_TYPED|SLURM_(NTASKS|NPROCS|PROCID|LOCALID|NODEID|NTASKS_PER_NODE|TASKS_PER_NODE|STEP_.*))"
+)
+_LINES_KEPT = 100  # of a failed trial's output, in its row
+
+
+@dataclass
+class Trial:
+    """A row of trials.jsonl."""
+
+    number: int  # its folder is <sweep>/<number>
+    overrides: list[str]  # what the sweep chose for it
+    fixed: list[str]  # the rest of its command line
+    status: str = "running"  # running, finished, preempted or failed; running without a sweep: that was killed
+    exit_code: int | None = None  # of its process; negative: the signal that ended it
+    score: float | None = None  # the best value of checkpoint.monitor; None where there is none, or it is not finite
+    seconds: float = 0.0  # of the last start
+    error: str | None = None  # the end of what a failed trial printed, from its traceback on
+
+
+class Trials:
+    """The rows of a sweep's folder; every change is written at once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "trials.jsonl"
+        self.rows = [Trial(**row) for row in read_jsonl(self.path)]
+
+    def write(self) -> None:
+        write_atomic(self.path, "".join(json.dumps(asdict(row)) + "\n" for row in self.rows))
+
+    def find(self, overrides: list[str], fixed: list[str]) -> Trial | None:
+        """The trial with this command line, in whatever order it is written."""
+        wanted = sorted([*overrides, *fixed])
+        return next((row for row in self.rows if sorted([*row.overrides, *row.fixed]) == wanted), None)
+
+    def add(self, overrides: list[str], fixed: list[str]) -> Trial:
+        """A new trial, with the next free number."""
+        self.rows.append(Trial(1 + max((row.number for row in self.rows), default=-1), overrides, fixed))
+        return self.rows[-1]
+
+
+def ranked(trials: list[Trial], mode: str) -> list[Trial]:
+    """Best first; those without a score last."""
+    sign = -1 if mode == "max" else 1
+    return sorted(trials, key=lambda t: math.inf if t.score is None else sign * t.score)
+
+
+def last_line(trial: Trial) -> str:
+    """Of its error: the exception."""
+    return (trial.error or "").strip().rpartition("\n")[2].removeprefix("error: ")
+
+
+def in_words(trial: Trial, metric: str) -> str:
+    score = "" if trial.score is None else f", {metric} {trial.score:.6g}"
+    return f"trial {trial.number} {trial.status}{score}, {trial.seconds} s"
+
+
+def command(trial: Trial, folder: Path) -> list[str]:
+    """The trial's overrides, its folder and whether it continues what lies there."""
+    run = folder / str(trial.number)
+    words = [*trial.fixed, *trial.overrides, f"run.dir={quoted(str(run))}"]
+    if (run / "config.yaml").exists():
+        return [*(w for w in words if not w.startswith("run.resume=")), "run.resume=auto"]
+    shutil.rmtree(run, ignore_errors=True)  # what a start that was killed early left is no run
+    return words
+
+
+def quoted(text: str) -> str:
+    """A value as Hydra's grammar reads it back."""
+    if re.fullmatch(r"[\w/.+-]+", text):
+        return text
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def start(verb: str, words: list[str], log: Path, gpus: str | None = None) -> subprocess.Popen[bytes]:
+    """A trial's process: in a session of its own, ended with this one, without this one's ranks.
+
+    Args:
+        gpus: its CUDA_VISIBLE_DEVICES; None leaves it those of this process.
+    """
+    parent = os.getpid()
+    environ = {k: v for k, v in os.environ.items() if not _RANKS.fullmatch(k)}
+    environ |= {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            [sys.executable, "-u", "-m", f"lmtrain.{verb}", *words],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environ,
+            start_new_session=True,  # Ctrl-C reaches the sweep alone, which passes it on once
+            preexec_fn=lambda: end_with_parent(parent, signal.SIGTERM),
+        )
+
+
+def finished(trial: Trial, folder: Path, verb: str) -> bool:
+    """Whether the trial need not run again: its row says so, and so does what lies in its folder."""
+    if trial.status != "finished":
+        return False
+    return verb != "train" or read_summary(folder / str(trial.number)).get("status") in ("finished", "stopped_early")
+
+
+def read_summary(run: Path) -> dict[str, Any]:
+    """summary.json of a run; empty where it is not there or not whole."""
+    try:
+        return json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError):
+        return {}
+
+
+def judge(trial: Trial, folder: Path, code: int | None, stopped: bool) -> None:
+    """Fills in the row of a trial that has ended; trials.jsonl is the caller's to write.
+
+    Args:
+        code: its exit code; None where the machine that ran it did not tell, and summary.json must.
+        stopped: whether the sweep was told to end: a trial that ended with it is not a failed one.
+    """
+    log, summary = folder / f"{trial.number}.log", read_summary(folder / str(trial.number))
+    if code is None and summary.get("status") in ("finished", "stopped_early", "preempted"):
+        code = errors.PREEMPTED if summary["status"] == "preempted" else errors.FINISHED
+    trial.exit_code, trial.score, trial.error = code, None, None
+    if code == errors.PREEMPTED or (stopped and code != errors.FINISHED):
+        trial.status = "preempted"
+    elif code != errors.FINISHED:
+        trial.status, trial.error = "failed", _why(log, code)
+    else:
+        trial.status = "finished"
+        metric, value = next(iter((summary.get("best_metric") or {}).items()), (None, None))
+        if value is not None and not math.isfinite(value):
+            trial.status, trial.error = "failed", f"its best {metric} is {value}"
+        trial.score = value if trial.status == "finished" else None
+
+
+def _why(log: Path, code: int | None) -> str:
+    """The last traceback that a trial printed, or the end of its output, and how it ended where that says more."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+    begins = [i for i, line in enumerate(lines) if line.startswith(("Traceback ", "error: "))]
+    tail = lines[begins[-1] :] if begins and code is not None and code > 0 else lines
+    tail = tail[-_LINES_KEPT:]
+    if code is None:
+        tail.append("the launcher gave no result for this trial")
+    elif code < 0:
+        memory = ": the machine ran out of memory, most likely" if code == -signal.SIGKILL else ""
+        tail.append(f"ended by {signal.Signals(-code).name}{memory}")
+    return "\n".join(tail)

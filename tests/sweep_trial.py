@@ -1,0 +1,35 @@
+"""What befalls trials in tests of sweeps, as a user's callbacks; nothing, once the file `mended` lies where it runs."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import lightning.pytorch as pl
+
+from lmtrain.callbacks.preemption import Preemption
+
+
+class Raises(pl.Callback):
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
+        if not Path("mended").exists():
+            raise ZeroDivisionError("a mistake [of the user's]")
+
+
+class IsKilled(pl.Callback):
+    """As the kernel does when memory runs out."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
+        if not Path("mended").exists():
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Waits(pl.Callback):
+    """At the end of the second step, until a signal is noticed; writes its process id for the test."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
+        if trainer.global_step == 2 and not Path("mended").exists():
+            Path("waiting").write_text(str(os.getpid()))
+            preemption = next(c for c in trainer.callbacks if isinstance(c, Preemption))  # type: ignore[attr-defined]
+            while preemption.reason is None:
+                time.sleep(0.05)

@@ -1,0 +1,290 @@
+"""Sweeps as users start them: processes that fail, are killed, are interrupted and started again; what is searched."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from inprocess import message, run
+from lmtrain.sweeps import plan as plans
+from lmtrain.sweeps import search
+from lmtrain.sweeps import trials as trial_rows
+from lmtrain.sweeps.local import share_of_gpus
+from lmtrain.sweeps.plan import Plan
+from lmtrain.sweeps.trials import Trial
+from support import REPO, TINY, rows
+
+FOUR_STEPS = [
+    "trainer.max_steps=4", "trainer.val_check_interval=2", "trainer.limit_val_batches=1", "export.enabled=false",
+    "run.allow_target=[sweep_trial]", "data=text",
+]  # fmt: skip
+STATES = "callbacks.extra=choice([],[{_target_: sweep_trial.Raises}],[{_target_: sweep_trial.IsKilled}])"
+
+
+def sweep(here: Path, corpus: Path, *words: str, **extra: str) -> "subprocess.Popen[str]":
+    """A sweep in a folder, its output in files there."""
+    out, err = (open(here / name, "w") for name in ("stdout", "stderr"))  # noqa: SIM115
+    command = [sys.executable, "-m", "lmtrain.train", "-m", *TINY, *FOUR_STEPS, f"data.path={corpus}", *words]
+    environ = {**os.environ, "PYTHONPATH": str(REPO / "tests"), **extra}
+    return subprocess.Popen(command, cwd=here, env=environ, stdout=out, stderr=err, text=True)
+
+
+def table(folder: Path) -> list[Trial]:
+    return [Trial(**row) for row in rows(folder / "trials.jsonl")]
+
+
+def test_failed_trials_are_recorded_and_tried_again(corpus: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "outputs" / "sweeps" / "mine"
+    # A launcher's variables, as a notebook or an earlier job may leave them, must not reach the trials.
+    leaked = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "LOCAL_RANK": "3", "RANK": "3", "WORLD_SIZE": "1"}
+    assert sweep(tmp_path, corpus, STATES, "sweep.name=mine", "sweep.jobs=2", **leaked).wait(200) == 1
+    good, raised, killed = table(folder)
+    assert (good.status, good.exit_code, good.error) == ("finished", 0, None)
+    assert good.score == min(row["val/loss"] for row in rows(folder / "0" / "metrics.jsonl") if "val/loss" in row)
+    assert (raised.status, raised.exit_code, raised.score) == ("failed", 1, None)
+    assert raised.error is not None
+    assert raised.error.startswith("Traceback ")
+    assert raised.error.endswith("ZeroDivisionError: a mistake [of the user's]")
+    assert (killed.status, killed.exit_code) == ("failed", -9)
+    assert killed.error is not None
+    assert killed.error.endswith("ended by SIGKILL: the machine ran out of memory, most likely")
+    err = (tmp_path / "stderr").read_text()
+    assert err.count("error: trial ") == 2
+    before = (folder / "0" / "summary.json").stat().st_mtime_ns
+
+    (tmp_path / "mended").touch()
+    assert sweep(tmp_path, corpus, STATES, "sweep.name=mine", "sweep.jobs=2").wait(200) == 0
+    assert [(t.number, t.status, t.exit_code, t.error) for t in table(folder)] == [
+        (n, "finished", 0, None) for n in range(3)
+    ]
+    assert len({t.score for t in table(folder)}) == 1  # the callbacks changed nothing else
+    assert (folder / "0" / "summary.json").stat().st_mtime_ns == before
+    assert [row["step"] for row in rows(folder / "1" / "metrics.jsonl") if "train/loss" in row] == [1, 2, 3, 4]
+
+    ended = run("sweep_report", str(folder))
+    assert ended.code == 0, ended.err
+    assert "ZeroDivision" not in ended.out
+    assert (folder / "sweep.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_ctrl_c_saves_and_the_same_command_goes_on(corpus: Path, tmp_path: Path) -> None:
+    words = ["callbacks.extra=[{_target_: sweep_trial.Waits}]", "optimizer.lr=1e-3,3e-4", "sweep.name=mine"]
+    folder = tmp_path / "outputs" / "sweeps" / "mine"
+    process = sweep(tmp_path, corpus, *words)
+    deadline = time.monotonic() + 100
+    while not (tmp_path / "waiting").exists():
+        assert process.poll() is None, (tmp_path / "stderr").read_text()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    second = sweep_refused(tmp_path, corpus, words)
+    assert "is running already" in second
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 75
+    assert [(t.status, t.exit_code) for t in table(folder)] == [("preempted", 75)]
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "waiting").read_text()), 0)
+    out = (tmp_path / "stdout").read_text()
+    assert "Go on with:" in out
+    assert "sweep.name=mine" in out.splitlines()[-1]
+
+    (tmp_path / "mended").touch()
+    assert sweep(tmp_path, corpus, *words).wait(200) == 0
+    assert [t.status for t in table(folder)] == ["finished", "finished"]
+    assert "continues after step " in (folder / "0.log").read_text()
+    assert [row["step"] for row in rows(folder / "0" / "metrics.jsonl") if "train/loss" in row] == [1, 2, 3, 4]
+
+
+def sweep_refused(here: Path, corpus: Path, words: list[str]) -> str:
+    """Another process with the same sweep: its message."""
+    command = [sys.executable, "-m", "lmtrain.train", "-m", *TINY, *FOUR_STEPS, f"data.path={corpus}", *words]
+    ended = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=60,
+                           env={**os.environ, "PYTHONPATH": str(REPO / "tests")})  # fmt: skip
+    assert ended.returncode == 2
+    return message(ended.stderr)
+
+
+REFUSED = {
+    ("-m", "optimizer.lr=interval(1e-4,1e-3)"): "add sweep=optuna",
+    ("-m", "sweep=optuna", "optimizer.lr=tag(log,interval(0,1e-3))"): "optimizer.lr=tag(log,interval(0,1e-3)): ",
+    ("-m", "sweep=optuna", "sweep.sampler=magic", "seed=1,2"): "choose tpe or random",
+    ("-m", "optimizer.lr=1e-3,1e-4", "sweep.n_trials=3"): "sweep.n_trials has no meaning with the sweep chosen here",
+    ("-m", "optimizer.lr=1e-3,1e-4", "sweep.jobs=0"): "at least one trial",
+    ("-m", "optimizer.lr=1e-3,1e-4", "run.name=one"): "name the sweep: sweep.name=",
+    ("-m", "optimizer.lr=1e-3,1e-4", "hydra/sweeper=optuna"): "sweep=grid or sweep=optuna",
+    ("-m", "optimizer.lr=1e-3,1e-4", "hydra/launcher=ray_cluster"): 'pip install "lmtrain[ray]"',
+    ("-m", "optimizer.lr=1e-3,1e-4", "hydra.sweep.dir=mine"): "holds files that are not a sweep's",
+    ("sweep=optuna",): "sweep has no effect on a single run",
+    ("hydra/launcher=submitit_slurm",): "hydra/launcher has no effect on a single run",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED, ids=" ".join)
+def test_refused(words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").touch()
+    ended = run("train", *words)
+    assert ended.code == 2
+    assert REFUSED[words] in message(ended.err)
+    assert [p.name for p in tmp_path.iterdir()] == ["mine"]
+
+
+def made(*words: str) -> Plan:
+    return plans.make("train", list(words), None, "config")
+
+
+@pytest.mark.parametrize("objective", ["causal_lm", "sft", "dpo"])
+def test_the_space_of_each_objective(objective: str) -> None:
+    """Each key exists, and each of its values is accepted."""
+    data = {"causal_lm": "text", "sft": "chat_jsonl", "dpo": "preference_jsonl"}[objective]
+    plan = made("sweep=optuna", f"objective={objective}", f"data={data}", "data.path=x", "data.seq_len=256")
+    assert plan.swept[0].key_or_group == "optimizer.lr"
+    assert len(plan.swept) > 1
+    assert not [o for o in plan.fixed if "sweep" in o]
+
+
+def test_the_command_line_goes_before_the_space() -> None:
+    keys = [o.key_or_group for o in made("sweep=optuna_dpo", "optimizer.lr=1e-5").swept]
+    assert keys == ["schedule.warmup_ratio"]
+    keys = [o.key_or_group for o in made("sweep=optuna_dpo", "model.dropout=interval(0,0.2)").swept]
+    assert keys == ["model.dropout"]
+
+
+def test_a_grid_has_every_combination() -> None:
+    plan = made("optimizer.lr=1e-3,3e-4", "optimizer=glob(adamw*)", "model.dropout=range(0,0.2,0.1)", "seed=7")
+    assert plan.fixed == ["seed=7"]
+    found = search.combinations(plan.swept)
+    assert len(found) == 2 * 2 * 2
+    assert ["optimizer.lr=0.0003", "optimizer=adamw_8bit", "model.dropout=0.1"] in found
+
+
+SPACE = ["optimizer.lr=tag(log,interval(1e-4,1e-2))", "model.num_hidden_layers=int(interval(1,8))", "seed=choice(1,2)"]
+
+
+def searched(plan: Plan, trials: list[Trial], until: int) -> list[Trial]:
+    """Goes on with a search whose score is known: best at a rate of 1e-3; every fifth trial fails."""
+    space = search.distributions(plan.swept)
+    while len(trials) < until:
+        chosen = search.propose(space, plan.config.sweep, "min", trials)
+        rate = float(chosen[0].partition("=")[2])
+        score = None if len(trials) % 5 == 4 else math.log10(rate / 1e-3) ** 2
+        trials.append(Trial(len(trials), chosen, [], "failed" if score is None else "finished", 0, score))
+    return trials
+
+
+def test_a_search_learns_and_goes_on_where_it_was() -> None:
+    pytest.importorskip("optuna")
+    plan = made("sweep=optuna", *SPACE)
+    whole = searched(plan, [], 40)
+    kept = [Trial(**json.loads(json.dumps(vars(t)))) for t in whole[:17]]
+    assert searched(plan, kept, 40) == whole
+    assert searched(made("sweep=optuna", "sweep.seed=1", *SPACE), [], 3) != whole[:3]
+    layers = {t.overrides[1] for t in whole}
+    assert layers <= {f"model.num_hidden_layers={n}" for n in range(1, 9)}
+    assert len(layers) > 3
+    off = [abs(math.log10(float(t.overrides[0].partition("=")[2]) / 1e-3)) for t in whole]
+    print(f"distance to the best rate, in decades: first 8 {sum(off[:8]) / 8:.2f}, last 16 {sum(off[-16:]) / 16:.2f}")
+    assert sum(off[-16:]) / 16 < 0.5 * sum(off[:8]) / 8
+    # A space that was narrowed since leaves out what lies outside.
+    narrow = made("sweep=optuna", SPACE[0].replace("1e-4", "9e-4"), *SPACE[1:])
+    assert 9e-4 <= float(searched(narrow, whole[:10], 11)[-1].overrides[0].partition("=")[2]) <= 1e-2
+
+
+@pytest.mark.parametrize(("best", "status"), [(math.nan, "failed"), (math.inf, "failed"), (2.5, "finished")])
+def test_a_score_that_is_not_finite_fails_the_trial(best: float, status: str, tmp_path: Path) -> None:
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0" / "summary.json").write_text(json.dumps({"status": "finished", "best_metric": {"val/loss": best}}))
+    trial = Trial(0, [], [])
+    trial_rows.judge(trial, tmp_path, 0, stopped=False)
+    assert (trial.status, trial.score) == (status, best if status == "finished" else None)
+    worst = Trial(1, [], [], "finished", 0, 1e9)
+    assert trial_rows.ranked([trial, worst], "min")[-1] is (trial if status == "failed" else worst)
+    json.loads((json.dumps(vars(trial))), parse_constant=pytest.fail)
+
+
+def test_a_trial_without_a_result_is_judged_by_its_folder(tmp_path: Path) -> None:
+    """Where a launcher's job died and gave no exit code."""
+    trial = Trial(0, [], [])
+    trial_rows.judge(trial, tmp_path, None, stopped=False)
+    assert (trial.status, trial.error) == ("failed", "the launcher gave no result for this trial")
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0" / "summary.json").write_text('{"status": "preempted"}')
+    trial_rows.judge(trial, tmp_path, None, stopped=False)
+    assert (trial.status, trial.exit_code) == ("preempted", 75)
+
+
+def test_report_sorts_and_shows_what_varies(tmp_path: Path) -> None:
+    lines = [
+        {"number": 0, "overrides": ["optimizer.lr=0.001", "model=gpt_nano"], "status": "failed", "error": "x\n[bold]E"},
+        {"number": 1, "overrides": ["optimizer.lr=0.0003", "model=gpt_nano"], "status": "finished", "score": 3.0},
+        {"number": 2, "overrides": ["optimizer.lr=0.01", "model=llama_nano"], "status": "finished", "score": 2.0},
+    ]
+    written = [json.dumps({"fixed": ["seed=7"], **line}) + "\n" for line in lines]
+    (tmp_path / "trials.jsonl").write_text("".join(written))
+    ended = run("sweep_report", str(tmp_path))
+    assert ended.code == 0, ended.err
+    shown = ended.out.splitlines()
+    assert [line.split()[0] for line in shown[:4]] == ["trial", "2", "1", "0"]
+    assert "optimizer.lr" in shown[0]
+    assert "seed" not in shown[0]
+    assert shown[3].rstrip().endswith("[bold]E")
+    ended = run("sweep_report", str(tmp_path / "nowhere"))
+    assert ended.code == 2
+    assert "has no trials.jsonl" in message(ended.err)
+
+
+def test_gpus_are_dealt_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,4,5,7")
+    assert [share_of_gpus(slot, 2) for slot in range(2)] == ["0,1", "4,5"]
+    assert share_of_gpus(0, 1) is None
+    assert share_of_gpus(0, 6) is None
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert share_of_gpus(0, 2) is None
+
+
+@pytest.mark.slow
+def test_optuna_on_two_ranks_a_trial(corpus: Path, tmp_path: Path) -> None:
+    """Trials that are groups of processes: one folder each, nothing left running; more trials are added later."""
+    pytest.importorskip("optuna")
+    words = ["sweep=optuna", "sweep.name=mine", "sweep.startup_trials=1", "trainer.devices=2",
+             "data.global_batch_size=8", "optimizer.lr=tag(log,interval(1e-4,1e30))"]  # fmt: skip
+    folder = tmp_path / "outputs" / "sweeps" / "mine"
+    assert sweep(tmp_path, corpus, *words, "sweep.n_trials=2", "sweep.allow_failures=true").wait(300) == 0
+    first = table(folder)
+    assert sweep(tmp_path, corpus, *words, "sweep.n_trials=3", "sweep.allow_failures=true").wait(300) == 0
+    assert table(folder)[:2] == first or any(t.status == "failed" for t in first)
+    assert [t.number for t in table(folder)] == [0, 1, 2]
+    assert all((folder / str(n) / "config.yaml").exists() for n in range(3))
+    assert str(folder) not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.slow
+def test_trials_end_with_a_sweep_that_was_killed(corpus: Path, tmp_path: Path) -> None:
+    process = sweep(tmp_path, corpus, "callbacks.extra=[{_target_: sweep_trial.Waits}]", "sweep.name=mine")
+    while not (tmp_path / "waiting").exists():
+        assert process.poll() is None, (tmp_path / "stderr").read_text()
+        time.sleep(0.1)
+    process.kill()
+    process.wait()
+    folder = tmp_path / "outputs" / "sweeps" / "mine"
+    assert table(folder)[0].status == "running"
+    deadline = time.monotonic() + 30
+    while not (folder / "0" / "summary.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert json.loads((folder / "0" / "summary.json").read_text())["status"] == "preempted"
+
+
+@pytest.mark.slow
+def test_hydras_launcher(corpus: Path, tmp_path: Path) -> None:
+    """submitit on this machine: the same path as to SLURM, but for the queue."""
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    (tmp_path / "mended").touch()
+    words = [STATES, "sweep.name=mine", "hydra/launcher=submitit_local"]
+    assert sweep(tmp_path, corpus, *words).wait(300) == 0
+    assert [t.status for t in table(tmp_path / "outputs" / "sweeps" / "mine")] == ["finished"] * 3
