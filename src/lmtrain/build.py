@@ -15,8 +15,10 @@ import lightning.pytorch as pl
 import torch
 import transformers
 from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.plugins.environments import ClusterEnvironment, LightningEnvironment, TorchElasticEnvironment
 from rich.console import Console
 
+from lmtrain import ranks
 from lmtrain.callbacks.bad_steps import BadSteps
 from lmtrain.callbacks.checkpoints import Checkpoints
 from lmtrain.callbacks.metrics import Metrics
@@ -256,6 +258,11 @@ def progress_bar(config: Config, console: Console, total_steps: int) -> RichBar 
     return None
 
 
+def cluster_environment() -> ClusterEnvironment:
+    """Where a rank finds the others: in the variables that the elastic launcher, torchrun or ranks.py have set."""
+    return TorchElasticEnvironment() if ranks.find() is not None else LightningEnvironment()
+
+
 def build_trainer(config: Config, run_dir: RunDir, callbacks: list[pl.Callback], total_steps: int) -> pl.Trainer:
     t = config.trainer
     half = t.precision in ("bf16-true", "16-true") and config.peft.method != "none"
@@ -279,7 +286,8 @@ def build_trainer(config: Config, run_dir: RunDir, callbacks: list[pl.Callback],
         logger=build_loggers(config, run_dir),
         log_every_n_steps=2**62,  # the Metrics callback feeds the loggers
         callbacks=callbacks,
-        plugins=[FolderCheckpointIO(background=config.checkpoint.async_save), *plugins],
+        # Named, or Lightning takes any process of a SLURM job for a rank, and saves inside its signal handler.
+        plugins=[FolderCheckpointIO(background=config.checkpoint.async_save), cluster_environment(), *plugins],
         default_root_dir=Path(run_dir.path),
         benchmark=False,
         inference_mode=t.strategy != "fsdp",  # tensors gathered in it could not be used in training

@@ -110,6 +110,7 @@ def _check_whole_numbers(c: Config) -> None:
 
 def _check_numbers(c: Config) -> None:
     not_negative: dict[str, float | None] = {
+        "trainer.max_restarts": c.trainer.max_restarts,
         "data.num_workers": c.data.num_workers,
         "data.min_length": c.data.min_length,
         "checkpoint.keep_best": c.checkpoint.keep_best,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from lmtrain import errors
 from lmtrain.errors import UserError
+from lmtrain.orphans import is_first
 
 if TYPE_CHECKING:
     from lmtrain.schema import Config
@@ -61,7 +62,8 @@ def run(verb: str, action: Callable[["Config"], int], argv: list[str] | None = N
             return errors.FINISHED
         return action(config.check(composed))
     except (UserError, errors.RunError) as error:
-        print_error(str(error))
+        if isinstance(error, errors.RunError) or is_first():  # all ranks find the same mistake
+            print_error(str(error))
         return error.exit_code
     except KeyboardInterrupt:
         print_error("interrupted (Ctrl-C); what was complete is kept, the same command starts again")

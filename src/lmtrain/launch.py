@@ -18,7 +18,8 @@ from pathlib import Path
 from lmtrain import cli, errors
 from lmtrain import config as rules
 from lmtrain.errors import RunError, UserError
-from lmtrain.orphans import end_with_parent
+from lmtrain.orphans import end_with_parent, is_first
+from lmtrain.ranks import was_restarted
 from lmtrain.run_dir import RunDir, write_atomic
 from lmtrain.schema import Config
 
@@ -49,13 +50,13 @@ def launch(run: RunDir, config: Config, processes: int) -> int:
     ranks.mkdir(exist_ok=True)
     write_atomic(ranks / "config.yaml", rules.dump(config))
     with _process_as_it_was():
-        code = _launch(run, ranks, processes)
+        code = _launch(run, ranks, processes, config.trainer.max_restarts)
     if code != errors.FAILED:  # only a failed launch leaves its rank logs
         shutil.rmtree(ranks, ignore_errors=True)
     return code
 
 
-def _launch(run: RunDir, ranks: Path, processes: int) -> int:
+def _launch(run: RunDir, ranks: Path, processes: int, max_restarts: int) -> int:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -70,7 +71,7 @@ def _launch(run: RunDir, ranks: Path, processes: int) -> int:
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
-        max_restarts=0,
+        max_restarts=max_restarts,
         monitor_interval=0.2,
         signals_to_handle=",".join(_SIGNALS),
         shutdown_timeout=_SHUTDOWN_SECONDS,
@@ -100,9 +101,12 @@ def rank_main(config_path: Path) -> int:
     if _LAUNCHER in os.environ:  # a launcher that was killed can't pass on a signal: save and leave
         end_with_parent(int(os.environ[_LAUNCHER]), signal.SIGTERM)
     try:
-        code = train.run_in_process(rules.load(config_path), RunDir(config_path.parents[1]))
+        config = rules.load(config_path)
+        if was_restarted():
+            config.run.resume = "auto"
+        code = train.run_in_process(config, RunDir(config_path.parents[1]))
     except (UserError, RunError) as error:
-        if os.environ.get("RANK", "0") == "0" or isinstance(error, RunError):
+        if is_first() or isinstance(error, RunError):
             cli.print_error(str(error))
         return error.exit_code
     return errors.FINISHED if code == errors.PREEMPTED else code

@@ -8,6 +8,11 @@ import sys
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
+def is_first() -> bool:
+    """Whether this process is the one that speaks: rank 0, or a process on its own."""
+    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+
+
 def end_with_parent(parent: int, by: signal.Signals) -> None:
     """Asks the kernel to send this process `by` when its parent dies; ends it now where `parent` is gone already.
 

@@ -193,6 +193,7 @@ class Trainer:
     accelerator: str
     devices: int | str
     num_nodes: int
+    max_restarts: int
     strategy: str
     fsdp: Fsdp
     precision: str

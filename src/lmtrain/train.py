@@ -6,9 +6,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lmtrain import cli, errors, run_dir
+from lmtrain import cli, errors, ranks, run_dir
 from lmtrain.config import batch_split
-from lmtrain.errors import RunError
+from lmtrain.errors import RunError, UserError
 from lmtrain.run_dir import RunDir
 from lmtrain.schema import Config
 
@@ -20,6 +20,14 @@ def train(config: Config) -> int:
     """Trains as `config` says, in this process or in one per device; returns the exit code."""
     if config.debug.get("mode") == "replay":
         return replay_step(config)
+    layout = ranks.find()
+    if layout is not None:
+        return ranks.train(config, layout)
+    if config.trainer.num_nodes > 1:
+        raise UserError(
+            f"trainer.num_nodes={config.trainer.num_nodes}: start one command per node, with torchrun --nnodes="
+            f"{config.trainer.num_nodes} -m lmtrain.train ... or srun (docs/multi_node.md has both)"
+        )
     folder = RunDir(run_dir.locate(config))
     if is_finished(config, folder):
         print(f"{folder.path} is finished: nothing to do. More steps: trainer.max_steps; a new run: run.name")
@@ -34,7 +42,7 @@ def train(config: Config) -> int:
         processes = int(config.trainer.devices)
         if processes == 1:
             return run_in_process(config, folder)
-        batch_split(config.data.global_batch_size, config.data.micro_batch_size, processes * config.trainer.num_nodes)
+        batch_split(config.data.global_batch_size, config.data.micro_batch_size, processes)
         return launch.launch(folder, config, processes)
     finally:
         if fresh:
@@ -108,7 +116,7 @@ def fit_and_export(run: "Run", checkpoint: Path | None, notes: list[str], starte
         raise explained from error
     status = ending(run)
     if not run.trainer.is_global_zero:
-        return errors.FINISHED
+        return errors.PREEMPTED if status == "preempted" else errors.FINISHED
     if status == "preempted":
         report.write_summary(run, status, started)
         report.say_how_to_go_on(run)

@@ -88,6 +88,8 @@ class FSDPStrategy(ModelParallelStrategy):
     def teardown(self) -> None:
         super().teardown()
         self.checkpoint_io.teardown()  # waits for a save in flight
+        if self.world_size == 1 and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()  # the process may go on to another run
 
 
 def build_strategy(name: str, options: Fsdp, precision: str, processes: int) -> str | pl.strategies.Strategy:

@@ -1,0 +1,167 @@
+"""How ranks are started and end: torchrun on two nodes, SLURM, restarts, a rank that fails, ranks that are stopped."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lmtrain import ranks
+from lmtrain.callbacks.metrics import without_times
+from lmtrain.errors import UserError
+from lmtrain.run_dir import read_jsonl
+from support import TINY, rows
+
+TEXT = [*TINY, "data=text", "data.global_batch_size=8", "data.micro_batch_size=2", "trainer.max_steps=12",
+        "trainer.val_check_interval=6", "trainer.limit_val_batches=2", "trainer.save_every_n_steps=4",
+        "callbacks.samples.every_n_validations=0"]  # fmt: skip
+ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
+BREAKS = ["run.allow_target=[mishaps]"]
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def start(command: list[str], **env: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**ENV, **env}
+    )
+
+
+def breaks(**settings: object) -> str:
+    fields = ",".join(f"{key}: {value}" for key, value in settings.items())
+    return f"callbacks.extra=[{{_target_: mishaps.Breaks,{fields}}}]"
+
+
+def numbers(run_dir: Path) -> list[dict]:
+    return [without_times(row) for row in rows(run_dir / "metrics.jsonl")]
+
+
+def on_two_nodes(*settings: str) -> list[tuple[int, str]]:
+    """Exit code and output of torchrun on two "nodes" of one rank each."""
+    port = str(free_port())
+    nodes = [
+        start(["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", f"--node-rank={rank}",
+               "--master-addr=127.0.0.1", f"--master-port={port}", "-m", "lmtrain.train", *settings])
+        for rank in (0, 1)
+    ]  # fmt: skip
+    outputs = [node.communicate(timeout=120)[0] for node in nodes]
+    return [(node.returncode, out) for node, out in zip(nodes, outputs, strict=True)]
+
+
+@pytest.mark.slow
+def test_two_nodes_by_torchrun(corpus: Path, tmp_path: Path) -> None:
+    """Each rank finds the time for the folder's name itself, yet all use one folder and one config."""
+    settings = [*TEXT, f"data.path={corpus}", f"run.root={tmp_path / 'runs'}", "trainer.strategy=fsdp"]
+    for code, output in on_two_nodes(*settings):
+        assert code == 0, output
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    assert (run_dir / "export" / "model.safetensors").exists()
+    assert [row["step"] for row in numbers(run_dir) if "train/loss" in row] == list(range(1, 13))
+    config = (run_dir / "config.yaml").read_text()
+    assert "num_nodes: 2" in config
+    assert "devices: 1" in config
+
+
+@pytest.mark.slow
+def test_a_mistake_is_said_once_and_leaves_no_folder(corpus: Path, tmp_path: Path) -> None:
+    settings = [*TEXT, f"data.path={corpus}", f"run.root={tmp_path / 'runs'}", "optimizer.name=adamv"]
+    ended = on_two_nodes(*settings)
+    assert all(code != 0 for code, _ in ended)
+    assert sum(output.count("error: optimizer.name=adamv is not known") for _, output in ended) == 1
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+def test_two_tasks_of_slurm(corpus: Path, tmp_path: Path) -> None:
+    job = {"SLURM_JOB_ID": str(free_port() - 15000), "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2",
+           "SLURM_STEP_NUM_NODES": "1", "SLURM_NNODES": "1", "SLURM_NODELIST": "localhost",
+           "SLURM_NODEID": "0"}  # fmt: skip
+    settings = ["-m", "lmtrain.train", *TEXT, f"data.path={corpus}", f"run.root={tmp_path / 'runs'}"]
+    tasks = [start(settings, **job, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)) for rank in (0, 1)]
+    for task in tasks:
+        output, _ = task.communicate(timeout=120)
+        assert task.returncode == 0, output
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    assert len(numbers(run_dir)) == 14
+
+
+@pytest.mark.slow
+def test_ranks_that_fail_once_start_again_from_the_newest_checkpoint(corpus: Path, tmp_path: Path) -> None:
+    settings = ["-m", "lmtrain.train", *TEXT, f"data.path={corpus}", "trainer.devices=2", "trainer.strategy=fsdp",
+                "export.enabled=false", *BREAKS]  # fmt: skip
+    for name, times in (("whole", 0), ("restarted", 1)):
+        marker = tmp_path / f"{name}.marker"
+        if times == 0:
+            marker.touch()
+        process = start([*settings, breaks(rank=1, step=7, marker=marker), f"run.dir={tmp_path / name}",
+                         "trainer.max_restarts=1"])  # fmt: skip
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, output
+        assert output.count("a mistake on rank 1") == times
+    assert numbers(tmp_path / "restarted") == numbers(tmp_path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_fails_ends_all(corpus: Path, tmp_path: Path, rank: int) -> None:
+    settings = [*TEXT, f"data.path={corpus}", f"run.dir={tmp_path / 'run'}", "trainer.devices=2"]
+    process = start(["-m", "lmtrain.train", *settings, "trainer.strategy=fsdp", *BREAKS, breaks(rank=rank, step=5)])
+    while process.poll() is None and not any(r["step"] >= 5 for r in read_jsonl(tmp_path / "run" / "metrics.jsonl")):
+        time.sleep(0.05)
+    failed = time.monotonic()
+    output, _ = process.communicate(timeout=120)  # returns when all that hold the pipe are gone
+    assert time.monotonic() - failed < 60
+    assert process.returncode == 1
+    assert f"ZeroDivisionError: a mistake on rank {rank}" in output
+    assert f"rank {rank} failed first" in output
+    first = next(line for line in output.splitlines() if "Error" in line)
+    assert "ZeroDivisionError" in first, output
+
+
+@pytest.mark.slow
+def test_stopped_fsdp_ranks_save_and_continue_equal(corpus: Path, tmp_path: Path) -> None:
+    common = [*TEXT, "trainer.max_steps=80", "trainer.save_every_n_steps=null", "trainer.val_check_interval=null",
+              f"data.path={corpus}", "trainer.devices=2", "trainer.strategy=fsdp", "export.enabled=false"]  # fmt: skip
+    command = ["-m", "lmtrain.train", *common, f"run.dir={tmp_path / 'stopped'}", "run.resume=auto"]
+    process = start(command)
+    metrics = tmp_path / "stopped" / "metrics.jsonl"
+    while process.poll() is None and not any(r["step"] >= 9 for r in read_jsonl(metrics)):
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, output
+    summary = json.loads((tmp_path / "stopped" / "summary.json").read_text())
+    assert summary["status"] == "preempted"
+    resumed = start(command)
+    output, _ = resumed.communicate(timeout=120)
+    assert resumed.returncode == 0, output
+    whole = start(["-m", "lmtrain.train", *common, f"run.dir={tmp_path / 'whole'}"])
+    output, _ = whole.communicate(timeout=120)
+    assert whole.returncode == 0, output
+    assert numbers(tmp_path / "stopped") == numbers(tmp_path / "whole")
+
+
+def test_ranks_are_found_in_the_environment() -> None:
+    torchrun = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a",
+                "MASTER_PORT": "1"}  # fmt: skip
+    assert ranks.find({}) is None
+    assert ranks.find(torchrun) == ranks.Layout(3, 2, 2, "torchrun")
+    step = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2", "SLURM_PROCID": "5", "SLURM_LOCALID": "1",
+            "SLURM_NODEID": "1", "SLURM_NODELIST": "gpu[07-08]", "SLURM_JOB_ID": "123456"}  # fmt: skip
+    assert ranks.find(step) == ranks.Layout(5, 2, 4, "SLURM")
+    assert step["MASTER_ADDR"] == "gpu07"
+    assert step["MASTER_PORT"] == "18456"
+    # The script of an sbatch job is no rank, however many tasks its job has.
+    assert ranks.find({"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}) is None
+    uneven = {**{k: v for k, v in step.items() if k.startswith("SLURM")}, "SLURM_STEP_NUM_TASKS": "7"}
+    with pytest.raises(UserError, match="--ntasks-per-node"):
+        ranks.find(uneven)
