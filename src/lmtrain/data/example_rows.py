@@ -57,7 +57,7 @@ class PackedRows:
         """A micro-batch from (epoch, row) pairs [B, 2], T = seq_len.
 
         Returns:
-            input_ids, labels, learned and seen as of `PaddedRows.read`; a label is never the first token of an example. With
+            input_ids, labels, learned and seen as of `PaddedRows.read`; no label is the first token of an example. With
             isolation position_ids int64 [B, T], restarting at each example, and cu_seqlens int32 [n + 1], the starts
             of examples (and of the empty end of a row) over the B * T flattened tokens.
         """

@@ -13,9 +13,8 @@ from typing import Any
 
 from huggingface_hub import errors as hub_errors
 from huggingface_hub import hf_hub_download
-from tokenizers import AddedToken
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from lmtrain.data import hub
