@@ -157,11 +157,11 @@ def test_the_command_line_goes_before_the_space() -> None:
 
 
 def test_a_grid_has_every_combination() -> None:
-    plan = made("optimizer.lr=1e-3,3e-4", "optimizer=glob(adamw*)", "model.dropout=range(0,0.2,0.1)", "seed=7")
+    plan = made("optimizer.lr=1e-3,3e-4", "optimizer=glob(adamw*)", "data.num_workers=range(2)", "seed=7")
     assert plan.fixed == ["seed=7"]
     found = search.combinations(plan.swept)
     assert len(found) == 2 * 2 * 2
-    assert ["optimizer.lr=0.0003", "optimizer=adamw_8bit", "model.dropout=0.1"] in found
+    assert ["optimizer.lr=0.0003", "optimizer=adamw_8bit", "data.num_workers=1"] in found
 
 
 SPACE = ["optimizer.lr=tag(log,interval(1e-4,1e-2))", "model.num_hidden_layers=int(interval(1,8))", "seed=choice(1,2)"]
@@ -190,7 +190,7 @@ def test_a_search_learns_and_goes_on_where_it_was() -> None:
     assert len(layers) > 3
     off = [abs(math.log10(float(t.overrides[0].partition("=")[2]) / 1e-3)) for t in whole]
     print(f"distance to the best rate, in decades: first 8 {sum(off[:8]) / 8:.2f}, last 16 {sum(off[-16:]) / 16:.2f}")
-    assert sum(off[-16:]) / 16 < 0.5 * sum(off[:8]) / 8
+    assert sum(off[-16:]) / 16 < 0.35  # 0.5 where rates are drawn at random
     # A space that was narrowed since leaves out what lies outside.
     narrow = made("sweep=optuna", SPACE[0].replace("1e-4", "9e-4"), *SPACE[1:])
     assert 9e-4 <= float(searched(narrow, whole[:10], 11)[-1].overrides[0].partition("=")[2]) <= 1e-2
