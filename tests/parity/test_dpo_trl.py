@@ -14,7 +14,7 @@ from support import rows
 
 pytestmark = pytest.mark.slow
 
-PAIRS, BATCH, MICRO_BATCH, SEED, LR, BETAS, CLIP = 50, 10, 5, 7, 1e-3, (0.9, 0.999), 5.0
+PAIRS, BATCH, MICRO_BATCH, SEED, LR, BETAS, CLIP = 50, 10, 5, 7, 4e-3, (0.9, 0.999), 5.0
 
 # The losses that both have: name, our settings, TRL's.
 LOSSES: list[tuple[str, list[str], dict[str, Any]]] = [
@@ -26,8 +26,8 @@ LOSSES: list[tuple[str, list[str], dict[str, Any]]] = [
     ("hinge", ["objective.loss=hinge"], {"loss_type": ["hinge"]}),
     ("apo_zero", ["objective.loss=apo_zero"], {"loss_type": ["apo_zero"]}),
     ("apo_down", ["objective.loss=apo_down"], {"loss_type": ["apo_down"]}),
-    ("per_token", ["objective.length_normalize=true", "objective.beta=5"],
-     {"loss_type": ["sigmoid_norm"], "beta": 5.0}),
+    ("per_token", ["objective.length_normalize=true", "objective.beta=1"],
+     {"loss_type": ["sigmoid_norm"], "beta": 1.0}),
 ]  # fmt: skip
 # TRL averages this term over the tokens of a forward pass, the paper over those of an answer: the same for one pair.
 SFT_TERM = ("rpo", ["objective.sft_weight=0.5"], {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]})
@@ -78,14 +78,16 @@ def compare(found: list[dict[str, float]], reference: list[dict[str, float]], na
         "train/rewards/chosen": "rewards/chosen",
         "train/rewards/rejected": "rewards/rejected",
         "train/rewards/margin": "rewards/margins",
-        "train/rewards/accuracy": "rewards/accuracies",
         "train/logps/chosen": "logps/chosen",
         "train/logps/rejected": "logps/rejected",
     }
     for row, theirs in zip(found, reference, strict=True):
         for mine, other in names.items():
             assert row[mine] == pytest.approx(theirs[other], rel=1e-4, abs=1e-4), (name, row["step"], mine)
-    assert max(abs(row["train/rewards/margin"]) for row in found[1:]) > 0.005, "the policy never left its reference"
+        # A margin of nearly zero may fall on either side.
+        accuracy = theirs["rewards/accuracies"]
+        assert row["train/rewards/accuracy"] == pytest.approx(accuracy, abs=1.01 / BATCH), (name, row["step"])
+    assert max(abs(row["train/rewards/margin"]) for row in found[1:]) > 0.01, "the policy never left its reference"
 
 
 @pytest.fixture(scope="module", params=["real", "made"])
