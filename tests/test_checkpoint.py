@@ -134,3 +134,12 @@ def test_names() -> None:
     assert store.step_of(Path("x/step_00000500")) == 500
     with pytest.raises(UserError, match="not a checkpoint's name"):
         store.step_of(Path("epoch=1.ckpt"))
+
+
+def test_a_score_that_is_no_number_is_never_the_best() -> None:
+    nan = float("nan")
+    for scores in ([(1, nan), (2, 3.0), (3, 2.0)], [(1, 2.0), (2, nan), (3, 1.0)], [(1, 3.0), (2, 2.0), (3, nan)]):
+        finite = {step: score for step, score in scores if score == score}
+        assert store.best_of(scores, "min") == min(finite, key=finite.__getitem__)
+        assert store.best_of(scores, "max") == max(finite, key=finite.__getitem__)
+    assert store.best_of([(1, nan)], "min") is None

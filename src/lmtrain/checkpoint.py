@@ -7,6 +7,7 @@ callbacks). Both hold plain containers and tensors only and are loaded with weig
 
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -212,9 +213,9 @@ def scores(folder: Path, monitor: str) -> Scores:
 
 
 def _ranked(scores: Scores, mode: str) -> list[int]:
-    """Steps with a score, best first; of equal ones the earlier."""
+    """Steps with a finite score, best first; of equal ones the earlier."""
     sign = 1 if mode == "min" else -1
-    scored = [(sign * score, step) for step, score in scores if score is not None]
+    scored = [(sign * score, step) for step, score in scores if score is not None and math.isfinite(score)]
     return [step for _, step in sorted(scored)]
 
 
