@@ -8,6 +8,7 @@ from typing import Any
 from lmtrain.errors import UserError
 from lmtrain.optim.schedules import check_schedule
 from lmtrain.schema import Config
+from lmtrain.strategies.rules import STRATEGIES, check_strategy
 
 PRECISIONS = ("auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
 STRATEGIES = ("auto", "ddp", "fsdp")
@@ -30,6 +31,7 @@ def check_values(c: Config) -> None:
     _check_peft(c)
     _check_preferences(c)
     _check_targets(c)
+    check_strategy(c)
 
 
 def _choice(key: str, value: Any, options: tuple[str, ...]) -> None:

@@ -24,9 +24,14 @@ class Checkpoints(Checkpoint):
         self.folder, self.metrics, self.cfg = folder, metrics, cfg
         self.every_n_steps, self.total_steps = every_n_steps, total_steps
 
-    def due(self, step: int) -> bool:
-        by_interval = self.every_n_steps is not None and step % self.every_n_steps == 0
-        return by_interval or step == self.total_steps or self._best_so_far(step)
+    def due(self, trainer: pl.Trainer) -> bool:
+        """Whether to save now; the same on all ranks, who may see the folder in different states."""
+        step = trainer.global_step
+        if step == self.total_steps or (self.every_n_steps is not None and step % self.every_n_steps == 0):
+            return True
+        if self._score(step) is None or self.cfg.keep_best == 0:
+            return False
+        return trainer.strategy.broadcast(trainer.is_global_zero and self._best_so_far(step))
 
     def _score(self, step: int) -> float | None:
         """The monitored value of this step's validation, or None if it was not validated."""
@@ -35,15 +40,13 @@ class Checkpoints(Checkpoint):
 
     def _best_so_far(self, step: int) -> bool:
         score = self._score(step)
-        if score is None or self.cfg.keep_best == 0:
-            return False
         earlier = store.scores(self.folder, self.cfg.monitor)
         return store.best_of([*earlier, (step, score)], self.cfg.mode) == step
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self.due(trainer.global_step) or trainer.should_stop:
+        if self.due(trainer) or trainer.should_stop:
             with self.metrics.clock.pause():
                 self.save(trainer)
 
