@@ -115,7 +115,7 @@ class PairRows:
     """Row i is pair i: examples 2i (chosen) and 2i + 1 (rejected). A micro-batch has no padding.
 
     share_prompts: what both answers of a pair begin with is there once, and the rejected answer goes on from it.
-    reference: [n, 2] fp32, log-probabilities of the chosen and the rejected answers that were computed before
+    reference: [n, 2] fp64, log-probabilities of the chosen and the rejected answers that were computed before
         training; None where there are none.
     """
 
@@ -135,7 +135,7 @@ class PairRows:
             scored int64 [C]: positions in N of the tokens that the answers are scored by; before int64 [C]: those of
             the tokens just before them; answer int64 [C]: which answer each belongs to, 2p the chosen and 2p + 1 the
             rejected one of pair p; lengths int64 [2P]: the number of each answer's; pairs, seen int64 []: P and N;
-            reference fp32 [P, 2] where there is one.
+            reference fp64 [P, 2] where there is one.
         """
         ids: list[np.ndarray] = []
         scored: list[np.ndarray] = []

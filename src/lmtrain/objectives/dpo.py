@@ -90,7 +90,7 @@ class DPO(Objective):
         )
 
     def _reference_of_all(self, rows: Any, micro_batch_size: int) -> np.ndarray:
-        """Log-probabilities of all rows' answers under the model as it is, [n, 2] fp32."""
+        """Log-probabilities of all rows' answers under the model as it is, [n, 2] fp64."""
         precision: Any = self.trainer.precision_plugin
         device = self.trainer.strategy.root_device
         model = precision.convert_module(self.model).to(device)
@@ -119,12 +119,14 @@ class DPO(Objective):
         super().training_step(batch, batch_idx)
 
     def answer_log_probs(self, batch: dict[str, Tensor]) -> tuple[Tensor, LogProbs]:
-        """Summed log-probabilities [P, 2] (chosen, rejected) fp32 under the model as it is, and all tokens'."""
+        """Summed log-probabilities [P, 2] (chosen, rejected) fp64 under the model as it is, and all tokens'."""
         inputs = {name: batch[name] for name in ("input_ids", "position_ids", "cu_seqlens", "scored", "before")}
         prefixes = Prefixes(batch["prefix_lengths"], batch["kv_index"], batch["cu_kv"]) if "kv_index" in batch else None
         out = self.model.log_probs(**inputs, prefixes=prefixes)
-        sums = torch.zeros(len(batch["lengths"]), device=out.tokens.device, dtype=out.tokens.dtype)
-        return sums.index_add(0, batch["answer"], out.tokens).view(-1, 2), out
+        # One by one, hundreds of terms lose 1e-3 in fp32, and a sum of hundreds is itself known to 3e-5 only.
+        exact = out.tokens if out.tokens.device.type == "mps" else out.tokens.double()  # mps has no fp64
+        sums = torch.zeros(len(batch["lengths"]), device=exact.device, dtype=exact.dtype)
+        return sums.index_add(0, batch["answer"], exact).view(-1, 2), out
 
     def reference_log_probs(self, batch: dict[str, Tensor]) -> Tensor | None:
         """Summed log-probabilities [P, 2] under the reference, None for losses without one."""

@@ -161,7 +161,7 @@ class Precomputed:
     def find(
         self, model: nn.Module, splits: dict[str, Any], compute: Callable[[Any], np.ndarray], say: Callable[[str], None]
     ) -> None:
-        """Sets `reference` of every split's rows; `compute` gives the [n, 2] fp32 of one.
+        """Sets `reference` of every split's rows; `compute` gives the [n, 2] fp64 of one.
 
         The processes of a run may all call it: one computes, the others wait for its folder.
         """
