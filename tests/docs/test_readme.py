@@ -19,7 +19,7 @@ from support import REPO
 
 CONF = REPO / "conf"
 PAGES = sorted(p for f in (REPO, REPO / "docs", REPO / "benchmarks") for p in f.glob("*.md"))
-GROUPS = {g.name: {o.stem for o in g.glob("*.yaml")} - {"base"} for g in CONF.iterdir() if g.is_dir()}
+GROUPS = {g.name: {o.stem for o in g.glob("*.yaml")} - {"base", "common"} for g in CONF.iterdir() if g.is_dir()}
 
 
 def commands(page: Path) -> list[str]:
