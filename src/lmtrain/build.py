@@ -47,7 +47,7 @@ from lmtrain.precision import AdapterHalfPrecision
 from lmtrain.prompts import prompts_of
 from lmtrain.run_dir import RunDir
 from lmtrain.schema import Config
-from lmtrain.strategies.fsdp import build_strategy
+from lmtrain.strategies.choose import build_strategy
 from lmtrain.targets import build_target
 
 
@@ -140,7 +140,9 @@ def build_objective(config: Config, corpus: Corpus, total_steps: int) -> Objecti
 
 def offloads(config: Config) -> bool:
     """Whether the optimizer steps on the CPU."""
-    return config.trainer.strategy == "fsdp" and config.trainer.fsdp.cpu_offload
+    t = config.trainer
+    zero = t.strategy == "deepspeed" and t.deepspeed.offload_optimizer is not None
+    return zero or (t.strategy == "fsdp" and t.fsdp.cpu_offload)
 
 
 def fingerprint(config: Config, corpus: Corpus, hf_model: Any) -> dict[str, Any]:
@@ -271,7 +273,7 @@ def build_trainer(config: Config, run_dir: RunDir, callbacks: list[pl.Callback],
         accelerator=t.accelerator,
         devices=t.devices,
         num_nodes=t.num_nodes,
-        strategy=build_strategy(t.strategy, t.fsdp, t.precision, int(t.devices) * t.num_nodes),
+        strategy=build_strategy(t),
         precision=None if plugins else t.precision,  # type: ignore[arg-type]
         max_steps=total_steps,
         max_epochs=-1,
@@ -290,5 +292,5 @@ def build_trainer(config: Config, run_dir: RunDir, callbacks: list[pl.Callback],
         plugins=[FolderCheckpointIO(background=config.checkpoint.async_save), cluster_environment(), *plugins],
         default_root_dir=Path(run_dir.path),
         benchmark=False,
-        inference_mode=t.strategy != "fsdp",  # tensors gathered in it could not be used in training
+        inference_mode=t.strategy not in ("fsdp", "deepspeed"),  # tensors gathered in it could not be used in training
     )

@@ -11,7 +11,6 @@ from lmtrain.schema import Config
 from lmtrain.strategies.rules import STRATEGIES, check_strategy
 
 PRECISIONS = ("auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
-STRATEGIES = ("auto", "ddp", "fsdp")
 TEXT_METRICS = ("bleu", "rouge", "exact_match")  # those of text_metrics.NAMED, which imports torch
 # Those of preference_losses.LOSSES, which imports torch.
 PREFERENCE_LOSSES = ("sigmoid", "robust", "ipo", "hinge", "dpop", "kto_pair", "apo_zero", "apo_down", "simpo", "orpo")

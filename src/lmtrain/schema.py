@@ -187,6 +187,15 @@ class Fsdp:
 
 
 @dataclass(kw_only=True)
+class DeepSpeed:
+    stage: int
+    offload_optimizer: str | None  # cpu or nvme
+    offload_parameters: str | None
+    nvme_path: str
+    config: str | None
+
+
+@dataclass(kw_only=True)
 class Trainer:
     max_steps: int | None
     max_epochs: int | None
@@ -196,6 +205,7 @@ class Trainer:
     max_restarts: int
     strategy: str
     fsdp: Fsdp
+    deepspeed: DeepSpeed
     precision: str
     val_check_interval: int | None
     limit_val_batches: int | None

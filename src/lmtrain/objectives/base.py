@@ -7,7 +7,7 @@ Objectives say only what the loss of a micro-batch is.
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
 import torch
@@ -44,6 +44,15 @@ class StepResult(NamedTuple):
     sums: dict[str, Tensor]  # this rank's sums
 
 
+@runtime_checkable
+class Engine(Protocol):
+    """A strategy that reduces, clips and steps by itself (DeepSpeed): it can't leave out a bad step, only report it."""
+
+    def set_boundary(self, last: bool) -> None: ...
+
+    def grad_norm(self) -> Tensor: ...
+
+
 class Objective(pl.LightningModule):
     """Base of all objectives: scales, clips, steps, and hands numbers to the callbacks through `last_step`."""
 
@@ -65,6 +74,7 @@ class Objective(pl.LightningModule):
         super().__init__()
         self.automatic_optimization = False
         self.model = model
+        self.call_model: Callable[..., Any] = model.__call__  # a strategy may put its own forward around it
         self._make_optimizer, self.schedule = make_optimizer, schedule
         self._optimizer = make_optimizer(model.model)
         self._group_settings = [{k: v for k, v in g.items() if k != "params"} for g in self._optimizer.param_groups]
@@ -105,13 +115,13 @@ class Objective(pl.LightningModule):
         shard = getattr(self.trainer.strategy, "shard", None)
         if shard is not None:
             shard(self)
+            self._optimizer = self._make_optimizer(self.model.model)
             self.on_sharded()
 
     def on_sharded(self) -> None:
         """Called when other parameters, each rank's part, have taken the places of the model's."""
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        self._optimizer = self._make_optimizer(self.model.model)  # sharding has put other parameters in place
         return self._optimizer
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:
@@ -139,7 +149,11 @@ class Objective(pl.LightningModule):
             add_sums(sums, parts.sums)
         self.step_loss = self._mean_loss(sums, n_tokens) if self.guard.spike_factor is not None else None
         optimizer.step()  # type: ignore[union-attr]  # clips first, in on_before_optimizer_step
-        optimizer.zero_grad(set_to_none=True)  # type: ignore[union-attr]
+        if isinstance(self.trainer.strategy, Engine):
+            self.grad_norm = self.trainer.strategy.grad_norm()
+            self.guard.judge(step, None, self.grad_norm)
+        else:
+            optimizer.zero_grad(set_to_none=True)  # type: ignore[union-attr]
         lr = self._optimizer.param_groups[0]["lr"]
         self.last_step = StepResult(self.trainer.global_step, batch["rows"], lr, self.grad_norm, n_tokens, seen, sums)
 
@@ -181,6 +195,8 @@ class Objective(pl.LightningModule):
         ddp = self.trainer.model
         if isinstance(ddp, torch.nn.parallel.DistributedDataParallel):
             ddp.require_backward_grad_sync = last
+        elif isinstance(self.trainer.strategy, Engine):
+            self.trainer.strategy.set_boundary(last)
         sharding.sync_gradients(self.model, last)
         yield
 

@@ -16,7 +16,7 @@ class CausalLM(Objective):
         return ["loss", "aux/router_loss"] if self.model.has_router else ["loss"]
 
     def micro_batch_loss(self, batch: dict[str, Tensor]) -> LossParts:
-        out = self.model(**batch)
+        out = self.call_model(**batch)
         sums = {"loss": out.nll_sum}
         sums.update({name: value * out.n_tokens for name, value in out.aux.items()})
         return LossParts(out.loss_sum, out.n_tokens, sums)

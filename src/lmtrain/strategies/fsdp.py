@@ -9,7 +9,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -26,9 +25,13 @@ from lmtrain.strategies import layout, sharding
 class FSDPStrategy(ModelParallelStrategy):
     """Every rank reads other rows, and parameters, gradients and optimizer state are sharded over all ranks."""
 
-    def __init__(self, options: Fsdp, precision: str, processes: int, **kwargs: Any) -> None:
+    def __init__(self, options: Fsdp, precision: str, processes: int, accelerator: str) -> None:
+        offloads = options.cpu_offload and accelerator == "cuda"
         super().__init__(
-            data_parallel_size=processes, tensor_parallel_size=1, save_distributed_checkpoint=False, **kwargs
+            data_parallel_size=processes,
+            tensor_parallel_size=1,
+            save_distributed_checkpoint=False,
+            process_group_backend="cpu:gloo,cuda:nccl" if offloads else None,
         )
         self.options, self.precision = options, precision
 
@@ -90,11 +93,3 @@ class FSDPStrategy(ModelParallelStrategy):
         self.checkpoint_io.teardown()  # waits for a save in flight
         if self.world_size == 1 and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()  # the process may go on to another run
-
-
-def build_strategy(name: str, options: Fsdp, precision: str, processes: int) -> str | pl.strategies.Strategy:
-    """What Lightning takes as strategy for trainer.strategy=`name` on `processes` devices in all."""
-    if name != "fsdp":
-        return name
-    backend = "cpu:gloo,cuda:nccl" if options.cpu_offload and torch.cuda.is_available() else None
-    return FSDPStrategy(options, precision, processes, process_group_backend=backend)

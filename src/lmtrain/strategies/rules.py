@@ -12,6 +12,8 @@ def check_strategy(c: Config) -> None:
     if strategy not in ("fsdp", "deepspeed"):
         return
     key = f"trainer.strategy={strategy}"
+    if strategy == "deepspeed":
+        _check_deepspeed(c)
     precisions = ("auto", "32-true", "bf16-mixed", "bf16-true")
     if c.trainer.precision not in precisions:
         raise UserError(f"trainer.precision={c.trainer.precision} does not go with {key}: set one of {precisions}")
@@ -32,3 +34,23 @@ def check_strategy(c: Config) -> None:
             f"peft.modules_to_save with trainer.precision=bf16-true does not go with {key}, which wants all trained "
             f"parameters of a block in one dtype: set trainer.precision=bf16-mixed"
         )
+
+
+def _check_deepspeed(c: Config) -> None:
+    d, key = c.trainer.deepspeed, "trainer.strategy=deepspeed"
+    if d.stage not in (1, 2, 3):
+        raise UserError(f"trainer.deepspeed.stage={d.stage}: 1, 2 or 3 is needed")
+    for name, place in (("offload_optimizer", d.offload_optimizer), ("offload_parameters", d.offload_parameters)):
+        if place not in (None, "cpu", "nvme"):
+            raise UserError(f"trainer.deepspeed.{name}={place}: null, cpu or nvme is needed")
+    if d.offload_parameters is not None and d.stage != 3:
+        raise UserError("trainer.deepspeed.offload_parameters needs trainer.deepspeed.stage=3")
+    if c.objective.name == "dpo":
+        raise UserError(f"objective=dpo does not go with {key}, whose engine knows one forward: set strategy=fsdp")
+    if c.optimizer.name not in ("adamw", "lion"):
+        raise UserError(
+            f"optimizer={c.optimizer.name} does not go with {key}: ZeRO cuts parameters into flat pieces, and it needs "
+            f"whole matrices. Set optimizer=adamw or lion, or trainer.strategy=fsdp"
+        )
+    if c.trainer.spike_factor is not None:
+        raise UserError(f"trainer.spike_factor does not go with {key}, which can't leave out a step: set it to null")

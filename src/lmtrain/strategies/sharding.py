@@ -53,7 +53,8 @@ def shard(model: LanguageModel, mesh: DeviceMesh, precision: str, options: Fsdp)
 
 
 def is_sharded(model: nn.Module) -> bool:
-    return isinstance(model, FSDPModule)
+    """Whether a forward needs all ranks: FSDP2, or ZeRO-3, whose parameters have an id of DeepSpeed's."""
+    return isinstance(model, FSDPModule) or any(hasattr(p, "ds_id") for p in model.parameters())
 
 
 @contextlib.contextmanager

@@ -1,0 +1,23 @@
+"""From trainer.strategy to what Lightning takes."""
+
+from lightning.pytorch.strategies import Strategy
+
+from lmtrain.schema import Trainer
+
+
+def build_strategy(t: Trainer) -> str | Strategy:
+    """The strategy of a config whose `auto` values are resolved.
+
+    Raises:
+        UserError: deepspeed without the package, without CUDA, or with a config file that can't be used.
+    """
+    if t.strategy == "fsdp":
+        from lmtrain.strategies.fsdp import FSDPStrategy
+
+        return FSDPStrategy(t.fsdp, t.precision, int(t.devices) * t.num_nodes, t.accelerator)
+    if t.strategy == "deepspeed":
+        from lmtrain.strategies.deepspeed import DeepSpeedStrategy, refuse_on_cpu
+
+        refuse_on_cpu(t.accelerator)
+        return DeepSpeedStrategy(t.deepspeed, t.precision, t.gradient_clip_val)
+    return t.strategy

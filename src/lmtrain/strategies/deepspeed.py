@@ -1,0 +1,234 @@
+"""trainer.strategy=deepspeed: ZeRO stages 1 to 3 (Rajbhandari et al. 2020, arXiv:1910.02054) by DeepSpeed's engine.
+
+The engine wraps the language model, not the LightningModule: its forward, backward and step are called as its
+documentation does for each micro-batch, which is what ZeRO-3 counts micro-batches by. Parameters stay fp32 and autocast
+does the rest, as under every other strategy. Checkpoints are the very files one device writes.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+
+from lmtrain import checkpoint as store
+from lmtrain.errors import UserError
+from lmtrain.models.trainable import trainable_names
+from lmtrain.objectives.base import Objective
+from lmtrain.schema import DeepSpeed
+
+ON_CPU = "LMTRAIN_DEEPSPEED_ON_CPU"  # set in tests: DeepSpeed runs on a CPU, slowly
+
+
+def engine_config(options: DeepSpeed, precision: str, gradient_clip_val: float | None) -> dict[str, Any]:
+    """DeepSpeed's config: a user's own (trainer.deepspeed.config), or one made of the options, with what is set here.
+
+    Raises:
+        UserError: the file can't be read, or sets what the run's config sets.
+    """
+    zero: dict[str, Any] = {"stage": options.stage, "overlap_comm": torch.cuda.is_available()}
+    places = {"offload_optimizer": options.offload_optimizer, "offload_param": options.offload_parameters}
+    for key, device in places.items():
+        if device is not None:
+            zero[key] = {"device": device, "pin_memory": torch.cuda.is_available()}
+            zero[key] |= {"nvme_path": options.nvme_path} if device == "nvme" else {}
+    config: dict[str, Any] = {"zero_optimization": zero}
+    if options.config is not None:
+        config = _read(Path(options.config).expanduser())
+    ours = {
+        "train_micro_batch_size_per_gpu": 1,  # for its throughput messages only: the loss is weighted by tokens here
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": gradient_clip_val or 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": precision == "bf16-true"},
+    }
+    twice = sorted({*ours, "optimizer", "scheduler", "fp16", "train_batch_size"} & config.keys())
+    if twice:
+        raise UserError(
+            f"trainer.deepspeed.config={options.config} sets {', '.join(twice)}, which this run's config sets"
+        )
+    return config | ours
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise UserError(f"trainer.deepspeed.config={path} can't be read: {error}") from None
+
+
+class DeepSpeedStrategy(DDPStrategy):
+    """Takes ranks, process group and data from DDP; the engine does what concerns parameters."""
+
+    engine: Any
+
+    def __init__(self, options: DeepSpeed, precision: str, gradient_clip_val: float | None) -> None:
+        try:
+            import deepspeed
+        except ImportError as error:
+            raise UserError(
+                f'trainer.strategy=deepspeed needs deepspeed ({error}): pip install "lmtrain[deepspeed]"'
+            ) from None
+        super().__init__()
+        deepspeed.utils.logging.logger.setLevel("ERROR")
+        self.config = engine_config(options, precision, gradient_clip_val)
+        self.stage = int(self.config.get("zero_optimization", {}).get("stage", 0))
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    def configure_ddp(self) -> None:
+        """The engine takes DDP's place."""
+
+    def model_to_device(self) -> None:
+        """Moves the model; under ZeRO-3 each parameter becomes a part of itself, one after the other."""
+        import deepspeed
+
+        module = self.lightning_module
+        assert isinstance(module, Objective)
+        if not deepspeed.comm.is_initialized():
+            deepspeed.init_distributed(dist_backend=self._get_process_group_backend(), auto_mpi_discovery=False)
+        if self.stage == 3:
+            deepspeed.zero.Init(module=module.model, config_dict_or_path=self.config)
+            module._device = self.root_device  # what LightningModule.to sets
+        else:
+            module.to(self.root_device)
+
+    def setup(self, trainer: Any) -> None:
+        super().setup(trainer)
+        import deepspeed
+
+        module, (optimizer,) = self.lightning_module, self.optimizers
+        assert isinstance(module, Objective)
+        # ZeRO puts flat partitions in the place of the optimizer's parameters.
+        self.groups = [list(group["params"]) for group in optimizer.param_groups]
+        self.keys = [[key for key in group if key != "params"] for group in optimizer.param_groups]
+        if self.stage == 3:
+            for parameter in module.model.model.get_output_embeddings().parameters():
+                # The loss reads it outside of its own module.
+                deepspeed.zero.register_external_parameter(module.model, parameter)
+        trained = [p for group in self.groups for p in group]
+        self.engine, *_ = deepspeed.initialize(
+            model=module.model,
+            optimizer=optimizer,
+            model_parameters=trained,
+            config=self.config,
+            dist_init_required=False,
+        )
+        module.call_model = self.engine.__call__
+
+    def set_boundary(self, last: bool) -> None:
+        """Called before each micro-batch's forward."""
+        self.engine.set_gradient_accumulation_boundary(last)
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        self.engine.backward(closure_loss)
+        return closure_loss
+
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        result = closure()
+        self.engine.step()
+        return result
+
+    def grad_norm(self) -> Tensor:
+        """Of the step just made, before clipping."""
+        return torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32, device=self.root_device)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        module = self.lightning_module
+        assert module is not None
+        names = trainable_names(module)
+        whole: dict[str, Tensor] = {}
+        seen: dict[int, Tensor] = {}
+        for name, tensor in module.state_dict(keep_vars=True).items():
+            if names is not None and name not in names:
+                continue
+            if id(tensor) not in seen:
+                full = safe_get_full_fp32_param(tensor) if isinstance(tensor, nn.Parameter) else tensor
+                seen[id(tensor)] = full.detach().to("cpu", copy=True) if self.is_global_zero else tensor
+            whole[name] = seen[id(tensor)]
+        return whole if self.is_global_zero else {}
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """As torch's optimizer on one device would give it."""
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        flat: dict[str, Any] = next(iter(optimizer.state.values()), {})
+        self._link_states()
+        state: dict[int, dict[str, Any]] = {}
+        for index, parameter in enumerate(p for group in self.groups for p in group):
+            full = {k: safe_get_full_optimizer_state(parameter, k) for k, v in flat.items() if k != "step"}
+            if self.is_global_zero and flat:
+                state[index] = {k: v.detach().to("cpu", copy=True).view(_shape(parameter)) for k, v in full.items()}
+                state[index] |= {"step": flat["step"].detach().cpu().clone()} if "step" in flat else {}
+        starts = [sum(map(len, self.groups[:i])) for i in range(len(self.groups))]
+        groups = [
+            {key: group[key] for key in keys} | {"params": list(range(start, start + len(params)))}
+            for group, keys, start, params in zip(optimizer.param_groups, self.keys, starts, self.groups, strict=True)
+        ]
+        return {"state": state, "param_groups": groups} if self.is_global_zero else {}
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        return store.load(Path(checkpoint_path), mmap=True)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        from deepspeed import zero
+        from deepspeed.utils import safe_set_full_fp32_param
+
+        module = self.lightning_module
+        assert module is not None
+        own = module.state_dict(keep_vars=True)
+        for name, value in checkpoint["state_dict"].items():
+            if isinstance(own[name], nn.Parameter):
+                # What is computed with, then what the optimizer steps on.
+                with zero.GatheredParameters([own[name]], modifier_rank=0, enabled=self.stage == 3):
+                    own[name].data.copy_(value)
+                safe_set_full_fp32_param(own[name], value.to(self.root_device, torch.float32, copy=True))
+            else:
+                own[name].copy_(value)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        from deepspeed.utils import safe_set_full_optimizer_state
+
+        (optimizer,), (saved,) = self.optimizers, checkpoint["optimizer_states"]
+        zero = self.engine.optimizer
+        flat = zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
+        first = next(iter(saved["state"].values()))
+        for partition in flat:  # ZeRO makes the state at the first step, here it has to be there before
+            optimizer.state[partition] = {
+                k: v.clone() if k == "step" else torch.zeros_like(partition) for k, v in first.items()
+            }
+        self._link_states()
+        for index, parameter in enumerate(p for group in self.groups for p in group):
+            for key, value in saved["state"][index].items():
+                if key != "step":
+                    safe_set_full_optimizer_state(parameter, value.to(self.root_device, copy=True), key)
+
+    def _link_states(self) -> None:
+        """Lets parameters find their optimizer state. DeepSpeed does it when the first group has stepped, and then
+        the other groups have none yet."""
+        if self.stage < 3:
+            self.engine.optimizer._hp_optimizer_states_linked = False
+            self.engine.optimizer._lazy_init_hp_params_optimizer_state()
+
+
+def _shape(parameter: nn.Parameter) -> torch.Size:
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
+def refuse_on_cpu(accelerator: str) -> None:
+    if accelerator == "cpu" and ON_CPU not in os.environ:
+        raise UserError(
+            "trainer.strategy=deepspeed needs CUDA devices: on a CPU set trainer.strategy=fsdp, which shards the same"
+        )

@@ -1,0 +1,77 @@
+"""Runs of one process and of two ranks, to be compared."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from inprocess import run
+from support import TINY, rows
+
+BATCH = ["data.global_batch_size=8", "data.micro_batch_size=2", "trainer.max_steps=20", "trainer.val_check_interval=10",
+         "trainer.limit_val_batches=3", "trainer.save_every_n_steps=10", "checkpoint.keep_last=2",
+         "trainer.gradient_clip_val=0.5"]  # fmt: skip
+CAUSAL = [*TINY, *BATCH, "data=text"]
+SFT = [*TINY, *BATCH, "objective=sft", "data=chat_jsonl", "data.chat_template=vicuna", "data.packing=off",
+       "model.max_position_embeddings=512", "data.seq_len=256", "data.val_fraction=0.2"]  # fmt: skip
+LORA = [*SFT, "model=pretrained", "peft=lora", "peft.r=4", "optimizer.lr=1e-2"]
+DPO = [*TINY, *BATCH, "objective=dpo", "data=preference_jsonl", "data.chat_template=vicuna", "data.val_fraction=0.2",
+       "data.seq_len=512", "model=pretrained", "optimizer.lr=3e-3"]  # fmt: skip
+DPO_LORA = [*DPO, "peft=lora", "peft.r=4"]
+EXACT = 1e-5  # relative, of losses and gradient norms
+
+
+def names_of(settings: list[str]) -> list[str]:
+    """TINY names the sizes of a model from scratch, which a pretrained one brings with it."""
+    pretrained = "model=pretrained" in settings
+    return [s for s in settings if not (pretrained and s.startswith("model.") and "name_or_path" not in s)]
+
+
+class Runs:
+    """Runs by name: those of one process in this one, those of two ranks all in one launch."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.jobs: dict[str, list[str]] = {}
+
+    def one(self, name: str, *settings: str) -> None:
+        done = run("train", *names_of(list(settings)), f"run.dir={self.folder / name}")
+        assert done.code == 0, done.err
+
+    def two(self, name: str, *settings: str) -> None:
+        self.jobs[name] = [*names_of(list(settings)), "trainer.devices=2", f"run.dir={self.folder / name}"]
+
+    def launch(self) -> None:
+        jobs = self.folder / "jobs.json"
+        jobs.write_text(json.dumps(list(self.jobs.values())))
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "LMTRAIN_DEEPSPEED_ON_CPU": "1", "DS_ACCELERATOR": "cpu"}
+        done = subprocess.run(
+            [*command, str(Path(__file__).with_name("ranks.py")), str(jobs)],
+            capture_output=True, text=True, timeout=300, env=env,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+        for rank in "01":
+            codes = dict(zip(self.jobs, json.loads((self.folder / f"{rank}.json").read_text()), strict=True))
+            failed = {name: code for name, code in codes.items() if code != "0"}
+            assert not failed, "\n".join(f"{name} on rank {rank}: {text}" for name, text in failed.items())
+        self.jobs = {}
+
+    def checkpoint(self, name: str, step: int) -> str:
+        return str(self.folder / name / "checkpoints" / f"step_{step:08d}")
+
+    def compare(self, ours: str, theirs: str, rel: float = EXACT) -> None:
+        """All numbers that both logged at the same steps."""
+        logged = [rows(self.folder / name / "metrics.jsonl") for name in (theirs, ours)]
+        a, b = ({(r["step"], "val/loss" in r): r for r in found} for found in logged)
+        assert b.keys() <= a.keys()
+        assert max(b) == max(a)
+        for at, row in b.items():
+            assert row.get("rows") == a[at].get("rows")
+            assert row["tokens_seen"] == a[at]["tokens_seen"]
+            for key in ("train/loss", "val/loss", "grad_norm"):
+                if key in row:
+                    assert row[key] == pytest.approx(a[at][key], rel=rel, abs=1e-9), (ours, at, key)
