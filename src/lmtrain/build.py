@@ -269,7 +269,7 @@ def build_trainer(config: Config, run_dir: RunDir, callbacks: list[pl.Callback],
     t = config.trainer
     half = t.precision in ("bf16-true", "16-true") and config.peft.method != "none"
     plugins = [AdapterHalfPrecision(t.precision)] if half else []  # type: ignore[arg-type]
-    return pl.Trainer(
+    trainer = pl.Trainer(
         accelerator=t.accelerator,
         devices=t.devices,
         num_nodes=t.num_nodes,
@@ -294,3 +294,6 @@ def build_trainer(config: Config, run_dir: RunDir, callbacks: list[pl.Callback],
         benchmark=False,
         inference_mode=t.strategy not in ("fsdp", "deepspeed"),  # tensors gathered in it could not be used in training
     )
+    # Lightning broadcasts every step whether rank 0 got a SIGTERM; here that rides in the count of tokens.
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+    return trainer

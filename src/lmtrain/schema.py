@@ -184,6 +184,7 @@ class Fsdp:
     reshard_after_forward: bool
     cpu_offload: bool
     copy_per_node: bool
+    reduce_each_micro_batch: bool
 
 
 @dataclass(kw_only=True)

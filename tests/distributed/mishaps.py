@@ -1,8 +1,9 @@
-"""A user's callback that goes wrong on one rank: reached by `callbacks.extra` with this folder on PYTHONPATH."""
+"""Callbacks of a user, reached by `callbacks.extra` with this folder on PYTHONPATH: one goes wrong, one counts."""
 
 from pathlib import Path
 
 import lightning.pytorch as pl
+import torch
 
 
 class Breaks(pl.Callback):
@@ -19,3 +20,22 @@ class Breaks(pl.Callback):
         if self.marker is not None:
             self.marker.touch()
         raise ZeroDivisionError(f"a mistake on rank {self.rank}")
+
+
+class CountsCollectives(pl.Callback):
+    """Writes the names of the collectives of one optimizer step, as torch's profiler sees them."""
+
+    def __init__(self, step: int, path: str) -> None:
+        self.step, self.path = step, Path(path)
+        self.profiler: torch.profiler.profile | None = None
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
+        if self.profiler is not None:
+            self.profiler.stop()
+            names = [e.name for e in self.profiler.events() if e.name.startswith("gloo:")]
+            self.profiler = None
+            if trainer.is_global_zero:
+                self.path.write_text("\n".join(names))
+        if trainer.global_step == self.step:  # from here to the next step's end
+            self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+            self.profiler.start()

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -148,6 +149,28 @@ def test_stopped_fsdp_ranks_save_and_continue_equal(corpus: Path, tmp_path: Path
     output, _ = whole.communicate(timeout=120)
     assert whole.returncode == 0, output
     assert numbers(tmp_path / "stopped") == numbers(tmp_path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        ("ddp", {"gloo:all_reduce": 2}),  # the gradients, the count of tokens
+        # Of gradients: two blocks and the rest, which gloo reduces by all_reduce. Of weights, for each of two
+        # micro-batches: the rest once, the blocks in forward and backward. The count of tokens, the norm.
+        ("fsdp", {"gloo:all_reduce": 3 + 2, "gloo:all_gather": 2 * (1 + 2 * 2)}),
+    ],
+)
+def test_collectives_of_a_step(corpus: Path, tmp_path: Path, strategy: str, expected: dict[str, int]) -> None:
+    counts = tmp_path / "counts.txt"
+    callback = f"callbacks.extra=[{{_target_: mishaps.CountsCollectives,step: 3,path: {counts}}}]"
+    process = start(["-m", "lmtrain.train", *TEXT, f"data.path={corpus}", f"run.dir={tmp_path / 'run'}",
+                     "trainer.max_steps=6", "trainer.save_every_n_steps=null", "trainer.log_every_n_steps=10",
+                     "export.enabled=false", "trainer.devices=2", f"trainer.strategy={strategy}", *BREAKS,
+                     callback])  # fmt: skip
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert Counter(counts.read_text().splitlines()) == expected
 
 
 def test_ranks_are_found_in_the_environment() -> None:

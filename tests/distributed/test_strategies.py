@@ -33,7 +33,8 @@ def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
         r.one(task, *settings)
         r.two(f"{task}-fsdp", *settings, FSDP)
     r.two("text-offload", *text, FSDP, "trainer.fsdp.cpu_offload=true", "trainer.fsdp.reshard_after_forward=false",
-          "trainer.activation_checkpointing=true", "checkpoint.async_save=true")  # fmt: skip
+          "trainer.fsdp.reduce_each_micro_batch=true", "trainer.activation_checkpointing=true",
+          "checkpoint.async_save=true")  # fmt: skip
     r.launch()
     for task in ("text", "lora", "dpo", "dpo_lora", "adafactor"):
         saved = f"run.resume={r.checkpoint(f'{task}-fsdp', 10)}"

@@ -110,7 +110,7 @@ def memory_estimate(model: PreTrainedModel, config: Config) -> dict[str, int]:
     tokens = config.data.micro_batch_size * config.data.seq_len
     blocks = [p for block in decoder_blocks(model) for p in block.parameters()]
     in_blocks = sum(p.numel() for p in blocks if p.is_floating_point())
-    return {
+    whole = {
         # Autocast keeps a half-precision copy of the blocks' matrices until their backward.
         "parameters": _weights_bytes(model, weight_bytes) + (2 * in_blocks if mixed else 0),
         "gradients": weight_bytes * trained,
@@ -118,6 +118,43 @@ def memory_estimate(model: PreTrainedModel, config: Config) -> dict[str, int]:
         "activations": tokens * _activation_bytes(model, config, weight_bytes, mixed),
         "logits": _logits_bytes(model, config, tokens, 2 if mixed else weight_bytes),
     }
+    return whole | _parts(whole, model, config, weight_bytes)
+
+
+def _parts(whole: dict[str, int], model: PreTrainedModel, config: Config, weight_bytes: int) -> dict[str, int]:
+    """Parameters, gradients and optimizer state of one device where trainer.strategy shares them out (docs/scale.md).
+
+    What a device computes with at a time is gathered: the block at work, the next one, and what is in no block.
+    """
+    t = config.trainer
+    world = int(t.devices) * t.num_nodes if str(t.devices).isdigit() else 1
+    weights = _weights_bytes(model, weight_bytes)
+    parameters, gradients, state = whole["parameters"], whole["gradients"], whole["optimizer"]
+    blocks = [_weights_bytes(block, weight_bytes) for block in decoder_blocks(model)]
+    half = 0.5 if t.precision.endswith("-mixed") and t.accelerator == "cuda" else 1.0
+    gathered = weights - sum(blocks) + int(2 * half * max(blocks, default=0))
+    if t.strategy == "fsdp":
+        shards = int(t.devices) if t.fsdp.copy_per_node and world > 1 else world
+        accumulates = config.data.global_batch_size > config.data.micro_batch_size * world
+        held = gradients if accumulates and not t.fsdp.reduce_each_micro_batch else 0
+        if t.fsdp.cpu_offload:
+            return {"parameters": gathered, "gradients": held, "optimizer": 0}
+        return {
+            "parameters": weights // shards + gathered,
+            "gradients": held or gradients // shards,
+            "optimizer": state // shards,
+        }
+    if t.strategy == "deepspeed":
+        stage, master = t.deepspeed.stage, weights // world  # ZeRO keeps what the optimizer steps on beside
+        if t.deepspeed.offload_optimizer is not None:
+            master = state = 0
+        part = 0 if t.deepspeed.offload_parameters is not None else weights // world
+        return {
+            "parameters": master + (part + gathered if stage == 3 else parameters),
+            "gradients": gradients // world if stage >= 2 else gradients,
+            "optimizer": state // world,
+        }
+    return {}
 
 
 def _weights_bytes(model: nn.Module, weight_bytes: int) -> int:

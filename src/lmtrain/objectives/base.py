@@ -160,7 +160,8 @@ class Objective(pl.LightningModule):
     def _agree(self, n_tokens: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
         """The world's trained and seen tokens of the step; whether any rank was asked to stop rides along."""
         counts = torch.stack([n_tokens, seen, n_tokens.new_tensor(int(self.stop_requested))])
-        n_tokens, seen, stops = self.trainer.strategy.reduce(counts, reduce_op="sum")
+        torch.distributed.all_reduce(counts)  # Lightning's reduce would pay a barrier before it
+        n_tokens, seen, stops = counts
         self.stop_agreed = bool(stops)
         return n_tokens, seen
 
@@ -197,7 +198,7 @@ class Objective(pl.LightningModule):
             ddp.require_backward_grad_sync = last
         elif isinstance(self.trainer.strategy, Engine):
             self.trainer.strategy.set_boundary(last)
-        sharding.sync_gradients(self.model, last)
+        sharding.sync_gradients(self.model, last or getattr(self.trainer.strategy, "reduce_each", False))
         yield
 
     def _seed_step(self, step: int) -> None:

@@ -34,6 +34,7 @@ class FSDPStrategy(ModelParallelStrategy):
             process_group_backend="cpu:gloo,cuda:nccl" if offloads else None,
         )
         self.options, self.precision = options, precision
+        self.reduce_each = options.reduce_each_micro_batch
 
     @property
     def lightning_restore_optimizer(self) -> bool:
