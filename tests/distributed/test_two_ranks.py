@@ -61,7 +61,7 @@ def test_sigterm_to_the_parent_saves_and_resumes_equal(corpus: Path, tmp_path: P
 
 
 @pytest.mark.slow
-def test_ranks_of_a_killed_parent_leave(corpus: Path, tmp_path: Path) -> None:
+def test_ranks_of_a_killed_parent_save_and_leave(corpus: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     command = [*settings(corpus, run_dir, 2), "trainer.max_steps=40000"]
     process = subprocess.Popen(
@@ -71,3 +71,5 @@ def test_ranks_of_a_killed_parent_leave(corpus: Path, tmp_path: Path) -> None:
         time.sleep(0.02)
     process.kill()
     process.communicate(timeout=60)  # the ranks hold the pipe: this returns when they are gone
+    assert json.loads((run_dir / "summary.json").read_text())["status"] == "preempted"
+    assert (run_dir / "checkpoints" / "last").exists()

@@ -18,6 +18,11 @@ from lmtrain.objectives.base import Objective
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name))
 
 
+# Signals that come together are one request: a scheduler may signal a process and its group, and Linux sends
+# PR_SET_PDEATHSIG (orphans.py) again for each thread of a killed parent.
+_ONE_REQUEST_SECONDS = 0.5
+
+
 class ValidationInterrupted(Exception):
     """Raised between two validation batches when a stop was asked for; the validation is owed to the resumed run."""
 
@@ -29,6 +34,7 @@ class Preemption(pl.Callback):
         self.deadline = None if time_limit is None else started + time_limit
         self.reason: str | None = None
         self.stopped = False
+        self._asked_at = 0.0
         self._before: dict[int, Any] = {}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -38,11 +44,13 @@ class Preemption(pl.Callback):
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.reason is not None:
+            if time.monotonic() - self._asked_at < _ONE_REQUEST_SECONDS:
+                return
             self._restore()
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
-        self.reason = signal.Signals(number).name
+        self.reason, self._asked_at = signal.Signals(number).name, time.monotonic()
 
     def asked_to_stop(self) -> bool:
         if self.reason is None and self.deadline is not None and time.time() >= self.deadline:
