@@ -78,6 +78,8 @@ def prepare(
 ) -> Task:
     rows = read_rows(options.data.expanduser(), 2000) if options.data else made_rows(2000)
     rows = [{name: row[name] for name in columns} for row in rows]
+    # Real conversations hold an empty turn now and then, which lmtrain refuses and TRL trains on.
+    rows = [row for row in rows if all(turn["content"] for turn in row.get("messages", []))]
     data, model = folder / "rows.jsonl", folder / "model"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     write_model(model, options.model, rows)
