@@ -62,6 +62,9 @@ def _launch(run: RunDir, ranks: Path, processes: int, max_restarts: int) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    # A store of the ranks' own for each start: in one that the launcher shares, ranks that start again find the
+    # addresses of those that failed.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ |= {_LAUNCHER: str(os.getpid()), cli.TYPED: shlex.join(sys.argv[1:])}
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     settings = LaunchConfig(
