@@ -191,6 +191,13 @@ def test_a_bad_row_is_named_or_skipped_and_counted(tmp_path: Path, name: str) ->
     assert "1 bad rows skipped" in told
 
 
+def test_too_few_rows_to_hold_one_out(tmp_path: Path) -> None:
+    """A twentieth of four rows is none: the run has no validation, and says so."""
+    ended = sft(write_chats(tmp_path / "chats.jsonl", 4), tmp_path / "run", "data.val_fraction=0.05")
+    assert ended.code == 0, ended.err
+    assert "there is no validation split" in " ".join(ended.out.replace("│", " ").split())
+
+
 def test_broken_json_and_long_rows(tmp_path: Path) -> None:
     path = tmp_path / "chats.jsonl"
     path.write_text(json.dumps(GOOD) + "\n" + '{"messages": [{"role": \n' + json.dumps(GOOD) + "\n")

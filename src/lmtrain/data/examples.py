@@ -21,8 +21,8 @@ from lmtrain.data.row_counts import Counts, check_untrained, short, summary
 from lmtrain.errors import RunError, UserError, disk_full
 from lmtrain.schema import Data, Tokenizer
 
-# Raised when the same rows and settings come to give other tokens, so that examples made before are not used any more.
-EXAMPLES_VERSION = 1
+# Raised when the same rows and settings come to give another folder, so that one made before is not used any more.
+EXAMPLES_VERSION = 2
 _SHAPING = ("num_samples", "val_fraction", "on_bad_row")
 MAX_QUESTIONS = 256  # validation rows kept in words, for answers to be written beside their references
 
@@ -138,14 +138,13 @@ def _build(
 ) -> None:
     """Fills an empty folder: examples, tokenizer, and the meta file last."""
     meta: dict[str, Any] = {"format_version": store.FORMAT_VERSION, "group": encoder.group, "splits": {}, "key": key}
+    meta["questions"] = []  # of the validation rows
     try:
         for name in ("train", "val"):
-            counts, questions = _write_split(folder, cfg, parts, name, encoder, show)
-            if counts is None:
-                continue
-            meta["splits"][name] = dict(counts.__dict__)
-            if name == "val" or not cfg.val_fraction:
-                meta["questions"] = questions
+            questions = meta["questions"] if name == "val" else None
+            counts = _write_split(folder, cfg, parts, name, encoder, questions, show)
+            if counts is not None:
+                meta["splits"][name] = dict(counts.__dict__)
         meta["words"] = encoder.words
         encoder.finish_tokenizer(tokenizer)
         tokenizers.save(tokenizer, folder / "tokenizer")
@@ -165,10 +164,14 @@ def _write_split(
     parts: list[Part],
     name: str,
     encoder: RowEncoder,
+    questions: list[dict[str, Any]] | None,
     show: PrepareProgress,
-) -> tuple[Counts | None, list[dict[str, Any]]]:
-    """Tokenizes one split of all parts; None where there is no such split or nothing is left of it."""
-    counts, questions = Counts(), list[dict[str, Any]]()
+) -> Counts | None:
+    """Tokenizes one split of all parts; None where there is no such split or nothing is left of it.
+
+    questions: filled with the first MAX_QUESTIONS of the split, where it is given.
+    """
+    counts = Counts()
     writer = ExampleWriter(folder, name)
     show.start(name, None)
     try:
@@ -181,9 +184,9 @@ def _write_split(
         writer.close()
     if counts.examples == 0:
         _check_empty(counts, cfg, name, parts)
-        return None, []
+        return None
     show.say(summary(name, counts))
-    return counts, questions
+    return counts
 
 
 def _write_part(
@@ -192,7 +195,7 @@ def _write_part(
     encoder: RowEncoder,
     writer: ExampleWriter,
     counts: Counts,
-    questions: list[dict[str, Any]],
+    questions: list[dict[str, Any]] | None,
     show: PrepareProgress,
 ) -> list[tuple[list[int], list[bool]]]:
     """Writes each row's examples once; returns them where the part's weight asks for more or fewer."""
@@ -202,7 +205,8 @@ def _write_part(
         try:
             if isinstance(row, str):
                 raise BadRow(where, row)
-            encoded = encoder.encode(row, where, part.cfg, question=len(questions) < MAX_QUESTIONS)
+            asked = questions is not None and len(questions) < MAX_QUESTIONS
+            encoded = encoder.encode(row, where, part.cfg, question=asked)
         except BadRow as bad:
             if part.cfg.on_bad_row == "raise":
                 raise UserError(
@@ -225,7 +229,7 @@ def _write_part(
                 _write(group, writer, counts)
             else:
                 kept += group
-        if groups and encoded.question is not None:
+        if groups and questions is not None and encoded.question is not None:
             questions.append(encoded.question)
     return kept
 
