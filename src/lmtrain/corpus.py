@@ -84,38 +84,39 @@ def _text(config: Config) -> Corpus:
 
 def _conversations(config: Config) -> Corpus:
     prepared = prepare_examples(config.data, config.tokenizer, ChatRows)
-    train = prepared.split("train")
-    val = prepared.split("val")
-    assert train is not None  # prepare_examples refuses data without it
+    train, val = _splits(prepared)
     rows, words = example_rows(train, config, config.seed)
-    return Corpus(
-        prepared.tokenizer,
-        prepared.folder,
-        prepared.fingerprint,
-        rows,
-        example_rows(val, config, None)[0] if val is not None else None,
-        int(train.starts[-1]),
-        [*split_words(prepared), words],
-        questions=prepared.meta["questions"],
-        end_ids=ChatEncoder(prepared.tokenizer, config.data).end_of_turn_ids(),
-        splits=prepared.meta["splits"],
-    )
+    val_rows = example_rows(val, config, None)[0] if val is not None else None
+    return _of_examples(prepared, config, rows, val_rows, int(train.starts[-1]), words)
 
 
 def _pairs(config: Config) -> Corpus:
     prepared = prepare_examples(config.data, config.tokenizer, PairRowEncoder)
-    train, val = prepared.split("train"), prepared.split("val")
-    assert train is not None  # prepare_examples refuses data without it
+    train, val = _splits(prepared)
     share = bool(config.data.share_prompts)
     rows = PairRows(train, share_prompts=share)
+    val_rows = PairRows(val, share_prompts=share) if val is not None else None
+    words = f"each pair is two examples{', its prompt there once' if share else ''}; no padding"
+    return _of_examples(prepared, config, rows, val_rows, rows.epoch_tokens, words)
+
+
+def _splits(prepared: PreparedExamples) -> tuple[Examples, Examples | None]:
+    train = prepared.split("train")
+    assert train is not None  # prepare_examples refuses data without it
+    return train, prepared.split("val")
+
+
+def _of_examples(
+    prepared: PreparedExamples, config: Config, train: Rows, val: Rows | None, epoch_tokens: int, words: str
+) -> Corpus:
     return Corpus(
         prepared.tokenizer,
         prepared.folder,
         prepared.fingerprint,
-        rows,
-        PairRows(val, share_prompts=share) if val is not None else None,
-        rows.epoch_tokens,
-        [*split_words(prepared), f"each pair is two examples{', its prompt there once' if share else ''}; no padding"],
+        train,
+        val,
+        epoch_tokens,
+        [*split_words(prepared), words],
         questions=prepared.meta["questions"],
         end_ids=ChatEncoder(prepared.tokenizer, config.data).end_of_turn_ids(),
         splits=prepared.meta["splits"],

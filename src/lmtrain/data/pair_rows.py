@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from lmtrain.data.chat_templates import ChatEncoder
-from lmtrain.data.conversations import Conversation
+from lmtrain.data.chat_rows import TemplateRows
+from lmtrain.data.conversations import Completion, Conversation
 from lmtrain.data.example_rows import documents_at
 from lmtrain.data.example_store import Examples
 from lmtrain.data.examples import Encoded
@@ -18,19 +18,14 @@ Tokens = tuple[list[int], list[bool]]  # ids, and which of them the answer is sc
 _ESTIMATED_FROM = 2000  # pairs read to tell how long prompts are, in a tenth of a second
 
 
-class PairRowEncoder:
-    """A `data.examples.RowEncoder`: a pair is two examples, the prompt with its chosen and with its rejected answer."""
+class PairRowEncoder(TemplateRows):
+    """A pair is two examples, the prompt with its chosen and with its rejected answer."""
 
     group = 2
 
     def __init__(self, tokenizer: Any, cfg: Data) -> None:
-        self.chat = ChatEncoder(tokenizer, cfg)
-        self.identity = {**self.chat.identity, "pairs": 1}
-        self._formats: dict[Any, str] = {}
-
-    @property
-    def words(self) -> str:
-        return " and ".join(sorted(set(self._formats.values())))
+        super().__init__(tokenizer, cfg)
+        self.identity = {**self.identity, "pairs": 1}
 
     def encode(self, row: dict[str, Any], where: str, cfg: Data, question: bool) -> Encoded:
         """The pairs of a row, chosen and rejected in turn.
@@ -38,10 +33,7 @@ class PairRowEncoder:
         Raises:
             BadRow: see pairs.py and `fit_pair`, and what the chat template refuses.
         """
-        key = (id(cfg), *row)
-        if key not in self._formats:
-            self._formats[key] = detect_pair_format(row, cfg)
-        pairs = to_pairs(row, self._formats[key], cfg, where)
+        pairs = to_pairs(row, self.format_of(row, cfg, detect_pair_format), cfg, where)
         examples: list[Tokens] = []
         cut = 0
         for pair in pairs:
@@ -50,32 +42,18 @@ class PairRowEncoder:
             )
             examples += fitted
             cut += tokens_cut
-        return Encoded(examples, cut, self._question(pairs[0]) if question and examples else None)
+        return Encoded(examples, cut, self.question(self._preferred(pairs[0])) if question and examples else None)
 
     def _tokens(self, pair: Pair, answer: Any) -> Tokens:
         if isinstance(pair.prompt, str):
             return self.chat.pair_of_texts(pair.prompt, answer)
         return self.chat.pair(pair.prompt, answer, pair.tools, pair.where)
 
-    def _question(self, pair: Pair) -> dict[str, Any]:
-        """What a model is asked to see how it answers, and the answer that was preferred."""
+    def _preferred(self, pair: Pair) -> Conversation | Completion:
+        """The prompt with its chosen answer."""
         if isinstance(pair.prompt, str):
-            ids = self.chat.tokenizer(pair.prompt, add_special_tokens=True)["input_ids"]
-            return {"prompt_ids": ids, "prompt": pair.prompt, "reference": pair.chosen, "chat": False}
-        sample = Conversation([*pair.prompt, pair.chosen[0]], pair.tools, pair.where)  # type: ignore[list-item]
-        return {
-            "prompt_ids": self.chat.prompt_ids(sample),
-            "prompt": [m for m in pair.prompt if m["role"] == "user"][-1]["content"],
-            "reference": self.chat.reference(sample),
-            "chat": True,
-        }
-
-    def decode(self, ids: list[int]) -> str:
-        return self.chat.tokenizer.decode(ids)
-
-    def finish_tokenizer(self, tokenizer: Any) -> None:
-        if self.chat.template:
-            tokenizer.chat_template = self.chat.template
+            return Completion(pair.prompt, str(pair.chosen), pair.where)
+        return Conversation([*pair.prompt, pair.chosen[0]], pair.tools, pair.where)  # type: ignore[list-item]
 
 
 def fit_pair(chosen: Tokens, rejected: Tokens, cfg: Data, where: str) -> tuple[list[Tokens], int]:
