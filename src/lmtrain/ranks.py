@@ -134,11 +134,11 @@ def place(config: Config, layout: Layout) -> None:
 
 def open_run(config: Config) -> tuple[str, str] | int:
     """(config as YAML, folder) of the run to train, or the exit code where it has finished."""
-    from lmtrain.train import is_finished
+    from lmtrain.train import is_finished, say_finished
 
     folder = RunDir(run_dir.locate(config))
     if is_finished(config, folder):
-        print(f"{folder.path} is finished: nothing to do. More steps: trainer.max_steps; a new run: run.name")
+        say_finished(folder)
         return errors.FINISHED
     folder = run_dir.open_run(config)
     return rules.dump(config), str(folder.path)

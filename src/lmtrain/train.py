@@ -30,7 +30,7 @@ def train(config: Config) -> int:
         )
     folder = RunDir(run_dir.locate(config))
     if is_finished(config, folder):
-        print(f"{folder.path} is finished: nothing to do. More steps: trainer.max_steps; a new run: run.name")
+        say_finished(folder)
         return errors.FINISHED
     existed = run_dir.existing_part(folder.path)
     folder = run_dir.open_run(config)
@@ -77,6 +77,10 @@ def is_finished(config: Config, folder: RunDir) -> bool:
     if summary is None or summary["status"] not in ("finished", "stopped_early"):
         return False
     return summary["asked"] == asked(config)
+
+
+def say_finished(folder: RunDir) -> None:
+    print(f"{folder.path} is finished: nothing to do. More steps: trainer.max_steps; a new run: run.name")
 
 
 def asked(config: Config) -> dict[str, Any]:

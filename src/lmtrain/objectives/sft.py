@@ -10,6 +10,8 @@ from lmtrain.objectives.causal_lm import CausalLM
 class SFT(CausalLM):
     """A micro-batch is {input_ids, labels, seen, [position_ids, cu_seqlens]}; labels are set on learned tokens only."""
 
+    _batch: dict[str, Tensor]  # the running micro-batch
+
     def add_embedding_noise(self, alpha: float) -> None:
         """NEFTune (Jain et al. 2023, arXiv:2310.05914): uniform noise of alpha / sqrt(T D) on embeddings, in training.
 
@@ -17,12 +19,12 @@ class SFT(CausalLM):
         """
 
         def noisy(module: torch.nn.Module, _: object, embedded: Tensor) -> Tensor:
-            return add_noise(embedded, alpha, self._lengths) if module.training else embedded
+            return add_noise(embedded, alpha, token_lengths(self._batch)) if module.training else embedded
 
         self.model.model.get_input_embeddings().register_forward_hook(noisy)
 
     def micro_batch_loss(self, batch: dict[str, Tensor]) -> LossParts:
-        self._lengths = token_lengths(batch)
+        self._batch = batch
         return super().micro_batch_loss({k: v for k, v in batch.items() if k != "seen"})
 
 
