@@ -4,10 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel
 
 from lmtrain.data import tokenizers
-from lmtrain.schema import Tokenizer
+from lmtrain.models.build import build_model
+from lmtrain.schema import Model, Tokenizer
 
 SIZES: dict[str, Any] = {
     "llama": {
@@ -50,3 +51,19 @@ def save_pretrained(folder: Path, family: str = "llama", spare_rows: int = 0, **
     model.save_pretrained(folder)
     tokenizers.save(tokenizer, folder)
     return folder
+
+
+def load_pretrained(folder: Path, vocab_size: int, **options: Any) -> PreTrainedModel:
+    """The folder's model as a run of model=pretrained loads it."""
+    cfg = Model(
+        name="pretrained",
+        init="pretrained",
+        name_or_path=str(folder),
+        trust_remote_code=False,
+        attention="auto",
+        learning_rate=1e-4,
+        vocab_size=None,
+        vocab_multiple_of=1,
+        dropout=0.0,
+    )
+    return build_model(cfg, vocab_size, 0, seq_len=32, **options)

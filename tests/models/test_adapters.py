@@ -11,13 +11,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lmtrain.errors import UserError
 from lmtrain.models import adapters, flops
-from lmtrain.models.build import build_model
 from lmtrain.models.language_model import LanguageModel, enable_activation_checkpointing
 from lmtrain.models.merge import merged
 from lmtrain.models.trainable import adapter_of, check_names, restore_start, without_frozen
 from lmtrain.optim.groups import parameter_groups
-from lmtrain.schema import Model, Optimizer, Peft
-from tiny_pretrained import save_pretrained
+from lmtrain.schema import Optimizer, Peft
+from tiny_pretrained import load_pretrained, save_pretrained
 
 VOCAB = 257
 BATCH = {"input_ids": torch.arange(60).reshape(3, 20) + 7, "labels": (torch.arange(60) * 5 % VOCAB).reshape(3, 20)}
@@ -47,18 +46,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def pretrained(folder: Path, vocab_size: int = VOCAB, **options: Any) -> PreTrainedModel:
-    cfg = Model(
-        name="pretrained",
-        init="pretrained",
-        name_or_path=str(folder),
-        trust_remote_code=False,
-        attention="auto",
-        learning_rate=1e-4,
-        vocab_size=None,
-        vocab_multiple_of=1,
-        dropout=0.0,
-    )
-    return build_model(cfg, vocab_size, 0, seq_len=32, **options)
+    return load_pretrained(folder, vocab_size, **options)
 
 
 def adapted(folder: Path, new_tokens: list[int] | None = None, **changes: Any) -> PreTrainedModel:

@@ -8,11 +8,10 @@ import torch
 from helpers_models import objective
 
 from lmtrain.models import adapters, flops, quantized
-from lmtrain.models.build import build_model
 from lmtrain.models.language_model import LanguageModel
 from lmtrain.models.merge import merged
-from lmtrain.schema import Model, Peft
-from tiny_pretrained import save_pretrained
+from lmtrain.schema import Peft
+from tiny_pretrained import load_pretrained, save_pretrained
 
 pytest.importorskip("bitsandbytes")
 BATCH = {"input_ids": torch.arange(60).reshape(3, 20) + 7, "labels": torch.arange(60).reshape(3, 20) + 11}
@@ -39,18 +38,7 @@ def quantised(base: Path, quantization: str, **changes: Any) -> Any:
         quantization=quantization,
         double_quant=changes.get("double_quant", False),
     )
-    model_cfg = Model(
-        name="pretrained",
-        init="pretrained",
-        name_or_path=str(base),
-        trust_remote_code=False,
-        attention="auto",
-        learning_rate=1e-4,
-        vocab_size=None,
-        vocab_multiple_of=1,
-        dropout=0.0,
-    )
-    model = build_model(model_cfg, 257, 0, 32, **quantized.loading_options(peft, "32-true", "cpu"))
+    model = load_pretrained(base, 257, **quantized.loading_options(peft, "32-true", "cpu"))
     quantized.make_trainable_on_cpu(model)
     adapters.attach(model, peft, str(base), None, [], seed=0)
     return model
