@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from legs import Failed, Leg, Lines, Skipped, run
+from legs import Leg, Lines, Skipped, interleaved, run
 from machine import machine, warn_if_busy
 from rich.console import Console
 from rich.table import Table
@@ -146,25 +146,16 @@ def trl_leg(task: Task, folder: Path, objective: str, settings: dict[str, Any], 
 def measure(
     task: Task, contenders: dict[str, Contender], folder: Path
 ) -> tuple[dict[str, list[Round]], dict[str, str]]:
-    """(rounds by contender, why the others are missing). A contender that fails once is out."""
+    """See `legs.interleaved`."""
     options = task.options
-    rounds: dict[str, list[Round]] = {name: [] for name in options.contenders}
-    missing: dict[str, str] = {}
-    for number in range(1, options.rounds + 1):
-        for name in [n for n in options.contenders if n not in missing]:
-            leg_folder = folder / f"{number}_{name}"
-            leg_folder.mkdir()
-            try:
-                done = run(contenders[name](task, leg_folder), options.threads)
-            except (Skipped, Failed) as reason:
-                missing[name] = str(reason)
-                print(f"{name} left out: {reason}", flush=True)
-                continue
-            (first, since), (last, until) = done.stamps[options.warmup - 1], done.stamps[-1]
-            leg = Round((last - first) / (until - since), done.peak_gib, done.seconds)
-            rounds[name].append(leg)
-            print(f"round {number}/{options.rounds}  {name:<16} {leg.per_s:10,.1f} /s", flush=True)
-    return {name: legs for name, legs in rounds.items() if legs and name not in missing}, missing
+
+    def leg(name: str, leg_folder: Path) -> tuple[Round, str]:
+        done = run(contenders[name](task, leg_folder), options.threads)
+        (first, since), (last, until) = done.stamps[options.warmup - 1], done.stamps[-1]
+        measured = Round((last - first) / (until - since), done.peak_gib, done.seconds)
+        return measured, f"{name:<16} {measured.per_s:10,.1f} /s"
+
+    return interleaved(options.contenders, options.rounds, folder, leg)
 
 
 def show(results: dict[str, list[Round]], missing: dict[str, str], options: argparse.Namespace, unit: str) -> None:

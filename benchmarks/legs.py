@@ -12,10 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 Lines = list[tuple[float, str]]  # what a process printed, each line with the time it came
 Stamps = list[tuple[int, float]]  # (optimizer steps done, seconds on the wall clock)
+Measured = TypeVar("Measured")
 
 
 class Skipped(Exception):
@@ -82,3 +83,27 @@ def interval_ms(stamps: Stamps, warmup: int) -> list[float]:
     if not intervals:
         raise Failed(f"it reported {len(stamps)} times, which leaves no interval after {warmup} steps")
     return intervals
+
+
+def interleaved(
+    names: list[str], rounds: int, folder: Path, measure: Callable[[str, Path], tuple[Measured, str]]
+) -> tuple[dict[str, list[Measured]], dict[str, str]]:
+    """(rounds by contender, why the others are missing). A contender that fails once is out.
+
+    measure: runs a leg of a contender in an empty folder; returns what was measured, and it in words.
+    """
+    results: dict[str, list[Measured]] = {name: [] for name in names}
+    missing: dict[str, str] = {}
+    for number in range(1, rounds + 1):
+        for name in [n for n in names if n not in missing]:
+            leg_folder = folder / f"{number}_{name}"
+            leg_folder.mkdir()
+            try:
+                measured, words = measure(name, leg_folder)
+            except (Skipped, Failed) as reason:
+                missing[name] = str(reason)
+                print(f"{name} left out: {reason}", flush=True)
+                continue
+            results[name].append(measured)
+            print(f"round {number}/{rounds}  {words}", flush=True)
+    return {name: legs for name, legs in results.items() if legs and name not in missing}, missing

@@ -15,7 +15,7 @@ from statistics import median
 
 import torch
 from contenders import CONTENDERS, Job
-from legs import Failed, Skipped, interval_ms, run
+from legs import interleaved, interval_ms, run
 from machine import machine, warn_if_busy
 from rich.console import Console
 from rich.table import Table
@@ -83,23 +83,14 @@ def make_job(options: argparse.Namespace, folder: Path) -> Job:
 
 
 def measure(options: argparse.Namespace, job: Job, folder: Path) -> tuple[dict[str, list[Round]], dict[str, str]]:
-    """(rounds by contender, why the others are missing). A contender that fails once is out."""
-    rounds: dict[str, list[Round]] = {name: [] for name in options.contenders}
-    missing: dict[str, str] = {}
-    for number in range(1, options.rounds + 1):
-        for name in [n for n in options.contenders if n not in missing]:
-            leg_folder = folder / f"{number}_{name}"
-            leg_folder.mkdir()
-            try:
-                done = run(CONTENDERS[name](job, leg_folder, options), options.threads)
-                step_ms = median(interval_ms(done.stamps, options.warmup))
-            except (Skipped, Failed) as reason:
-                missing[name] = str(reason)
-                print(f"{name} left out: {reason}", flush=True)
-                continue
-            rounds[name].append(Round(step_ms, done.seconds, **done.facts))
-            print(f"round {number}/{options.rounds}  {name:<12} {step_ms:9.2f} ms/step", flush=True)
-    return {name: legs for name, legs in rounds.items() if legs and name not in missing}, missing
+    """See `legs.interleaved`."""
+
+    def leg(name: str, leg_folder: Path) -> tuple[Round, str]:
+        done = run(CONTENDERS[name](job, leg_folder, options), options.threads)
+        step_ms = median(interval_ms(done.stamps, options.warmup))
+        return Round(step_ms, done.seconds, **done.facts), f"{name:<12} {step_ms:9.2f} ms/step"
+
+    return interleaved(options.contenders, options.rounds, folder, leg)
 
 
 def ratios(legs: list[Round], base: list[Round]) -> list[float]:
