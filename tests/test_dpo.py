@@ -85,6 +85,7 @@ def built(pairs: Path, model: Path, *argv: str) -> tuple[Any, Any, DPO]:
     corpus = build_corpus(config)
     objective = build_objective(config, corpus, total_steps=8)
     assert isinstance(objective, DPO)
+    objective.on_placed()
     return config, corpus, objective
 
 

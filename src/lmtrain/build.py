@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.plugins.environments import ClusterEnvironment, LightningEnvironment, TorchElasticEnvironment
 from rich.console import Console
 
-from lmtrain import ranks
+from lmtrain import ranks, world
 from lmtrain.callbacks.bad_steps import BadSteps
 from lmtrain.callbacks.checkpoints import Checkpoints
 from lmtrain.callbacks.metrics import Metrics
@@ -47,6 +47,7 @@ from lmtrain.precision import AdapterHalfPrecision
 from lmtrain.prompts import prompts_of
 from lmtrain.run_dir import RunDir
 from lmtrain.schema import Config
+from lmtrain.strategies import loading
 from lmtrain.strategies.choose import build_strategy
 from lmtrain.targets import build_target
 
@@ -113,7 +114,7 @@ def build_datamodule(config: Config, corpus: Corpus, total_steps: int) -> TokenD
 def build_objective(config: Config, corpus: Corpus, total_steps: int) -> Objective:
     tokenizer = corpus.tokenizer
     pl.seed_everything(config.seed, verbose=False)
-    hf_model = build_trainable_model(config, tokenizer)
+    hf_model = loading.build(config, lambda: build_trainable_model(config, tokenizer))
     model = LanguageModel(hf_model, config.objective)
     if config.trainer.activation_checkpointing:
         enable_activation_checkpointing(hf_model)
@@ -135,6 +136,7 @@ def build_objective(config: Config, corpus: Corpus, total_steps: int) -> Objecti
         objective.add_embedding_noise(config.objective.neftune_alpha)
     if isinstance(objective, DPO):
         objective.prepare(config, corpus.fingerprint)
+    objective.fingerprint = world.from_first(lambda: objective.fingerprint)
     return objective
 
 

@@ -13,6 +13,7 @@ from lmtrain.inspection import row_mask
 from lmtrain.models import flops
 from lmtrain.models.trainable import adapter_of, describe_adapter
 from lmtrain.optim.groups import table_rows
+from lmtrain.strategies import loading
 from lmtrain.token_view import has_colour, legend, marked, pieces, visible
 
 if TYPE_CHECKING:
@@ -111,6 +112,9 @@ def advice(run: "Run") -> list[str]:
             f"{epochs:.0f} passes over the training data: expect overfitting "
             f"(trainer.max_epochs=4 ends earlier; callbacks.early_stopping.enabled=true stops when it sets in)"
         )
+    on_every_rank = loading.why_on_every_rank(c)
+    if run.trainer.world_size > 1 and on_every_rank is not None:
+        notes.append(f"each of {run.trainer.world_size} ranks builds the whole model in host memory: {on_every_rank}")
     if corpus.val is None:
         notes.append(
             "there is no validation split: no val/loss, no best checkpoint (data.val_fraction=0.01 holds one out)"

@@ -80,11 +80,12 @@ def train(config: Config, layout: Layout) -> int:
     """Trains as one of the ranks; returns the exit code, which is the same on all where nothing fails."""
     import torch.distributed as dist
 
+    from lmtrain import world
+
     place(config, layout)
     if was_restarted():
         config.run.resume = "auto"
-    # Lightning takes the group that is there.
-    dist.init_process_group("cpu:gloo,cuda:nccl" if config.trainer.accelerator == "cuda" else "gloo")
+    world.connect(config.trainer.accelerator)
     answer: list[Any] = [None]
     refused: UserError | None = None
     existed = run_dir.existing_part(run_dir.locate(config))

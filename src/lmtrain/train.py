@@ -60,7 +60,10 @@ def run_in_process(config: Config, folder: RunDir) -> int:
     """One rank, or the whole run on one device. Torch is imported here, not before."""
     from rich.console import Console
 
+    from lmtrain import world
+
     started = time.time()
+    world.connect(config.trainer.accelerator)
     console = Console(quiet=os.environ.get("RANK", "0") != "0")
     run, checkpoint, notes = prepare_run(config, folder, console, started)
     if run.trainer.is_global_zero:

@@ -1,5 +1,6 @@
 """Callbacks of a user, reached by `callbacks.extra` with this folder on PYTHONPATH: one goes wrong, one counts."""
 
+import time
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -39,3 +40,16 @@ class CountsCollectives(pl.Callback):
         if trainer.global_step == self.step:  # from here to the next step's end
             self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
             self.profiler.start()
+
+
+class WaitsWhenLoaded(pl.Callback):
+    """Rests before the first step for as long as `marker`, which it makes, exists."""
+
+    def __init__(self, marker: str) -> None:
+        self.marker = Path(marker)
+
+    def on_fit_start(self, trainer: pl.Trainer, *_: object) -> None:
+        trainer.strategy.barrier()
+        self.marker.touch()
+        while self.marker.exists():
+            time.sleep(0.01)

@@ -94,7 +94,9 @@ def build_model(
         _grow_vocabulary(model, vocab_size)
     else:
         model = _instantiate(cfg, config)
-        if cfg.init == "scratch":
+        if cfg.init == "pretrained":
+            _grow_vocabulary(model, vocab_size)
+        else:
             init_residual_projections(model)
     _set_attention(cfg, model)
     use_experts(model)
@@ -203,7 +205,8 @@ def _grow_vocabulary(model: PreTrainedModel, vocab_size: int) -> None:
     rows = model.get_input_embeddings().weight.shape[0]
     if vocab_size > rows:
         log.warning("the embeddings grow from %d to %d rows, for added tokens", rows, vocab_size)
-        model.resize_token_embeddings(vocab_size)
+        on_meta = model.device.type == "meta"
+        model.resize_token_embeddings(vocab_size, mean_resizing=not on_meta)  # which looks at the rows
 
 
 def _from_hub(function: Any, cfg: Model, **options: Any) -> Any:

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from lmtrain.data.order import step_seed
 from lmtrain.errors import RunError
 from lmtrain.models.language_model import LanguageModel
+from lmtrain.models.quantized import is_quantized
 from lmtrain.models.trainable import adapter_of, check_names, restore_start, trainable_names, without_frozen
 from lmtrain.objectives.guard import StepGuard
 from lmtrain.optim.groups import set_lr
 from lmtrain.optim.schedules import lr_factor
 from lmtrain.schema import Schedule
-from lmtrain.strategies import layout, sharding
+from lmtrain.strategies import layout, loading, sharding
 
 
 class LossParts(NamedTuple):
@@ -111,15 +112,19 @@ class Objective(pl.LightningModule):
         return []
 
     def configure_model(self) -> None:
-        """Called when the ranks are connected: under fsdp the parameters are put in parts on the devices here."""
-        shard = getattr(self.trainer.strategy, "shard", None)
+        """Called when the ranks are connected: the first one's weights come to all, under fsdp in parts."""
+        strategy: Any = self.trainer.strategy
+        shard = getattr(strategy, "shard", None)
         if shard is not None:
+            self._optimizer.param_groups.clear()  # they hold the whole parameters
             shard(self)
             self._optimizer = self._make_optimizer(self.model.model)
-            self.on_sharded()
+        elif self.trainer.world_size > 1 and not is_quantized(self.model.model):
+            loading.spread(self.modules(), strategy.root_device)
+        self.on_placed()
 
-    def on_sharded(self) -> None:
-        """Called when other parameters, each rank's part, have taken the places of the model's."""
+    def on_placed(self) -> None:
+        """Called when the parameters are where they will be trained, with their first values."""
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return self._optimizer

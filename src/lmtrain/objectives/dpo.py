@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lmtrain import world
 from lmtrain.models.documents import Prefixes
 from lmtrain.models.language_model import LogProbs
 from lmtrain.models.trainable import adapter_of
@@ -43,20 +44,22 @@ class DPO(Objective):
     loss_is_nll = False
 
     def prepare(self, config: Config, data_fingerprint: str) -> None:
-        """Takes the reference from the model as it is, so before a checkpoint is read.
+        """Settles the reference: the model as it is, before a checkpoint is read.
 
         Raises:
             UserError: see `reference.choose`.
         """
         self.loss, self.options = str(config.objective.loss), loss_options(config.objective)
-        self.reference = choose(config.objective, self.model.model)
-        self.frozen_copy = FrozenCopy(self.model) if self.reference == "frozen_copy" else None
+        self.reference = world.from_first(lambda: choose(config.objective, self.model.model))
+        self.frozen_copy: FrozenCopy | None = None
         self.precomputed: Precomputed | None = None
         if self.reference == "precomputed":
             identity = {"data": data_fingerprint, "precision": config.trainer.precision}
             self.precomputed = Precomputed(config.data.cache_dir, identity)
         # On resume the model is built anew: it has to be the one the run started with.
-        self.fingerprint["reference"] = first_values_hash(self.model) if self.reference != "none" else None
+        self.fingerprint["reference"] = None
+        if self.reference != "none":
+            self.fingerprint["reference"] = world.from_first(lambda: first_values_hash(self.model))
 
     def count_tokens(self, batch: dict[str, Tensor]) -> Tensor:
         return batch["pairs"]
@@ -102,9 +105,9 @@ class DPO(Objective):
                 found.append(self.answer_log_probs({k: v.to(device) for k, v in batch.items()})[0].cpu())
         return torch.cat(found).numpy()
 
-    def on_sharded(self) -> None:
-        if self.frozen_copy is not None:
-            self.frozen_copy.follow(self.model)
+    def on_placed(self) -> None:
+        if self.reference == "frozen_copy":
+            self.frozen_copy = FrozenCopy(self.model)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)

@@ -88,11 +88,6 @@ class FrozenCopy:
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.values = {name: p.detach().clone() for name, p in self.parameters.items()}
 
-    def follow(self, model: nn.Module) -> None:
-        """Goes on with the parameters that sharding has put in place of the model's."""
-        self.parameters = {name: p for name, p in model.named_parameters() if name in self.values}
-        self.values = {name: like(self.values[name].to(p.device), p).clone() for name, p in self.parameters.items()}
-
     def replace(self, values: dict[str, Tensor]) -> None:
         """Takes other first values, whole, for some parameters."""
         for name, value in values.items():

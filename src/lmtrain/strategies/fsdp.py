@@ -43,7 +43,7 @@ class FSDPStrategy(ModelParallelStrategy):
     def shard(self, objective: Objective) -> None:
         """Shards the objective's model in place; the optimizer has to be built after it."""
         self.precision_plugin.convert_module(objective)
-        sharding.shard(objective.model, self._mesh(), self.precision, self.options)
+        sharding.shard(objective.model, self._mesh(), self.root_device, self.precision, self.options)
 
     def _mesh(self) -> DeviceMesh:
         """All ranks in one dimension; [nodes, ranks of a node] where each node holds a copy of the model."""

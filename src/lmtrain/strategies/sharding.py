@@ -20,18 +20,22 @@ from torch.distributed.fsdp import (
 
 from lmtrain.models.language_model import LanguageModel, decoder_blocks
 from lmtrain.schema import Fsdp
+from lmtrain.strategies.loading import spread
 
 _HALF = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
-def shard(model: LanguageModel, mesh: DeviceMesh, precision: str, options: Fsdp) -> None:
+def shard(model: LanguageModel, mesh: DeviceMesh, device: torch.device, precision: str, options: Fsdp) -> None:
     """Shards each decoder block, then the rest (embeddings, last norm, output layer) as one group with the root.
 
     In mixed precision the blocks are gathered in half precision, which is what autocast would compute in, and gradients
     are summed in fp32. The rest is gathered as it is: the residual stream starts in its dtype, as on one device.
 
+    The first rank's weights are spread just before: no rank ever holds more than its parts and one block.
+
     Args:
         mesh: one dimension to shard over, or two: copies (the first) of a model sharded over the second (HSDP).
+        device: of this rank.
         precision: as in trainer.precision.
     """
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if options.cpu_offload else OffloadPolicy()
@@ -39,7 +43,9 @@ def shard(model: LanguageModel, mesh: DeviceMesh, precision: str, options: Fsdp)
     half = MixedPrecisionPolicy(_HALF.get(precision), torch.float32, cast_forward_inputs=False)
     # A CPU's LayerNorm takes no half-precision weight beside an fp32 input.
     policy = half if precision in _HALF and mesh.device_type != "cpu" else plain
-    for block in decoder_blocks(model.model):
+    blocks = decoder_blocks(model.model)
+    for block in blocks:
+        spread(block.modules(), device)
         fully_shard(
             block,
             mesh=mesh,
@@ -47,6 +53,8 @@ def shard(model: LanguageModel, mesh: DeviceMesh, precision: str, options: Fsdp)
             offload_policy=offload,
             reshard_after_forward=options.reshard_after_forward,
         )
+    inside = {id(module) for block in blocks for module in block.modules()}
+    spread([module for module in model.modules() if id(module) not in inside], device)
     # The root's own parameters are needed first in backward, so they stay.
     fully_shard(model, mesh=mesh, mp_policy=plain, offload_policy=offload, reshard_after_forward=False)
     register_fsdp_forward_method(model, "log_probs")

@@ -1,0 +1,58 @@
+"""What a run's ranks tell each other before Lightning connects them: who builds, what was found, what went wrong."""
+
+import os
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from lmtrain.errors import UserError
+
+T = TypeVar("T")
+
+
+def connect(accelerator: str) -> None:
+    """Makes the process group where this process is one rank of many; Lightning takes the one that is there.
+
+    Args:
+        accelerator: resolved, cpu or cuda.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if accelerator == "cuda" else "gloo")
+
+
+def size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def together(make: Callable[[], T]) -> T:
+    """What `make` gives on this rank, when all ranks have called it.
+
+    Raises:
+        UserError: of the first rank that found a mistake, on all of them; none waits for one that has given up.
+    """
+    made, mistake = None, None
+    try:
+        made = make()
+    except UserError as error:
+        mistake = error
+    if size() > 1:
+        found: list[UserError | None] = [None] * size()
+        dist.all_gather_object(found, mistake)
+        mistake = next((error for error in found if error is not None), None)
+    if mistake is not None:
+        raise mistake
+    return made  # type: ignore[return-value]
+
+
+def from_first(make: Callable[[], T]) -> T:
+    """What `make` gives on rank 0, on every rank; only rank 0 calls it. Raises rank 0's UserError everywhere."""
+    made = together(lambda: make() if rank() == 0 else None)
+    box = [made]
+    if size() > 1:
+        dist.broadcast_object_list(box, src=0)
+    return box[0]  # type: ignore[return-value]

@@ -1,0 +1,136 @@
+"""A node holds the model about once in host memory while it loads, however many ranks it has."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from strategy_runs import DPO_LORA, LORA, SFT, Runs, names_of
+from transformers import AutoModelForCausalLM
+
+from chats import write_chats, write_rows
+from support import TINY
+from tiny_pretrained import save_pretrained
+
+pytestmark = pytest.mark.slow
+
+SHAPE = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12,
+         "max_position_embeddings": 256}  # fmt: skip
+COMMON = ["data.global_batch_size=2", "data.micro_batch_size=1", "trainer.max_steps=1", "trainer.devices=2",
+          "trainer.strategy=fsdp", "run.allow_target=[mishaps]", "export.enabled=false", "data.seq_len=32",
+          "trainer.limit_val_batches=1", "callbacks.samples.every_n_validations=0",
+          "trainer.save_every_n_steps=null"]  # fmt: skip
+SCRATCH = ["data=text", "model=llama_nano", *(f"model.{key}={value}" for key, value in SHAPE.items())]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = save_pretrained(tmp_path_factory.mktemp("llama"), **SHAPE)
+    AutoModelForCausalLM.from_pretrained(folder).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def anonymous_bytes(pids: list[int]) -> int:
+    """Host memory of the processes that is no file's: shared pages counted once."""
+    total = 0
+    for pid in pids:
+        try:
+            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+        except OSError:
+            continue
+        found = dict(line.split(":") for line in lines)
+        total += 1024 * sum(int(found[name].split()[0]) for name in ("Pss_Anon", "Pss_Shmem"))
+    return total
+
+
+def children(pid: int) -> list[int]:
+    try:
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def most_while_loading(folder: Path, settings: list[str]) -> int:
+    """Most bytes that the ranks of a run held together before their first step."""
+    marker = folder / "loaded"
+    callback = f"callbacks.extra=[{{_target_: mishaps.WaitsWhenLoaded,marker: {marker}}}]"
+    # What is freed goes back to the system at once, as a real model's tensors do: glibc keeps those under 32 MiB.
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "1000000"}
+    env["PYTHONPATH"] = str(Path(__file__).parent)
+    command = [sys.executable, "-m", "lmtrain.train", *names_of([*TINY, *COMMON, *settings]), callback]
+    command.append(f"run.dir={folder / 'run'}")
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
+    most = 0
+    while parent.poll() is None and not marker.exists():
+        most = max(most, anonymous_bytes(children(parent.pid)))
+        time.sleep(0.005)
+    marker.unlink(missing_ok=True)
+    output, _ = parent.communicate(timeout=120)
+    assert parent.returncode == 0, output
+    return most
+
+
+@pytest.mark.parametrize("task", ["scratch", "pretrained", "lora"])
+def test_a_node_holds_the_model_once(task: str, llama: Path, corpus: Path, tmp_path: Path) -> None:
+    if not Path("/proc/self/smaps_rollup").exists():
+        pytest.skip("needs /proc/PID/smaps_rollup")
+    text = f"data.path={corpus}"
+    small = save_pretrained(tmp_path / "small_llama", **{**SHAPE, "hidden_size": 24, "intermediate_size": 32})
+    chats = write_chats(tmp_path / "chats.jsonl", 8)
+    sft = [
+        "objective=sft",
+        "data=chat_jsonl",
+        "data.chat_template=vicuna",
+        f"data.path={chats}",
+        "peft=lora",
+        "data.seq_len=256",
+    ]
+    runs = {"scratch": ([*SCRATCH, text], [*SCRATCH, text, "model.hidden_size=24", "model.intermediate_size=32"])}
+    for name, data in (("pretrained", ["data=text", text]), ("lora", sft)):
+        runs[name] = tuple([*data, "model=pretrained", f"model.name_or_path={path}"] for path in (llama, small))  # type: ignore[assignment]
+    most = []
+    for name, settings in zip(("large", "small"), runs[task], strict=True):
+        (tmp_path / name).mkdir()
+        most.append(most_while_loading(tmp_path / name, settings))
+    weights = 4 * sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(llama).parameters())
+    assert weights > 250e6
+    print(f"{task}: {(most[0] - most[1]) / weights:.2f} times the model")
+    assert most[0] - most[1] < 1.5 * weights
+
+
+def test_every_kind_of_model_is_loaded_as_by_one_process(tmp_path: Path) -> None:
+    """The second rank builds each without weights: embeddings that grow, tied ones, adapters of several kinds."""
+    r = Runs(tmp_path)
+    sft = [*SFT, f"data.path={write_chats(tmp_path / 'chats.jsonl', 40)}", "model=pretrained"]
+    untied, tied = (
+        f"model.name_or_path={save_pretrained(tmp_path / name, max_position_embeddings=512, **options)}"
+        for name, options in (("untied", {}), ("tied", {"tie_word_embeddings": True}))
+    )
+    lora = [*LORA, sft[-2], untied]
+    r.one("first", *lora, "trainer.max_steps=2")
+    tokens = 'tokenizer.add_tokens=["<|a|>","<|b|>"]'
+    tasks = {
+        "grown": [*sft, untied, tokens],
+        "grown_tied": [*sft, tied, tokens],
+        "lora_tokens": [*lora, tokens],
+        "lora_embeddings": [*lora, tied, "peft.modules_to_save=[embed_tokens]"],
+        "dora": [*lora, "peft.use_dora=true"],
+        "pissa": [*lora, "peft.init_weights=pissa"],
+        "continued": [*lora, f"peft.adapter={r.folder / 'first' / 'export'}"],
+        "gpt2": [*sft, f"model.name_or_path={save_pretrained(tmp_path / 'gpt2_base', 'gpt2', n_positions=512)}"],
+        "dpo_continued": [*DPO_LORA, f"data.path={write_rows(tmp_path / 'pairs.jsonl', 'preference_jsonl', 40)}",
+                          untied, f"peft.adapter={r.folder / 'first' / 'export'}"],
+    }  # fmt: skip
+    for task, settings in tasks.items():
+        short = [s for s in settings if s != "tokenizer=bytes"]  # the model's own is the same
+        short += ["trainer.max_steps=4", "trainer.val_check_interval=4"]
+        r.one(task, *short)
+        for strategy in ("ddp", "fsdp"):
+            r.two(f"{task}-{strategy}", *short, f"trainer.strategy={strategy}")
+    r.launch()
+    for task in tasks:
+        for strategy in ("ddp", "fsdp"):
+            r.compare(f"{task}-{strategy}", task)
