@@ -2,9 +2,11 @@
 
 Written under a temporary name beside their place, synced, renamed; a manifest written last lists every file with its
 size and SHA-256, so a damaged one is seen. Two files: model.pt (weights) and trainer.pt (optimizer, progress,
-callbacks). Both hold plain containers and tensors only and are loaded with weights_only=True.
+callbacks). Both hold plain containers and tensors only and are loaded with weights_only=True. Ranks that write together
+(trainer.fsdp.sharded_checkpoint) write the tensors into model.safetensors and optimizer.safetensors instead.
 """
 
+import contextlib
 import hashlib
 import json
 import math
@@ -12,17 +14,19 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch.plugins.io import CheckpointIO
 
+from lmtrain import shared_file
 from lmtrain.errors import RunError, UserError, reason
 from lmtrain.run_dir import fsync_dir, write_atomic
 
 MANIFEST = "manifest.json"
+MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 _NAME = re.compile(r"step_(\d{8,})")
 
 
@@ -64,7 +68,11 @@ def damage(path: Path) -> str | None:
             return f"{name} is missing"
         if file.stat().st_size != expected["bytes"]:
             return f"{name} has {file.stat().st_size} bytes instead of {expected['bytes']}"
-        if _sha256(file) != expected["sha256"]:
+        if "parts" in expected:
+            problem = shared_file.damage(file, expected["parts"])
+            if problem is not None:
+                return problem
+        elif _sha256(file) != expected["sha256"]:
             return f"{name} does not match its checksum"
     return None
 
@@ -98,12 +106,19 @@ def _write(file: Path, content: Any) -> dict[str, Any]:
 
 def load_weights(path: Path, mmap: bool = False) -> dict[str, torch.Tensor]:
     """The model's state dict of a checkpoint, on the CPU; with `mmap` nothing is read before it is used."""
+    if (path / MODEL).exists():
+        return shared_file.read(path / MODEL)
     return torch.load(path / "model.pt", map_location="cpu", weights_only=True, mmap=mmap)
 
 
 def load(path: Path, mmap: bool = False) -> dict[str, Any]:
     """Lightning's checkpoint dict."""
     checkpoint = torch.load(path / "trainer.pt", map_location="cpu", weights_only=True, mmap=mmap)
+    if (path / OPTIMIZER).exists():
+        for name, tensor in shared_file.read(path / OPTIMIZER).items():
+            optimizer, index, key = name.split(".", 2)
+            state = checkpoint["optimizer_states"][int(optimizer)]["state"]
+            state.setdefault(int(index), {})[key] = tensor
     return {**checkpoint, "state_dict": load_weights(path, mmap)}
 
 
@@ -117,22 +132,35 @@ def publish(checkpoint: dict[str, Any], path: Path) -> None:
         return  # the same step of the same run: a good checkpoint is never overwritten
     temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
-    try:
+    with explained(path, temporary):
         temporary.mkdir(parents=True)
         rest = {key: value for key, value in checkpoint.items() if key != "state_dict"}
         files = {
             "model.pt": _write(temporary / "model.pt", checkpoint["state_dict"]),
             "trainer.pt": _write(temporary / "trainer.pt", rest),
         }
-        manifest = {"step": checkpoint["global_step"], "metrics": checkpoint.get("metrics", {}), "files": files}
-        write_atomic(temporary / MANIFEST, json.dumps(manifest, indent=2))
-        fsync_dir(temporary)
-        if path.exists():  # damaged
-            shutil.rmtree(path)
-        os.rename(temporary, path)
-        fsync_dir(path.parent)
+        put_in_place(checkpoint, files, temporary, path)
+
+
+def put_in_place(checkpoint: dict[str, Any], files: dict[str, Any], temporary: Path, path: Path) -> None:
+    """Writes the manifest of a checkpoint whose `files` are all in `temporary`, and gives it its name."""
+    manifest = {"step": checkpoint["global_step"], "metrics": checkpoint.get("metrics", {}), "files": files}
+    write_atomic(temporary / MANIFEST, json.dumps(manifest, indent=2))
+    fsync_dir(temporary)
+    if path.exists():  # damaged
+        shutil.rmtree(path)
+    os.rename(temporary, path)
+    fsync_dir(path.parent)
+
+
+@contextlib.contextmanager
+def explained(path: Path, temporary: Path | None) -> Iterator[None]:
+    """Says what to do where writing the checkpoint `path` fails, and removes `temporary`."""
+    try:
+        yield
     except (OSError, RuntimeError, RunError) as error:  # torch.save reports a failed write as RuntimeError
-        shutil.rmtree(temporary, ignore_errors=True)
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
         if "DataLoader worker" in str(error):
             raise  # torch tells of a dead worker in whatever code is running then
         raise RunError(
@@ -156,20 +184,39 @@ class FolderCheckpointIO(CheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         self.wait()
+        if self.background:
+            checkpoint = torch.utils._pytree.tree_map_only(
+                torch.Tensor, lambda t: t.detach().to("cpu", copy=True), checkpoint
+            )
+        self._run(lambda: self._publish(checkpoint, Path(path)))
+
+    def _publish(self, checkpoint: dict[str, Any], path: Path) -> None:
+        publish(checkpoint, path)
+        self.published()
+
+    def save_together(self, prepare: Callable[[bool], Callable[[], bool] | None]) -> None:
+        """Writes this rank's part of a checkpoint.
+
+        Args:
+            prepare: given whether training goes on while it is written, it takes the values and returns the job, which
+                says whether it published the checkpoint; None where there is nothing to do.
+        """
+        self.wait()
+        job = prepare(self.background)
+        if job is not None:
+            self._run(lambda: self.published() if job() else None)
+
+    def _run(self, write: Callable[[], None]) -> None:
+        """Now, or beside the training."""
         if not self.background:
-            publish(checkpoint, Path(path))
-            self.published()
+            write()
             return
-        snapshot = torch.utils._pytree.tree_map_only(
-            torch.Tensor, lambda t: t.detach().to("cpu", copy=True), checkpoint
-        )
-        self._writer = threading.Thread(target=self._write_beside, args=(snapshot, Path(path)), name="checkpoint")
+        self._writer = threading.Thread(target=self._write_beside, args=(write,), name="checkpoint")
         self._writer.start()
 
-    def _write_beside(self, snapshot: dict[str, Any], path: Path) -> None:
+    def _write_beside(self, write: Callable[[], None]) -> None:
         try:
-            publish(snapshot, path)
-            self.published()
+            write()
         except BaseException as error:  # raised where the training thread waits
             self._error = error
 

@@ -185,6 +185,7 @@ class Fsdp:
     cpu_offload: bool
     copy_per_node: bool
     reduce_each_micro_batch: bool
+    sharded_checkpoint: bool
 
 
 @dataclass(kw_only=True)

@@ -93,11 +93,11 @@ def asked(config: Config) -> dict[str, Any]:
 
 def prepare_run(config: Config, folder: RunDir, console: Any, started: float) -> "tuple[Run, Path | None, list[str]]":
     """Builds everything and finds the checkpoint to continue from, before anything is written to the run's folder."""
-    from lmtrain import build, devices, loggers, resume
+    from lmtrain import build, devices, loggers, resume, world
 
     devices.set_threads(config.trainer.num_threads, int(config.trainer.devices))
     notes: list[str] = []
-    checkpoint = resume.find(config, folder, notes.append)
+    checkpoint = world.from_first(lambda: resume.find(config, folder, notes.append))  # read whole to be checked: once
     run = build.build(config, folder, console, started)
     if checkpoint is not None:
         saved = resume.read_trainer_state(checkpoint)

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from lmtrain.errors import UserError
+from lmtrain.errors import RunError, UserError
 
 T = TypeVar("T")
 
@@ -33,15 +33,16 @@ def together(make: Callable[[], T]) -> T:
     """What `make` gives on this rank, when all ranks have called it.
 
     Raises:
-        UserError: of the first rank that found a mistake, on all of them; none waits for one that has given up.
+        UserError, RunError: of the first rank that met one, on all of them; none waits for one that has given up.
     """
-    made, mistake = None, None
+    made: T | None = None
+    mistake: UserError | RunError | None = None
     try:
         made = make()
-    except UserError as error:
+    except (UserError, RunError) as error:
         mistake = error
     if size() > 1:
-        found: list[UserError | None] = [None] * size()
+        found: list[UserError | RunError | None] = [None] * size()
         dist.all_gather_object(found, mistake)
         mistake = next((error for error in found if error is not None), None)
     if mistake is not None:
@@ -50,7 +51,7 @@ def together(make: Callable[[], T]) -> T:
 
 
 def from_first(make: Callable[[], T]) -> T:
-    """What `make` gives on rank 0, on every rank; only rank 0 calls it. Raises rank 0's UserError everywhere."""
+    """What `make` gives on rank 0, on every rank; only rank 0 calls it. Rank 0's errors are raised everywhere."""
     made = together(lambda: make() if rank() == 0 else None)
     box = [made]
     if size() > 1:

@@ -1,7 +1,8 @@
 """trainer.strategy=fsdp: Lightning's ModelParallelStrategy with this project's sharding and checkpoints.
 
-Checkpoints are the very files one device writes: rank 0 gets the whole tensors one by one. Reading, each rank maps the
-files and takes its part, so the folder has to be on a file system all nodes share.
+Checkpoints are the very files one device writes: rank 0 gets the whole tensors one by one, or all ranks write together
+(sharded_checkpoint.py). Reading, each rank maps the files and takes its part, so the folder has to be on a file system
+all nodes share.
 """
 
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ from lmtrain import checkpoint as store
 from lmtrain.models.trainable import trainable_names
 from lmtrain.objectives.base import Objective
 from lmtrain.schema import Fsdp
-from lmtrain.strategies import layout, sharding
+from lmtrain.strategies import layout, sharded_checkpoint, sharding
 
 
 class FSDPStrategy(ModelParallelStrategy):
@@ -61,15 +62,23 @@ class FSDPStrategy(ModelParallelStrategy):
         assert module is not None
         names = trainable_names(module)
         state = {k: v for k, v in module.state_dict(keep_vars=True).items() if names is None or k in names}
+        if self.options.sharded_checkpoint:
+            return state
         return layout.gather(state, keep=self.is_global_zero)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
+        if self.options.sharded_checkpoint:
+            return optimizer.state_dict()
         return layout.gather(optimizer.state_dict(), keep=self.is_global_zero)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
+        io = self.checkpoint_io
+        if self.options.sharded_checkpoint and isinstance(io, store.FolderCheckpointIO):
+            io.save_together(lambda copy: sharded_checkpoint.prepare(checkpoint, Path(filepath), copy))
+        else:
+            Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         return store.load(Path(checkpoint_path), mmap=True)
