@@ -49,7 +49,8 @@ class FSDPStrategy(ModelParallelStrategy):
     def _mesh(self) -> DeviceMesh:
         """All ranks in one dimension; [nodes, ranks of a node] where each node holds a copy of the model."""
         if self.options.copy_per_node and self.num_nodes > 1:
-            return init_device_mesh(self.root_device.type, (self.num_nodes, self.num_processes))
+            shape = (self.num_nodes, self.num_processes)
+            return init_device_mesh(self.root_device.type, shape, mesh_dim_names=("nodes", "devices"))
         return self.device_mesh["data_parallel"]
 
     def model_to_device(self) -> None:
