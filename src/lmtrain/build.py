@@ -34,7 +34,7 @@ from lmtrain.data.modules import TokenDataModule
 from lmtrain.data.tokenizers import tokenizer_hash
 from lmtrain.errors import UserError
 from lmtrain.loggers import build_loggers
-from lmtrain.models import flops, split
+from lmtrain.models import flops
 from lmtrain.models.finetune import build_trainable_model, frozen_identity
 from lmtrain.models.language_model import LanguageModel, compile_model, enable_activation_checkpointing
 from lmtrain.objectives.base import Objective
@@ -49,6 +49,7 @@ from lmtrain.run_dir import RunDir
 from lmtrain.schema import Config
 from lmtrain.strategies import loading
 from lmtrain.strategies.choose import build_strategy
+from lmtrain.strategies.rules import SHARING
 from lmtrain.targets import build_target
 
 
@@ -143,8 +144,9 @@ def build_objective(config: Config, corpus: Corpus, total_steps: int) -> Objecti
 def offloads(config: Config) -> bool:
     """Whether the optimizer steps on the CPU."""
     t = config.trainer
-    zero = t.strategy == "deepspeed" and t.deepspeed.offload_optimizer is not None
-    return zero or (t.strategy in ("fsdp", "fsdp_tp") and t.fsdp.cpu_offload)
+    if t.strategy == "deepspeed":
+        return t.deepspeed.offload_optimizer is not None
+    return t.strategy in SHARING and t.fsdp.cpu_offload
 
 
 def fingerprint(config: Config, corpus: Corpus, hf_model: Any) -> dict[str, Any]:
@@ -294,7 +296,7 @@ def build_trainer(config: Config, run_dir: RunDir, callbacks: list[pl.Callback],
         plugins=[FolderCheckpointIO(background=config.checkpoint.async_save), cluster_environment(), *plugins],
         default_root_dir=Path(run_dir.path),
         benchmark=False,
-        inference_mode=t.strategy not in ("fsdp", "fsdp_tp", "deepspeed"),  # tensors gathered in it could not be used in training
+        inference_mode=t.strategy not in SHARING,  # tensors gathered in it could not be used in training
     )
     # Lightning broadcasts every step whether rank 0 got a SIGTERM; here that rides in the count of tokens.
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]

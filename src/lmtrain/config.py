@@ -135,9 +135,7 @@ def split_over(config: Config, processes: int) -> BatchSplit:
     return batch_split(config.data.global_batch_size, config.data.micro_batch_size, processes // together, together)
 
 
-def batch_split(
-    global_batch_size: int, micro_batch_size: int, parts: int, devices_per_part: int = 1
-) -> BatchSplit:
+def batch_split(global_batch_size: int, micro_batch_size: int, parts: int, devices_per_part: int = 1) -> BatchSplit:
     """The split of a global batch; UserError with the nearest one that works where it doesn't divide."""
     unit = micro_batch_size * parts
     if global_batch_size % unit == 0:

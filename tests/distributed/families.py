@@ -1,4 +1,7 @@
-"""Compares models whose layers are split over the ranks with themselves, unsplit: `torch.distributed.run ... families.py OUT`."""
+"""Compares models whose layers are split over the ranks with themselves, unsplit.
+
+`torch.distributed.run ... families.py FOLDER FAMILY,FAMILY,...` writes what each rank found into the folder.
+"""
 
 import copy
 import json
@@ -12,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lmtrain.models.split import split
+from lmtrain.models.split import check, split
 from lmtrain.strategies.layout import whole
 
 SIZES: dict[str, Any] = {
@@ -32,7 +35,8 @@ def compare(family: str) -> str:
     for parameter in model.parameters():  # biases and norms too
         torch.nn.init.normal_(parameter, std=0.2)
     whole_model = copy.deepcopy(model)
-    split(model, init_device_mesh("cpu", (dist.get_world_size(),)))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    split(model, check(model, mesh.size()), mesh)
     ids = torch.randint(0, 64, (2, 16))
     outputs = [m(input_ids=ids, labels=ids, use_cache=False) for m in (whole_model, model)]
     for out in outputs:

@@ -1,12 +1,11 @@
 """Splits the layers of a model over the ranks of a tensor-parallel group, which read the same rows.
 
-A layer split by columns gives each rank a part of its outputs, the layer split by rows after it takes that part and sums
-over the group: in between, a rank has its attention heads, or its part of the feed-forward width, and one all-reduce
-makes each pair whole again (Megatron-LM, Shoeybi et al. 2019, arXiv:1909.08053). Embeddings, norms and the output layer
-stay whole and compute the same on each rank.
+A layer split by columns gives each rank a part of its outputs; the layer after it, split by rows, takes that part and
+sums over the group. In between, a rank has its attention heads, or its part of the feed-forward width (Megatron-LM,
+Shoeybi et al. 2019, arXiv:1909.08053). Embeddings, norms and the output layer stay whole and compute the same on each.
 
-Which layers form pairs is transformers' knowledge (`base_model_tp_plan` of a family's config); GPT-2, whose queries, keys
-and values are one matrix, has its plan here. The split parameters are DTensors, each rank computes with its own part.
+Which layers form pairs is transformers' knowledge (`base_model_tp_plan` of a family's config); GPT-2, whose queries,
+keys and values are one matrix, has its plan here. Split parameters are DTensors; each rank computes with its own part.
 """
 
 import re
@@ -39,34 +38,39 @@ OWN_PLANS = {
         "h.*.mlp.c_proj": "rowwise",
     }
 }
+Layer = Any  # nn.Linear, or GPT-2's Conv1D, whose weight is transposed
 INSTEAD = "Set trainer.strategy=fsdp, which shares out any model"
 
 
-def split(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Splits the layers in place; afterwards their parameters are DTensors on `mesh` (one dimension).
+def split(part: nn.Module, layers: dict[nn.Module, str], mesh: DeviceMesh) -> None:
+    """Splits what is in `part` of a model's `layers` (from `check`), in place: their parameters are DTensors then.
 
-    Raises:
-        UserError: see `check`.
+    Args:
+        part: with whole parameters.
+        mesh: one dimension.
     """
-    layers = check(model, mesh.size())
-    for name, style in layers.items():
-        module = model.get_submodule(name)
-        if style == PER_HEAD_NORM:
-            frozen = {n for n, p in module.named_parameters() if not p.requires_grad}
-            parallelize_module(module, mesh, SequenceParallel(sequence_dim=2, use_local_output=True))
-            for n, p in module.named_parameters():
-                p.requires_grad_(n not in frozen)
-        elif is_adapted(module):
-            _split_adapted(module, style, mesh)
-        else:
-            _split_layer(module, style, mesh)
-        if style == PACKED:  # GPT-2 cuts what c_attn gives at this width
-            attn = model.get_submodule(name.rpartition(".")[0])
-            attn.split_size = attn.split_size // mesh.size()
+    for parent in list(part.modules()):
+        for module in list(parent.children()):
+            style = layers.get(module)
+            if style == PER_HEAD_NORM:
+                _split_norm(module, mesh)
+            elif style is not None:
+                (_split_adapted if is_adapted(module) else _split_layer)(module, style, mesh)
+            if style == PACKED:  # GPT-2 cuts what c_attn gives at this width
+                attn: Any = parent
+                attn.split_size //= mesh.size()
 
 
-def check(model: PreTrainedModel, size: int) -> dict[str, str]:
-    """Names of the modules that are split, with their styles.
+def _split_norm(module: nn.Module, mesh: DeviceMesh) -> None:
+    """A norm of single heads, of which each rank has some: what they give the weight's gradient is summed."""
+    frozen = {name for name, p in module.named_parameters() if not p.requires_grad}
+    parallelize_module(module, mesh, SequenceParallel(sequence_dim=2, use_local_output=True))
+    for name, p in module.named_parameters():
+        p.requires_grad_(name not in frozen)
+
+
+def check(model: PreTrainedModel, size: int) -> dict[nn.Module, str]:
+    """The modules that are split, with their styles; only shapes are looked at.
 
     Raises:
         UserError: a family without a plan that can be followed, sizes or heads that `size` does not divide, dropout
@@ -101,7 +105,7 @@ def check(model: PreTrainedModel, size: int) -> dict[str, str]:
     for name, style in layers.items():
         if style != PER_HEAD_NORM:
             _check_layer(model.get_submodule(name), name, style, size)
-    return layers
+    return {model.get_submodule(name): style for name, style in layers.items()}
 
 
 def _plan(model: PreTrainedModel) -> dict[str, str]:
@@ -129,7 +133,7 @@ def _check_layer(module: nn.Module, name: str, style: str, size: int) -> None:
             f"trainer.strategy=fsdp_tp splits linear layers, and {name} is a {type(layer).__name__}: leave it out of "
             f"peft.modules_to_save and the like. {INSTEAD}"
         )
-    inputs, outputs = _widths(layer)  # type: ignore[arg-type]
+    inputs, outputs = _widths(layer)
     width = inputs if style in ROWS else outputs // BLOCKS if style == PACKED else outputs
     if width % size:
         what = "inputs" if style in ROWS else "outputs"
@@ -144,7 +148,7 @@ def divisors(count: int) -> str:
     return f"Set trainer.fsdp.tensor_parallel_size to {' or '.join(map(str, fits))}, or trainer.strategy=fsdp"
 
 
-def _widths(layer: nn.Linear | Conv1D) -> tuple[int, int]:
+def _widths(layer: Layer) -> tuple[int, int]:
     """(inputs, outputs)"""
     rows, columns = layer.weight.shape
     return (rows, columns) if isinstance(layer, Conv1D) else (columns, rows)
@@ -162,7 +166,7 @@ def _split_adapted(module: Any, style: str, mesh: DeviceMesh) -> None:
         _split_layer((module.lora_B if style in COLUMNS else module.lora_A)[name], style, mesh)
         dropout = module.lora_dropout[name]
         if style == "rowwise" and isinstance(dropout, nn.Dropout):
-            dropout.forward = partial(_own_part_of_dropout, dropout, mesh)
+            dropout.forward = partial(_own_part_of_dropout, dropout, mesh)  # type: ignore[method-assign]
 
 
 def _own_part_of_dropout(dropout: nn.Dropout, mesh: DeviceMesh, x: Tensor) -> Tensor:
@@ -174,7 +178,7 @@ def _own_part_of_dropout(dropout: nn.Dropout, mesh: DeviceMesh, x: Tensor) -> Te
     return x * factors.narrow(-1, mesh.get_local_rank() * width, width)
 
 
-def _split_layer(layer: nn.Linear | Conv1D, style: str, mesh: DeviceMesh) -> None:
+def _split_layer(layer: Layer, style: str, mesh: DeviceMesh) -> None:
     """Splits the parameters of one layer, and has it compute with its rank's part of them."""
     transposed = isinstance(layer, Conv1D)
     if style in ROWS:
@@ -187,7 +191,7 @@ def _split_layer(layer: nn.Linear | Conv1D, style: str, mesh: DeviceMesh) -> Non
         _distribute(layer, "weight", mesh, Shard(1 if transposed else 0))
         _distribute(layer, "bias", mesh, Shard(0))
     compute: Callable[..., Tensor] = by_rows if style in ROWS else by_columns
-    layer.forward = partial(compute, layer, style, mesh)  # type: ignore[method-assign]
+    layer.forward = partial(compute, layer, style, mesh)
 
 
 def _distribute(layer: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
@@ -198,26 +202,30 @@ def _distribute(layer: nn.Module, name: str, mesh: DeviceMesh, placement: Placem
         layer.register_parameter(name, nn.Parameter(parts, requires_grad=parameter.requires_grad))
 
 
-def by_columns(layer: nn.Linear | Conv1D, style: str, mesh: DeviceMesh, x: Tensor) -> Tensor:
+def by_columns(layer: Layer, style: str, mesh: DeviceMesh, x: Tensor) -> Tensor:
     """This rank's part of the outputs, [..., outputs / ranks], or with colwise_gather_output all of them."""
+    # What comes back to the input is each rank's share, summed on its way.
     x = DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
-    y = _product(layer, x, _own_part(layer.weight, style), _own_part(layer.bias, style))
-    if style == "colwise_gather_output":
-        y = DTensor.from_local(y, mesh, [Shard(y.ndim - 1)], run_check=False).redistribute(mesh, [Replicate()]).to_local()
-    return y
+    y = _product(layer, x, _own_part(layer.weight), _own_part(layer.bias))
+    return _laid_out(y, mesh, Shard(-1), Replicate()) if style == "colwise_gather_output" else y
 
 
-def by_rows(layer: nn.Linear | Conv1D, style: str, mesh: DeviceMesh, x: Tensor) -> Tensor:
+def by_rows(layer: Layer, style: str, mesh: DeviceMesh, x: Tensor) -> Tensor:
     """All outputs, from this rank's part of the inputs (or from its own cut, with rowwise_split_input)."""
     if style == "rowwise_split_input":
-        x = DTensor.from_local(x, mesh, [Replicate()], run_check=False).redistribute(mesh, [Shard(x.ndim - 1)]).to_local()
-    y = _product(layer, x, layer.weight.to_local(), None)  # type: ignore[operator]
-    y = DTensor.from_local(y, mesh, [Partial()], run_check=False).redistribute(mesh, [Replicate()]).to_local()
+        x = _laid_out(x, mesh, Replicate(), Shard(-1))
+    y = _product(layer, x, layer.weight.to_local(), None)
+    y = _laid_out(y, mesh, Partial(), Replicate())
     return y if layer.bias is None else y + layer.bias.to(y.dtype)
 
 
-def _own_part(parameter: Any, style: str) -> Tensor | None:
-    """Of a parameter split by columns; of one that stays whole, the blocks' parts."""
+def _laid_out(x: Tensor, mesh: DeviceMesh, now: Placement, then: Placement) -> Tensor:
+    """This rank's part of what lies on the ranks as `now`, when it lies as `then`; the backward goes the other way."""
+    return DTensor.from_local(x, mesh, [now], run_check=False).redistribute(mesh, [then]).to_local()
+
+
+def _own_part(parameter: Any) -> Any:
+    """Of a parameter split by columns (None if None); of one that stays whole, the blocks' parts."""
     if parameter is None:
         return None
     if not isinstance(parameter.placements[0], Replicate):
@@ -227,7 +235,7 @@ def _own_part(parameter: Any, style: str) -> Tensor | None:
     return blocks[:, mesh.get_local_rank()].flatten(0, 1)
 
 
-def _product(layer: nn.Linear | Conv1D, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _product(layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if not isinstance(layer, Conv1D):
         return F.linear(x, weight, bias)
     flat = x.reshape(-1, x.shape[-1])

@@ -1,7 +1,7 @@
-"""Which rank reads which rows, and how sums over rows become the run's: the one place that knows of tensor parallelism.
+"""Which rank reads which rows, and how sums over them become the run's.
 
-Without it each rank reads rows of its own. The ranks of a tensor-parallel group read the same rows, each computing a part
-of every layer, and all of them have the same losses: what they count must count once.
+Without tensor parallelism each rank reads rows of its own. The ranks of a tensor-parallel group read the same rows and
+have the same losses: what they count must count once.
 """
 
 from typing import NamedTuple

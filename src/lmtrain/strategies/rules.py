@@ -3,7 +3,8 @@
 from lmtrain.errors import UserError
 from lmtrain.schema import Config, Trainer
 
-STRATEGIES = ("auto", "ddp", "fsdp", "fsdp_tp", "deepspeed")
+SHARING = ("fsdp", "fsdp_tp", "deepspeed")  # a device holds a part of the model, of its gradients or of its state
+STRATEGIES = ("auto", "ddp", *SHARING)
 
 
 def ranks_per_part(t: Trainer) -> int:
@@ -14,7 +15,7 @@ def ranks_per_part(t: Trainer) -> int:
 def check_strategy(c: Config) -> None:
     """Raises UserError for the first setting that can't work with trainer.strategy, with what can."""
     strategy = c.trainer.strategy
-    if strategy not in ("fsdp", "fsdp_tp", "deepspeed"):
+    if strategy not in SHARING:
         return
     key = f"trainer.strategy={strategy}"
     if strategy == "deepspeed":

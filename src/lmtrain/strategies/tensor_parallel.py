@@ -1,7 +1,7 @@
-"""trainer.strategy=fsdp_tp: neighbouring ranks split each block's layers and read the same rows; FSDP shares out the rest.
+"""trainer.strategy=fsdp_tp: groups of neighbouring ranks split each block's layers and read the same rows.
 
-A rank's part of a block's matrices is sharded over the ranks that have the same part in other groups. What is in no block
-(embeddings, last norm, output layer) is sharded over all ranks, as under fsdp.
+FSDP shards a rank's part over the ranks that have the same part in other groups. What is in no block (embeddings, last
+norm, output layer) is sharded over all ranks, as under fsdp.
 """
 
 import logging
