@@ -12,9 +12,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from chats import write_chats, write_rows
 from inprocess import message, run
+from lmtrain import checkpoint as store
 from lmtrain.callbacks.metrics import without_times
 from lmtrain.errors import UserError
 from lmtrain.models.split import check
+from resume.runs import assert_equal
 from support import TINY, rows
 from tiny_pretrained import save_pretrained
 
@@ -46,12 +48,12 @@ def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     for task in ("text", "lora"):
         saved = f"run.resume={r.checkpoint(f'{task}-tp', 10)}"
         r.one(f"{task}-tp-to-one", *tasks[task], saved)
-        r.two(f"{task}-tp-to-tp", *tasks[task], *TP, saved)
+        r.two(f"{task}-tp-to-tp", *tasks[task], *TP, saved, "trainer.fsdp.sharded_checkpoint=true")
         r.two(f"{task}-one-to-tp", *tasks[task], *TP, f"run.resume={r.checkpoint(task, 10)}")
     r.two("qwen-tp-to-fsdp", *qwen, "trainer.strategy=fsdp", f"run.resume={r.checkpoint('qwen-tp', 10)}")
     r.launch()
-    # Two groups of two; the second run's choices are those that change how parts are gathered and gradients summed.
-    r.two("qwen-2x2", *qwen, *TP)
+    # Two groups of two; the second run's choices change how parts are gathered and gradients summed.
+    r.two("qwen-2x2", *qwen, *TP, "trainer.fsdp.sharded_checkpoint=true")
     r.two("qwen-tp-to-2x2", *qwen, *TP, f"run.resume={r.checkpoint('qwen-tp', 10)}", "trainer.fsdp.cpu_offload=true",
           "trainer.fsdp.reduce_each_micro_batch=true", "trainer.activation_checkpointing=true")  # fmt: skip
     r.launch(ranks=4)
@@ -89,12 +91,16 @@ def test_checkpoints_travel(runs: Runs, task: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["text", "lora"])
 def test_a_checkpoint_is_what_one_process_writes(runs: Runs, task: str) -> None:
-    one, two = (Path(runs.checkpoint(name, 20)) for name in (task, f"{task}-tp"))
-    a, b = (torch.load(p / "model.pt") for p in (one, two))
+    one, two, together = (
+        store.load(Path(runs.checkpoint(name, 20))) for name in (task, f"{task}-tp", f"{task}-tp-to-tp")
+    )
+    a, b = one["state_dict"], two["state_dict"]
     assert a.keys() == b.keys()
     for key in a:
         torch.testing.assert_close(b[key], a[key], rtol=1e-3, atol=1e-4)
-    s, t = (torch.load(p / "trainer.pt")["optimizer_states"][0] for p in (one, two))
+    for name in ("state_dict", "optimizer_states"):  # all ranks write what rank 0 would
+        assert_equal(two[name], together[name], name)
+    s, t = (found["optimizer_states"][0] for found in (one, two))
     assert s["param_groups"] == t["param_groups"]
     for index, state in s["state"].items():
         for key, value in state.items():

@@ -12,6 +12,13 @@ def ranks_per_part(t: Trainer) -> int:
     return t.fsdp.tensor_parallel_size if t.strategy == "fsdp_tp" else 1
 
 
+def steps_on_cpu(t: Trainer) -> bool:
+    """Whether the optimizer's parameters and state are in host memory."""
+    if t.strategy == "deepspeed":
+        return t.deepspeed.offload_optimizer is not None
+    return t.strategy in SHARING and t.fsdp.cpu_offload
+
+
 def check_strategy(c: Config) -> None:
     """Raises UserError for the first setting that can't work with trainer.strategy, with what can."""
     strategy = c.trainer.strategy
