@@ -59,6 +59,7 @@ def main(folder: Path, families: list[str]) -> None:
         except Exception:
             found[family] = traceback.format_exc()
     (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    dist.barrier()  # none may leave while another still reads from it
     dist.destroy_process_group()
 
 
