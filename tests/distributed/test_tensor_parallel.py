@@ -33,13 +33,15 @@ def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     r = Runs(tmp_path_factory.mktemp("tensor_parallel"))
     # Attention weights alone may not be dropped: all else is computed alike on the ranks of a group.
     text = [*CAUSAL, f"data.path={corpus}", "model.dropout=0.1", "+model.extra.attn_pdrop=0.0"]
-    qwen = [*CAUSAL, f"data.path={corpus}", *SHARED_HEADS]
+    silent = "callbacks.samples.every_n_validations=0"  # text, sft and lora generate
+    qwen = [*CAUSAL, f"data.path={corpus}", *SHARED_HEADS, silent]
     chats = f"data.path={write_chats(r.folder / 'chats.jsonl', 40)}"
     pairs = f"data.path={write_rows(r.folder / 'pairs.jsonl', 'preference_jsonl', 40)}"
     llama = f"model.name_or_path={save_pretrained(r.folder / 'base_llama', max_position_embeddings=512)}"
     gpt2 = f"model.name_or_path={save_pretrained(r.folder / 'base_gpt2', 'gpt2', n_positions=512)}"
     tasks = {"text": text, "qwen": qwen, "sft": [*SFT, chats], "lora": [*LORA, chats, gpt2, "peft.dropout=0.1"],
-             "dpo": [*DPO, pairs, llama], "dpo_lora": [*DPO_LORA, pairs, llama, "peft.dropout=0.1"],
+             "dpo": [*DPO, pairs, llama, silent],
+             "dpo_lora": [*DPO_LORA, pairs, llama, silent, "peft.dropout=0.1"],
              "muon": [*qwen, "optimizer=muon"]}  # fmt: skip
     for task, settings in tasks.items():
         r.one(task, *settings)
