@@ -49,6 +49,7 @@ from lmtrain.run_dir import RunDir
 from lmtrain.schema import Config
 from lmtrain.strategies import loading
 from lmtrain.strategies.choose import build_strategy
+from lmtrain.strategies.rules import SHARING, steps_on_cpu
 from lmtrain.targets import build_target
 
 
@@ -120,7 +121,7 @@ def build_objective(config: Config, corpus: Corpus, total_steps: int) -> Objecti
         enable_activation_checkpointing(hf_model)
     if config.trainer.compile:
         compile_model(hf_model)
-    device_type = "cpu" if offloads(config) else config.trainer.accelerator
+    device_type = "cpu" if steps_on_cpu(config.trainer) else config.trainer.accelerator
     make_optimizer = lambda model: build_optimizer(model.named_parameters(), config.optimizer, device_type)  # noqa: E731
     objective = {"causal_lm": CausalLM, "sft": SFT, "dpo": DPO}[config.objective.name](
         model,
@@ -138,13 +139,6 @@ def build_objective(config: Config, corpus: Corpus, total_steps: int) -> Objecti
         objective.prepare(config, corpus.fingerprint)
     objective.fingerprint = world.from_first(lambda: objective.fingerprint)
     return objective
-
-
-def offloads(config: Config) -> bool:
-    """Whether the optimizer steps on the CPU."""
-    t = config.trainer
-    zero = t.strategy == "deepspeed" and t.deepspeed.offload_optimizer is not None
-    return zero or (t.strategy == "fsdp" and t.fsdp.cpu_offload)
 
 
 def fingerprint(config: Config, corpus: Corpus, hf_model: Any) -> dict[str, Any]:
@@ -294,7 +288,7 @@ def build_trainer(config: Config, run_dir: RunDir, callbacks: list[pl.Callback],
         plugins=[FolderCheckpointIO(background=config.checkpoint.async_save), cluster_environment(), *plugins],
         default_root_dir=Path(run_dir.path),
         benchmark=False,
-        inference_mode=t.strategy not in ("fsdp", "deepspeed"),  # tensors gathered in it could not be used in training
+        inference_mode=t.strategy not in SHARING,  # tensors gathered in it could not be used in training
     )
     # Lightning broadcasts every step whether rank 0 got a SIGTERM; here that rides in the count of tokens.
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]

@@ -23,6 +23,7 @@ from lmtrain import overrides as explain
 from lmtrain.checks import check_values
 from lmtrain.errors import UserError
 from lmtrain.schema import Config
+from lmtrain.strategies.rules import check_devices, ranks_per_part
 
 
 def folders_of(config_dir: str | None, config_name: str) -> tuple[list[Path], list[str]]:
@@ -91,7 +92,7 @@ def check(composed: DictConfig | Mapping[str, Any]) -> Config:
         raise UserError(explain.wrong_type(error, tree)) from None
     assert isinstance(config, Config)
     check_values(config)
-    batch_split(config.data.global_batch_size, config.data.micro_batch_size, world_size=1)
+    batch_split(config.data.global_batch_size, config.data.micro_batch_size, parts=1)
     return config
 
 
@@ -101,37 +102,53 @@ def _first_line(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class BatchSplit:
-    """How a global batch is laid out: rows = world_size x accumulation x micro_batch_size."""
+    """How a global batch is laid out: rows = parts x accumulation x micro_batch_size."""
 
     global_batch_size: int
     micro_batch_size: int
-    world_size: int
+    parts: int  # devices, or groups of devices that read the same rows
+    devices_per_part: int = 1
 
     @property
     def accumulation(self) -> int:
-        return self.global_batch_size // (self.micro_batch_size * self.world_size)
+        return self.global_batch_size // (self.micro_batch_size * self.parts)
 
     def __str__(self) -> str:
-        devices = f"{self.world_size} device{'s' if self.world_size > 1 else ''}"
+        word = "device" if self.devices_per_part == 1 else "group"
+        readers = f"{self.parts} {word}{'s' if self.parts > 1 else ''}"
+        if self.devices_per_part > 1:
+            readers += f" of {self.devices_per_part} devices"
         return (
-            f"{self.global_batch_size} rows = {devices} x {self.accumulation} micro-batch"
+            f"{self.global_batch_size} rows = {readers} x {self.accumulation} micro-batch"
             f"{'es' if self.accumulation > 1 else ''} x {self.micro_batch_size} rows"
         )
 
 
-def batch_split(global_batch_size: int, micro_batch_size: int, world_size: int) -> BatchSplit:
+def split_over(config: Config, processes: int) -> BatchSplit:
+    """How a global batch is laid out over so many processes, whose number is known by now.
+
+    Raises:
+        UserError: see `batch_split`; devices that don't form whole tensor-parallel groups.
+    """
+    check_devices(config.trainer)
+    together = ranks_per_part(config.trainer)
+    return batch_split(config.data.global_batch_size, config.data.micro_batch_size, processes // together, together)
+
+
+def batch_split(global_batch_size: int, micro_batch_size: int, parts: int, devices_per_part: int = 1) -> BatchSplit:
     """The split of a global batch; UserError with the nearest one that works where it doesn't divide."""
-    if global_batch_size % (micro_batch_size * world_size) == 0:
-        return BatchSplit(global_batch_size, micro_batch_size, world_size)
-    unit = micro_batch_size * world_size
+    unit = micro_batch_size * parts
+    if global_batch_size % unit == 0:
+        return BatchSplit(global_batch_size, micro_batch_size, parts, devices_per_part)
     nearest = max(1, round(global_batch_size / unit)) * unit
     fixes = [f"data.global_batch_size={nearest}"]
-    if global_batch_size % world_size == 0:
-        per_rank = global_batch_size // world_size
-        divisors = [d for d in range(1, per_rank + 1) if per_rank % d == 0]
+    if global_batch_size % parts == 0:
+        per_part = global_batch_size // parts
+        divisors = [d for d in range(1, per_part + 1) if per_part % d == 0]
         fixes.insert(0, f"data.micro_batch_size={min(divisors, key=lambda d: (abs(d - micro_batch_size), d))}")
     raise UserError(
-        f"data.global_batch_size={global_batch_size} does not split into {world_size} device(s) x "
+        f"data.global_batch_size={global_batch_size} does not split into {parts} "
+        f"{'device(s)' if devices_per_part == 1 else f'group(s) of {devices_per_part} devices'} x "
         f"data.micro_batch_size={micro_batch_size}: set {' or '.join(fixes)}"
     )
 

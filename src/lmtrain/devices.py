@@ -28,7 +28,7 @@ def resolve_auto(config: Config) -> None:
         raise UserError(f"trainer.devices={t.devices}, but this machine has {torch.cuda.device_count()}")
     if t.precision == "auto":
         t.precision = best_precision(t.accelerator)
-        if t.strategy == "fsdp" and t.precision == "16-mixed":
+        if t.strategy in ("fsdp", "fsdp_tp") and t.precision == "16-mixed":
             t.precision = "32-true"  # its parts have no gradient scaler
     if t.compile == "auto":
         t.compile = t.accelerator == "cuda"

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lmtrain import devices
-from lmtrain.config import batch_split
+from lmtrain.config import split_over
 from lmtrain.inspection import row_mask
 from lmtrain.models import flops
 from lmtrain.models.trainable import adapter_of, describe_adapter
@@ -53,7 +53,7 @@ def plan_rows(run: "Run", resumed_from: str | None) -> list[tuple[str, str]]:
     c, corpus = run.config, run.corpus
     model = run.objective.model.model
     total, trainable, embedding = flops.parameter_counts(model)
-    split = batch_split(c.data.global_batch_size, c.data.micro_batch_size, run.trainer.world_size)
+    split = split_over(c, run.trainer.world_size)
     tokens_per_step = round(corpus.epoch_tokens / len(corpus.train) * c.data.global_batch_size)
     tokens = run.total_steps * tokens_per_step
     per_token = flops.flops_per_token(model, c.data.seq_len)

@@ -130,7 +130,7 @@ def place(config: Config, layout: Layout) -> None:
             raise UserError(f"{key}={asked}, but {layout.by} has started {there}: leave {key} out or start as many")
     t.devices, t.num_nodes = layout.per_node, layout.nodes
     devices.resolve_auto(config)
-    rules.batch_split(config.data.global_batch_size, config.data.micro_batch_size, layout.per_node * layout.nodes)
+    rules.split_over(config, layout.per_node * layout.nodes)
 
 
 def open_run(config: Config) -> tuple[str, str] | int:

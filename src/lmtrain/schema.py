@@ -186,6 +186,7 @@ class Fsdp:
     copy_per_node: bool
     reduce_each_micro_batch: bool
     sharded_checkpoint: bool
+    tensor_parallel_size: int  # fsdp_tp only
 
 
 @dataclass(kw_only=True)

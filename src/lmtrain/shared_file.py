@@ -83,21 +83,35 @@ def pieces(tensors: dict[str, Tensor], layout: Layout, rank: int) -> list[Piece]
 
 
 def _rows(tensor: DTensor, offset: int) -> list[Piece]:
+    """This rank's rows; parts that are columns are gathered first, and rows that several ranks have are shared out."""
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     assert coordinate is not None
-    sharded = [dim for dim, placement in enumerate(tensor.placements) if type(placement) is Shard]
-    rows_only = all(type(p) is Replicate or (type(p) is Shard and p.dim == 0) for p in tensor.placements)
-    if len(sharded) > 1 or not rows_only:
-        whole = tensor.full_tensor()
-        return [Piece(offset, whole.contiguous())] if not any(coordinate) else []
-    if any(coordinate[dim] for dim in range(mesh.ndim) if dim not in sharded):
-        return []  # a copy, which another rank writes
-    start = 0
-    if sharded:  # as torch.chunk cuts
-        rows = -(-tensor.shape[0] // mesh.size(sharded[0]))
-        start = min(tensor.shape[0], rows * coordinate[sharded[0]])
+    by_rows = [placement if getattr(placement, "dim", None) == 0 else Replicate() for placement in tensor.placements]
+    gathered = by_rows != list(tensor.placements)
+    local = (tensor.redistribute(placements=by_rows) if gathered else tensor).to_local()
+    if 0 not in mesh.mesh:
+        return []  # these ranks have a copy of what the mesh with rank 0 has
+    start, rows = 0, tensor.shape[0] if tensor.ndim else 1
+    # FSDP cuts what tensor parallelism has left, and says so by another class than Shard.
+    cuts = sorted(range(mesh.ndim), key=lambda dim: type(by_rows[dim]) is not Shard)
+    held = [dim for dim in cuts if not isinstance(by_rows[dim], Replicate)]
+    for dim in held:
+        begin, rows = _cut(rows, mesh.size(dim), coordinate[dim])
+        start += begin
+    skip = 0
+    for dim in (dim for dim in cuts if dim not in held):
+        begin, rows = _cut(rows, mesh.size(dim), coordinate[dim])
+        skip += begin
+    mine = (local if tensor.ndim else local.reshape(1))[skip : skip + rows].contiguous()
     row_bytes = tensor.element_size() * tensor.shape[1:].numel()
-    return [Piece(offset + start * row_bytes, tensor.to_local().contiguous())]
+    return [Piece(offset + (start + skip) * row_bytes, mine.clone() if gathered else mine)]
+
+
+def _cut(rows: int, parts: int, index: int) -> tuple[int, int]:
+    """(first row, number of rows) of a part, as torch.chunk cuts."""
+    size = -(-rows // parts)
+    begin = min(rows, size * index)
+    return begin, min(rows, begin + size) - begin
 
 
 def create(file: Path, layout: Layout) -> None:

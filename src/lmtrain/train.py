@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lmtrain import cli, errors, ranks, run_dir
-from lmtrain.config import batch_split
+from lmtrain.config import split_over
 from lmtrain.errors import RunError, UserError
 from lmtrain.run_dir import RunDir
 from lmtrain.schema import Config
@@ -40,9 +40,9 @@ def train(config: Config) -> int:
 
         devices.resolve_auto(config)
         processes = int(config.trainer.devices)
+        split_over(config, processes)
         if processes == 1:
             return run_in_process(config, folder)
-        batch_split(config.data.global_batch_size, config.data.micro_batch_size, processes)
         return launch.launch(folder, config, processes)
     finally:
         if fresh:

@@ -4,9 +4,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lmtrain.config import batch_split
 from lmtrain.errors import RunError, disk_full
 from lmtrain.models import flops
+from lmtrain.strategies.data_parallel import data_parallel
 
 if TYPE_CHECKING:
     from lmtrain.build import Run
@@ -56,9 +56,8 @@ def out_of_memory(error: BaseException, run: "Run") -> RunError:
     parts = flops.memory_estimate(run.objective.model.model, c)
     took = ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in sorted(parts.items(), key=lambda p: -p[1]))
     smaller = max(1, c.data.micro_batch_size // 2)
-    while c.data.global_batch_size % (smaller * run.trainer.world_size) != 0:
+    while c.data.global_batch_size % (smaller * data_parallel(run.trainer).size) != 0:
         smaller -= 1
-    batch_split(c.data.global_batch_size, smaller, run.trainer.world_size)
     fixes = []
     if smaller < c.data.micro_batch_size:
         fixes.append(f"data.micro_batch_size={smaller} (same numbers, more accumulation)")

@@ -31,7 +31,7 @@ def names_of(settings: list[str]) -> list[str]:
 
 
 class Runs:
-    """Runs by name: those of one process in this one, those of two ranks all in one launch."""
+    """Runs by name: those of one process in this one, those of several ranks all in one launch."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -42,19 +42,19 @@ class Runs:
         assert done.code == 0, done.err
 
     def two(self, name: str, *settings: str) -> None:
-        self.jobs[name] = [*names_of(list(settings)), "trainer.devices=2", f"run.dir={self.folder / name}"]
+        self.jobs[name] = [*names_of(list(settings)), f"run.dir={self.folder / name}"]
 
-    def launch(self) -> None:
+    def launch(self, ranks: int = 2) -> None:
         jobs = self.folder / "jobs.json"
-        jobs.write_text(json.dumps(list(self.jobs.values())))
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        jobs.write_text(json.dumps([[*settings, f"trainer.devices={ranks}"] for settings in self.jobs.values()]))
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "LMTRAIN_DEEPSPEED_ON_CPU": "1", "DS_ACCELERATOR": "cpu"}
         done = subprocess.run(
             [*command, str(Path(__file__).with_name("ranks.py")), str(jobs)],
             capture_output=True, text=True, timeout=300, env=env,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
-        for rank in "01":
+        for rank in range(ranks):
             codes = dict(zip(self.jobs, json.loads((self.folder / f"{rank}.json").read_text()), strict=True))
             failed = {name: code for name, code in codes.items() if code != "0"}
             assert not failed, "\n".join(f"{name} on rank {rank}: {text}" for name, text in failed.items())

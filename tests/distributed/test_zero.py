@@ -77,7 +77,7 @@ def test_exports_are_equal(runs: Runs, stage: int) -> None:
         (["trainer.strategy=deepspeed", "trainer.spike_factor=2.0"], "set it to null"),
         (["trainer.strategy=fsdp", "optimizer=adamw_8bit"], "Set optimizer=adamw"),
         (["trainer.strategy=fsdp", "trainer.precision=16-mixed"], "bf16-mixed"),
-        (["trainer.strategy=fsdp_tp"], "options: auto, ddp, fsdp, deepspeed"),
+        (["trainer.strategy=zero"], "options: auto, ddp, fsdp, fsdp_tp, deepspeed"),
         (["trainer.num_nodes=2"], "torchrun --nnodes=2"),
     ],
 )

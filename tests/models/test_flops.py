@@ -120,6 +120,21 @@ def test_memory_by_part():
     assert saved < 0.6 * memory["activations"]
 
 
+def test_what_a_device_of_a_tensor_parallel_group_holds():
+    """Two groups of two: the sum over all four is the model; at work a device has its half of two blocks."""
+    model = model_of("llama", num_attention_heads=4)
+    total = flops.parameter_counts(model)[0]
+    four = ["trainer.devices=4", "data.global_batch_size=4", "data.micro_batch_size=2", "model.num_attention_heads=4"]
+    fsdp, split = (
+        flops.memory_estimate(model, run_config(*four, f"trainer.strategy={name}")) for name in ("fsdp", "fsdp_tp")
+    )
+    blocks = [sum(p.numel() for p in block.parameters()) for block in decoder_blocks(model)]
+    assert split["gradients"] == total  # 4 bytes over 4 devices; nothing accumulates over two groups
+    assert split["optimizer"] == fsdp["optimizer"] == 2 * total
+    assert split["parameters"] == total + 4 * (total - sum(blocks)) + 4 * blocks[0]
+    assert 0.5 * fsdp["activations"] < split["activations"] < 0.75 * fsdp["activations"]
+
+
 def test_muon_keeps_one_momentum_for_matrices():
     from lmtrain.optim.optimizers import build_optimizer
 

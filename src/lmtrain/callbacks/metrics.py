@@ -15,6 +15,7 @@ import lightning.pytorch as pl
 import torch
 
 from lmtrain.objectives.base import Objective
+from lmtrain.strategies.data_parallel import total
 
 Row = dict[str, Any]
 # Fields that depend on the machine's speed: the rest of a resumed run's rows equals the uninterrupted run's.
@@ -104,9 +105,7 @@ class Metrics(pl.Callback):
         result = module.last_step
         assert result is not None
         names = sorted(result.sums)
-        sums = torch.stack([result.sums[n].double() for n in names])
-        if trainer.world_size > 1:
-            sums = trainer.strategy.reduce(sums, reduce_op="sum")
+        sums = total(trainer, torch.stack([result.sums[n].double() for n in names]))
         # One transfer for the whole row.
         values = torch.cat([sums, torch.stack([result.grad_norm, result.n_tokens, self.tokens_seen]).double()]).tolist()
         grad_norm, n_tokens, tokens_seen = values[len(names) :]

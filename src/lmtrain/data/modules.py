@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from lmtrain.config import batch_split
 from lmtrain.data import order
 from lmtrain.orphans import end_with_parent
+from lmtrain.strategies.data_parallel import data_parallel
 
 MicroBatch = dict[str, torch.Tensor]
 
@@ -149,15 +150,16 @@ class TokenDataModule(pl.LightningDataModule):
     def train_dataloader(self) -> DataLoader:
         trainer = self.trainer
         assert trainer is not None
-        batch_split(self.global_batch_size, self.micro_batch_size, trainer.world_size)
+        part = data_parallel(trainer)
+        batch_split(self.global_batch_size, self.micro_batch_size, part.size)
         dataset = StepDataset(
             self.train_rows,
             seed=self.seed,
             global_batch_size=self.global_batch_size,
             micro_batch_size=self.micro_batch_size,
             max_epochs=self.max_epochs,
-            rank=trainer.global_rank,
-            world_size=trainer.world_size,
+            rank=part.rank,
+            world_size=part.size,
         )
         return self._loader(dataset, StepSampler(trainer.global_step, self.total_steps))
 
@@ -165,12 +167,13 @@ class TokenDataModule(pl.LightningDataModule):
         trainer = self.trainer
         if self.val_rows is None or trainer is None:
             return []
+        part = data_parallel(trainer)
         dataset = ValidationDataset(
             self.val_rows,
             micro_batch_size=self.micro_batch_size,
             limit=self.limit_val_batches,
-            rank=trainer.global_rank,
-            world_size=trainer.world_size,
+            rank=part.rank,
+            world_size=part.size,
         )
         return self._loader(dataset, None)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from lmtrain.models import quantized
+from lmtrain.models import quantized, split
 from lmtrain.models.build import build_model
 from lmtrain.models.trainable import base_identity, trainable_names
 from lmtrain.schema import Config
@@ -15,7 +15,7 @@ def build_trainable_model(config: Config, tokenizer: Any) -> PreTrainedModel:
     """The model of `config` with what is trained marked `requires_grad`; draws from the global generator if scratch.
 
     Raises:
-        UserError: see `build_model` and `adapters.attach`.
+        UserError: see `build_model`, `adapters.attach` and `split.check`.
     """
     new_tokens = new_token_ids(config, tokenizer)
     model = build_model(
@@ -32,6 +32,8 @@ def build_trainable_model(config: Config, tokenizer: Any) -> PreTrainedModel:
         quantized.make_trainable_on_cpu(model)
         base = adapters.base_name(config.model.name_or_path or "")
         adapters.attach(model, config.peft, base, config.model.revision, new_tokens, config.seed)
+    if config.trainer.strategy == "fsdp_tp":
+        split.check(model, config.trainer.fsdp.tensor_parallel_size)
     return model
 
 

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from lmtrain.models.language_model import AUTO_CHUNK_BYTES, decoder_blocks
 from lmtrain.models.quantized import numel
 from lmtrain.schema import Config
+from lmtrain.strategies.rules import ranks_per_part
 
 # Dense bf16 (or fp16) tensor-core peak in FLOP/s, from the vendors' data sheets, by what torch calls the device. The
 # first name that occurs wins.
@@ -124,19 +125,24 @@ def memory_estimate(model: PreTrainedModel, config: Config) -> dict[str, int]:
 def _parts(whole: dict[str, int], model: PreTrainedModel, config: Config, weight_bytes: int) -> dict[str, int]:
     """Parameters, gradients and optimizer state of one device where trainer.strategy shares them out (docs/scale.md).
 
-    What a device computes with at a time is gathered: the block at work, the next one, and what is in no block.
+    What a device computes with at a time is gathered: the block at work, the next one (of both its own part under
+    fsdp_tp), and what is in no block.
     """
     t = config.trainer
+    group = ranks_per_part(t)
     world = int(t.devices) * t.num_nodes if str(t.devices).isdigit() else 1
     weights = _weights_bytes(model, weight_bytes)
     parameters, gradients, state = whole["parameters"], whole["gradients"], whole["optimizer"]
     blocks = [_weights_bytes(block, weight_bytes) for block in decoder_blocks(model)]
     half = 0.5 if t.precision.endswith("-mixed") and t.accelerator == "cuda" else 1.0
-    gathered = weights - sum(blocks) + int(2 * half * max(blocks, default=0))
-    if t.strategy == "fsdp":
+    gathered = weights - sum(blocks) + int(2 * half * max(blocks, default=0)) // group
+    if t.strategy in ("fsdp", "fsdp_tp"):
         shards = int(t.devices) if t.fsdp.copy_per_node and world > 1 else world
-        accumulates = config.data.global_batch_size > config.data.micro_batch_size * world
-        held = gradients if accumulates and not t.fsdp.reduce_each_micro_batch else 0
+        accumulates = config.data.global_batch_size > config.data.micro_batch_size * world // group
+        in_blocks = weight_bytes * sum(parameter_counts(block)[1] for block in decoder_blocks(model))
+        held = 0
+        if accumulates and not t.fsdp.reduce_each_micro_batch:
+            held = gradients - in_blocks + in_blocks // group
         if t.fsdp.cpu_offload:
             return {"parameters": gathered, "gradients": held, "optimizer": 0}
         return {
@@ -178,30 +184,30 @@ def _activation_bytes(model: PreTrainedModel, config: Config, weight_bytes: int,
     """Per token, over all layers."""
     shape = model.config.get_text_config()
     stream, product = weight_bytes, 2 if mixed else weight_bytes  # bytes of the residual stream, of matrix products
-    layer = _block_activation_bytes(shape, stream, product, mixed)
+    layer = _block_activation_bytes(shape, stream, product, mixed, ranks_per_part(config.trainer))
     if config.trainer.activation_checkpointing is True:
         return shape.num_hidden_layers * stream * shape.hidden_size + layer
     return shape.num_hidden_layers * layer
 
 
-def _block_activation_bytes(shape: Any, stream: int, product: int, mixed: bool) -> int:
-    """Per token and layer: what each operation keeps for its backward."""
+def _block_activation_bytes(shape: Any, stream: int, product: int, mixed: bool, parts: int) -> int:
+    """Per token and layer: what each operation keeps for its backward; `parts` devices split heads and inner width."""
     hidden, heads = shape.hidden_size, shape.num_attention_heads
     head_dim = getattr(shape, "head_dim", None) or hidden // heads
     queries, keys = heads * head_dim, (getattr(shape, "num_key_value_heads", None) or heads) * head_dim
-    attention = product * (2 * queries + 2 * keys)  # q, k, v and the output
+    attention = product * (2 * queries + 2 * keys) // parts  # q, k, v and the output
     if not hasattr(shape, "rms_norm_eps"):  # GPT-2: LayerNorm keeps its input; one projection makes q, k, v
         inner = getattr(shape, "n_inner", None) or getattr(shape, "intermediate_size", None) or 4 * hidden
-        return 2 * stream * hidden + 2 * product * hidden + attention + 2 * product * inner
+        return 2 * stream * hidden + 2 * product * hidden + attention + 2 * product * inner // parts
     # An RMSNorm of separate operations keeps its input and its result; autocast casts the result per projection.
     norms = 4 * stream * hidden + (5 if mixed else 2) * product * hidden
     if shape.model_type.startswith("qwen3"):
-        norms += (4 + product) * (queries + keys)  # on q and k, in fp32
+        norms += (4 + product) * (queries + keys) // parts  # on q and k, in fp32
     inner = getattr(shape, "intermediate_size", 0)
     if getattr(shape, "num_experts_per_tok", None) and getattr(shape, "moe_intermediate_size", None):
         chosen = shape.num_experts_per_tok
         return norms + attention + chosen * product * (4 * shape.moe_intermediate_size + 2 * hidden)
-    return norms + attention + 4 * product * inner
+    return norms + attention + 4 * product * inner // parts
 
 
 def _logits_bytes(model: PreTrainedModel, config: Config, tokens: int, product: int) -> int:

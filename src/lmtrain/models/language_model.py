@@ -59,7 +59,7 @@ class LanguageModel(nn.Module):
         self.router_coefficient = getattr(config, "router_aux_loss_coef", None) or 0.0
         self.num_experts_per_tok = getattr(config, "num_experts_per_tok", 0)
         self.has_router = "router_logits" in (getattr(model.base_model, "_can_record_outputs", None) or {})
-        self.attention_dropout = _attention_dropout(config)
+        self.attention_dropout = attention_dropout(config)
         self.mixes_outside_attention = any(isinstance(m, nn.Conv1d) for m in model.modules())  # Mamba, LFM2, ...
         self._blocks = decoder_blocks(model)
         if config.model_type not in KNOWN_FAMILIES:
@@ -228,7 +228,8 @@ def _logit_transform(model: PreTrainedModel) -> tuple[float, float | None]:
     return scale, getattr(config, "final_logit_softcapping", None)  # Gemma 2 and later
 
 
-def _attention_dropout(config: Any) -> float:
+def attention_dropout(config: Any) -> float:
+    """Dropout on attention weights, by the names families have for it."""
     return float(getattr(config, "attn_pdrop", None) or getattr(config, "attention_dropout", None) or 0.0)
 
 

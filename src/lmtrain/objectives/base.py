@@ -23,6 +23,7 @@ from lmtrain.optim.groups import set_lr
 from lmtrain.optim.schedules import lr_factor
 from lmtrain.schema import Schedule
 from lmtrain.strategies import layout, loading, sharding
+from lmtrain.strategies.data_parallel import data_parallel, total
 
 
 class LossParts(NamedTuple):
@@ -138,13 +139,12 @@ class Objective(pl.LightningModule):
         factor = lr_factor(self.schedule, step, self.schedule_steps)
         set_lr(self._optimizer, factor)
 
-        world_size = self.trainer.world_size
         n_tokens = torch.stack([self.count_tokens(mb) for mb in micro_batches]).sum()
         seen = torch.stack([self.count_seen(mb) for mb in micro_batches]).sum()
-        if world_size > 1:
+        if self.trainer.world_size > 1:
             n_tokens, seen = self._agree(n_tokens, seen)
-        # DDP averages gradients over ranks; times world_size makes that the sum.
-        scale = world_size / n_tokens.clamp(min=1)
+        # Gradients are averaged over the parts of the step that ranks read; times their number makes that the sum.
+        scale = data_parallel(self.trainer).size / n_tokens.clamp(min=1)
 
         sums: dict[str, Tensor] = {}
         for i, micro_batch in enumerate(micro_batches):
@@ -163,11 +163,11 @@ class Objective(pl.LightningModule):
         self.last_step = StepResult(self.trainer.global_step, batch["rows"], lr, self.grad_norm, n_tokens, seen, sums)
 
     def _agree(self, n_tokens: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-        """The world's trained and seen tokens of the step; whether any rank was asked to stop rides along."""
+        """Trained and seen tokens of the whole step; whether any rank was asked to stop rides along."""
         counts = torch.stack([n_tokens, seen, n_tokens.new_tensor(int(self.stop_requested))])
         torch.distributed.all_reduce(counts)  # Lightning's reduce would pay a barrier before it
-        n_tokens, seen, stops = counts
-        self.stop_agreed = bool(stops)
+        self.stop_agreed = bool(counts[2])
+        n_tokens, seen = counts[:2] // data_parallel(self.trainer).copies
         return n_tokens, seen
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -176,18 +176,14 @@ class Objective(pl.LightningModule):
             raise StopIteration
 
     def _mean_loss(self, sums: dict[str, Tensor], n_tokens: Tensor) -> Tensor:
-        loss = sums["loss"]
-        if self.trainer.world_size > 1:
-            loss = self.trainer.strategy.reduce(loss, reduce_op="sum")
-        return loss / n_tokens.clamp(min=1)
+        return total(self.trainer, sums["loss"]) / n_tokens.clamp(min=1)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Clips the global gradient norm and drops a bad step; called after unscaling, in every precision."""
         gradients = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
-        norm = layout.whole(torch.nn.utils.get_total_norm(gradients))  # the same on all ranks
+        norm = layout.total_norm(gradients)
         if self.gradient_clip_val is not None:
-            parameters = [p for g in optimizer.param_groups for p in g["params"]]
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.gradient_clip_val, norm)
+            layout.clip(optimizer, self.gradient_clip_val, norm)
         self.grad_norm = norm.detach()
         bad = self.guard.judge(self.trainer.global_step, self.step_loss, self.grad_norm)
         if norm.device.type == "cuda" and optimizer.defaults.get("fused"):
@@ -207,8 +203,11 @@ class Objective(pl.LightningModule):
         yield
 
     def _seed_step(self, step: int) -> None:
-        """Dropout and all else random in a step follow from (seed, step, rank): nothing to save, nothing to lose."""
-        seed = step_seed(self.seed, step, self.trainer.global_rank)
+        """Dropout and all else random in a step follow from (seed, step, part): nothing to save, nothing to lose.
+
+        Ranks that read the same rows draw the same: what they compute alike must stay alike.
+        """
+        seed = step_seed(self.seed, step, data_parallel(self.trainer).rank)
         torch.default_generator.manual_seed(seed)
         if self.device.type == "cuda":
             torch.cuda.default_generators[self.device.index or 0].manual_seed(seed)
@@ -223,9 +222,7 @@ class Objective(pl.LightningModule):
     def validation_means(self) -> dict[str, float]:
         """Token-weighted means over all ranks' validation rows; every rank must call it."""
         names = sorted(self.val_sums)
-        totals = torch.stack([self.val_sums[n].double() for n in names])
-        if self.trainer.world_size > 1:
-            totals = self.trainer.strategy.reduce(totals, reduce_op="sum")
+        totals = total(self.trainer, torch.stack([self.val_sums[n].double() for n in names]))
         values = dict(zip(names, totals.tolist(), strict=True))
         n_tokens = max(values.pop("n_tokens"), 1.0)
         return {name: value / n_tokens for name, value in values.items()}

@@ -15,6 +15,10 @@ def build_strategy(t: Trainer) -> str | Strategy:
         from lmtrain.strategies.fsdp import FSDPStrategy
 
         return FSDPStrategy(t.fsdp, t.precision, int(t.devices) * t.num_nodes, t.accelerator)
+    if t.strategy == "fsdp_tp":
+        from lmtrain.strategies.tensor_parallel import TensorParallelStrategy
+
+        return TensorParallelStrategy(t.fsdp, t.precision, int(t.devices) * t.num_nodes, t.accelerator)
     if t.strategy == "deepspeed":
         from lmtrain.strategies.deepspeed import DeepSpeedStrategy, refuse_on_cpu
 

@@ -4,12 +4,15 @@
 never knows how many devices wrote it.
 """
 
+import math
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -22,6 +25,37 @@ def like(tensor: Tensor, parameter: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return tensor
     return distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+def _mesh(tensor: Tensor) -> DeviceMesh | None:
+    return tensor.device_mesh if isinstance(tensor, DTensor) else None
+
+
+def total_norm(tensors: list[Tensor]) -> Tensor:
+    """The global L2 norm of tensors or their parts, the same on all ranks; they may lie on several meshes."""
+    if len({_mesh(t) for t in tensors}) < 2:
+        return whole(torch.nn.utils.get_total_norm(tensors))
+    world = torch.distributed.get_world_size()
+    held: dict[int, list[Tensor]] = defaultdict(list)  # by how many ranks hold the same part
+    for tensor in tensors:
+        assert isinstance(tensor, DTensor)
+        sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+        parts = math.prod(size for size, placement in sizes if not isinstance(placement, Replicate))
+        held[world // parts].append(tensor.to_local())
+    squares = [torch.nn.utils.get_total_norm(parts).float().square() / n for n, parts in held.items()]
+    # A sum over all ranks counts each part as often as it is held.
+    total = torch.stack(squares).sum()
+    torch.distributed.all_reduce(total)
+    return total.sqrt()
+
+
+def clip(optimizer: torch.optim.Optimizer, max_norm: float, norm: Tensor) -> None:
+    """Scales the gradients of the optimizer's parameters down to max_norm where `norm`, theirs, is larger."""
+    by_mesh: dict[DeviceMesh | None, list[Tensor]] = defaultdict(list)
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        by_mesh[_mesh(parameter)].append(parameter)
+    for parameters in by_mesh.values():
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
 
 
 def swap(one: Tensor, other: Tensor) -> None:

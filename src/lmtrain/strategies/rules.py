@@ -1,19 +1,34 @@
 """What goes with which strategy. Imports neither torch nor lightning."""
 
 from lmtrain.errors import UserError
-from lmtrain.schema import Config
+from lmtrain.schema import Config, Trainer
 
-STRATEGIES = ("auto", "ddp", "fsdp", "deepspeed")
+SHARING = ("fsdp", "fsdp_tp", "deepspeed")  # a device holds a part of the model, of its gradients or of its state
+STRATEGIES = ("auto", "ddp", *SHARING)
+
+
+def ranks_per_part(t: Trainer) -> int:
+    """How many ranks read the same rows: those of a tensor-parallel group."""
+    return t.fsdp.tensor_parallel_size if t.strategy == "fsdp_tp" else 1
+
+
+def steps_on_cpu(t: Trainer) -> bool:
+    """Whether the optimizer's parameters and state are in host memory."""
+    if t.strategy == "deepspeed":
+        return t.deepspeed.offload_optimizer is not None
+    return t.strategy in SHARING and t.fsdp.cpu_offload
 
 
 def check_strategy(c: Config) -> None:
     """Raises UserError for the first setting that can't work with trainer.strategy, with what can."""
     strategy = c.trainer.strategy
-    if strategy not in ("fsdp", "deepspeed"):
+    if strategy not in SHARING:
         return
     key = f"trainer.strategy={strategy}"
     if strategy == "deepspeed":
         _check_deepspeed(c)
+    if strategy == "fsdp_tp":
+        _check_tensor_parallel(c)
     precisions = ("auto", "32-true", "bf16-mixed", "bf16-true")
     if c.trainer.precision not in precisions:
         raise UserError(f"trainer.precision={c.trainer.precision} does not go with {key}: set one of {precisions}")
@@ -34,6 +49,37 @@ def check_strategy(c: Config) -> None:
             f"peft.modules_to_save with trainer.precision=bf16-true does not go with {key}, which wants all trained "
             f"parameters of a block in one dtype: set trainer.precision=bf16-mixed"
         )
+
+
+def check_devices(t: Trainer) -> None:
+    """Raises UserError where the devices of a node (known by now) don't form whole tensor-parallel groups."""
+    size, devices = ranks_per_part(t), int(t.devices)
+    if devices % size:
+        fits = [f"trainer.fsdp.tensor_parallel_size={d}" for d in range(2, devices + 1) if devices % d == 0]
+        raise UserError(
+            f"trainer.fsdp.tensor_parallel_size={size} does not divide trainer.devices={devices}, the devices of a "
+            f"node: set {' or '.join([*fits, 'trainer.strategy=fsdp' if fits else f'trainer.devices={size}'])}"
+        )
+
+
+def _check_tensor_parallel(c: Config) -> None:
+    """What the config alone tells; what the model's layers tell is in models/split.py."""
+    size, key = c.trainer.fsdp.tensor_parallel_size, "trainer.strategy=fsdp_tp"
+    if size < 2:
+        raise UserError(f"trainer.fsdp.tensor_parallel_size={size} with {key}: 2 or more, or set trainer.strategy=fsdp")
+    if c.trainer.fsdp.copy_per_node:
+        raise UserError(f"trainer.fsdp.copy_per_node=true does not go with {key}: set it to false")
+    if c.model.num_experts is not None:
+        raise UserError(f"{key} does not split a mixture of experts (model.num_experts): set trainer.strategy=fsdp")
+    if c.peft.use_dora:
+        raise UserError(f"peft.use_dora=true does not go with {key}: set it to false, or trainer.strategy=fsdp")
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(c.model, name)
+        if heads is not None and heads % size:
+            raise UserError(
+                f"trainer.fsdp.tensor_parallel_size={size} does not divide model.{name}={heads}: each device of a "
+                f"group computes whole heads. Change one of the two, or set trainer.strategy=fsdp"
+            )
 
 
 def _check_deepspeed(c: Config) -> None:

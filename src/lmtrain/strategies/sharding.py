@@ -4,7 +4,7 @@ Zhao et al. 2023, arXiv:2304.11277; Rajbhandari et al. 2020 (ZeRO stage 3), arXi
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -25,7 +25,16 @@ from lmtrain.strategies.loading import spread
 _HALF = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
-def shard(model: LanguageModel, mesh: DeviceMesh, device: torch.device, precision: str, options: Fsdp) -> None:
+def shard(
+    model: LanguageModel,
+    mesh: DeviceMesh,
+    device: torch.device,
+    precision: str,
+    options: Fsdp,
+    *,
+    root_mesh: DeviceMesh | None = None,
+    split: Callable[[nn.Module], None] = lambda block: None,
+) -> None:
     """Shards each decoder block, then the rest (embeddings, last norm, output layer) as one group with the root.
 
     In mixed precision the blocks are gathered in half precision, which is what autocast would compute in, and gradients
@@ -37,6 +46,8 @@ def shard(model: LanguageModel, mesh: DeviceMesh, device: torch.device, precisio
         mesh: one dimension to shard over, or two: copies (the first) of a model sharded over the second (HSDP).
         device: of this rank.
         precision: as in trainer.precision.
+        root_mesh: what the rest is sharded over, where that differs from `mesh`.
+        split: splits the layers of a block, whole by then, over the ranks of a tensor-parallel group.
     """
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if options.cpu_offload else OffloadPolicy()
     plain = MixedPrecisionPolicy(cast_forward_inputs=False)
@@ -46,6 +57,7 @@ def shard(model: LanguageModel, mesh: DeviceMesh, device: torch.device, precisio
     blocks = decoder_blocks(model.model)
     for block in blocks:
         spread(block.modules(), device)
+        split(block)
         fully_shard(
             block,
             mesh=mesh,
@@ -56,7 +68,7 @@ def shard(model: LanguageModel, mesh: DeviceMesh, device: torch.device, precisio
     inside = {id(module) for block in blocks for module in block.modules()}
     spread([module for module in model.modules() if id(module) not in inside], device)
     # The root's own parameters are needed first in backward, so they stay.
-    fully_shard(model, mesh=mesh, mp_policy=plain, offload_policy=offload, reshard_after_forward=False)
+    fully_shard(model, mesh=root_mesh or mesh, mp_policy=plain, offload_policy=offload, reshard_after_forward=False)
     register_fsdp_forward_method(model, "log_probs")
 
 

@@ -1,0 +1,243 @@
+"""Splits the layers of a model over the ranks of a tensor-parallel group, which read the same rows.
+
+A layer split by columns gives each rank a part of its outputs; the layer after it, split by rows, takes that part and
+sums over the group. In between, a rank has its attention heads, or its part of the feed-forward width (Megatron-LM,
+Shoeybi et al. 2019, arXiv:1909.08053). Embeddings, norms and the output layer stay whole and compute the same on each.
+
+Which layers form pairs is transformers' knowledge (`base_model_tp_plan` of a family's config); GPT-2, whose queries,
+keys and values are one matrix, has its plan here. Split parameters are DTensors; each rank computes with its own part.
+"""
+
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from lmtrain.errors import UserError
+from lmtrain.models.language_model import attention_dropout
+
+# Outputs of a layer come in so many blocks side by side, each of which is split: queries, keys, values.
+PACKED, BLOCKS = "packed_colwise", 3
+COLUMNS, ROWS = ("colwise", PACKED, "colwise_gather_output"), ("rowwise", "rowwise_split_input")
+PER_HEAD_NORM = "replicated_with_grad_allreduce"
+OWN_PLANS = {
+    "gpt2": {
+        "h.*.attn.c_attn": PACKED,
+        "h.*.attn.c_proj": "rowwise",
+        "h.*.mlp.c_fc": "colwise",
+        "h.*.mlp.c_proj": "rowwise",
+    }
+}
+Layer = Any  # nn.Linear, or GPT-2's Conv1D, whose weight is transposed
+INSTEAD = "Set trainer.strategy=fsdp, which shares out any model"
+
+
+def split(part: nn.Module, layers: dict[nn.Module, str], mesh: DeviceMesh) -> None:
+    """Splits what is in `part` of a model's `layers` (from `check`), in place: their parameters are DTensors then.
+
+    Args:
+        part: with whole parameters.
+        mesh: one dimension.
+    """
+    for parent in list(part.modules()):
+        for module in list(parent.children()):
+            style = layers.get(module)
+            if style == PER_HEAD_NORM:
+                _split_norm(module, mesh)
+            elif style is not None:
+                (_split_adapted if is_adapted(module) else _split_layer)(module, style, mesh)
+            if style == PACKED:  # GPT-2 cuts what c_attn gives at this width
+                attn: Any = parent
+                attn.split_size //= mesh.size()
+
+
+def _split_norm(module: nn.Module, mesh: DeviceMesh) -> None:
+    """A norm of single heads, of which each rank has some: what they give the weight's gradient is summed."""
+    frozen = {name for name, p in module.named_parameters() if not p.requires_grad}
+    parallelize_module(module, mesh, SequenceParallel(sequence_dim=2, use_local_output=True))
+    for name, p in module.named_parameters():
+        p.requires_grad_(name not in frozen)
+
+
+def check(model: PreTrainedModel, size: int) -> dict[nn.Module, str]:
+    """The modules that are split, with their styles; only shapes are looked at.
+
+    Raises:
+        UserError: a family without a plan that can be followed, sizes or heads that `size` does not divide, dropout
+            on attention weights, an adapter that can't be split.
+    """
+    config = model.config.get_text_config()
+    family, key = config.model_type, f"trainer.strategy=fsdp_tp with tensor_parallel_size={size}"
+    plan = _plan(model)
+    layers: dict[str, str] = {}
+    for name, _ in model.base_model.named_modules():
+        style = plan.get(re.sub(r"\.\d+(?=\.)", ".*", name))
+        if style is not None:
+            layers[f"{model.base_model_prefix}.{name}"] = style
+    local = {name for name, style in layers.items() if style in ("colwise", PACKED)}
+    if not layers:
+        raise UserError(f"trainer.strategy=fsdp_tp: there is no plan to split the family {family}. {INSTEAD}")
+    for name in {name.rpartition(".")[0] for name in local}:
+        for parameter, _ in model.get_submodule(name).named_parameters(prefix=name):
+            if not any(parameter.startswith(f"{layer}.") for layer in layers):
+                raise UserError(f"trainer.strategy=fsdp_tp: it is not known how to split {parameter}. {INSTEAD}")
+    heads = {k: getattr(config, k, None) for k in ("num_attention_heads", "num_key_value_heads")}
+    if any(name.rpartition(".")[2] in ("c_attn", "q_proj", "query_key_value") for name in local):
+        for what, count in heads.items():
+            if count is not None and count % size:
+                raise UserError(f"{key}: {family}'s {what}={count} is no multiple of it. {divisors(count)}")
+        if attention_dropout(config) > 0:
+            raise UserError(
+                f"{key}: dropout on attention weights would drop the same places in the heads of all devices of a "
+                f"group. Set model.dropout=0 (or only {family}'s own setting for it, as in "
+                f"+model.extra.{'attn_pdrop' if hasattr(config, 'attn_pdrop') else 'attention_dropout'}=0)"
+            )
+    for name, style in layers.items():
+        if style != PER_HEAD_NORM:
+            _check_layer(model.get_submodule(name), name, style, size)
+    return {model.get_submodule(name): style for name, style in layers.items()}
+
+
+def _plan(model: PreTrainedModel) -> dict[str, str]:
+    """Styles by name within the base model, `*` for a block's number; only what is in a block."""
+    config = model.config.get_text_config()
+    plan = OWN_PLANS.get(config.model_type) or getattr(config, "base_model_tp_plan", None) or {}
+    plan = {name: style for name, style in plan.items() if ".*." in name}
+    if any(".experts" in name or name.endswith(".gate") for name in plan):
+        raise UserError(f"trainer.strategy=fsdp_tp does not split a mixture of experts. {INSTEAD}")
+    unknown = sorted(set(plan.values()) - {*COLUMNS, *ROWS, PER_HEAD_NORM})
+    if unknown:
+        raise UserError(
+            f"trainer.strategy=fsdp_tp can't split the family {config.model_type}: transformers' plan for it has "
+            f"{', '.join(unknown)}. {INSTEAD}"
+        )
+    return plan
+
+
+def _check_layer(module: nn.Module, name: str, style: str, size: int) -> None:
+    if is_adapted(module) and (getattr(module, "lora_variant", None) or any(vars(module).get("use_dora", {}).values())):
+        raise UserError(f"trainer.strategy=fsdp_tp can't split DoRA: set peft.use_dora=false, or {INSTEAD[4:]}")
+    layer = module.base_layer if is_adapted(module) else module
+    if type(layer) not in (nn.Linear, Conv1D):
+        raise UserError(
+            f"trainer.strategy=fsdp_tp splits linear layers, and {name} is a {type(layer).__name__}: leave it out of "
+            f"peft.modules_to_save and the like. {INSTEAD}"
+        )
+    inputs, outputs = _widths(layer)
+    width = inputs if style in ROWS else outputs // BLOCKS if style == PACKED else outputs
+    if width % size:
+        what = "inputs" if style in ROWS else "outputs"
+        raise UserError(f"tensor_parallel_size={size} does not divide the {width} {what} of {name}. {divisors(width)}")
+
+
+def divisors(count: int) -> str:
+    """The fix for a size that does not divide `count`."""
+    fits = [d for d in range(2, min(count, 64) + 1) if count % d == 0]
+    if not fits:
+        return INSTEAD
+    return f"Set trainer.fsdp.tensor_parallel_size to {' or '.join(map(str, fits))}, or trainer.strategy=fsdp"
+
+
+def _widths(layer: Layer) -> tuple[int, int]:
+    """(inputs, outputs)"""
+    rows, columns = layer.weight.shape
+    return (rows, columns) if isinstance(layer, Conv1D) else (columns, rows)
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Whether it is a layer with LoRA beside it."""
+    return isinstance(getattr(module, "lora_A", None), nn.ModuleDict)
+
+
+def _split_adapted(module: Any, style: str, mesh: DeviceMesh) -> None:
+    """LoRA's B is split as the columns of its layer are, A as the rows; the other one is whole on each rank."""
+    _split_layer(module.base_layer, style, mesh)
+    for name in module.lora_A:
+        _split_layer((module.lora_B if style in COLUMNS else module.lora_A)[name], style, mesh)
+        dropout = module.lora_dropout[name]
+        if style == "rowwise" and isinstance(dropout, nn.Dropout):
+            dropout.forward = partial(_own_part_of_dropout, dropout, mesh)  # type: ignore[method-assign]
+
+
+def _own_part_of_dropout(dropout: nn.Dropout, mesh: DeviceMesh, x: Tensor) -> Tensor:
+    """All ranks draw what one process would, and each takes its part: they stay in step, and the parts differ."""
+    if not dropout.training:
+        return x
+    width = x.shape[-1]
+    factors = F.dropout(x.new_ones(*x.shape[:-1], width * mesh.size()), dropout.p)
+    return x * factors.narrow(-1, mesh.get_local_rank() * width, width)
+
+
+def _split_layer(layer: Layer, style: str, mesh: DeviceMesh) -> None:
+    """Splits the parameters of one layer, and has it compute with its rank's part of them."""
+    transposed = isinstance(layer, Conv1D)
+    if style in ROWS:
+        _distribute(layer, "weight", mesh, Shard(0 if transposed else 1))
+    elif style == PACKED:
+        # FSDP cuts the first dimension, and can't cut one again whose blocks are split: such a parameter stays whole.
+        _distribute(layer, "weight", mesh, _StridedShard(1, split_factor=BLOCKS) if transposed else Replicate())
+        _distribute(layer, "bias", mesh, Replicate())
+    else:
+        _distribute(layer, "weight", mesh, Shard(1 if transposed else 0))
+        _distribute(layer, "bias", mesh, Shard(0))
+    compute: Callable[..., Tensor] = by_rows if style in ROWS else by_columns
+    layer.forward = partial(compute, layer, style, mesh)
+
+
+def _distribute(layer: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
+    """Every rank takes its part of its own copy; nothing is sent."""
+    parameter = getattr(layer, name)
+    if parameter is not None:
+        parts = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
+        layer.register_parameter(name, nn.Parameter(parts, requires_grad=parameter.requires_grad))
+
+
+def by_columns(layer: Layer, style: str, mesh: DeviceMesh, x: Tensor) -> Tensor:
+    """This rank's part of the outputs, [..., outputs / ranks], or with colwise_gather_output all of them."""
+    # What comes back to the input is each rank's share, summed on its way.
+    x = DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
+    y = _product(layer, x, _own_part(layer.weight), _own_part(layer.bias))
+    return _laid_out(y, mesh, Shard(-1), Replicate()) if style == "colwise_gather_output" else y
+
+
+def by_rows(layer: Layer, style: str, mesh: DeviceMesh, x: Tensor) -> Tensor:
+    """All outputs, from this rank's part of the inputs (or from its own cut, with rowwise_split_input)."""
+    if style == "rowwise_split_input":
+        x = _laid_out(x, mesh, Replicate(), Shard(-1))
+    y = _product(layer, x, layer.weight.to_local(), None)
+    y = _laid_out(y, mesh, Partial(), Replicate())
+    return y if layer.bias is None else y + layer.bias.to(y.dtype)
+
+
+def _laid_out(x: Tensor, mesh: DeviceMesh, now: Placement, then: Placement) -> Tensor:
+    """This rank's part of what lies on the ranks as `now`, when it lies as `then`; the backward goes the other way."""
+    return DTensor.from_local(x, mesh, [now], run_check=False).redistribute(mesh, [then]).to_local()
+
+
+def _own_part(parameter: Any) -> Any:
+    """Of a parameter split by columns (None if None); of one that stays whole, the blocks' parts."""
+    if parameter is None:
+        return None
+    if not isinstance(parameter.placements[0], Replicate):
+        return parameter.to_local()
+    mesh = parameter.device_mesh
+    blocks = parameter.to_local(grad_placements=[Partial()]).unflatten(0, (BLOCKS, mesh.size(), -1))
+    return blocks[:, mesh.get_local_rank()].flatten(0, 1)
+
+
+def _product(layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if not isinstance(layer, Conv1D):
+        return F.linear(x, weight, bias)
+    flat = x.reshape(-1, x.shape[-1])
+    y = flat @ weight if bias is None else torch.addmm(bias, flat, weight)
+    return y.view(*x.shape[:-1], weight.shape[1])
