@@ -28,6 +28,7 @@ from lmtrain.run_dir import read_jsonl
 STRATEGIES = {
     "ddp": [],
     "fsdp": ["trainer.strategy=fsdp"],
+    "fsdp_tp": ["trainer.strategy=fsdp_tp"],
     "zero2": ["trainer.strategy=deepspeed", "trainer.deepspeed.stage=2"],
     "zero3": ["trainer.strategy=deepspeed", "trainer.deepspeed.stage=3"],
 }

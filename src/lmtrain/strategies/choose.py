@@ -1,6 +1,6 @@
 """From trainer.strategy to what Lightning takes."""
 
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies import DDPStrategy, Strategy
 
 from lmtrain.schema import Trainer
 
@@ -11,14 +11,17 @@ def build_strategy(t: Trainer) -> str | Strategy:
     Raises:
         UserError: deepspeed without the package, without CUDA, or with a config file that can't be used.
     """
+    processes = int(t.devices) * t.num_nodes
+    if t.strategy in ("auto", "ddp") and processes > 1:
+        return DDPStrategy(gradient_as_bucket_view=True)  # else DDP holds all gradients twice
     if t.strategy == "fsdp":
         from lmtrain.strategies.fsdp import FSDPStrategy
 
-        return FSDPStrategy(t.fsdp, t.precision, int(t.devices) * t.num_nodes, t.accelerator)
+        return FSDPStrategy(t.fsdp, t.precision, processes, t.accelerator)
     if t.strategy == "fsdp_tp":
         from lmtrain.strategies.tensor_parallel import TensorParallelStrategy
 
-        return TensorParallelStrategy(t.fsdp, t.precision, int(t.devices) * t.num_nodes, t.accelerator)
+        return TensorParallelStrategy(t.fsdp, t.precision, processes, t.accelerator)
     if t.strategy == "deepspeed":
         from lmtrain.strategies.deepspeed import DeepSpeedStrategy, refuse_on_cpu
 
