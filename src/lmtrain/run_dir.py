@@ -65,6 +65,11 @@ class RunDir:
         return self.path / "checkpoints"
 
     @property
+    def ranks(self) -> Path:
+        """What the parent of several ranks writes for them, before the run itself begins."""
+        return self.path / "ranks"
+
+    @property
     def tokenizer(self) -> Path:
         return self.path / "tokenizer"
 
@@ -132,7 +137,7 @@ def resume_mode(config: Config) -> str:
 def foreign_files(run: RunDir) -> list[Path]:
     """What lies in a folder that holds no run yet, but for what a start that was killed early leaves."""
     entries = [p for p in run.path.iterdir() if ".tmp" not in p.name]
-    return [p for p in entries if p != run.checkpoints or any(p.iterdir())]
+    return [p for p in entries if p != run.ranks and (p != run.checkpoints or any(p.iterdir()))]
 
 
 def open_run(config: Config) -> RunDir:
@@ -207,14 +212,25 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
                 yield json.loads(line)
 
 
-def cut_back(path: Path, step: int) -> None:
-    """Cuts a JSON-lines file back to the rows with `step` <= step, so that a resumed run writes each step once."""
+def _of_validation(row: dict[str, Any]) -> bool:
+    """Of metrics.jsonl or samples.jsonl."""
+    return "prompt" in row or any(key.startswith("val/") for key in row)
+
+
+def cut_back(path: Path, step: int, validated: bool) -> None:
+    """Cuts a JSON-lines file back to the rows with `step` <= step, so that a resumed run writes each step once.
+
+    Where `step` is not `validated`, what its validation wrote goes too: it will be made again.
+    """
     if not path.exists():
         return
     keep = 0
     with path.open("rb") as file:
         for line in file:
-            if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+            if not line.endswith(b"\n"):
+                break
+            row = json.loads(line)
+            if row["step"] > step or (row["step"] == step and not validated and _of_validation(row)):
                 break
             keep += len(line)
     with path.open("r+b") as file:

@@ -112,6 +112,7 @@ def fit_and_export(run: "Run", checkpoint: Path | None, notes: list[str], starte
     from lmtrain import plan, report, resume, troubleshoot
 
     resumed_from = resume.rewind(run, checkpoint)
+    resume.let_last_validation_run(run, checkpoint)
     plan.show(run, resumed_from, notes)
     try:
         run.trainer.fit(run.objective, datamodule=run.datamodule, ckpt_path=checkpoint, weights_only=True)
@@ -140,7 +141,7 @@ def fit_and_export(run: "Run", checkpoint: Path | None, notes: list[str], starte
 
 def ending(run: "Run") -> str:
     """finished, preempted or stopped_early."""
-    if run.trainer.global_step >= run.total_steps:
+    if run.trainer.global_step >= run.total_steps and not run.preemption.interrupted_validation:
         return "finished"
     return "preempted" if run.preemption.stopped else "stopped_early"
 
