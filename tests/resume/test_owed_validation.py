@@ -23,18 +23,16 @@ RANKS = {
 
 
 def stop_in_validation(corpus: Path, run_dir: Path, *settings: str, after: int, to_rank: int | None = None) -> None:
-    """SIGTERM while the validation after a step runs, which would take half a minute."""
+    """SIGTERM in the first batch of the validation after a step, which is not finished then."""
     marker = run_dir.with_name(f"validating_{time.monotonic_ns()}")  # any rank makes it, more than once
-    slow = f"callbacks.extra=[{{_target_: slow.SlowValidation, step: {after}, marker: {marker}}}]"
+    slow = f"callbacks.extra=[{{_target_: slow.SlowValidation, seconds: 3, step: {after}, marker: {marker}}}]"
     process = start(corpus, run_dir, *settings, slow, "run.allow_target=[slow]")
     while not marker.exists():
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.05)
     os.kill(process.pid if to_rank is None else processes.ranks(process.pid)[to_rank], signal.SIGTERM)
-    asked = time.monotonic()
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 75, output
-    assert time.monotonic() - asked < 20, "three slow batches would take 30 s"
     assert max((row["step"] for row in read_jsonl(run_dir / "metrics.jsonl") if "val/loss" in row), default=0) < after
 
 

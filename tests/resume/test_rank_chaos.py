@@ -40,31 +40,28 @@ def test_chaos_on_two_ranks(strategy: str, corpus: Path, tmp_path: Path) -> None
 def kill_once(draw: random.Random, words: list[str], run_dir: Path) -> None:
     """Starts the run, signals one of its processes at some moment, and sees all of them end."""
     number, target = draw.choice([signal.SIGKILL, signal.SIGTERM]), draw.choice(TARGETS)
-    rows = sum(1 for _ in read_jsonl(run_dir / "metrics.jsonl"))
+    begins, steps = draw.random() < 0.25, draw.randint(1, 150)
+    before = last_step(run_dir)
     started = time.monotonic()
     run = subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                            start_new_session=True)  # fmt: skip
-    if draw.random() < 0.25:  # in start-up
-        wait(run, draw.uniform(1.0, 8.0))
-    else:
-        while run.poll() is None and sum(1 for _ in read_jsonl(run_dir / "metrics.jsonl")) in (rows, 0):
-            time.sleep(0.02)
-        wait(run, draw.uniform(0.0, 2.0))
+    seconds = draw.uniform(1.0, 8.0)
+    while run.poll() is None and (
+        time.monotonic() - started < seconds if begins else last_step(run_dir) < before + steps
+    ):
+        time.sleep(0.01)
     family = processes.below(run.pid)
     told = f"{number.name} to {target} after {time.monotonic() - started:.1f} s"
     send(run, target, number)
     processes.wait_until_gone(family, 60)
     output, _ = run.communicate(timeout=60)
-    steps = [row["step"] for row in read_jsonl(run_dir / "metrics.jsonl")]
-    print(f"{told}: exit code {run.returncode}, step {max(steps, default=0)}")
+    print(f"{told}: exit code {run.returncode}, step {last_step(run_dir)}")
     # 1: a rank was killed, or there was nothing to save yet.
     assert run.returncode in (0, 1, 75, -signal.SIGKILL, -signal.SIGTERM), f"{told}:\n{output}"
 
 
-def wait(run: subprocess.Popen[str], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while run.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.01)
+def last_step(run_dir: Path) -> int:
+    return max((row["step"] for row in read_jsonl(run_dir / "metrics.jsonl")), default=0)
 
 
 def send(run: subprocess.Popen[str], target: str, number: signal.Signals) -> None:
