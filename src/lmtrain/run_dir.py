@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lmtrain import config as config_rules
+from lmtrain import run_lock
 from lmtrain.errors import RunError, UserError, disk_full, reason
 from lmtrain.schema import Config
 
@@ -83,6 +84,8 @@ class RunDir:
         `existed` is the part of the path that was there before, which stays.
         """
         if self.metrics.exists() or self.summary.exists() or checkpoint_names(self.checkpoints):
+            return
+        if self.path.is_dir() and run_lock.taken(self.path):
             return
         for entry in self.path.iterdir() if self.path.is_dir() else ():
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
