@@ -112,9 +112,9 @@ class Preemption(pl.Callback):
         assert isinstance(pl_module, Objective)
         stop = self.asked_to_stop()
         if trainer.world_size > 1:
-            stop = pl_module.stop_agreed = self._vote.after_batch(stop, pl_module.device)
+            stop = self._vote.after_batch(stop, pl_module.device)
         if stop:
-            self.interrupted_validation = True
+            pl_module.stop_agreed = self.interrupted_validation = True
             raise ValidationInterrupted
 
     def _restore(self) -> None:
