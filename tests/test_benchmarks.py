@@ -28,6 +28,27 @@ def test_the_pretraining_benchmark_prints_its_table(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_benchmark_of_ranks_prints_its_table(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        str(REPO / "benchmarks" / "ddp.py"),
+        "--shape=char",
+        "--rounds=1",
+        "--steps=4",
+        "--rows=4",
+    ]
+    command += ["--micro-batch-size=2", "--warmup=1", "--every=1", f"--json={tmp_path / 'numbers.json'}"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"│ one +│ +[\d.]+ │ +[\d,]+ │ +│ +│ ", done.stdout), done.stdout
+    numbers = json.loads((tmp_path / "numbers.json").read_text())
+    for name in ("apart", "ddp", "fsdp"):
+        assert re.search(rf"│ {name} +│ +[\d.]+ │ +[\d,]+ │ +\d\.\d{{3}} │ \(", done.stdout), done.stdout
+        (one,), (leg,) = numbers["rounds"]["one"], numbers["rounds"][name]
+        assert numbers["efficiency"][name] == pytest.approx(one["step_ms"] / leg["step_ms"] / 2)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "contenders", "unit"),
     [("sft", "lmtrain,lmtrain_padded,trl_padded", "tokens"), ("dpo", "lmtrain,trl", "pairs")],

@@ -118,6 +118,7 @@ REFUSED = {
     ("-m", "optimizer.lr=1e-3,1e-4", "run.name=one"): "name the sweep: sweep.name=",
     ("-m", "optimizer.lr=1e-3,1e-4", "hydra/sweeper=optuna"): "sweep=grid or sweep=optuna",
     ("-m", "optimizer.lr=1e-3,1e-4", "hydra/launcher=ray_cluster"): 'pip install "lmtrain[ray]"',
+    ("-m", "optimizer.lr=1e-3,1e-4", "hydra/launcher=ray"): 'pip install "lmtrain[ray]"',
     ("-m", "optimizer.lr=1e-3,1e-4", "hydra.sweep.dir=mine"): "holds files that are not a sweep's",
     ("sweep=optuna",): "sweep has no effect on a single run",
     ("hydra/launcher=submitit_slurm",): "hydra/launcher has no effect on a single run",
@@ -133,6 +134,28 @@ def test_refused(words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.Mon
     assert ended.code == 2
     assert REFUSED[words] in message(ended.err)
     assert [p.name for p in tmp_path.iterdir()] == ["mine"]
+
+
+RANKS = {
+    "torchrun": ({"RANK": "0", "WORLD_SIZE": "2"}, "start it without torchrun."),
+    "srun": ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}, "start it without srun, or with srun --ntasks=1."),
+}
+
+
+@pytest.mark.parametrize("by", RANKS)
+def test_ranks_start_no_sweep(by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would run all of it; one of them says so."""
+    monkeypatch.chdir(tmp_path)
+    environ, said = RANKS[by]
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    ended = run("train", "-m", "optimizer.lr=1e-3,1e-4")
+    assert ended.code == 2
+    assert said in message(ended.err)
+    monkeypatch.setenv("RANK" if by == "torchrun" else "SLURM_PROCID", "1")
+    ended = run("train", "-m", "optimizer.lr=1e-3,1e-4")
+    assert (ended.code, ended.err) == (2, "")
+    assert not list(tmp_path.iterdir())
 
 
 def made(*words: str) -> Plan:

@@ -292,4 +292,6 @@ def build_trainer(config: Config, run_dir: RunDir, callbacks: list[pl.Callback],
     )
     # Lightning broadcasts every step whether rank 0 got a SIGTERM; here that rides in the count of tokens.
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+    # Its handler runs a collective wherever a rank happens to be: Preemption's takes its place.
+    trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
     return trainer

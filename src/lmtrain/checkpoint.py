@@ -91,6 +91,15 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return json.loads((path / MANIFEST).read_text())
 
 
+def add_metrics(path: Path, metrics: dict[str, float]) -> bool:
+    """Writes scores into the manifest of a checkpoint that has none; returns whether it did."""
+    manifest = read_manifest(path)
+    if manifest["metrics"]:
+        return False
+    write_atomic(path / MANIFEST, json.dumps({**manifest, "metrics": metrics}, indent=2))
+    return True
+
+
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -46,17 +46,16 @@ def _process_as_it_was() -> Iterator[None]:
 
 def launch(run: RunDir, config: Config, processes: int) -> int:
     """Runs `processes` ranks; returns the run's exit code. The run's config.yaml is rank 0's to write, once checked."""
-    ranks = run.path / "ranks"
-    ranks.mkdir(exist_ok=True)
-    write_atomic(ranks / "config.yaml", rules.dump(config))
+    run.ranks.mkdir(exist_ok=True)
+    write_atomic(run.ranks / "config.yaml", rules.dump(config))
     with _process_as_it_was():
-        code = _launch(run, ranks, processes, config.trainer.max_restarts)
+        code = _launch(run, processes, config.trainer.max_restarts)
     if code != errors.FAILED:  # only a failed launch leaves its rank logs
-        shutil.rmtree(ranks, ignore_errors=True)
+        shutil.rmtree(run.ranks, ignore_errors=True)
     return code
 
 
-def _launch(run: RunDir, ranks: Path, processes: int, max_restarts: int) -> int:
+def _launch(run: RunDir, processes: int, max_restarts: int) -> int:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -78,23 +77,33 @@ def _launch(run: RunDir, ranks: Path, processes: int, max_restarts: int) -> int:
         monitor_interval=0.2,
         signals_to_handle=",".join(_SIGNALS),
         shutdown_timeout=_SHUTDOWN_SECONDS,
-        logs_specs=DefaultLogsSpecs(log_dir=str(ranks)),
+        logs_specs=DefaultLogsSpecs(log_dir=str(run.ranks)),
     )
+    before = run.read_summary()  # of an earlier start; training begins with its removal
     try:
-        elastic_launch(settings, sys.executable)("-m", "lmtrain.launch", str(ranks / "config.yaml"))
+        elastic_launch(settings, sys.executable)("-m", "lmtrain.launch", str(run.ranks / "config.yaml"))
     except ChildFailedError as failure:
-        rank, first = failure.get_first_failure()
+        # One that was killed, before those that noticed it within the same second.
+        rank, first = min(failure.failures.items(), key=lambda f: (f[1].timestamp, f[1].exitcode != -signal.SIGKILL))
         if first.exitcode == errors.WRONG_INPUT:
             return errors.WRONG_INPUT  # rank 0 has said why
-        cli.print_error(f"rank {rank} failed first, with exit code {first.exitcode}; its traceback stands above")
+        cli.print_error(f"rank {rank} failed first, {_how(first.exitcode)}")
         return errors.FAILED
     except SignalException:
         pass  # passed on to the ranks, who saved
     summary = run.read_summary()
-    if summary is None:
-        cli.print_error(f"the ranks ended without a summary in {run.path}: stopped before training began")
+    if summary is None or (summary == before and summary["status"] != "preempted"):
+        cli.print_error(f"the ranks of {run.path} were stopped before they could save; the same command starts again")
         return errors.FAILED
     return errors.PREEMPTED if summary["status"] == "preempted" else errors.FINISHED
+
+
+def _how(code: int) -> str:
+    """How a rank ended, by its exit code."""
+    if code >= 0:
+        return f"with exit code {code}; its traceback stands above"
+    memory = ": the machine ran out of memory, most likely" if code == -signal.SIGKILL else ""
+    return f"ended by {signal.Signals(-code).name}{memory}"
 
 
 def rank_main(config_path: Path) -> int:

@@ -31,17 +31,23 @@ class Layout:
     by: str  # torchrun or SLURM
 
 
+def started_by(environ: MutableMapping[str, str] = os.environ) -> str | None:
+    """torchrun or SLURM, where this process may be one of several that were given the same command line."""
+    if "RANK" in environ:
+        return "torchrun"
+    return "SLURM" if int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1 else None  # of srun, not of sbatch
+
+
 def find(environ: MutableMapping[str, str] = os.environ) -> Layout | None:
     """The ranks this process is one of, None where it was started by itself. SLURM's are given torchrun's variables.
 
     Raises:
         UserError: the nodes don't have the same number of ranks each.
     """
-    by = "torchrun"
-    if "RANK" not in environ and int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:  # of srun, not of sbatch
-        by = "SLURM"
+    by = started_by(environ)
+    if by == "SLURM":
         _translate_slurm(environ)
-    if not all(name in environ for name in TORCH):
+    if by is None or not all(name in environ for name in TORCH):
         return None
     world = int(environ["WORLD_SIZE"])
     per_node = int(environ.get("LOCAL_WORLD_SIZE", world))

@@ -8,6 +8,7 @@ import torch
 
 from lmtrain import checkpoint as store
 from lmtrain import run_dir
+from lmtrain.callbacks.metrics import Metrics
 from lmtrain.errors import UserError
 from lmtrain.loggers import write_again
 from lmtrain.run_dir import RunDir
@@ -82,14 +83,27 @@ def fit_schedule(run: "Run", schedule_steps: int, tell: Callable[[str], None]) -
         tell(f"the learning rate's schedule, planned for {schedule_steps:,} steps, now spans {run.total_steps:,}")
 
 
+def knows_validation(checkpoint: Path) -> bool:
+    """Whether its step was validated before it was saved. If one was due there, the resumed run begins with it."""
+    state = read_trainer_state(checkpoint)["callbacks"][Metrics.__name__]
+    return state["last_val"].get("step") == store.step_of(checkpoint)
+
+
+def let_last_validation_run(run: "Run", checkpoint: Path | None) -> None:
+    """Lightning skips a fit whose steps are done: it is told of one more, and callbacks/validation.py takes it back."""
+    if checkpoint is not None and store.step_of(checkpoint) == run.total_steps and not knows_validation(checkpoint):
+        run.trainer.fit_loop.epoch_loop.max_steps = run.total_steps + 1
+
+
 def rewind(run: "Run", checkpoint: Path | None) -> str | None:
     """Sweeps leftovers and cuts the run's logs back to the checkpoint's step; returns where it continues, in words."""
     step = store.step_of(checkpoint) if checkpoint is not None else 0
+    validated = checkpoint is not None and knows_validation(checkpoint)
     if run.trainer.is_global_zero:  # the others would sweep away what rank 0 is writing
         store.sweep(run.dir.path)
         store.sweep(run.dir.checkpoints)
-        run_dir.cut_back(run.dir.metrics, step)
-        run_dir.cut_back(run.dir.samples, step)
+        run_dir.cut_back(run.dir.metrics, step, validated)
+        run_dir.cut_back(run.dir.samples, step, validated)
         run.dir.summary.unlink(missing_ok=True)
         write_again(run.trainer.loggers, run.dir)
     return f"continues after step {step:,} ({checkpoint})" if checkpoint is not None else None

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lmtrain import config as config_rules
+from lmtrain import run_lock
 from lmtrain.errors import RunError, UserError, disk_full, reason
 from lmtrain.schema import Config
 
@@ -65,6 +66,11 @@ class RunDir:
         return self.path / "checkpoints"
 
     @property
+    def ranks(self) -> Path:
+        """What the parent of several ranks writes for them, before the run itself begins."""
+        return self.path / "ranks"
+
+    @property
     def tokenizer(self) -> Path:
         return self.path / "tokenizer"
 
@@ -78,6 +84,8 @@ class RunDir:
         `existed` is the part of the path that was there before, which stays.
         """
         if self.metrics.exists() or self.summary.exists() or checkpoint_names(self.checkpoints):
+            return
+        if self.path.is_dir() and run_lock.taken(self.path):
             return
         for entry in self.path.iterdir() if self.path.is_dir() else ():
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
@@ -132,7 +140,7 @@ def resume_mode(config: Config) -> str:
 def foreign_files(run: RunDir) -> list[Path]:
     """What lies in a folder that holds no run yet, but for what a start that was killed early leaves."""
     entries = [p for p in run.path.iterdir() if ".tmp" not in p.name]
-    return [p for p in entries if p != run.checkpoints or any(p.iterdir())]
+    return [p for p in entries if p != run.ranks and (p != run.checkpoints or any(p.iterdir()))]
 
 
 def open_run(config: Config) -> RunDir:
@@ -207,14 +215,25 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
                 yield json.loads(line)
 
 
-def cut_back(path: Path, step: int) -> None:
-    """Cuts a JSON-lines file back to the rows with `step` <= step, so that a resumed run writes each step once."""
+def _of_validation(row: dict[str, Any]) -> bool:
+    """Of metrics.jsonl or samples.jsonl."""
+    return "prompt" in row or any(key.startswith("val/") for key in row)
+
+
+def cut_back(path: Path, step: int, validated: bool) -> None:
+    """Cuts a JSON-lines file back to the rows with `step` <= step, so that a resumed run writes each step once.
+
+    Where `step` is not `validated`, what its validation wrote goes too: it will be made again.
+    """
     if not path.exists():
         return
     keep = 0
     with path.open("rb") as file:
         for line in file:
-            if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+            if not line.endswith(b"\n"):
+                break
+            row = json.loads(line)
+            if row["step"] > step or (row["step"] == step and not validated and _of_validation(row)):
                 break
             keep += len(line)
     with path.open("r+b") as file:

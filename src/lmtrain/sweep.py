@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from filelock import FileLock, Timeout
 
-from lmtrain import cli, errors
+from lmtrain import cli, errors, ranks
 from lmtrain.errors import UserError
 from lmtrain.sweeps import launcher, local, search
 from lmtrain.sweeps import plan as plans
@@ -29,8 +29,7 @@ def run(verb: str, overrides: list[str], config_dir: str | None, config_name: st
     Raises:
         UserError: an override is wrong, or the folder is not a sweep's; no trial has been started then.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ:
-        raise UserError("a sweep is started once, without torchrun: trainer.devices=N starts the ranks of each trial")
+    _refuse_ranks()
     plan = plans.make(verb, overrides, config_dir, config_name)
     folder = plan.folder
     try:
@@ -48,6 +47,18 @@ def run(verb: str, overrides: list[str], config_dir: str | None, config_name: st
         raise UserError(f"cannot write {folder}: {errors.reason(error)}; set sweep.root elsewhere") from None
     with lock:
         return _run(plan, Trials(folder))
+
+
+def _refuse_ranks() -> None:
+    """Raises UserError where this is one of several processes, each of which would run the whole sweep."""
+    by = ranks.started_by()
+    several = by == "SLURM" or int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if by is not None and several:
+        without = "without torchrun" if by == "torchrun" else "without srun, or with srun --ntasks=1"
+        raise UserError(
+            f"{by} has started several processes, each of which would run the whole sweep: start it {without}. "
+            f"trainer.devices=N gives each trial its ranks, and hydra/launcher=submitit_slurm makes each a SLURM job"
+        )
 
 
 def _run(plan: Plan, trials: Trials) -> int:

@@ -1,5 +1,6 @@
 """The main job: compose, check, build, fit, export. `python -m lmtrain.train [overrides]`."""
 
+import contextlib
 import os
 import sys
 import time
@@ -60,16 +61,18 @@ def run_in_process(config: Config, folder: RunDir) -> int:
     """One rank, or the whole run on one device. Torch is imported here, not before."""
     from rich.console import Console
 
-    from lmtrain import world
+    from lmtrain import run_lock, world
 
     started = time.time()
     world.connect(config.trainer.accelerator)
     console = Console(quiet=os.environ.get("RANK", "0") != "0")
-    run, checkpoint, notes = prepare_run(config, folder, console, started)
-    if run.trainer.is_global_zero:
-        run_dir.write_config(folder, config)
-        run_dir.write_tokenizer(folder, run.corpus.tokenizer)
-    return fit_and_export(run, checkpoint, notes, started)
+    with contextlib.ExitStack() as stack:
+        world.together(lambda: stack.enter_context(run_lock.held(folder.path)) if world.rank() == 0 else None)
+        run, checkpoint, notes = prepare_run(config, folder, console, started)
+        if run.trainer.is_global_zero:
+            run_dir.write_config(folder, config)
+            run_dir.write_tokenizer(folder, run.corpus.tokenizer)
+        return fit_and_export(run, checkpoint, notes, started)
 
 
 def is_finished(config: Config, folder: RunDir) -> bool:
@@ -112,6 +115,7 @@ def fit_and_export(run: "Run", checkpoint: Path | None, notes: list[str], starte
     from lmtrain import plan, report, resume, troubleshoot
 
     resumed_from = resume.rewind(run, checkpoint)
+    resume.let_last_validation_run(run, checkpoint)
     plan.show(run, resumed_from, notes)
     try:
         run.trainer.fit(run.objective, datamodule=run.datamodule, ckpt_path=checkpoint, weights_only=True)
@@ -140,7 +144,7 @@ def fit_and_export(run: "Run", checkpoint: Path | None, notes: list[str], starte
 
 def ending(run: "Run") -> str:
     """finished, preempted or stopped_early."""
-    if run.trainer.global_step >= run.total_steps:
+    if run.trainer.global_step >= run.total_steps and not run.preemption.interrupted_validation:
         return "finished"
     return "preempted" if run.preemption.stopped else "stopped_early"
 

@@ -1,5 +1,8 @@
-"""Callbacks of a user, reached by `callbacks.extra` with this folder on PYTHONPATH: one goes wrong, one counts."""
+"""Callbacks of a user, reached by `callbacks.extra` with this folder on PYTHONPATH."""
 
+import json
+import os
+import sys
 import time
 from pathlib import Path
 
@@ -21,6 +24,19 @@ class Breaks(pl.Callback):
         if self.marker is not None:
             self.marker.touch()
         raise ZeroDivisionError(f"a mistake on rank {self.rank}")
+
+
+class Notes(pl.Callback):
+    """Writes into the run's folder, for each rank, the config it read and what was made of it."""
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        (config,) = sys.argv[1:]  # of lmtrain.launch
+        found = {
+            "pid": os.getpid(),
+            "config": Path(config).read_text(),
+            "lr": pl_module._optimizer.param_groups[0]["base_lr"],
+        }
+        Path(trainer.default_root_dir, f"rank_{trainer.global_rank}.json").write_text(json.dumps(found))
 
 
 class CountsCollectives(pl.Callback):

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -9,36 +10,47 @@ import lightning.pytorch as pl
 from lmtrain import checkpoint as store
 
 
-def kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 class KillAt(pl.Callback):
-    """place: mid_step, mid_save, before_publish, before_prune, mid_prune or mid_validation; at step `step`."""
+    """place: mid_step, mid_save, before_publish, before_prune, mid_prune or mid_validation; at step `step`.
 
-    def __init__(self, place: str, step: int) -> None:
-        self.place, self.step = place, step
+    Rank 0 alone writes: mid_save on another one ends it while all gather what is saved. With `marker`, a file that does
+    not exist yet, it happens once, however often the ranks are started again.
+    """
+
+    def __init__(self, place: str, step: int, rank: int = 0, marker: str | None = None) -> None:
+        self.place, self.step, self.rank = place, step, rank
+        self.marker = Path(marker) if marker is not None else None
+
+    def due(self, trainer: pl.Trainer) -> bool:
+        return trainer.global_rank == self.rank and not (self.marker is not None and self.marker.exists())
+
+    def kill(self) -> None:
+        if self.marker is not None:
+            self.marker.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if not self.due(trainer) or self.rank != 0:
+            return
         name = store.name_of(self.step)
         write, rename, prune = store._write, os.rename, store.to_keep
 
         def write_then_die(file: Any, content: Any) -> Any:
             if name in str(file) and file.name == "trainer.pt":
                 file.write_bytes(b"half a checkp")
-                kill()
+                self.kill()
             return write(file, content)
 
         def die_before_rename(source: Any, target: Any) -> None:
             if self.place == "before_publish" and str(target).endswith(name):
-                kill()
+                self.kill()
             rename(source, target)
             if self.place == "mid_prune" and trainer.global_step >= self.step and ".tmp" in str(target):
-                kill()
+                self.kill()
 
         def die_before_prune(*args: Any) -> Any:
             if trainer.global_step >= self.step:
-                kill()
+                self.kill()
             return prune(*args)
 
         if self.place == "mid_save":
@@ -49,9 +61,13 @@ class KillAt(pl.Callback):
             store.to_keep = die_before_prune
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, *_: Any) -> None:
-        if self.place == "mid_step" and trainer.global_step == self.step:
-            kill()
+        if self.place == "mid_step" and trainer.global_step == self.step and self.due(trainer):
+            self.kill()
 
     def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
-        if self.place == "mid_validation" and trainer.global_step == self.step:
-            kill()
+        if self.place == "mid_validation" and trainer.global_step == self.step and self.due(trainer):
+            self.kill()
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, *_: Any) -> None:
+        if self.place == "mid_save" and trainer.global_step == self.step and self.rank != 0 and self.due(trainer):
+            self.kill()

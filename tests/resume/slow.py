@@ -1,6 +1,7 @@
 """Callbacks that make a moment long enough to be interrupted."""
 
 import time
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,8 +16,18 @@ class SlowSave(pl.Callback):
 
 
 class SlowValidation(pl.Callback):
-    """Each validation batch takes ten seconds, in short naps."""
+    """Each validation batch takes so many seconds, in short naps; of the validation after `step` only, if given.
 
-    def on_validation_batch_start(self, *_: Any, **__: Any) -> None:
-        for _nap in range(100):
+    `marker` is a file to make when it begins.
+    """
+
+    def __init__(self, seconds: float = 10.0, step: int | None = None, marker: str | None = None) -> None:
+        self.seconds, self.step, self.marker = seconds, step, marker
+
+    def on_validation_batch_start(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        if self.step not in (None, trainer.global_step):
+            return
+        if self.marker is not None:
+            Path(self.marker).touch()
+        for _nap in range(round(10 * self.seconds)):
             time.sleep(0.1)

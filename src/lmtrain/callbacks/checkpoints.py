@@ -43,6 +43,17 @@ class Checkpoints(Checkpoint):
         earlier = store.scores(self.folder, self.cfg.monitor)
         return store.best_of([*earlier, (step, score)], self.cfg.mode) == step
 
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """A validation that was owed has just been made: its checkpoint gets the score.
+
+        Its files stay as they are, so a run that is killed now begins with that validation again.
+        """
+        path, found = self.folder / store.name_of(trainer.global_step), self._metrics_of(trainer.global_step)
+        io = trainer.strategy.checkpoint_io
+        assert isinstance(io, store.FolderCheckpointIO)
+        if trainer.is_global_zero and found and path.exists() and store.add_metrics(path, found):
+            self.prune(io)
+
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -59,10 +70,12 @@ class Checkpoints(Checkpoint):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        # Goes into the manifest: the scores of this very step, if it was validated.
+        checkpoint["metrics"] = self._metrics_of(trainer.global_step)  # go into the manifest
+
+    def _metrics_of(self, step: int) -> dict[str, Any]:
+        """The scores of this very step, if it was validated."""
         val = self.metrics.last_val
-        validated = val.get("step") == trainer.global_step
-        checkpoint["metrics"] = {k: v for k, v in val.items() if k != "step"} if validated else {}
+        return {k: v for k, v in val.items() if k != "step"} if val.get("step") == step else {}
 
     def prune(self, io: store.FolderCheckpointIO) -> None:
         """Removes what retention does not keep, by scanning the folder: nothing is remembered, nothing can be stale."""

@@ -1,8 +1,8 @@
 """Stops a run cleanly: a signal or the time limit asks, the next step boundary saves, and the run ends with exit 75.
 
 The handler only notes the signal. Ranks agree on stopping in the all-reduce that counts the step's tokens
-(objectives/base.py), so no rank stops alone and no extra collective is paid. A second signal ends the process at once;
-the last complete checkpoint stays.
+(objectives/base.py), so no rank stops alone and no extra collective is paid; within a validation they ask each other
+about once a second. A second signal ends the process at once; the last complete checkpoint stays.
 """
 
 import os
@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 
 from lmtrain.objectives.base import Objective
 
@@ -21,26 +22,53 @@ SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT
 # Signals that come together are one request: a scheduler may signal a process and its group, and Linux sends
 # PR_SET_PDEATHSIG (orphans.py) again for each thread of a killed parent.
 _ONE_REQUEST_SECONDS = 0.5
+_VOTE_SECONDS = 1.0  # how often ranks agree within a validation: a collective in which hosts wait for their devices
 
 
 class ValidationInterrupted(Exception):
     """Raised between two validation batches when a stop was asked for; the validation is owed to the resumed run."""
 
 
+class Vote:
+    """Whether any rank wants to leave a validation, asked after the same batches on all of them."""
+
+    def __init__(self) -> None:
+        self.began, self.batches, self.every = time.monotonic(), 0, 1
+
+    def after_batch(self, wants: bool, device: torch.device) -> bool:
+        """Every rank calls it after each batch. Most calls return False at once."""
+        self.batches += 1
+        if self.batches < self.every:
+            return False
+        seconds = (time.monotonic() - self.began) / self.batches
+        ballot = torch.tensor([float(wants), seconds], device=device)
+        torch.distributed.all_reduce(ballot, torch.distributed.ReduceOp.MAX)
+        stop, slowest = ballot.tolist()
+        self.began, self.batches = time.monotonic(), 0
+        self.every = max(1, int(_VOTE_SECONDS / max(slowest, 1e-6)))
+        return stop > 0
+
+
 class Preemption(pl.Callback):
-    """`reason` says why the run is stopping, or is None."""
+    """`reason` says why this rank wants to stop, or is None."""
 
     def __init__(self, time_limit: float | None, started: float) -> None:
         self.deadline = None if time_limit is None else started + time_limit
         self.reason: str | None = None
         self.stopped = False
+        self.interrupted_validation = False
+        self._vote = Vote()
         self._asked_at = 0.0
         self._before: dict[int, Any] = {}
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Here and not earlier: Lightning installs its own SIGTERM handler at the start of fit.
+    # Not earlier: until the devices hold the model there is nothing to save, and a signal ends the process.
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         for number in SIGNALS:
             self._before[number] = signal.signal(number, self._on_signal)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.interrupted_validation:  # the one that was owed: its checkpoint is there
+            self._stop(trainer)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.reason is not None:
@@ -69,12 +97,24 @@ class Preemption(pl.Callback):
         assert isinstance(pl_module, Objective)
         alone = trainer.world_size == 1
         if pl_module.stop_agreed or (alone and self.asked_to_stop()):
-            self.stopped = True
-            trainer.should_stop = True
+            self._stop(trainer)
 
-    def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
-        # Several ranks would have to agree first; they finish their validation.
-        if trainer.world_size == 1 and trainer.training is False and self._before and self.asked_to_stop():
+    def _stop(self, trainer: pl.Trainer) -> None:
+        self.stopped = True
+        trainer.should_stop = True
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._vote = Vote()
+
+    def on_validation_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
+        if not self._before:  # no training to save
+            return
+        assert isinstance(pl_module, Objective)
+        stop = self.asked_to_stop()
+        if trainer.world_size > 1:
+            stop = self._vote.after_batch(stop, pl_module.device)
+        if stop:
+            pl_module.stop_agreed = self.interrupted_validation = True
             raise ValidationInterrupted
 
     def _restore(self) -> None:
@@ -82,8 +122,7 @@ class Preemption(pl.Callback):
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         self._before = {}
 
-    # Not in teardown, which comes after Lightning has put back what it found: its own handler would stay for ever.
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._restore()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:

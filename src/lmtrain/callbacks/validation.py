@@ -34,6 +34,7 @@ class Validation(pl.Callback):
         return step == self.total_steps or (self.every_n_steps is not None and step % self.every_n_steps == 0)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        trainer.fit_loop.epoch_loop.max_steps = self.total_steps  # see resume.let_last_validation_run
         if self.due(trainer.global_step):  # saved between its step and its validation
             self._run(trainer, pl_module)
 

@@ -1,0 +1,63 @@
+"""A run's processes, as /proc shows them: its ranks, their loader workers, whatever they have started."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Process:
+    pid: int
+    started: str  # in clock ticks since boot: a process id that is used again is another process
+    parent: int
+    command: str
+
+    def alive(self) -> bool:
+        found = read(self.pid)
+        return found is not None and found.started == self.started
+
+
+def read(pid: int) -> Process | None:
+    """None where it is gone, or ended and not yet waited for."""
+    try:
+        state, parent, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        command = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if state in "ZX" else Process(pid, rest[17], int(parent), command)
+
+
+def below(pid: int) -> list[Process]:
+    """All that a process has started, and what those have."""
+    everything = [read(int(p.name)) for p in Path("/proc").iterdir() if p.name.isdigit()]
+    children: dict[int, list[Process]] = {}
+    for process in everything:
+        if process is not None:
+            children.setdefault(process.parent, []).append(process)
+    found, todo = [], [pid]
+    while todo:
+        new = children.get(todo.pop(), [])
+        found += new
+        todo += [process.pid for process in new]
+    return found
+
+
+def ranks(parent: int) -> list[int]:
+    """Process ids of a launcher's ranks, rank 0 first."""
+    found = [p for p in below(parent) if p.parent == parent and "lmtrain.launch" in p.command]
+    return [p.pid for p in sorted(found, key=lambda p: int(_variable(p.pid, "RANK")))]
+
+
+def _variable(pid: int, name: str) -> str:
+    try:
+        variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    except (FileNotFoundError, ProcessLookupError):
+        return "-1"
+    return next((v.partition("=")[2] for v in variables if v.startswith(f"{name}=")), "-1")
+
+
+def wait_until_gone(processes: list[Process], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while left := [p for p in processes if p.alive()]:
+        assert time.monotonic() < deadline, f"still running after {seconds} s: {left}"
+        time.sleep(0.1)

@@ -1,0 +1,63 @@
+"""A validation that a stop interrupts is made up for, wherever it was due, on one device and on two ranks."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import processes
+import pytest
+from runs import stable_rows, train
+from test_preemption import start
+
+from lmtrain import checkpoint as store
+from lmtrain.run_dir import read_jsonl
+
+SETTINGS = ["trainer.max_steps=6", "trainer.val_check_interval=3", "checkpoint.keep_last=9"]
+RANKS = {
+    "one": ["data.micro_batch_size=6"],
+    "ddp": ["data.micro_batch_size=3", "trainer.devices=2", "trainer.strategy=ddp"],
+    "fsdp": ["data.micro_batch_size=3", "trainer.devices=2", "trainer.strategy=fsdp"],
+}
+
+
+def stop_in_validation(corpus: Path, run_dir: Path, *settings: str, after: int, to_rank: int | None = None) -> None:
+    """SIGTERM in the first batch of the validation after a step, which is not finished then."""
+    marker = run_dir.with_name(f"validating_{time.monotonic_ns()}")  # any rank makes it, more than once
+    slow = f"callbacks.extra=[{{_target_: slow.SlowValidation, seconds: 3, step: {after}, marker: {marker}}}]"
+    process = start(corpus, run_dir, *settings, slow, "run.allow_target=[slow]")
+    while not marker.exists():
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.05)
+    os.kill(process.pid if to_rank is None else processes.ranks(process.pid)[to_rank], signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, output
+    assert max((row["step"] for row in read_jsonl(run_dir / "metrics.jsonl") if "val/loss" in row), default=0) < after
+
+
+def summary(run_dir: Path) -> dict:
+    return json.loads((run_dir / "summary.json").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", RANKS)
+def test_stopped_in_every_validation(ranks: str, corpus: Path, tmp_path: Path) -> None:
+    """In the middle, again where it is made up for, and after the last step, where nothing else is left to do."""
+    settings = [*SETTINGS, *RANKS[ranks]]
+    assert train(corpus, tmp_path / "whole", *settings).returncode == 0
+    run_dir = tmp_path / "run"
+    stop_in_validation(corpus, run_dir, *settings, after=3)
+    # The owed one comes before any step, and one rank alone is told.
+    stop_in_validation(corpus, run_dir, *settings, after=3, to_rank=None if ranks == "one" else 1)
+    assert summary(run_dir)["step"] == 3
+    stop_in_validation(corpus, run_dir, *settings, after=6)
+    kept = store.read_manifest(run_dir / "checkpoints" / store.name_of(3))
+    assert kept["metrics"]["val/loss"] > 0, "the score belongs to the checkpoint"
+    found = summary(run_dir)
+    assert (found["status"], found["step"]) == ("preempted", 6)
+    assert train(corpus, run_dir, *settings).returncode == 0
+    assert stable_rows(run_dir) == stable_rows(tmp_path / "whole")
+    expected = summary(tmp_path / "whole")
+    for key in ("status", "step", "tokens", "last", "best", "best_metric", "validation"):
+        assert summary(run_dir)[key] == expected[key], key

@@ -1,0 +1,57 @@
+"""Two processes never train in one folder at a time."""
+
+import multiprocessing
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from runs import assert_equal_runs, train
+from test_preemption import LONG, start, wait_for_step
+
+from lmtrain import run_lock
+from lmtrain.errors import RunError
+from lmtrain.run_dir import RunDir
+
+
+def test_the_same_command_again_waits_and_goes_on(corpus: Path, tmp_path: Path) -> None:
+    """As where a launcher was killed and its ranks are still saving."""
+    assert train(corpus, tmp_path / "whole", *LONG).returncode == 0
+    run_dir = tmp_path / "run"
+    first = start(corpus, run_dir, *LONG)
+    wait_for_step(first, run_dir, 5)
+    first.send_signal(signal.SIGSTOP)  # a save that takes long
+    second = start(corpus, run_dir, *LONG)
+    assert second.stdout is not None
+    while "another process is still training in" not in (line := second.stdout.readline()):
+        assert line, "it did not wait"
+    first.send_signal(signal.SIGCONT)
+    first.send_signal(signal.SIGTERM)
+    first.communicate(timeout=60)
+    assert first.returncode == 75
+    output, _ = second.communicate(timeout=120)
+    assert second.returncode == 0, output
+    assert "continues after step" in output
+    assert_equal_runs(tmp_path / "whole", run_dir)
+
+
+def hold(folder: Path) -> None:
+    with run_lock.held(folder):
+        (folder / "held").touch()
+        time.sleep(60)
+
+
+def test_patience_ends(tmp_path: Path) -> None:
+    process = multiprocessing.get_context("spawn").Process(target=hold, args=(tmp_path,), daemon=True)
+    process.start()
+    while not (tmp_path / "held").exists():
+        time.sleep(0.05)
+    with pytest.raises(RunError, match="another process has been training"), run_lock.held(tmp_path, patience=0.3):
+        pass
+    RunDir(tmp_path).discard_if_unused(tmp_path.parent)
+    assert (tmp_path / "held").exists(), "what the other process has begun stays"
+    process.kill()
+    process.join()
+    with run_lock.held(tmp_path, patience=0.0):
+        assert run_lock.taken(tmp_path)
+    assert not run_lock.taken(tmp_path)
