@@ -21,6 +21,8 @@ from lmtrain.errors import UserError
 from lmtrain.models.trainable import trainable_names
 from lmtrain.objectives.base import Objective
 from lmtrain.schema import DeepSpeed
+from lmtrain.strategies.sharding import RELEASE
+from lmtrain.strategies.zero_parts import partition
 
 ON_CPU = "LMTRAIN_DEEPSPEED_ON_CPU"  # set in tests: DeepSpeed runs on a CPU, slowly
 
@@ -88,7 +90,7 @@ class DeepSpeedStrategy(DDPStrategy):
         """The engine takes DDP's place."""
 
     def model_to_device(self) -> None:
-        """Moves the model; under ZeRO-3 each parameter becomes a part of itself, one after the other."""
+        """Moves the model; under ZeRO-3 each rank takes its part of it."""
         import deepspeed
 
         module = self.lightning_module
@@ -96,8 +98,9 @@ class DeepSpeedStrategy(DDPStrategy):
         if not deepspeed.comm.is_initialized():
             deepspeed.init_distributed(dist_backend=self._get_process_group_backend(), auto_mpi_discovery=False)
         if self.stage == 3:
-            deepspeed.zero.Init(module=module.model, config_dict_or_path=self.config)
+            partition(module.model, self.root_device, self.config)
             module._device = self.root_device  # what LightningModule.to sets
+            module.on_sharded()
         else:
             module.to(self.root_device)
 
@@ -123,6 +126,22 @@ class DeepSpeedStrategy(DDPStrategy):
             dist_init_required=False,
         )
         module.call_model = self.engine.__call__
+        self._take_for_forward(module.model, "log_probs")
+        if self.stage == 3:
+            setattr(module.model, RELEASE, self.engine.optimizer.empty_partition_cache)
+
+    def _take_for_forward(self, model: nn.Module, name: str) -> None:
+        """Lets the engine, which knows one forward, call another method of the model as it calls that."""
+        method = getattr(model, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            model.forward = method
+            try:
+                return self.engine(*args, **kwargs)
+            finally:
+                del model.forward
+
+        setattr(model, name, call)
 
     def set_boundary(self, last: bool) -> None:
         """Called before each micro-batch's forward."""
@@ -205,9 +224,9 @@ class DeepSpeedStrategy(DDPStrategy):
         zero = self.engine.optimizer
         flat = zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
         first = next(iter(saved["state"].values()))
-        for partition in flat:  # ZeRO makes the state at the first step, here it has to be there before
-            optimizer.state[partition] = {
-                k: v.clone() if k == "step" else torch.zeros_like(partition) for k, v in first.items()
+        for piece in flat:  # ZeRO makes the state at the first step, here it has to be there before
+            optimizer.state[piece] = {
+                k: v.clone() if k == "step" else torch.zeros_like(piece) for k, v in first.items()
             }
         self._link_states()
         for index, parameter in enumerate(p for group in self.groups for p in group):

@@ -91,8 +91,6 @@ def _check_deepspeed(c: Config) -> None:
             raise UserError(f"trainer.deepspeed.{name}={place}: null, cpu or nvme is needed")
     if d.offload_parameters is not None and d.stage != 3:
         raise UserError("trainer.deepspeed.offload_parameters needs trainer.deepspeed.stage=3")
-    if c.objective.name == "dpo":
-        raise UserError(f"objective=dpo does not go with {key}, whose engine knows one forward: set strategy=fsdp")
     if c.optimizer.name not in ("adamw", "lion"):
         raise UserError(
             f"optimizer={c.optimizer.name} does not go with {key}: ZeRO cuts parameters into flat pieces, and it needs "
