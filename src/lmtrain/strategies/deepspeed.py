@@ -5,7 +5,7 @@ documentation does for each micro-batch, which is what ZeRO-3 counts micro-batch
 does the rest, as under every other strategy. Checkpoints are the very files one device writes.
 """
 
-import json
+import copy
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,49 +20,12 @@ from lmtrain import checkpoint as store
 from lmtrain.errors import UserError
 from lmtrain.models.trainable import trainable_names
 from lmtrain.objectives.base import Objective
-from lmtrain.schema import DeepSpeed
+from lmtrain.schema import Trainer
 from lmtrain.strategies.sharding import RELEASE
+from lmtrain.strategies.zero_config import engine_config
 from lmtrain.strategies.zero_parts import partition
 
 ON_CPU = "LMTRAIN_DEEPSPEED_ON_CPU"  # set in tests: DeepSpeed runs on a CPU, slowly
-
-
-def engine_config(options: DeepSpeed, precision: str, gradient_clip_val: float | None) -> dict[str, Any]:
-    """DeepSpeed's config: a user's own (trainer.deepspeed.config), or one made of the options, with what is set here.
-
-    Raises:
-        UserError: the file can't be read, or sets what the run's config sets.
-    """
-    zero: dict[str, Any] = {"stage": options.stage, "overlap_comm": torch.cuda.is_available()}
-    places = {"offload_optimizer": options.offload_optimizer, "offload_param": options.offload_parameters}
-    for key, device in places.items():
-        if device is not None:
-            zero[key] = {"device": device, "pin_memory": torch.cuda.is_available()}
-            zero[key] |= {"nvme_path": options.nvme_path} if device == "nvme" else {}
-    config: dict[str, Any] = {"zero_optimization": zero}
-    if options.config is not None:
-        config = _read(Path(options.config).expanduser())
-    ours = {
-        "train_micro_batch_size_per_gpu": 1,  # for its throughput messages only: the loss is weighted by tokens here
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": gradient_clip_val or 0.0,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "bf16": {"enabled": precision == "bf16-true"},
-    }
-    twice = sorted({*ours, "optimizer", "scheduler", "fp16", "train_batch_size"} & config.keys())
-    if twice:
-        raise UserError(
-            f"trainer.deepspeed.config={options.config} sets {', '.join(twice)}, which this run's config sets"
-        )
-    return config | ours
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
-        raise UserError(f"trainer.deepspeed.config={path} can't be read: {error}") from None
 
 
 class DeepSpeedStrategy(DDPStrategy):
@@ -70,17 +33,18 @@ class DeepSpeedStrategy(DDPStrategy):
 
     engine: Any
 
-    def __init__(self, options: DeepSpeed, precision: str, gradient_clip_val: float | None) -> None:
+    def __init__(self, t: Trainer) -> None:
         try:
-            import deepspeed
+            import deepspeed  # noqa: F401
         except ImportError as error:
             raise UserError(
                 f'trainer.strategy=deepspeed needs deepspeed ({error}): pip install "lmtrain[deepspeed]"'
             ) from None
         super().__init__()
-        deepspeed.utils.logging.logger.setLevel("ERROR")
-        self.config = engine_config(options, precision, gradient_clip_val)
-        self.stage = int(self.config.get("zero_optimization", {}).get("stage", 0))
+        self.config, self.stage = engine_config(t), t.deepspeed.stage
+        _check_known(self.config, t.deepspeed.config)
+        if "nvme" in (t.deepspeed.offload_optimizer, t.deepspeed.offload_parameters):
+            _check_nvme()
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -250,4 +214,29 @@ def refuse_on_cpu(accelerator: str) -> None:
     if accelerator == "cpu" and ON_CPU not in os.environ:
         raise UserError(
             "trainer.strategy=deepspeed needs CUDA devices: on a CPU set trainer.strategy=fsdp, which shards the same"
+        )
+
+
+def _check_known(config: dict[str, Any], file: str | None) -> None:
+    """Raises UserError for keys and values DeepSpeed refuses."""
+    from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+    from pydantic import ValidationError
+
+    try:
+        DeepSpeedConfig(copy.deepcopy(config))
+    except (DeepSpeedConfigError, ValidationError, AssertionError) as error:
+        words = error
+        if isinstance(error, ValidationError):
+            words = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise UserError(f"DeepSpeed refuses trainer.deepspeed{f'.config={file}' if file else ''}: {words}") from None
+
+
+def _check_nvme() -> None:
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if not AsyncIOBuilder().is_compatible(verbose=False):
+        raise UserError(
+            "offloading to nvme needs DeepSpeed's async_io, which is compiled when it is first used, and libaio was "
+            "not found: apt install libaio-dev g++ (or dnf install libaio-devel gcc-c++). One that lies elsewhere is "
+            "found with CPATH=<its headers> LIBRARY_PATH=<its folder> LD_LIBRARY_PATH=<its folder>. Or offload to cpu"
         )
