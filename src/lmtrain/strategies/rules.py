@@ -86,7 +86,7 @@ def _check_tensor_parallel(c: Config) -> None:
 def _check_deepspeed(c: Config) -> None:
     key = "trainer.strategy=deepspeed"
     check_options(c.trainer.deepspeed)
-    if c.optimizer.name not in ("adamw", "lion"):
+    if c.optimizer.name in ("muon", "adafactor"):
         raise UserError(
             f"optimizer={c.optimizer.name} does not go with {key}: ZeRO cuts parameters into flat pieces, and it needs "
             f"whole matrices. Set optimizer=adamw or lion, or trainer.strategy=fsdp"
