@@ -26,5 +26,5 @@ def test_ranks_take_their_parts_of_a_model_that_rank_0_has(tmp_path: Path) -> No
     for found in (zero, one):
         assert found["kept"] == 0
         assert found["parts"] == pytest.approx(found["whole"] / 2, rel=0.01)
-    largest = 4 * 2048 * 512
-    assert one["peak"] < one["parts"] + 8 * largest  # what one parameter's broadcast needs, not a whole model
+    block = 4 * (4 * 512 * 512 + 3 * 512 * 2048)
+    assert one["peak"] < one["parts"] + 2.5 * block  # one block whole, and what broadcasts need: not a whole model

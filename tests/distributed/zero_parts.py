@@ -42,7 +42,7 @@ def main(results: Path) -> None:
     objects = [id(p) for p in model.parameters()]
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    partition(model, torch.device("cpu"), CONFIG)
+    partition(model, model.model.layers, torch.device("cpu"), CONFIG)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
     parts = sum(p.ds_tensor.numel() * p.ds_tensor.itemsize for p in model.parameters())
     kept = sum(p.numel() for p in model.parameters())

@@ -18,9 +18,11 @@ from torch import Tensor, nn
 
 from lmtrain import checkpoint as store
 from lmtrain.errors import UserError
+from lmtrain.models.language_model import decoder_blocks
 from lmtrain.models.trainable import trainable_names
 from lmtrain.objectives.base import Objective
 from lmtrain.schema import Trainer
+from lmtrain.strategies.loading import spread
 from lmtrain.strategies.sharding import RELEASE
 from lmtrain.strategies.zero_config import engine_config
 from lmtrain.strategies.zero_parts import partition
@@ -53,25 +55,32 @@ class DeepSpeedStrategy(DDPStrategy):
     def configure_ddp(self) -> None:
         """The engine takes DDP's place."""
 
-    def model_to_device(self) -> None:
-        """Moves the model; under ZeRO-3 each rank takes its part of it."""
+    def place(self, objective: Objective) -> None:
+        """Puts the first rank's weights on all: whole, or under ZeRO-3 in parts."""
+        if self.stage < 3:
+            spread(objective.modules(), self.root_device)
+            return
+        self._connect()
+        self.precision_plugin.convert_module(objective)
+        model = objective.model
+        partition(model, decoder_blocks(model.model), self.root_device, self.config)
+
+    def _connect(self) -> None:
+        """Lets DeepSpeed talk through the process group that is there."""
         import deepspeed
 
-        module = self.lightning_module
-        assert isinstance(module, Objective)
         if not deepspeed.comm.is_initialized():
             deepspeed.init_distributed(dist_backend=self._get_process_group_backend(), auto_mpi_discovery=False)
-        if self.stage == 3:
-            partition(module.model, self.root_device, self.config)
-            module._device = self.root_device  # what LightningModule.to sets
-            module.on_sharded()
-        else:
-            module.to(self.root_device)
+
+    def model_to_device(self) -> None:
+        """Done by `place`."""
+        self.lightning_module._device = self.root_device  # type: ignore[union-attr]  # what LightningModule.to sets
 
     def setup(self, trainer: Any) -> None:
         super().setup(trainer)
         import deepspeed
 
+        self._connect()
         module, (optimizer,) = self.lightning_module, self.optimizers
         assert isinstance(module, Objective)
         # ZeRO puts flat partitions in the place of the optimizer's parameters.

@@ -1,50 +1,36 @@
-"""ZeRO-3: a model that is whole on rank 0 becomes parts on all ranks, one parameter after the other."""
+"""ZeRO-3: a model that is whole on the first rank becomes parts on all ranks, block by block."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+
+from lmtrain.strategies.loading import spread
 
 
-def partition(model: nn.Module, device: torch.device, config: dict[str, Any]) -> None:
-    """Makes each parameter this rank's part of rank 0's value, and each buffer rank 0's value.
+def partition(model: nn.Module, blocks: Iterable[nn.Module], device: torch.device, config: dict[str, Any]) -> None:
+    """Makes each parameter this rank's part of the first rank's value, and each buffer the first rank's value.
 
-    Rank 0 holds the whole model and frees it as it goes. On the other ranks parameters and buffers may be on the meta
-    device: one is made real at a time, so a node never holds more than one model and one parameter. Parameters stay the
-    objects they are, so an optimizer may have been built of them.
+    The other ranks may have the model on the meta device: none ever holds more than its parts and one block, and the
+    first frees what it has given away. Parameters stay the objects they are, so an optimizer of them goes on.
 
     Args:
-        device: where the ranks talk to each other, and where the parts lie unless they are offloaded.
-        config: DeepSpeed's.
+        blocks: modules of `model` that share no parameters with the rest of it.
+        device: of this rank.
+        config: DeepSpeed's, with where parts lie if they are offloaded.
     """
     import deepspeed
 
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = _of_rank_zero(buffer, device)
-    first, *rest = model.parameters()
-    _make_real(first, device)
-    deepspeed.zero.Init(module=nn.ParameterList([first]), config_dict_or_path=config)
-    for parameter in rest:
-        _make_real(parameter, device)
-        first.convert_to_zero_parameters(param_list=[parameter])  # type: ignore[attr-defined]  # DeepSpeed's
-
-
-def _of_rank_zero(buffer: Tensor, device: torch.device) -> Tensor:
-    real = torch.empty(buffer.shape, dtype=buffer.dtype, device=device) if buffer.is_meta else buffer.to(device)
-    real = real.contiguous()
-    if real.numel() > 0:
-        torch.distributed.broadcast(real.view(-1).view(torch.uint8), 0)
-    return real
-
-
-def _make_real(parameter: nn.Parameter, device: torch.device) -> None:
-    """A contiguous tensor on `device`, its values undefined where it was on the meta device."""
-    if not parameter.is_meta:
-        parameter.data = parameter.data.to(device).contiguous()
-        return
-    real = nn.Parameter(
-        torch.empty(parameter.shape, dtype=parameter.dtype, device=device), requires_grad=parameter.requires_grad
-    )
-    real.__dict__.update(parameter.__dict__)
-    torch.utils.swap_tensors(parameter, real)  # a meta tensor can't be given data; its object stays in all its places
+    groups = [list(block.modules()) for block in blocks]
+    inside = {id(module) for group in groups for module in group}
+    groups.append([module for module in model.modules() if id(module) not in inside])
+    first: Any = None  # knows how to make others what it is
+    for group in groups:
+        spread(group, device)
+        parameters = [p for module in group for p in module.parameters(recurse=False)]
+        if first is None and parameters:
+            first = parameters[0]
+            deepspeed.zero.Init(module=nn.ParameterList([first]), config_dict_or_path=config)
+        for parameter in parameters:
+            first.convert_to_zero_parameters(param_list=[parameter])  # does nothing with what is one already
