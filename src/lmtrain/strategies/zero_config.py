@@ -85,6 +85,20 @@ def check_options(d: DeepSpeed) -> None:
         raise UserError("trainer.deepspeed.offload_parameters needs trainer.deepspeed.stage=3")
 
 
+def check_frozen_copy(t: Trainer) -> None:
+    """Raises UserError where a model's first values can't be put in the place of the trained ones."""
+    zero = engine_config(t)["zero_optimization"] if t.strategy == "deepspeed" else {}
+    obstacles = []
+    if _device(zero, "offload_param") == "nvme":
+        obstacles.append("parameters that lie on NVMe")
+    if zero.get("zero_hpz_partition_size", 1) > 1:
+        obstacles.append("zero_hpz_partition_size, which keeps parameters twice")
+    if obstacles:
+        raise UserError(
+            f"objective.reference=frozen_copy does not go with {obstacles[0]}: set objective.reference=precomputed"
+        )
+
+
 def _device(zero: dict[str, Any], key: str) -> str | None:
     device = (zero.get(key) or {}).get("device", "none")
     return None if device == "none" else device
