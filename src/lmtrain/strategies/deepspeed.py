@@ -197,10 +197,14 @@ class DeepSpeedStrategy(DDPStrategy):
         zero = self.engine.optimizer
         flat = zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
         first = next(iter(saved["state"].values()))
-        for piece in flat:  # ZeRO makes the state at the first step, here it has to be there before
-            optimizer.state[piece] = {
-                k: v.clone() if k == "step" else torch.zeros_like(piece) for k, v in first.items()
-            }
+        for i, piece in enumerate(flat):  # ZeRO makes the state at the first step, here it has to be there before
+            swapped = self.stage == 3 and zero._swappable_optimizer_subgroup(i)  # a piece on NVMe has no elements
+            if swapped:
+                zero._optimizer_states_and_gradient_swap_in(i)
+            empty = {k: v.clone() if k == "step" else torch.zeros_like(piece) for k, v in first.items()}
+            optimizer.state[piece] = empty
+            if swapped:
+                zero._optimizer_states_and_gradient_swap_out(i)
         self._link_states()
         for index, parameter in enumerate(p for group in self.groups for p in group):
             for key, value in saved["state"][index].items():
