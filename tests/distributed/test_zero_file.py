@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from inprocess import message, train_tiny
+from inprocess import TWO_STEPS, message, train_tiny
 from lmtrain import devices
 from lmtrain.config import check, compose
 from lmtrain.strategies.zero_config import engine_config
-from support import TINY
+from support import TINY, Run
 
 ZERO = ["trainer.strategy=deepspeed", "trainer.accelerator=cpu"]
 ZERO2 = {"zero_optimization": {"stage": 2}}
@@ -95,3 +95,16 @@ def test_nvme_says_what_to_install(corpus: Path, tmp_path: Path, monkeypatch: py
     done = train_tiny(corpus, f"run.dir={tmp_path / 'run'}", *ZERO, *nvme, f"trainer.deepspeed.nvme_path={tmp_path}")
     assert done.code == 2, done.err
     assert "apt install libaio-dev" in message(done.err)
+
+
+def test_deepspeed_says_nothing_where_it_is_not_used(corpus: Path, lmtrain: Run) -> None:
+    """transformers imports it when a model is saved, to see whether the model is one of its engines."""
+    pytest.importorskip("deepspeed")
+    done = lmtrain(
+        "train", *TINY, *TWO_STEPS, "data=text", f"data.path={corpus}", "trainer.accelerator=cpu", "run.name=a"
+    )
+    exported = lmtrain("export", "run_dir=outputs/a")
+    assert done.returncode == exported.returncode == 0, done.stderr + exported.stderr
+    said = done.stdout + done.stderr + exported.stdout + exported.stderr
+    assert "real_accelerator" not in said
+    assert "WARNING" not in said

@@ -10,7 +10,7 @@ import deepspeed
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lmtrain.strategies.zero_parts import partition
+from lmtrain.strategies.zero_parts import connect, partition
 
 SHAPE = {"vocab_size": 2048, "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8}
 CONFIG = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
@@ -30,7 +30,7 @@ def build() -> LlamaForCausalLM:
 
 
 def main(results: Path) -> None:
-    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+    connect("gloo", torch.device("cpu"))
     rank = torch.distributed.get_rank()
     with torch.device("cpu" if rank == 0 else "meta"):
         model = build()

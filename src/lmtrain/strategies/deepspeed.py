@@ -7,6 +7,7 @@ does the rest, as under every other strategy. Checkpoints are the very files one
 
 import copy
 import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from lmtrain.schema import Trainer
 from lmtrain.strategies.loading import spread
 from lmtrain.strategies.sharding import RELEASE
 from lmtrain.strategies.zero_config import engine_config
-from lmtrain.strategies.zero_parts import partition
+from lmtrain.strategies.zero_parts import connect, partition
 
 ON_CPU = "LMTRAIN_DEEPSPEED_ON_CPU"  # set in tests: DeepSpeed runs on a CPU, slowly
 
@@ -43,6 +44,8 @@ class DeepSpeedStrategy(DDPStrategy):
                 f'trainer.strategy=deepspeed needs deepspeed ({error}): pip install "lmtrain[deepspeed]"'
             ) from None
         super().__init__()
+        # New names of collectives, which DeepSpeed calls by their old ones at every step.
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
         self.config, self.stage = engine_config(t), t.deepspeed.stage
         _check_known(self.config, t.deepspeed.config)
         if "nvme" in (t.deepspeed.offload_optimizer, t.deepspeed.offload_parameters):
@@ -66,11 +69,7 @@ class DeepSpeedStrategy(DDPStrategy):
         partition(model, decoder_blocks(model.model), self.root_device, self.config)
 
     def _connect(self) -> None:
-        """Lets DeepSpeed talk through the process group that is there."""
-        import deepspeed
-
-        if not deepspeed.comm.is_initialized():
-            deepspeed.init_distributed(dist_backend=self._get_process_group_backend(), auto_mpi_discovery=False)
+        connect(self._get_process_group_backend(), self.root_device)
 
     def model_to_device(self) -> None:
         """Done by `place`."""

@@ -1,4 +1,4 @@
-"""ZeRO-3: a model that is whole on the first rank becomes parts on all ranks, block by block."""
+"""What comes before DeepSpeed's engine: its ranks connected, and for ZeRO-3 a model made parts, block by block."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,6 +7,16 @@ import torch
 from torch import nn
 
 from lmtrain.strategies.loading import spread
+
+
+def connect(backend: str, device: torch.device) -> None:
+    """Lets DeepSpeed talk through the process group that is there, or makes one."""
+    import deepspeed
+
+    if device.type == "cpu":  # it would compile collectives of its own, for a minute: gloo's do
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if not deepspeed.comm.is_initialized():
+        deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False)
 
 
 def partition(model: nn.Module, blocks: Iterable[nn.Module], device: torch.device, config: dict[str, Any]) -> None:
