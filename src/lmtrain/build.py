@@ -93,9 +93,15 @@ def quiet_libraries() -> None:
     for name in (*libraries, "bitsandbytes"):
         logging.getLogger(name).setLevel(logging.ERROR)
     transformers.utils.logging.disable_progress_bar()
+    # Saving a model imports DeepSpeed where it is installed, and it sets its logger's level itself.
+    logging.getLogger("DeepSpeed").addFilter(_is_error)
     warnings.filterwarnings("ignore", module="lightning")
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
 
 
 def build_datamodule(config: Config, corpus: Corpus, total_steps: int) -> TokenDataModule:

@@ -7,10 +7,12 @@ import torch
 
 from lmtrain.errors import UserError
 from lmtrain.schema import Config
+from lmtrain.strategies.rules import SHARING
+from lmtrain.strategies.zero_config import adopt_file
 
 
 def resolve_auto(config: Config) -> None:
-    """Replaces every hardware `auto` in config.trainer by what this machine gets, so config.yaml says what ran."""
+    """Replaces what config.trainer leaves to this machine, or to a file, by what it is: config.yaml says what ran."""
     t = config.trainer
     if t.accelerator in ("auto", "gpu", "cuda"):
         if t.accelerator != "auto" and not torch.cuda.is_available():
@@ -28,8 +30,10 @@ def resolve_auto(config: Config) -> None:
         raise UserError(f"trainer.devices={t.devices}, but this machine has {torch.cuda.device_count()}")
     if t.precision == "auto":
         t.precision = best_precision(t.accelerator)
-        if t.strategy in ("fsdp", "fsdp_tp") and t.precision == "16-mixed":
-            t.precision = "32-true"  # its parts have no gradient scaler
+        if t.strategy in SHARING and t.precision == "16-mixed":
+            t.precision = "32-true"  # parts have no gradient scaler
+    if t.strategy == "deepspeed":
+        adopt_file(t)
     if t.compile == "auto":
         t.compile = t.accelerator == "cuda"
     if t.activation_checkpointing == "auto":

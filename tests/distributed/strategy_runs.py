@@ -51,7 +51,7 @@ class Runs:
         env = {**os.environ, "OMP_NUM_THREADS": "1", "LMTRAIN_DEEPSPEED_ON_CPU": "1", "DS_ACCELERATOR": "cpu"}
         done = subprocess.run(
             [*command, str(Path(__file__).with_name("ranks.py")), str(jobs)],
-            capture_output=True, text=True, timeout=300, env=env,
+            capture_output=True, text=True, timeout=600, env=env,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
         for rank in range(ranks):

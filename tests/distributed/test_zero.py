@@ -1,46 +1,87 @@
 """ZeRO by DeepSpeed on two gloo ranks: the numbers of one process, checkpoints that travel, the same export."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from strategy_runs import CAUSAL, LORA, Runs
+from strategy_runs import CAUSAL, DPO, DPO_LORA, LORA, Runs
 
-from chats import write_chats
-from inprocess import message, train_tiny
+from chats import write_chats, write_rows
+from inprocess import message, run, train_tiny
 from tiny_pretrained import save_pretrained
 
 ZERO = {stage: ["trainer.strategy=deepspeed", f"trainer.deepspeed.stage={stage}"] for stage in (1, 2, 3)}
+QUICK = ["callbacks.samples.every_n_validations=0", "export.enabled=false"]
+# Buckets that several tensors fill; parameters that stay in parts, which those of a small model otherwise don't.
+FILES = {
+    2: {"zero_optimization": {"stage": 2, "reduce_bucket_size": 3000, "allgather_bucket_size": 3000}},
+    3: {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "sub_group_size": 20000}},
+}
+
+
+def own_file(folder: Path, stage: int) -> list[str]:
+    path = folder / f"zero{stage}.json"
+    path.write_text(json.dumps(FILES[stage]))
+    return ["trainer.strategy=deepspeed", f"trainer.deepspeed.config={path}"]
 
 
 @pytest.fixture(scope="module")
-def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def tasks(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    folder = tmp_path_factory.mktemp("data")
+    model = f"model.name_or_path={save_pretrained(folder / 'llama', max_position_embeddings=512)}"
+    pairs = f"data.path={write_rows(folder / 'pairs.jsonl', 'preference_jsonl', 40)}"
+    return {
+        "text": [*CAUSAL, f"data.path={corpus}"],
+        "lora": [*LORA, f"data.path={write_chats(folder / 'chats.jsonl', 40)}", model],
+        "dpo": [*DPO, pairs, model],
+        "dpo_lora": [*DPO_LORA, pairs, model],
+    }
+
+
+@pytest.fixture(scope="module")
+def runs(tasks: dict[str, list[str]], tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """All runs of this module; two launches, the second of which continues what the first has saved."""
     pytest.importorskip("deepspeed")
     r = Runs(tmp_path_factory.mktemp("zero"))
-    text = [*CAUSAL, f"data.path={corpus}"]
-    model = f"model.name_or_path={save_pretrained(r.folder / 'llama', max_position_embeddings=512)}"
-    lora = [*LORA, f"data.path={write_chats(r.folder / 'chats.jsonl', 40)}", model]
-    tasks = {"text": text, "lora": lora}
+    offload = "trainer.deepspeed.offload_optimizer=cpu"
     for task, settings in tasks.items():
         r.one(task, *settings)
         for stage in (2, 3):
-            r.two(f"{task}-zero{stage}", *settings, *ZERO[stage])
-    r.two("text-zero1", *text, *ZERO[1])
-    r.two("text-offload", *text, *ZERO[2], "trainer.deepspeed.offload_optimizer=cpu")
+            r.two(f"{task}-zero{stage}", *settings, *ZERO[stage], *(QUICK if task == "dpo_lora" else []))
+    text, dpo, dpo_lora = tasks["text"], tasks["dpo"], tasks["dpo_lora"]
+    r.two("text-ddp", *text, *QUICK)
+    r.two("text-fsdp", *text, *QUICK, "trainer.strategy=fsdp")
+    r.two("text-zero1", *text, *QUICK, *ZERO[1])
+    r.two("text-file2", *text, *QUICK, *own_file(r.folder, 2))
+    r.two("text-offload2", *text, *QUICK, *ZERO[2], offload)
+    r.two("text-offload3", *text, *QUICK, *ZERO[3], offload, "trainer.deepspeed.offload_parameters=cpu")
+    r.two("dpo-zero1", *dpo, *QUICK, *ZERO[1])
+    r.two("dpo-file3", *dpo, *QUICK, *own_file(r.folder, 3))
+    r.two("dpo-precomputed", *dpo, *QUICK, *ZERO[3], "objective.reference=precomputed")
+    r.two("dpo_lora-frozen_copy", *dpo_lora, *QUICK, *ZERO[3], "objective.reference=frozen_copy")
     r.launch()
-    for task, settings in tasks.items():
+    for task in ("text", "lora", "dpo"):
         for stage in (2, 3):
             saved = f"run.resume={r.checkpoint(f'{task}-zero{stage}', 10)}"
-            r.one(f"{task}-zero{stage}-to-one", *settings, saved)
-            r.two(f"{task}-one-to-zero{stage}", *settings, *ZERO[stage], f"run.resume={r.checkpoint(task, 10)}")
-    r.two("text-zero3-to-fsdp", *text, "trainer.strategy=fsdp", f"run.resume={r.checkpoint('text-zero3', 10)}")
+            r.one(f"{task}-zero{stage}-to-one", *tasks[task], *QUICK, saved)
+            one = f"run.resume={r.checkpoint(task, 10)}"
+            r.two(f"{task}-one-to-zero{stage}", *tasks[task], *QUICK, *ZERO[stage], one)
+    strategies = {"ddp": [], "fsdp": ["trainer.strategy=fsdp"], "zero2": ZERO[2], "zero3": ZERO[3]}
+    for a, b in TRAVELS:
+        r.two(f"text-{a}-to-{b}", *text, *QUICK, *strategies[b], f"run.resume={r.checkpoint(f'text-{a}', 10)}")
+    from_offload = f"run.resume={r.checkpoint('text-offload3', 10)}"
+    r.two("text-offload3-to-file2", *text, *QUICK, *own_file(r.folder, 2), from_offload)
     r.launch()
     return r
 
 
+TRAVELS = [("zero2", "ddp"), ("zero2", "zero3"), ("zero3", "fsdp"), ("fsdp", "zero2"), ("ddp", "zero3")]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["text", "lora"])
+@pytest.mark.parametrize("task", ["text", "lora", "dpo"])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_numbers_and_checkpoints(runs: Runs, task: str, stage: int) -> None:
     for name in (f"{task}-zero{stage}", f"{task}-zero{stage}-to-one", f"{task}-one-to-zero{stage}"):
@@ -55,14 +96,40 @@ def test_numbers_and_checkpoints(runs: Runs, task: str, stage: int) -> None:
 
 @pytest.mark.slow
 def test_text_in_other_ways(runs: Runs) -> None:
-    for name in ("text-zero1", "text-offload", "text-zero3-to-fsdp"):
-        runs.compare(name, "text")
+    for name in ("zero1", "file2", "offload2", "offload3", "offload3-to-file2"):
+        runs.compare(f"text-{name}", "text")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("a", "b"), TRAVELS)
+def test_checkpoints_travel_between_strategies(runs: Runs, a: str, b: str) -> None:
+    runs.compare(f"text-{a}-to-{b}", "text")
+
+
+@pytest.mark.slow
+def test_preferences_in_other_ways(runs: Runs) -> None:
+    for name in ("zero1", "file3", "precomputed"):
+        runs.compare(f"dpo-{name}", "dpo")
+    for name in ("zero2", "zero3", "frozen_copy"):
+        runs.compare(f"dpo_lora-{name}", "dpo_lora")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
-def test_exports_are_equal(runs: Runs, stage: int) -> None:
-    a, b = (load_file(runs.folder / n / "export" / "model.safetensors") for n in ("text", f"text-zero{stage}"))
+@pytest.mark.parametrize("task", ["text", "lora", "dpo"])
+def test_exports_are_equal(runs: Runs, task: str, stage: int) -> None:
+    """The one a run writes, and the one `lmtrain.export` makes of its checkpoint."""
+    one, two = (runs.folder / name / "export" for name in (task, f"{task}-zero{stage}"))
+    same(one, two)
+    for folder in (one, two):
+        done = run("export", f"run_dir={folder.parent}")
+        assert done.code == 0, done.err
+    same(one, two)
+
+
+def same(one: Path, other: Path) -> None:
+    (name,) = (file.name for file in one.glob("*.safetensors"))
+    a, b = load_file(one / name), load_file(other / name)
     assert a.keys() == b.keys()
     for key in a:
         torch.testing.assert_close(b[key], a[key], rtol=1e-3, atol=1e-4)
@@ -73,7 +140,12 @@ def test_exports_are_equal(runs: Runs, stage: int) -> None:
     [
         (["trainer.strategy=deepspeed", "trainer.accelerator=cpu"], "needs CUDA devices"),
         (["trainer.strategy=deepspeed", "optimizer=muon"], "Set optimizer=adamw or lion, or trainer.strategy=fsdp"),
+        (
+            ["trainer.strategy=deepspeed", "optimizer=adafactor"],
+            "optimizer=adafactor does not go with trainer.strategy",
+        ),
         (["trainer.strategy=deepspeed", "trainer.deepspeed.offload_parameters=cpu"], "deepspeed.stage=3"),
+        (["trainer.strategy=deepspeed", "trainer.deepspeed.offload_optimizer=nvme"], "stage=3, or set it to cpu"),
         (["trainer.strategy=deepspeed", "trainer.spike_factor=2.0"], "set it to null"),
         (["trainer.strategy=fsdp", "optimizer=adamw_8bit"], "Set optimizer=adamw"),
         (["trainer.strategy=fsdp", "trainer.precision=16-mixed"], "bf16-mixed"),

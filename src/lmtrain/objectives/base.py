@@ -50,6 +50,8 @@ class StepResult(NamedTuple):
 class Engine(Protocol):
     """A strategy that reduces, clips and steps by itself (DeepSpeed): it can't leave out a bad step, only report it."""
 
+    def place(self, objective: "Objective") -> None: ...
+
     def set_boundary(self, last: bool) -> None: ...
 
     def grad_norm(self) -> Tensor: ...
@@ -113,13 +115,15 @@ class Objective(pl.LightningModule):
         return []
 
     def configure_model(self) -> None:
-        """Called when the ranks are connected: the first one's weights come to all, under fsdp in parts."""
+        """Called when the ranks are connected: the first one's weights come to all, in parts where they are sharded."""
         strategy: Any = self.trainer.strategy
         shard = getattr(strategy, "shard", None)
         if shard is not None:
             self._optimizer.param_groups.clear()  # they hold the whole parameters
             shard(self)
             self._optimizer = self._make_optimizer(self.model.model)
+        elif isinstance(strategy, Engine):
+            strategy.place(self)
         elif self.trainer.world_size > 1 and not is_quantized(self.model.model):
             loading.spread(self.modules(), strategy.root_device)
         self.on_placed()

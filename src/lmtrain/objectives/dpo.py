@@ -23,6 +23,7 @@ from lmtrain.objectives.start_check import check_start
 from lmtrain.preference_losses import LOSSES, LossOptions, Pairs, preference_losses
 from lmtrain.schema import Config
 from lmtrain.schema import Objective as ObjectiveConfig
+from lmtrain.strategies.zero_config import check_frozen_copy
 
 
 def loss_options(cfg: ObjectiveConfig) -> LossOptions:
@@ -51,6 +52,8 @@ class DPO(Objective):
         """
         self.loss, self.options = str(config.objective.loss), loss_options(config.objective)
         self.reference = world.from_first(lambda: choose(config.objective, self.model.model))
+        if self.reference == "frozen_copy":
+            check_frozen_copy(config.trainer)
         self.frozen_copy: FrozenCopy | None = None
         self.precomputed: Precomputed | None = None
         if self.reference == "precomputed":

@@ -16,14 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lmtrain.data.cache import build_once
 from lmtrain.errors import UserError
 from lmtrain.models.trainable import adapter_of
 from lmtrain.preference_losses import LOSSES
 from lmtrain.schema import Objective
-from lmtrain.strategies.layout import like, swap
+from lmtrain.strategies.layout import held, is_part, part, swap
 from lmtrain.strategies.sharding import reshard
 
 
@@ -80,18 +79,18 @@ def first_values_hash(model: nn.Module) -> str:
 class FrozenCopy:
     """The trained parameters of a model as they are now; `in_place()` puts them where the trained ones are.
 
-    Held in a plain dict, so that neither checkpoints nor optimizers see it. Of sharded parameters it is sharded alike.
+    Held in a plain dict, so that neither checkpoints nor optimizers see it; of sharded parameters this rank's parts.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = [model]  # in a list: no submodule
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.values = {name: p.detach().clone() for name, p in self.parameters.items()}
+        self.values = {name: held(p).clone() for name, p in self.parameters.items()}
 
     def replace(self, values: dict[str, Tensor]) -> None:
         """Takes other first values, whole, for some parameters."""
         for name, value in values.items():
-            self.values[name].copy_(like(value.to(self.values[name].device), self.values[name]))
+            self.values[name].copy_(part(value.to(self.values[name].device), self.parameters[name]))
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
@@ -104,18 +103,18 @@ class FrozenCopy:
 
     @torch.no_grad()
     def _swap(self) -> None:
+        reshard(self.model[0])  # what is gathered is of the values that are in place now
         for name, p in self.parameters.items():
-            if isinstance(p, DTensor):  # fsdp gathers from the memory it has: what is in it changes places
-                swap(p, self.values[name])
+            if is_part(p):  # it is gathered from the memory it has: what is in it changes places
+                swap(held(p), self.values[name])
             else:
                 trained = p.data
                 p.data = self.values[name].to(p)  # moved to the model's device and dtype the first time
                 self.values[name] = trained
-        reshard(self.model[0])  # what was gathered before is of the other values
 
     def changed(self) -> list[str]:
         """Names of parameters that no longer hold their first values."""
-        return [name for name, p in self.parameters.items() if not torch.equal(p.detach(), self.values[name].to(p))]
+        return [name for name, p in self.parameters.items() if not torch.equal(held(p), self.values[name].to(held(p)))]
 
 
 @contextlib.contextmanager

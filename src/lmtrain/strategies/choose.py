@@ -9,7 +9,7 @@ def build_strategy(t: Trainer) -> str | Strategy:
     """The strategy of a config whose `auto` values are resolved.
 
     Raises:
-        UserError: deepspeed without the package, without CUDA, or with a config file that can't be used.
+        UserError: deepspeed without the package, without CUDA, or with options it can't use.
     """
     processes = int(t.devices) * t.num_nodes
     if t.strategy in ("auto", "ddp") and processes > 1:
@@ -26,5 +26,5 @@ def build_strategy(t: Trainer) -> str | Strategy:
         from lmtrain.strategies.deepspeed import DeepSpeedStrategy, refuse_on_cpu
 
         refuse_on_cpu(t.accelerator)
-        return DeepSpeedStrategy(t.deepspeed, t.precision, t.gradient_clip_val)
+        return DeepSpeedStrategy(t)
     return t.strategy

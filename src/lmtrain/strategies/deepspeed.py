@@ -5,8 +5,9 @@ documentation does for each micro-batch, which is what ZeRO-3 counts micro-batch
 does the rest, as under every other strategy. Checkpoints are the very files one device writes.
 """
 
-import json
+import copy
 import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,49 +19,16 @@ from torch import Tensor, nn
 
 from lmtrain import checkpoint as store
 from lmtrain.errors import UserError
+from lmtrain.models.language_model import decoder_blocks
 from lmtrain.models.trainable import trainable_names
 from lmtrain.objectives.base import Objective
-from lmtrain.schema import DeepSpeed
+from lmtrain.schema import Trainer
+from lmtrain.strategies.loading import spread
+from lmtrain.strategies.sharding import RELEASE
+from lmtrain.strategies.zero_config import engine_config
+from lmtrain.strategies.zero_parts import connect, partition
 
 ON_CPU = "LMTRAIN_DEEPSPEED_ON_CPU"  # set in tests: DeepSpeed runs on a CPU, slowly
-
-
-def engine_config(options: DeepSpeed, precision: str, gradient_clip_val: float | None) -> dict[str, Any]:
-    """DeepSpeed's config: a user's own (trainer.deepspeed.config), or one made of the options, with what is set here.
-
-    Raises:
-        UserError: the file can't be read, or sets what the run's config sets.
-    """
-    zero: dict[str, Any] = {"stage": options.stage, "overlap_comm": torch.cuda.is_available()}
-    places = {"offload_optimizer": options.offload_optimizer, "offload_param": options.offload_parameters}
-    for key, device in places.items():
-        if device is not None:
-            zero[key] = {"device": device, "pin_memory": torch.cuda.is_available()}
-            zero[key] |= {"nvme_path": options.nvme_path} if device == "nvme" else {}
-    config: dict[str, Any] = {"zero_optimization": zero}
-    if options.config is not None:
-        config = _read(Path(options.config).expanduser())
-    ours = {
-        "train_micro_batch_size_per_gpu": 1,  # for its throughput messages only: the loss is weighted by tokens here
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": gradient_clip_val or 0.0,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "bf16": {"enabled": precision == "bf16-true"},
-    }
-    twice = sorted({*ours, "optimizer", "scheduler", "fp16", "train_batch_size"} & config.keys())
-    if twice:
-        raise UserError(
-            f"trainer.deepspeed.config={options.config} sets {', '.join(twice)}, which this run's config sets"
-        )
-    return config | ours
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
-        raise UserError(f"trainer.deepspeed.config={path} can't be read: {error}") from None
 
 
 class DeepSpeedStrategy(DDPStrategy):
@@ -68,17 +36,20 @@ class DeepSpeedStrategy(DDPStrategy):
 
     engine: Any
 
-    def __init__(self, options: DeepSpeed, precision: str, gradient_clip_val: float | None) -> None:
+    def __init__(self, t: Trainer) -> None:
         try:
-            import deepspeed
+            import deepspeed  # noqa: F401
         except ImportError as error:
             raise UserError(
                 f'trainer.strategy=deepspeed needs deepspeed ({error}): pip install "lmtrain[deepspeed]"'
             ) from None
         super().__init__()
-        deepspeed.utils.logging.logger.setLevel("ERROR")
-        self.config = engine_config(options, precision, gradient_clip_val)
-        self.stage = int(self.config.get("zero_optimization", {}).get("stage", 0))
+        # New names of collectives, which DeepSpeed calls by their old ones at every step.
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
+        self.config, self.stage = engine_config(t), t.deepspeed.stage
+        _check_known(self.config, t.deepspeed.config)
+        if "nvme" in (t.deepspeed.offload_optimizer, t.deepspeed.offload_parameters):
+            _check_nvme()
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -87,24 +58,28 @@ class DeepSpeedStrategy(DDPStrategy):
     def configure_ddp(self) -> None:
         """The engine takes DDP's place."""
 
-    def model_to_device(self) -> None:
-        """Moves the model; under ZeRO-3 each parameter becomes a part of itself, one after the other."""
-        import deepspeed
+    def place(self, objective: Objective) -> None:
+        """Puts the first rank's weights on all: whole, or under ZeRO-3 in parts."""
+        if self.stage < 3:
+            spread(objective.modules(), self.root_device)
+            return
+        self._connect()
+        self.precision_plugin.convert_module(objective)
+        model = objective.model
+        partition(model, decoder_blocks(model.model), self.root_device, self.config)
 
-        module = self.lightning_module
-        assert isinstance(module, Objective)
-        if not deepspeed.comm.is_initialized():
-            deepspeed.init_distributed(dist_backend=self._get_process_group_backend(), auto_mpi_discovery=False)
-        if self.stage == 3:
-            deepspeed.zero.Init(module=module.model, config_dict_or_path=self.config)
-            module._device = self.root_device  # what LightningModule.to sets
-        else:
-            module.to(self.root_device)
+    def _connect(self) -> None:
+        connect(self._get_process_group_backend(), self.root_device)
+
+    def model_to_device(self) -> None:
+        """Done by `place`."""
+        self.lightning_module._device = self.root_device  # type: ignore[union-attr]  # what LightningModule.to sets
 
     def setup(self, trainer: Any) -> None:
         super().setup(trainer)
         import deepspeed
 
+        self._connect()
         module, (optimizer,) = self.lightning_module, self.optimizers
         assert isinstance(module, Objective)
         # ZeRO puts flat partitions in the place of the optimizer's parameters.
@@ -123,6 +98,22 @@ class DeepSpeedStrategy(DDPStrategy):
             dist_init_required=False,
         )
         module.call_model = self.engine.__call__
+        self._take_for_forward(module.model, "log_probs")
+        if self.stage == 3:
+            setattr(module.model, RELEASE, self.engine.optimizer.empty_partition_cache)
+
+    def _take_for_forward(self, model: nn.Module, name: str) -> None:
+        """Lets the engine, which knows one forward, call another method of the model as it calls that."""
+        method = getattr(model, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            model.forward = method
+            try:
+                return self.engine(*args, **kwargs)
+            finally:
+                del model.forward
+
+        setattr(model, name, call)
 
     def set_boundary(self, last: bool) -> None:
         """Called before each micro-batch's forward."""
@@ -205,10 +196,14 @@ class DeepSpeedStrategy(DDPStrategy):
         zero = self.engine.optimizer
         flat = zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
         first = next(iter(saved["state"].values()))
-        for partition in flat:  # ZeRO makes the state at the first step, here it has to be there before
-            optimizer.state[partition] = {
-                k: v.clone() if k == "step" else torch.zeros_like(partition) for k, v in first.items()
-            }
+        for i, piece in enumerate(flat):  # ZeRO makes the state at the first step, here it has to be there before
+            swapped = self.stage == 3 and zero._swappable_optimizer_subgroup(i)  # a piece on NVMe has no elements
+            if swapped:
+                zero._optimizer_states_and_gradient_swap_in(i)
+            empty = {k: v.clone() if k == "step" else torch.zeros_like(piece) for k, v in first.items()}
+            optimizer.state[piece] = empty
+            if swapped:
+                zero._optimizer_states_and_gradient_swap_out(i)
         self._link_states()
         for index, parameter in enumerate(p for group in self.groups for p in group):
             for key, value in saved["state"][index].items():
@@ -231,4 +226,29 @@ def refuse_on_cpu(accelerator: str) -> None:
     if accelerator == "cpu" and ON_CPU not in os.environ:
         raise UserError(
             "trainer.strategy=deepspeed needs CUDA devices: on a CPU set trainer.strategy=fsdp, which shards the same"
+        )
+
+
+def _check_known(config: dict[str, Any], file: str | None) -> None:
+    """Raises UserError for keys and values DeepSpeed refuses."""
+    from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+    from pydantic import ValidationError
+
+    try:
+        DeepSpeedConfig(copy.deepcopy(config))
+    except (DeepSpeedConfigError, ValidationError, AssertionError) as error:
+        words = error
+        if isinstance(error, ValidationError):
+            words = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise UserError(f"DeepSpeed refuses trainer.deepspeed{f'.config={file}' if file else ''}: {words}") from None
+
+
+def _check_nvme() -> None:
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if not AsyncIOBuilder().is_compatible(verbose=False):
+        raise UserError(
+            "offloading to nvme needs DeepSpeed's async_io, which is compiled when it is first used, and libaio was "
+            "not found: apt install libaio-dev g++ (or dnf install libaio-devel gcc-c++). One that lies elsewhere is "
+            "found with CPATH=<its headers> LIBRARY_PATH=<its folder> LD_LIBRARY_PATH=<its folder>. Or offload to cpu"
         )

@@ -58,12 +58,33 @@ def clip(optimizer: torch.optim.Optimizer, max_norm: float, norm: Tensor) -> Non
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
 
 
+def is_part(parameter: Tensor) -> bool:
+    """Whether this rank holds a part of the parameter only: fsdp, or ZeRO-3, which keeps it beside the parameter."""
+    return isinstance(parameter, DTensor) or hasattr(parameter, "ds_tensor")
+
+
+def held(parameter: Tensor) -> Tensor:
+    """The memory this rank holds of a parameter: its part of a sharded one (under ZeRO-3 flat), else all of it."""
+    if isinstance(parameter, DTensor):
+        return parameter.to_local().detach()
+    return parameter.ds_tensor if hasattr(parameter, "ds_tensor") else parameter.detach()
+
+
+def part(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """Of a whole tensor what this rank holds of `parameter`."""
+    if not hasattr(parameter, "ds_tensor"):
+        return held(like(tensor, parameter))
+    zero: Any = parameter
+    size, ranks = zero.ds_tensor.numel(), zero.ds_zero_partition_world_size
+    flat = torch.nn.functional.pad(tensor.flatten(), (0, size * ranks - tensor.numel()))
+    return flat.narrow(0, size * zero.ds_zero_partition_rank, size)
+
+
 def swap(one: Tensor, other: Tensor) -> None:
-    """Exchanges the values of two tensors of one layout, in place."""
-    a, b = (t.to_local() if isinstance(t, DTensor) else t for t in (one.detach(), other))
-    held = a.clone()
-    a.copy_(b)
-    b.copy_(held)
+    """Exchanges the values of two tensors of one shape, in place."""
+    kept = one.clone()
+    one.copy_(other)
+    other.copy_(kept)
 
 
 def gather(tree: Any, keep: bool) -> Any:

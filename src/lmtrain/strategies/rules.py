@@ -2,6 +2,7 @@
 
 from lmtrain.errors import UserError
 from lmtrain.schema import Config, Trainer
+from lmtrain.strategies.zero_config import check_options
 
 SHARING = ("fsdp", "fsdp_tp", "deepspeed")  # a device holds a part of the model, of its gradients or of its state
 STRATEGIES = ("auto", "ddp", *SHARING)
@@ -83,17 +84,9 @@ def _check_tensor_parallel(c: Config) -> None:
 
 
 def _check_deepspeed(c: Config) -> None:
-    d, key = c.trainer.deepspeed, "trainer.strategy=deepspeed"
-    if d.stage not in (1, 2, 3):
-        raise UserError(f"trainer.deepspeed.stage={d.stage}: 1, 2 or 3 is needed")
-    for name, place in (("offload_optimizer", d.offload_optimizer), ("offload_parameters", d.offload_parameters)):
-        if place not in (None, "cpu", "nvme"):
-            raise UserError(f"trainer.deepspeed.{name}={place}: null, cpu or nvme is needed")
-    if d.offload_parameters is not None and d.stage != 3:
-        raise UserError("trainer.deepspeed.offload_parameters needs trainer.deepspeed.stage=3")
-    if c.objective.name == "dpo":
-        raise UserError(f"objective=dpo does not go with {key}, whose engine knows one forward: set strategy=fsdp")
-    if c.optimizer.name not in ("adamw", "lion"):
+    key = "trainer.strategy=deepspeed"
+    check_options(c.trainer.deepspeed)
+    if c.optimizer.name in ("muon", "adafactor"):
         raise UserError(
             f"optimizer={c.optimizer.name} does not go with {key}: ZeRO cuts parameters into flat pieces, and it needs "
             f"whole matrices. Set optimizer=adamw or lion, or trainer.strategy=fsdp"

@@ -22,6 +22,7 @@ from lmtrain.models.language_model import LanguageModel, decoder_blocks
 from lmtrain.schema import Fsdp
 from lmtrain.strategies.loading import spread
 
+RELEASE = "release_gathered"  # attribute of a model under ZeRO-3: DeepSpeed's function for `reshard`
 _HALF = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
@@ -95,6 +96,9 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+    release = getattr(model, RELEASE, None)
+    if release is not None:
+        release()
 
 
 def sync_gradients(model: nn.Module, last: bool) -> None:

@@ -1,0 +1,30 @@
+"""ZeRO-3 of a model that rank 0 alone has built: no other rank ever holds more of it than its part."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.slow
+def test_ranks_take_their_parts_of_a_model_that_rank_0_has(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, str(Path(__file__).with_name("zero_parts.py")), str(tmp_path)],
+        capture_output=True, text=True, timeout=200, env={**os.environ, "DS_ACCELERATOR": "cpu"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    zero, one = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+    assert zero["wrong"] == one["wrong"] == []
+    assert zero["buffers"] == one["buffers"]
+    assert len(one["buffers"]["model.rotary_emb.inv_freq"]) == 32
+    assert one["buffers"]["model.flags"] == [0, 1, 0, 1, 0, 1]
+    for found in (zero, one):
+        assert found["kept"] == 0
+        assert found["parts"] == pytest.approx(found["whole"] / 2, rel=0.01)
+    block = 4 * (4 * 512 * 512 + 3 * 512 * 2048)
+    assert one["peak"] < one["parts"] + 2.5 * block  # one block whole, and what broadcasts need: not a whole model
