@@ -135,6 +135,21 @@ def test_what_a_device_of_a_tensor_parallel_group_holds():
     assert 0.5 * fsdp["activations"] < split["activations"] < 0.75 * fsdp["activations"]
 
 
+def test_what_a_device_holds_under_zero():
+    """On four devices: parts of state and of what is stepped on, and DeepSpeed's buckets, which hold a small model."""
+    model = model_of("llama")
+    total = flops.parameter_counts(model)[0]
+    four = ["trainer.devices=4", "data.global_batch_size=4", "data.micro_batch_size=1", "trainer.strategy=deepspeed"]
+    two, three = (
+        flops.memory_estimate(model, run_config(*four, f"trainer.deepspeed.stage={stage}")) for stage in (2, 3)
+    )
+    assert two["optimizer"] == three["optimizer"] == 2 * total
+    assert two["parameters"] == 4 * total + total
+    assert two["gradients"] == total + 4 * total
+    assert three["parameters"] == 2 * total + 4 * total
+    assert three["gradients"] == total + 2 * 4 * total
+
+
 def test_muon_keeps_one_momentum_for_matrices():
     from lmtrain.optim.optimizers import build_optimizer
 

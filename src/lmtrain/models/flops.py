@@ -10,6 +10,10 @@ from lmtrain.models.language_model import AUTO_CHUNK_BYTES, decoder_blocks
 from lmtrain.models.quantized import numel
 from lmtrain.schema import Config
 from lmtrain.strategies.rules import ranks_per_part
+from lmtrain.strategies.zero_config import engine_config
+
+# DeepSpeed's defaults, in numbers: of gradients reduced at a time, of parameters gathered at a time under ZeRO-3.
+ZERO_BUCKET, ZERO_LIVE = 5e8, 1e9
 
 # Dense bf16 (or fp16) tensor-core peak in FLOP/s, from the vendors' data sheets, by what torch calls the device. The
 # first name that occurs wins.
@@ -155,9 +159,14 @@ def _parts(whole: dict[str, int], model: PreTrainedModel, config: Config, weight
         if t.deepspeed.offload_optimizer is not None:
             master = state = 0
         part = 0 if t.deepspeed.offload_parameters is not None else weights // world
+        # Gradients wait until a bucket is full, and are copied into it; gathered parameters stay up to a number.
+        zero = engine_config(t)["zero_optimization"]
+        waiting = min(gradients, weight_bytes * int(zero.get("reduce_bucket_size", ZERO_BUCKET)))
+        copies = 2 if stage == 3 or zero.get("overlap_comm") else 1
+        live = min(weights, weight_bytes * int(zero.get("stage3_max_live_parameters", ZERO_LIVE)))
         return {
-            "parameters": master + (part + gathered if stage == 3 else parameters),
-            "gradients": gradients // world if stage >= 2 else gradients,
+            "parameters": master + (part + max(gathered, live) if stage == 3 else parameters),
+            "gradients": gradients // world + copies * waiting if stage >= 2 else gradients,
             "optimizer": state // world,
         }
     return {}
