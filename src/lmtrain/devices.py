@@ -65,4 +65,5 @@ def device_name(accelerator: str) -> str:
     """What people call the device."""
     if accelerator == "cuda":
         return torch.cuda.get_device_name(0)
-    return f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
+    count = torch.get_num_threads()
+    return f"CPU ({platform.machine()}, {count} thread{'s' if count > 1 else ''})"

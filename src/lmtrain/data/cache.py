@@ -89,7 +89,8 @@ def build_once(
         try:
             lock.acquire(timeout=0)
         except Timeout:
-            say(f"another process is preparing {target}; waiting for it")
+            if "RANK" not in os.environ:  # ranks of one run wait for each other, which is nobody's news
+                say(f"another process is preparing {target}; waiting for it")
             lock.acquire()
     except OSError as error:
         raise UserError(f"data.cache_dir={target.parent} can't be written: {error.strerror}; set another") from None
