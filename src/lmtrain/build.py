@@ -72,7 +72,7 @@ class Run:
 def build(config: Config, run_dir: RunDir, console: Console, started: float) -> Run:
     """Builds every object of a run; UserError for what only data or model can tell."""
     quiet_libraries()
-    corpus = build_corpus(config)
+    corpus = world.together(lambda: build_corpus(config))
     total_steps = horizon(
         config.trainer.max_steps, config.trainer.max_epochs, len(corpus.train), config.data.global_batch_size
     )
@@ -121,8 +121,8 @@ def build_datamodule(config: Config, corpus: Corpus, total_steps: int) -> TokenD
 def build_objective(config: Config, corpus: Corpus, total_steps: int) -> Objective:
     tokenizer = corpus.tokenizer
     pl.seed_everything(config.seed, verbose=False)
-    hf_model = loading.build(config, lambda: build_trainable_model(config, tokenizer))
-    model = LanguageModel(hf_model, config.objective)
+    model = loading.build(config, lambda: LanguageModel(build_trainable_model(config, tokenizer), config.objective))
+    hf_model = model.model
     if config.trainer.activation_checkpointing:
         enable_activation_checkpointing(hf_model)
     if config.trainer.compile:
@@ -137,13 +137,12 @@ def build_objective(config: Config, corpus: Corpus, total_steps: int) -> Objecti
         total_steps=total_steps,
         gradient_clip_val=config.trainer.gradient_clip_val,
         guard=StepGuard(config.trainer.spike_factor, config.trainer.spike_window),
-        fingerprint=fingerprint(config, corpus, hf_model),
+        fingerprint=world.from_first(lambda: fingerprint(config, corpus, hf_model)),
     )
     if isinstance(objective, SFT) and config.objective.neftune_alpha:
         objective.add_embedding_noise(config.objective.neftune_alpha)
     if isinstance(objective, DPO):
         objective.prepare(config, corpus.fingerprint)
-    objective.fingerprint = world.from_first(lambda: objective.fingerprint)
     return objective
 
 

@@ -125,4 +125,6 @@ def rank_main(config_path: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(rank_main(Path(sys.argv[1])))
+    from lmtrain.world import leave
+
+    leave(rank_main(Path(sys.argv[1])))

@@ -2,12 +2,14 @@
 
 import uuid
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 
+from lmtrain import world
 from lmtrain.errors import RunError, UserError, disk_full
-from lmtrain.run_dir import RunDir, read_jsonl
+from lmtrain.run_dir import RunDir, read_jsonl, write_atomic
 from lmtrain.schema import Config
 
 
@@ -38,11 +40,15 @@ def _wandb(options: dict[str, Any], run_dir: RunDir) -> Logger:
     """W&B with an id kept in the run's folder, so that a resumed run continues the same one."""
     folder = run_dir.path / "wandb"
     folder.mkdir(exist_ok=True)
-    id_file = folder / "run_id"
-    if not id_file.exists():
-        id_file.write_text(uuid.uuid4().hex[:12])
+    run_id = world.from_first(lambda: _run_id(folder / "run_id"))
     options = {**options, "name": options.get("name") or run_dir.path.name}
-    return WandbLogger(id=id_file.read_text(), save_dir=str(run_dir.path), resume="allow", **options)
+    return WandbLogger(id=run_id, save_dir=str(run_dir.path), resume="allow", **options)
+
+
+def _run_id(file: Path) -> str:
+    if not file.exists():
+        write_atomic(file, uuid.uuid4().hex[:12])
+    return file.read_text()
 
 
 def start_loggers(loggers: Iterable[Logger]) -> None:

@@ -1,14 +1,13 @@
 """Ranks that torchrun or SLURM have started already, on one node or many.
 
-Every rank was given the same command line. Rank 0 resolves it, opens the run's folder and tells the others the config
-it wrote, so all have one config and one folder. The folder must lie on a file system that all nodes share.
+Every rank was given the same command line. Rank 0 resolves it, opens the run's folder and tells the others the config,
+so all have one config and one folder. The folder must lie on a file system that all nodes share.
 """
 
 import os
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -92,23 +91,16 @@ def train(config: Config, layout: Layout) -> int:
     if was_restarted():
         config.run.resume = "auto"
     world.connect(config.trainer.accelerator)
-    answer: list[Any] = [None]
-    refused: UserError | None = None
     existed = run_dir.existing_part(run_dir.locate(config))
-    if layout.rank == 0:
-        try:
-            answer = [open_run(config)]
-        except UserError as error:
-            refused, answer = error, [error.exit_code]
-    dist.broadcast_object_list(answer)
-    if refused is not None:
-        raise refused
-    if isinstance(answer[0], int):
-        code = answer[0]
+    opened = world.from_first(lambda: open_run(config))
+    if isinstance(opened, int):
+        code = opened
     else:
-        text, path = answer[0]
+        text, path = opened
         code = _run(text, path, existed if layout.rank == 0 else None)
     dist.destroy_process_group()
+    if code == errors.PREEMPTED and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
+        return errors.FINISHED  # torchrun would start the ranks again, past the time limit; summary.json tells
     return code
 
 

@@ -1,5 +1,6 @@
 """Where a run continues: the checkpoint, whether it belongs to this run, and what is cut back to its step."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,13 @@ def find(config: Config, folder: RunDir, tell: Callable[[str], None]) -> Path | 
     if problem is not None:
         raise UserError(
             f"run.resume={mode} is not a complete checkpoint ({problem}); run.resume=auto takes the newest one"
+        )
+    newer = [p for p in store.scan(folder.checkpoints) if store.step_of(p) > store.step_of(path)]
+    if newer and path.parent == folder.checkpoints.resolve():
+        raise UserError(
+            f"run.resume={mode}: this run has gone on to {newer[-1].name}, which would be taken for its newest "
+            f"checkpoint. Give the new branch another run.name, or remove what comes after {path.name} from "
+            f"{path.parent}"
         )
     return path
 
@@ -102,6 +110,8 @@ def rewind(run: "Run", checkpoint: Path | None) -> str | None:
     if run.trainer.is_global_zero:  # the others would sweep away what rank 0 is writing
         store.sweep(run.dir.path)
         store.sweep(run.dir.checkpoints)
+        for newer in [p for p in store.scan(run.dir.checkpoints) if store.step_of(p) > step]:
+            shutil.rmtree(newer)  # damaged, or it would be continued: it must not count for what is kept
         run_dir.cut_back(run.dir.metrics, step, validated)
         run_dir.cut_back(run.dir.samples, step, validated)
         run.dir.summary.unlink(missing_ok=True)

@@ -69,10 +69,13 @@ def run_in_process(config: Config, folder: RunDir) -> int:
     with contextlib.ExitStack() as stack:
         world.together(lambda: stack.enter_context(run_lock.held(folder.path)) if world.rank() == 0 else None)
         run, checkpoint, notes = prepare_run(config, folder, console, started)
-        if run.trainer.is_global_zero:
-            run_dir.write_config(folder, config)
-            run_dir.write_tokenizer(folder, run.corpus.tokenizer)
+        world.from_first(lambda: write_what_runs(folder, config, run.corpus.tokenizer))
         return fit_and_export(run, checkpoint, notes, started)
+
+
+def write_what_runs(folder: RunDir, config: Config, tokenizer: Any) -> None:
+    run_dir.write_config(folder, config)
+    run_dir.write_tokenizer(folder, tokenizer)
 
 
 def is_finished(config: Config, folder: RunDir) -> bool:
@@ -106,7 +109,7 @@ def prepare_run(config: Config, folder: RunDir, console: Any, started: float) ->
         saved = resume.read_trainer_state(checkpoint)
         resume.check_fingerprint(checkpoint, saved["fingerprint"], run.objective.fingerprint, config.run.allow_change)
         resume.fit_schedule(run, saved["schedule_steps"], notes.append)
-    loggers.start_loggers(run.trainer.loggers)
+    world.together(lambda: loggers.start_loggers(run.trainer.loggers))
     return run, checkpoint, notes
 
 
@@ -154,4 +157,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    ended = main()
+    if ranks.started_by() is not None:
+        from lmtrain.world import leave
+
+        leave(ended)
+    sys.exit(ended)

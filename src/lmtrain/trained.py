@@ -41,6 +41,8 @@ def find_checkpoint(run: RunDir, which: str) -> Path:
     """The undamaged checkpoint called `which`; best falls back to last where nothing was validated."""
     candidates = [which, "last"] if which == "best" else [which]
     path = next((p for c in candidates if (p := run.checkpoints / c).exists()), None)
+    if path is None and candidates[-1] == "last":  # a file system without links
+        path = next(reversed(store.scan(run.checkpoints)), None)
     if path is None:
         there = ", ".join(p.name for p in store.scan(run.checkpoints)) or "none"
         raise UserError(f"{run.path} has no checkpoint {which!r} (there are: {there})")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from lmtrain import devices, run_dir, train
 from lmtrain.config import check, compose
+from lmtrain.world import leave
 
 
 def main(jobs: list[list[str]], results: Path) -> None:
@@ -28,3 +29,4 @@ def main(jobs: list[list[str]], results: Path) -> None:
 
 if __name__ == "__main__":
     main(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[1]).parent)
+    leave(0)

@@ -136,3 +136,22 @@ def test_replay_of_a_good_step_gives_its_logged_numbers(four_steps: Path, corpus
     assert f"{logged['grad_norm']:.6g}" in done.stdout
     assert f"{logged['train/loss']:.6g}" in done.stdout
     assert "applied" in done.stdout
+
+
+def test_checkpoints_after_the_one_resumed_never_count(corpus: Path, tmp_path: Path) -> None:
+    """A newer good one is not passed over silently; damaged ones do not push out what a fresh start saves."""
+    run_dir = tmp_path / "run"
+    settings = [*BASE, "trainer.save_every_n_steps=2", "checkpoint.keep_last=2"]
+    assert train(corpus, run_dir, *settings).returncode == 0
+    older, newer = store.scan(run_dir / "checkpoints")
+    refused = train(corpus, run_dir, *settings, f"run.resume={older}", "trainer.max_steps=6")
+    assert refused.returncode == 2
+    assert "this run has gone on to step_00000004" in " ".join(refused.stderr.split())
+    for path in (older, newer):
+        (path / "model.pt").write_bytes(b"damaged")
+    (run_dir / "summary.json").unlink()
+    afresh = train(corpus, run_dir, *settings, "trainer.max_steps=3", "trainer.save_every_n_steps=1")
+    assert afresh.returncode == 0, afresh.stderr
+    kept = store.scan(run_dir / "checkpoints")
+    assert [store.step_of(path) for path in kept] == [2, 3]
+    assert all(store.damage(path) is None for path in kept)

@@ -125,6 +125,7 @@ class Objective(pl.LightningModule):
         elif isinstance(strategy, Engine):
             strategy.place(self)
         elif self.trainer.world_size > 1 and not is_quantized(self.model.model):
+            self.trainer.precision_plugin.convert_module(self)  # what is sent has the dtype of what receives it
             loading.spread(self.modules(), strategy.root_device)
         self.on_placed()
 
@@ -188,7 +189,7 @@ class Objective(pl.LightningModule):
         norm = layout.total_norm(gradients)
         if self.gradient_clip_val is not None:
             layout.clip(optimizer, self.gradient_clip_val, norm)
-        self.grad_norm = norm.detach()
+        self.grad_norm = norm.detach().to(self.device)  # under fsdp.cpu_offload gradients are in host memory
         bad = self.guard.judge(self.trainer.global_step, self.step_loss, self.grad_norm)
         if norm.device.type == "cuda" and optimizer.defaults.get("fused"):
             optimizer.found_inf = bad.float()  # type: ignore[attr-defined]  # the fused kernel leaves weights and state alone, no host sync

@@ -60,11 +60,11 @@ class DeepSpeedStrategy(DDPStrategy):
 
     def place(self, objective: Objective) -> None:
         """Puts the first rank's weights on all: whole, or under ZeRO-3 in parts."""
+        self.precision_plugin.convert_module(objective)
         if self.stage < 3:
             spread(objective.modules(), self.root_device)
             return
         self._connect()
-        self.precision_plugin.convert_module(objective)
         model = objective.model
         partition(model, decoder_blocks(model.model), self.root_device, self.config)
 

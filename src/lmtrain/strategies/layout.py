@@ -149,4 +149,5 @@ def _as_state(value: Any, parameter: Tensor) -> Any:
     if not isinstance(value, Tensor):
         return value
     # Copied: what is read from a checkpoint is a mapped file, which may be pruned.
-    return like(value, parameter).clone() if value.shape == parameter.shape else value.clone()
+    # To its device at once: under fsdp.cpu_offload a GPU has no room for all of it.
+    return like(value, parameter).to(parameter.device, copy=True) if value.shape == parameter.shape else value.clone()

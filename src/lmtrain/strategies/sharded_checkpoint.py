@@ -19,7 +19,7 @@ from lmtrain import shared_file, world
 from lmtrain.errors import RunError, reason
 from lmtrain.run_dir import write_atomic
 
-_POLL_SECONDS = 0.02
+_POLL_SECONDS, _PATIENCE_SECONDS = 0.02, 1800.0  # the second is what collectives wait, too
 
 
 def prepare(checkpoint: dict[str, Any], path: Path, copy: bool) -> Callable[[], bool] | None:
@@ -105,11 +105,14 @@ def _write(temporary: Path, found: dict[str, list[shared_file.Piece]], rank: int
 
 
 def _gather(temporary: Path, ranks: int) -> list[dict[str, Any]]:
-    """All ranks' notes, as soon as they are there; removes them. A rank that dies ends the others: see launch.py."""
-    notes = []
+    """All ranks' notes, as soon as they are there; removes them."""
+    notes: list[dict[str, Any]] = []
+    deadline = time.monotonic() + _PATIENCE_SECONDS
     for rank in range(ranks):
         note = _note(temporary, rank)
         while not note.exists():
+            if time.monotonic() > deadline:
+                raise RunError(f"rank {rank} has not written its part within {_PATIENCE_SECONDS:.0f} s")
             time.sleep(_POLL_SECONDS)
         notes.append(json.loads(note.read_text()))
         if "error" in notes[-1]:

@@ -38,7 +38,7 @@ def shard(
 ) -> None:
     """Shards each decoder block, then the rest (embeddings, last norm, output layer) as one group with the root.
 
-    In mixed precision the blocks are gathered in half precision, which is what autocast would compute in, and gradients
+    In mixed precision the blocks are gathered in half precision, in which autocast multiplies, and gradients
     are summed in fp32. The rest is gathered as it is: the residual stream starts in its dtype, as on one device.
 
     The first rank's weights are spread just before: no rank ever holds more than its parts and one block.
