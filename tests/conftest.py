@@ -17,6 +17,9 @@ import pytest
 
 from support import Run
 
+# Helpers whose assertions should say what they found.
+pytest.register_assert_rewrite("runs", "strategy_runs", "ranks", "processes")
+
 
 @pytest.fixture(autouse=True, scope="session")
 def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:

@@ -91,12 +91,12 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return json.loads((path / MANIFEST).read_text())
 
 
-def add_metrics(path: Path, metrics: dict[str, float]) -> bool:
+def add_metrics(path: Path, metrics: dict[str, float], interim: bool) -> bool:
     """Writes scores into the manifest of a checkpoint that has none; returns whether it did."""
     manifest = read_manifest(path)
     if manifest["metrics"]:
         return False
-    write_atomic(path / MANIFEST, json.dumps({**manifest, "metrics": metrics}, indent=2))
+    write_atomic(path / MANIFEST, json.dumps({**manifest, "metrics": metrics, "interim": interim}, indent=2))
     return True
 
 
@@ -153,7 +153,8 @@ def publish(checkpoint: dict[str, Any], path: Path) -> None:
 
 def put_in_place(checkpoint: dict[str, Any], files: dict[str, Any], temporary: Path, path: Path) -> None:
     """Writes the manifest of a checkpoint whose `files` are all in `temporary`, and gives it its name."""
-    manifest = {"step": checkpoint["global_step"], "metrics": checkpoint.get("metrics", {}), "files": files}
+    about = {"metrics": checkpoint.get("metrics", {}), "interim": checkpoint.get("interim", False)}
+    manifest = {"step": checkpoint["global_step"], **about, "files": files}
     write_atomic(temporary / MANIFEST, json.dumps(manifest, indent=2))
     fsync_dir(temporary)
     if path.exists():  # damaged
@@ -258,11 +259,16 @@ Scores = list[tuple[int, float | None]]  # (step, validation score if that step 
 
 
 def scores(folder: Path, monitor: str) -> Scores:
-    """Each checkpoint's step and its value of `monitor`, from the manifests; a damaged manifest scores nothing."""
+    """Each checkpoint's step and its value of `monitor`, from the manifests; a damaged manifest scores nothing.
+
+    Interim ones, which a run left alone would not have made, are not among them.
+    """
     found: Scores = []
     for path in scan(folder):
         try:
-            found.append((step_of(path), read_manifest(path)["metrics"].get(monitor)))
+            manifest = read_manifest(path)
+            if not manifest.get("interim", False):
+                found.append((step_of(path), manifest["metrics"].get(monitor)))
         except (OSError, json.JSONDecodeError, KeyError):
             found.append((step_of(path), None))
     return found

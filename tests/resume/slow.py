@@ -1,5 +1,7 @@
-"""Callbacks that make a moment long enough to be interrupted."""
+"""Callbacks that make a moment long enough to be interrupted, or interrupt at one."""
 
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -31,3 +33,14 @@ class SlowValidation(pl.Callback):
             Path(self.marker).touch()
         for _nap in range(round(10 * self.seconds)):
             time.sleep(0.1)
+
+
+class StopAt(pl.Callback):
+    """SIGTERM to the run itself, so that it saves after `step` steps and ends."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step - 1:
+            os.kill(os.getpid(), signal.SIGTERM)

@@ -80,6 +80,23 @@ def test_signal_saves_stops_and_resumes_equal(
     assert_equal_runs(whole, run_dir)
 
 
+def test_what_a_stop_saved_takes_no_checkpoints_place(corpus: Path, tmp_path: Path) -> None:
+    """Stops beside the schedule, the last of them where its checkpoint would still be among the newest at the end."""
+    settings = ["data.micro_batch_size=6", "checkpoint.keep_last=2"]
+    assert train(corpus, tmp_path / "whole", *settings).returncode == 0
+    run_dir = tmp_path / "run"
+    for step in (5, 7, 11):
+        stop = [f"callbacks.extra=[{{_target_: slow.StopAt, step: {step}}}]", "run.allow_target=[slow]"]
+        done = train(corpus, run_dir, *settings, *stop)
+        assert done.returncode == 75, done.stdout + done.stderr
+        kept = [store.step_of(p) for p in store.scan(run_dir / "checkpoints")]
+        assert kept[-1] == step
+        assert json.loads((run_dir / "summary.json").read_text())["last"] == f"checkpoints/{store.name_of(step)}"
+    assert kept == [9, 10, 11], "the newest two of the schedule, one of them the best, and the one the stop made"
+    assert train(corpus, run_dir, *settings).returncode == 0
+    assert_equal_runs(tmp_path / "whole", run_dir)
+
+
 def test_a_second_signal_ends_at_once(corpus: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     process = start(corpus, run_dir, *LONG, "callbacks.extra=[{_target_: slow.SlowSave}]", "run.allow_target=[slow]")

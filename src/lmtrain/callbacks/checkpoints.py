@@ -2,6 +2,8 @@
 
 Every n optimizer steps, after the last, and after a validation that is the best so far: always after that step's
 validation, so that its score stands in the checkpoint's manifest and the best one is found by reading manifests.
+A run that is asked to stop elsewhere leaves an interim checkpoint: it stays until there is a newer one and never takes
+another's place, so that an interrupted run ends with the checkpoints of one that was left alone.
 """
 
 from pathlib import Path
@@ -23,6 +25,7 @@ class Checkpoints(Checkpoint):
     ) -> None:
         self.folder, self.metrics, self.cfg = folder, metrics, cfg
         self.every_n_steps, self.total_steps = every_n_steps, total_steps
+        self.interim = False
 
     def due(self, trainer: pl.Trainer) -> bool:
         """Whether to save now; the same on all ranks, who may see the folder in different states."""
@@ -51,13 +54,16 @@ class Checkpoints(Checkpoint):
         path, found = self.folder / store.name_of(trainer.global_step), self._metrics_of(trainer.global_step)
         io = trainer.strategy.checkpoint_io
         assert isinstance(io, store.FolderCheckpointIO)
-        if trainer.is_global_zero and found and path.exists() and store.add_metrics(path, found):
+        interim = not self.due(trainer)
+        if trainer.is_global_zero and found and path.exists() and store.add_metrics(path, found, interim):
             self.prune(io)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self.due(trainer) or trainer.should_stop:
+        due = self.due(trainer)
+        if due or trainer.should_stop:
+            self.interim = not due
             with self.metrics.clock.pause():
                 self.save(trainer)
 
@@ -70,7 +76,8 @@ class Checkpoints(Checkpoint):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        checkpoint["metrics"] = self._metrics_of(trainer.global_step)  # go into the manifest
+        # Both go into the manifest.
+        checkpoint["metrics"], checkpoint["interim"] = self._metrics_of(trainer.global_step), self.interim
 
     def _metrics_of(self, step: int) -> dict[str, Any]:
         """The scores of this very step, if it was validated."""
@@ -81,7 +88,7 @@ class Checkpoints(Checkpoint):
         """Removes what retention does not keep, by scanning the folder: nothing is remembered, nothing can be stale."""
         found = {store.step_of(p): p for p in store.scan(self.folder)}
         scores, cfg = store.scores(self.folder, self.cfg.monitor), self.cfg
-        keep = store.to_keep(scores, cfg.keep_last, cfg.keep_best, cfg.keep_every, cfg.mode)
+        keep = store.to_keep(scores, cfg.keep_last, cfg.keep_best, cfg.keep_every, cfg.mode) | {max(found)}
         store.link(self.folder, "last", found[max(found)])
         best = store.best_of(scores, cfg.mode)
         if best is not None:
