@@ -5,19 +5,16 @@ python benchmarks/ddp.py            what is measured, and how, is in benchmarks/
 
 import argparse
 import json
-import platform
 import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from statistics import mean, median
 
-import torch
-from legs import Leg, Lines, Stamps, interleaved, interval_ms, run
-from machine import machine, warn_if_busy
+from legs import Leg, Lines, Stamps, interleaved, interval_ms, run, say_left_out
+from machine import machine, setting, versions, warn_if_busy
 from rich.console import Console
 from rich.table import Table
 from shapes import SHAPES, overrides, write_bins
@@ -132,16 +129,15 @@ def show(results: dict[str, list[Round]], missing: dict[str, str], options: argp
             f"{median(leg.process_s for leg in legs):.1f}",
         )
     Console(width=None if sys.stdout.isatty() else 110).print(table)
-    for name, reason in missing.items():
-        print(f"{name} left out: {reason.splitlines()[0]}")
-    print(f"{machine()}, torch {torch.__version__}, python {platform.python_version()}")
+    say_left_out(missing)
+    print(setting())
 
 
 def as_json(results: dict[str, list[Round]], missing: dict[str, str], options: argparse.Namespace) -> str:
     return json.dumps(
         {
             "machine": machine(),
-            "versions": {name: version(name) for name in ("lmtrain", "torch", "lightning", "transformers")},
+            "versions": versions(),
             "options": {k: v for k, v in vars(options).items() if isinstance(v, int | str | list)},
             "rounds": {name: [asdict(leg) for leg in legs] for name, legs in results.items()},
             "step_ms": {name: median(leg.step_ms for leg in legs) for name, legs in results.items()},

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import platform
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -11,8 +10,8 @@ from statistics import median
 from typing import Any
 
 import torch
-from legs import Leg, Lines, Skipped, interleaved, run
-from machine import machine, warn_if_busy
+from legs import Leg, Lines, Skipped, interleaved, run, say_left_out
+from machine import machine, setting, warn_if_busy
 from rich.console import Console
 from rich.table import Table
 from workload import CHATML, Row, read_rows, write_model
@@ -175,10 +174,9 @@ def show(results: dict[str, list[Round]], missing: dict[str, str], options: argp
             f"{median(leg.process_s for leg in legs):.1f}",
         )
     Console(width=None if sys.stdout.isatty() else 110).print(table)
-    for name, reason in missing.items():
-        print(f"{name} left out: {reason.splitlines()[0]}")
+    say_left_out(missing)
     what = "LoRA" if options.lora else "all weights"
-    print(f"{what}, {options.precision}, {machine()}, torch {torch.__version__}, python {platform.python_version()}")
+    print(f"{what}, {options.precision}, {setting()}")
 
 
 def main(

@@ -76,6 +76,12 @@ def run(leg: Leg, threads: int | None) -> Run:
     return Run(leg.stamps(lines), leg.facts(lines), seconds, kib / 1024**2)
 
 
+def say_left_out(missing: dict[str, str]) -> None:
+    """The reasons why contenders are missing, a line each."""
+    for name, reason in missing.items():
+        print(f"{name} left out: {reason.splitlines()[0]}")
+
+
 def interval_ms(stamps: Stamps, warmup: int) -> list[float]:
     """Milliseconds per step between successive reports after the warm-up."""
     counted = [stamp for stamp in stamps if stamp[0] >= warmup]

@@ -2,6 +2,7 @@
 
 import os
 import platform
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -14,6 +15,15 @@ def machine() -> str:
     if torch.cuda.is_available():
         return f"{torch.cuda.get_device_name(0)}, {os.cpu_count()} CPU cores"
     return f"{_processor()}, {os.cpu_count()} cores"
+
+
+def setting() -> str:
+    """The line under every table."""
+    return f"{machine()}, torch {torch.__version__}, python {platform.python_version()}"
+
+
+def versions() -> dict[str, str]:
+    return {name: version(name) for name in ("lmtrain", "torch", "lightning", "transformers")}
 
 
 def _processor() -> str:

@@ -5,18 +5,16 @@ python benchmarks/pretrain.py            what is measured, and how, is in benchm
 
 import argparse
 import json
-import platform
 import sys
 import tempfile
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 
 import torch
 from contenders import CONTENDERS, Job
-from legs import interleaved, interval_ms, run
-from machine import machine, warn_if_busy
+from legs import interleaved, interval_ms, run, say_left_out
+from machine import machine, setting, versions, warn_if_busy
 from rich.console import Console
 from rich.table import Table
 from shapes import SHAPES, overrides, write_bins
@@ -122,9 +120,8 @@ def show(results: dict[str, list[Round]], missing: dict[str, str], options: argp
     if base and "lmtrain" in results:
         cost = median(ratios(results["lmtrain"], base)) - 1
         print(f"Trainer, callbacks and loader over the bare loop: {100 * cost:+.1f} %")
-    for name, reason in missing.items():
-        print(f"{name} left out: {reason.splitlines()[0]}")
-    print(f"{machine()}, torch {torch.__version__}, python {platform.python_version()}")
+    say_left_out(missing)
+    print(setting())
 
 
 def as_json(results: dict[str, list[Round]], missing: dict[str, str], options: argparse.Namespace, job: Job) -> str:
@@ -133,7 +130,7 @@ def as_json(results: dict[str, list[Round]], missing: dict[str, str], options: a
     return json.dumps(
         {
             "machine": machine(),
-            "versions": {name: version(name) for name in ("lmtrain", "torch", "lightning", "transformers")},
+            "versions": versions(),
             "options": asked,
             "overrides": [o for o in job.overrides if not o.startswith("data.path=")],
             "rounds": {name: [asdict(leg) for leg in legs] for name, legs in results.items()},

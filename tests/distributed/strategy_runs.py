@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from inprocess import run
 from support import TINY, rows
@@ -28,6 +30,14 @@ def names_of(settings: list[str]) -> list[str]:
     """TINY names the sizes of a model from scratch, which a pretrained one brings with it."""
     pretrained = "model=pretrained" in settings
     return [s for s in settings if not (pretrained and s.startswith("model.") and "name_or_path" not in s)]
+
+
+def same_weights(one: Path, other: Path) -> None:
+    """Two safetensors files of the same names and, but for rounding, the same values."""
+    a, b = load_file(one), load_file(other)
+    assert a.keys() == b.keys()
+    for key in a:
+        torch.testing.assert_close(b[key], a[key], rtol=1e-3, atol=1e-4)
 
 
 class Runs:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from memory import anonymous_bytes, ranks_of
 from strategy_runs import DPO_LORA, LORA, SFT, Runs, names_of
 from transformers import AutoModelForCausalLM
 
@@ -33,26 +34,6 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def anonymous_bytes(pids: list[int]) -> int:
-    """Host memory of the processes that is no file's: shared pages counted once."""
-    total = 0
-    for pid in pids:
-        try:
-            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
-        except OSError:
-            continue
-        found = dict(line.split(":") for line in lines)
-        total += 1024 * sum(int(found[name].split()[0]) for name in ("Pss_Anon", "Pss_Shmem"))
-    return total
-
-
-def children(pid: int) -> list[int]:
-    try:
-        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
-
-
 def most_while_loading(folder: Path, settings: list[str]) -> int:
     """Most bytes that the ranks of a run held together before their first step."""
     marker = folder / "loaded"
@@ -65,7 +46,7 @@ def most_while_loading(folder: Path, settings: list[str]) -> int:
     parent = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
     most = 0
     while parent.poll() is None and not marker.exists():
-        most = max(most, anonymous_bytes(children(parent.pid)))
+        most = max(most, sum(map(anonymous_bytes, ranks_of(parent.pid))))
         time.sleep(0.005)
     marker.unlink(missing_ok=True)
     output, _ = parent.communicate(timeout=120)

@@ -42,6 +42,12 @@ def build(config: Config, make: Callable[[], T]) -> T:
         return world.together(make)
 
 
+def outside(model: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]:
+    """The modules of a model that are in none of its blocks."""
+    inside = {id(module) for block in blocks for module in block.modules()}
+    return [module for module in model.modules() if id(module) not in inside]
+
+
 @torch.no_grad()
 def spread(modules: Iterable[nn.Module], device: torch.device) -> None:
     """Puts the first rank's parameters and buffers of `modules` (not of what is in them) onto every rank's `device`.

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import (
 
 from lmtrain.models.language_model import LanguageModel, decoder_blocks
 from lmtrain.schema import Fsdp
-from lmtrain.strategies.loading import spread
+from lmtrain.strategies.loading import outside, spread
 
 RELEASE = "release_gathered"  # attribute of a model under ZeRO-3: DeepSpeed's function for `reshard`
 _HALF = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
@@ -66,8 +66,7 @@ def shard(
             offload_policy=offload,
             reshard_after_forward=options.reshard_after_forward,
         )
-    inside = {id(module) for block in blocks for module in block.modules()}
-    spread([module for module in model.modules() if id(module) not in inside], device)
+    spread(outside(model, blocks), device)
     # The root's own parameters are needed first in backward, so they stay.
     fully_shard(model, mesh=root_mesh or mesh, mp_policy=plain, offload_policy=offload, reshard_after_forward=False)
     register_fsdp_forward_method(model, "log_probs")

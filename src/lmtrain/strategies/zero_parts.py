@@ -1,12 +1,12 @@
 """What comes before DeepSpeed's engine: its ranks connected, and for ZeRO-3 a model made parts, block by block."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from lmtrain.strategies.loading import spread
+from lmtrain.strategies.loading import outside, spread
 
 
 def connect(backend: str, device: torch.device) -> None:
@@ -19,7 +19,7 @@ def connect(backend: str, device: torch.device) -> None:
         deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False)
 
 
-def partition(model: nn.Module, blocks: Iterable[nn.Module], device: torch.device, config: dict[str, Any]) -> None:
+def partition(model: nn.Module, blocks: Sequence[nn.Module], device: torch.device, config: dict[str, Any]) -> None:
     """Makes each parameter this rank's part of the first rank's value, and each buffer the first rank's value.
 
     The other ranks may have the model on the meta device: none ever holds more than its parts and one block, and the
@@ -32,11 +32,8 @@ def partition(model: nn.Module, blocks: Iterable[nn.Module], device: torch.devic
     """
     import deepspeed
 
-    groups = [list(block.modules()) for block in blocks]
-    inside = {id(module) for group in groups for module in group}
-    groups.append([module for module in model.modules() if id(module) not in inside])
     first: Any = None  # knows how to make others what it is
-    for group in groups:
+    for group in [*(list(block.modules()) for block in blocks), outside(model, blocks)]:
         spread(group, device)
         parameters = [p for module in group for p in module.parameters(recurse=False)]
         if first is None and parameters:
