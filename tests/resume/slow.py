@@ -8,6 +8,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from lmtrain import checkpoint as store
+
 
 class SlowSave(pl.Callback):
     """A save that a signal asked for takes ten seconds."""
@@ -33,6 +35,22 @@ class SlowValidation(pl.Callback):
             Path(self.marker).touch()
         for _nap in range(round(10 * self.seconds)):
             time.sleep(0.1)
+
+
+class SlowDisk(pl.Callback):
+    """Each file of a checkpoint takes so many seconds more."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        write = store._write
+
+        def write_slowly(file: Path, content: Any) -> dict[str, Any]:
+            time.sleep(self.seconds)
+            return write(file, content)
+
+        store._write = write_slowly
 
 
 class StopAt(pl.Callback):

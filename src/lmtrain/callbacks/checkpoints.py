@@ -34,15 +34,16 @@ class Checkpoints(Checkpoint):
             return True
         if self._score(step) is None or self.cfg.keep_best == 0:
             return False
-        return trainer.strategy.broadcast(trainer.is_global_zero and self._best_so_far(step))
+        return trainer.strategy.broadcast(trainer.is_global_zero and self._best_so_far(step, io_of(trainer)))
 
     def _score(self, step: int) -> float | None:
         """The monitored value of this step's validation, or None if it was not validated."""
         val = self.metrics.last_val
         return val.get(self.cfg.monitor) if val.get("step") == step else None
 
-    def _best_so_far(self, step: int) -> bool:
+    def _best_so_far(self, step: int, io: store.FolderCheckpointIO) -> bool:
         score = self._score(step)
+        io.wait()  # one in flight has no manifest yet
         earlier = store.scores(self.folder, self.cfg.monitor)
         return store.best_of([*earlier, (step, score)], self.cfg.mode) == step
 
@@ -52,11 +53,9 @@ class Checkpoints(Checkpoint):
         Its files stay as they are, so a run that is killed now begins with that validation again.
         """
         path, found = self.folder / store.name_of(trainer.global_step), self._metrics_of(trainer.global_step)
-        io = trainer.strategy.checkpoint_io
-        assert isinstance(io, store.FolderCheckpointIO)
         interim = not self.due(trainer)
         if trainer.is_global_zero and found and path.exists() and store.add_metrics(path, found, interim):
-            self.prune(io)
+            self.prune(io_of(trainer))
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -68,8 +67,7 @@ class Checkpoints(Checkpoint):
                 self.save(trainer)
 
     def save(self, trainer: pl.Trainer) -> None:
-        io = trainer.strategy.checkpoint_io
-        assert isinstance(io, store.FolderCheckpointIO)
+        io = io_of(trainer)
         io.published = lambda: self.prune(io)
         trainer.save_checkpoint(self.folder / store.name_of(trainer.global_step))
 
@@ -95,3 +93,10 @@ class Checkpoints(Checkpoint):
             store.link(self.folder, "best", found[best])
         for step in found.keys() - keep:
             io.remove_checkpoint(found[step])
+
+
+def io_of(trainer: pl.Trainer) -> store.FolderCheckpointIO:
+    """What writes the run's checkpoints."""
+    io = trainer.strategy.checkpoint_io
+    assert isinstance(io, store.FolderCheckpointIO)
+    return io
