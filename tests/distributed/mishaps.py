@@ -64,7 +64,7 @@ class WaitsWhenLoaded(pl.Callback):
     def __init__(self, marker: str) -> None:
         self.marker = Path(marker)
 
-    def on_fit_start(self, trainer: pl.Trainer, *_: object) -> None:
+    def on_train_start(self, trainer: pl.Trainer, *_: object) -> None:
         trainer.strategy.barrier()
         self.marker.touch()
         while self.marker.exists():

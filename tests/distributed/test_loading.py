@@ -82,6 +82,21 @@ def test_a_node_holds_the_model_once(task: str, llama: Path, corpus: Path, tmp_p
     assert most[0] - most[1] < 1.5 * weights
 
 
+def test_ranks_that_resume_do_not_each_read_the_checkpoint(corpus: Path, tmp_path: Path) -> None:
+    """Under ddp a rank holds weights and two moments; another copy of all three while it loads would make it six."""
+    if not Path("/proc/self/smaps_rollup").exists():
+        pytest.skip("needs /proc/PID/smaps_rollup")
+    most = []
+    for name, shape in (("large", []), ("small", ["model.hidden_size=24", "model.intermediate_size=32"])):
+        (tmp_path / name).mkdir()
+        settings = [*SCRATCH, f"data.path={corpus}", *shape, "optimizer=adamw", "trainer.strategy=ddp"]
+        most_while_loading(tmp_path / name, settings)
+        most.append(most_while_loading(tmp_path / name, [*settings, "trainer.max_steps=2", "run.resume=auto"]))
+    weights = next((tmp_path / "large" / "run" / "checkpoints").glob("step_*1/model.pt")).stat().st_size
+    print(f"resumed on two ranks: {(most[0] - most[1]) / weights:.2f} times the model")
+    assert most[0] - most[1] < 2 * 3.5 * weights
+
+
 def test_every_kind_of_model_is_loaded_as_by_one_process(tmp_path: Path) -> None:
     """The second rank builds each without weights: embeddings that grow, tied ones, adapters of several kinds."""
     r = Runs(tmp_path)

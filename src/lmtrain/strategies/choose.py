@@ -1,8 +1,9 @@
 """From trainer.strategy to what Lightning takes."""
 
-from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.strategies import Strategy
 
 from lmtrain.schema import Trainer
+from lmtrain.strategies.ddp import DDPStrategy
 
 
 def build_strategy(t: Trainer) -> str | Strategy:
@@ -13,7 +14,7 @@ def build_strategy(t: Trainer) -> str | Strategy:
     """
     processes = int(t.devices) * t.num_nodes
     if t.strategy in ("auto", "ddp") and processes > 1:
-        return DDPStrategy(gradient_as_bucket_view=True)  # else DDP holds all gradients twice
+        return DDPStrategy()
     if t.strategy == "fsdp":
         from lmtrain.strategies.fsdp import FSDPStrategy
 
