@@ -131,6 +131,7 @@ WRONG_VALUES = {
     "trainer.precision=bf16": "write bf16-mixed",
     "trainer.strategy=fsdpp": "options: auto",
     "trainer.accelerator=tpu": "options: auto",
+    "trainer.accelerator=mps": "set trainer.accelerator=cpu",
     "callbacks.extra=3": "a list is needed",
     "callbacks.extra=[3]": "a mapping is needed",
     "callbacks.early_stopping=3": "set its keys one by one",

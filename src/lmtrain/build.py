@@ -49,7 +49,7 @@ from lmtrain.run_dir import RunDir
 from lmtrain.schema import Config
 from lmtrain.strategies import loading
 from lmtrain.strategies.choose import build_strategy
-from lmtrain.strategies.rules import SHARING, steps_on_cpu
+from lmtrain.strategies.rules import SHARING
 from lmtrain.targets import build_target
 
 
@@ -127,8 +127,7 @@ def build_objective(config: Config, corpus: Corpus, total_steps: int) -> Objecti
         enable_activation_checkpointing(hf_model)
     if config.trainer.compile:
         compile_model(hf_model)
-    device_type = "cpu" if steps_on_cpu(config.trainer) else config.trainer.accelerator
-    make_optimizer = lambda model: build_optimizer(model.named_parameters(), config.optimizer, device_type)  # noqa: E731
+    make_optimizer = lambda model: build_optimizer(model.named_parameters(), config.optimizer)  # noqa: E731
     objective = {"causal_lm": CausalLM, "sft": SFT, "dpo": DPO}[config.objective.name](
         model,
         make_optimizer,

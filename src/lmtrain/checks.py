@@ -54,7 +54,12 @@ def _check_choices(c: Config) -> None:
         raise UserError(f"trainer.precision={c.trainer.precision}: write {short[c.trainer.precision]}")
     _choice("trainer.precision", c.trainer.precision, PRECISIONS)
     _choice("trainer.strategy", c.trainer.strategy, STRATEGIES)
-    _choice("trainer.accelerator", c.trainer.accelerator, ("auto", "cpu", "gpu", "cuda", "mps"))
+    if c.trainer.accelerator == "mps":
+        raise UserError(
+            "trainer.accelerator=mps: losses and metrics are summed in fp64, which Apple GPUs do not have; "
+            "set trainer.accelerator=cpu"
+        )
+    _choice("trainer.accelerator", c.trainer.accelerator, ("auto", "cpu", "gpu", "cuda"))
     _choice("callbacks.early_stopping.mode", c.callbacks.early_stopping.mode, ("min", "max"))
     _choice("checkpoint.mode", c.checkpoint.mode, ("min", "max"))
     _choice("callbacks.progress.style", c.callbacks.progress.style, ("auto", "rich", "plain", "none"))

@@ -21,8 +21,6 @@ def resolve_auto(config: Config) -> None:
                 f"set trainer.accelerator=cpu, or install a CUDA build of torch"
             )
         t.accelerator = "cuda" if torch.cuda.is_available() else "cpu"
-    if t.accelerator == "mps" and not torch.backends.mps.is_available():
-        raise UserError("trainer.accelerator=mps, but this machine has no Apple GPU: set trainer.accelerator=auto")
     if t.devices == "auto":
         t.devices = torch.cuda.device_count() if t.accelerator == "cuda" else 1
     t.devices = int(t.devices)

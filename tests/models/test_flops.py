@@ -154,7 +154,7 @@ def test_muon_keeps_one_momentum_for_matrices():
     from lmtrain.optim.optimizers import build_optimizer
 
     model, config = model_of("gpt2"), run_config("optimizer=muon")
-    optimizer = build_optimizer(model.named_parameters(), config.optimizer, "cpu")
+    optimizer = build_optimizer(model.named_parameters(), config.optimizer)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     optimizer.step()

@@ -78,7 +78,7 @@ def config(name: str, **changes: Any) -> Optimizer:
 def build(model: nn.Module, name: str, **changes: Any) -> torch.optim.Optimizer:
     if name == "adamw_8bit":
         pytest.importorskip("bitsandbytes", reason="the bitsandbytes extra is not installed")
-    return build_optimizer(model.named_parameters(), config(name, **changes), "cpu")
+    return build_optimizer(model.named_parameters(), config(name, **changes))
 
 
 def train_alike(
@@ -410,7 +410,7 @@ def test_a_missing_bitsandbytes_is_explained(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
     with pytest.raises(UserError, match=r'pip install "lmtrain\[bitsandbytes\]"'):
-        build_optimizer(Net().named_parameters(), config("adamw_8bit"), "cpu")
+        build_optimizer(Net().named_parameters(), config("adamw_8bit"))
 
 
 # The shipped configs and wrong values
@@ -448,11 +448,10 @@ def test_every_key_of_a_yaml_is_read(name: str) -> None:
 def test_wrong_values_are_explained(name: str, changes: dict[str, Any], message: str) -> None:
     cfg = dataclasses.replace(config(name), **changes)
     with pytest.raises(UserError, match=message):
-        build_optimizer(Net().named_parameters(), cfg, "cpu")
+        build_optimizer(Net().named_parameters(), cfg)
 
 
-def test_fused_needs_a_device_that_has_it() -> None:
-    with pytest.raises(UserError, match="no fused AdamW for meta"):
-        build_optimizer(Net().named_parameters(), config("adamw", fused=True), "meta")
-    optimizer = build_optimizer(Net().named_parameters(), config("adamw"), "meta")
-    assert optimizer.param_groups[0]["fused"] is None
+@pytest.mark.parametrize(("asked", "taken"), [("auto", True), (True, True), (False, None)])
+def test_fused(asked: Any, taken: bool | None) -> None:
+    optimizer = build_optimizer(Net().named_parameters(), config("adamw", fused=asked))
+    assert optimizer.param_groups[0]["fused"] is taken

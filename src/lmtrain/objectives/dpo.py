@@ -130,7 +130,7 @@ class DPO(Objective):
         prefixes = Prefixes(batch["prefix_lengths"], batch["kv_index"], batch["cu_kv"]) if "kv_index" in batch else None
         out = self.model.log_probs(**inputs, prefixes=prefixes)
         # One by one, hundreds of terms lose 1e-3 in fp32, and a sum of hundreds is itself known to 3e-5 only.
-        exact = out.tokens if out.tokens.device.type == "mps" else out.tokens.double()  # mps has no fp64
+        exact = out.tokens.double()
         sums = torch.zeros(len(batch["lengths"]), device=exact.device, dtype=exact.dtype)
         return sums.index_add(0, batch["answer"], exact).view(-1, 2), out
 

@@ -15,18 +15,13 @@ from lmtrain.optim.muon import MuonWithAdamW
 from lmtrain.schema import Optimizer
 
 Groups = list[dict[str, Any]]
-# Device types for which torch has a fused AdamW. It is the fastest everywhere, on a CPU by a factor of 3 to 10.
-FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
-def build_optimizer(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], cfg: Optimizer, device_type: str
-) -> torch.optim.Optimizer:
+def build_optimizer(named_parameters: Iterable[tuple[str, nn.Parameter]], cfg: Optimizer) -> torch.optim.Optimizer:
     """One optimizer for all trainable parameters; its state dict holds plain containers and tensors only.
 
     Args:
         named_parameters: `model.named_parameters()`.
-        device_type: where the parameters will be when it steps: cpu, cuda, ...
 
     Raises UserError for an unknown name, a missing or impossible value, or a package that isn't installed.
     """
@@ -34,32 +29,29 @@ def build_optimizer(
         raise UserError(f"optimizer.name={cfg.name} is not known (options: {', '.join(_BUILDERS)})")
     groups = parameter_groups(named_parameters, cfg)
     try:
-        return _BUILDERS[cfg.name](groups, cfg, device_type)
+        return _BUILDERS[cfg.name](groups, cfg)
     except ValueError as error:  # each optimizer checks its own ranges
         raise UserError(f"optimizer.name={cfg.name}: {error}") from None
 
 
-def _adamw(groups: Groups, cfg: Optimizer, device_type: str) -> torch.optim.Optimizer:
+def _adamw(groups: Groups, cfg: Optimizer) -> torch.optim.Optimizer:
     """Loshchilov & Hutter 2019 (arXiv:1711.05101), torch's own."""
-    optimizer = torch.optim.AdamW(groups, **_adamw_options(cfg, device_type))
+    optimizer = torch.optim.AdamW(groups, **_adamw_options(cfg))
     # Else the gradient scaler of 16-mixed would leave unscaling to the fused step, after the gradients were clipped.
     optimizer._step_supports_amp_scaling = False
     return optimizer
 
 
-def _adamw_options(cfg: Optimizer, device_type: str) -> dict[str, Any]:
+def _adamw_options(cfg: Optimizer) -> dict[str, Any]:
     fused = _required(cfg, "fused")
     if fused not in (True, False, "auto"):
         raise UserError(f"optimizer.fused={fused!r}: auto, true or false is needed")
-    if fused == "auto":
-        fused = device_type in FUSED_DEVICES
-    elif fused and device_type not in FUSED_DEVICES:
-        raise UserError(f"optimizer.fused=true: torch has no fused AdamW for {device_type}; set optimizer.fused=auto")
-    # False would forbid the multi-tensor implementation as well; None leaves torch its choice.
-    return {"betas": _betas(cfg), "eps": _required(cfg, "eps"), "fused": fused or None}
+    # The fused kernel is the fastest on GPUs and CPUs, there by a factor of 3 to 10. False would forbid the
+    # multi-tensor implementation as well; None leaves torch its choice.
+    return {"betas": _betas(cfg), "eps": _required(cfg, "eps"), "fused": bool(fused) or None}
 
 
-def _adamw_8bit(groups: Groups, cfg: Optimizer, device_type: str) -> torch.optim.Optimizer:
+def _adamw_8bit(groups: Groups, cfg: Optimizer) -> torch.optim.Optimizer:
     """Dettmers et al. 2022 (arXiv:2110.02861): both moments in 8 bits, quantised in blocks of 256."""
     try:
         from bitsandbytes.optim import AdamW8bit, GlobalOptimManager
@@ -80,21 +72,21 @@ def _adamw_8bit(groups: Groups, cfg: Optimizer, device_type: str) -> torch.optim
     return optimizer
 
 
-def _adafactor(groups: Groups, cfg: Optimizer, device_type: str) -> torch.optim.Optimizer:
+def _adafactor(groups: Groups, cfg: Optimizer) -> torch.optim.Optimizer:
     keys = ("beta2_decay", "eps", "min_parameter_rms", "clip_threshold")
     return Adafactor(groups, **{key: _required(cfg, key) for key in keys})
 
 
-def _lion(groups: Groups, cfg: Optimizer, device_type: str) -> torch.optim.Optimizer:
+def _lion(groups: Groups, cfg: Optimizer) -> torch.optim.Optimizer:
     return Lion(groups, betas=_betas(cfg))
 
 
-def _muon(groups: Groups, cfg: Optimizer, device_type: str) -> torch.optim.Optimizer:
+def _muon(groups: Groups, cfg: Optimizer) -> torch.optim.Optimizer:
     muon = {key: _required(cfg, key) for key in ("momentum", "nesterov", "ns_steps")}
-    return MuonWithAdamW(groups, muon=muon, adamw=_adamw_options(cfg, device_type))
+    return MuonWithAdamW(groups, muon=muon, adamw=_adamw_options(cfg))
 
 
-_BUILDERS: dict[str, Callable[[Groups, Optimizer, str], torch.optim.Optimizer]] = {
+_BUILDERS: dict[str, Callable[[Groups, Optimizer], torch.optim.Optimizer]] = {
     "adamw": _adamw,
     "adamw_8bit": _adamw_8bit,
     "adafactor": _adafactor,

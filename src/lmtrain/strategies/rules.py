@@ -13,13 +13,6 @@ def ranks_per_part(t: Trainer) -> int:
     return t.fsdp.tensor_parallel_size if t.strategy == "fsdp_tp" else 1
 
 
-def steps_on_cpu(t: Trainer) -> bool:
-    """Whether the optimizer's parameters and state are in host memory."""
-    if t.strategy == "deepspeed":
-        return t.deepspeed.offload_optimizer is not None
-    return t.strategy in SHARING and t.fsdp.cpu_offload
-
-
 def check_strategy(c: Config) -> None:
     """Raises UserError for the first setting that can't work with trainer.strategy, with what can."""
     strategy = c.trainer.strategy
@@ -33,8 +26,6 @@ def check_strategy(c: Config) -> None:
     precisions = ("auto", "32-true", "bf16-mixed", "bf16-true")
     if c.trainer.precision not in precisions:
         raise UserError(f"trainer.precision={c.trainer.precision} does not go with {key}: set one of {precisions}")
-    if c.trainer.accelerator == "mps":
-        raise UserError(f"{key} needs CUDA devices (or a CPU): trainer.accelerator=mps has one, so set strategy=auto")
     if c.optimizer.name == "adamw_8bit":
         raise UserError(
             f"optimizer=adamw_8bit does not go with {key}: its blocks of 256 values cross the borders of the parts. "
