@@ -114,7 +114,7 @@ def prepare_run(config: Config, folder: RunDir, console: Any, started: float) ->
 
 
 def fit_and_export(run: "Run", checkpoint: Path | None, notes: list[str], started: float) -> int:
-    """Trains from `checkpoint` (or the start), writes summary.json, exports, and prints how it went."""
+    """Trains from `checkpoint` (or the start), then ends the run."""
     from lmtrain import plan, report, resume, troubleshoot
 
     resumed_from = resume.rewind(run, checkpoint)
@@ -128,6 +128,14 @@ def fit_and_export(run: "Run", checkpoint: Path | None, notes: list[str], starte
         if explained is None:
             raise
         raise explained from error
+    with contextlib.closing(run.preemption.signals):
+        return end(run, started)
+
+
+def end(run: "Run", started: float) -> int:
+    """Exports, writes summary.json and says how the run went."""
+    from lmtrain import report
+
     status = ending(run)
     if not run.trainer.is_global_zero:
         return errors.PREEMPTED if status == "preempted" else errors.FINISHED

@@ -1,7 +1,9 @@
 """Callbacks that make a moment long enough to be interrupted, or interrupt at one."""
 
+import hashlib
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,15 @@ from lmtrain import checkpoint as store
 
 
 class SlowSave(pl.Callback):
-    """A save that a signal asked for takes ten seconds."""
+    """A save that a signal asked for takes minutes; `marker` is a file to make when it begins."""
+
+    def __init__(self, marker: str) -> None:
+        self.marker = Path(marker)
 
     def on_save_checkpoint(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.should_stop:
-            time.sleep(10)
+            self.marker.touch()
+            time.sleep(200)
 
 
 class SlowValidation(pl.Callback):
@@ -25,7 +31,7 @@ class SlowValidation(pl.Callback):
     `marker` is a file to make when it begins.
     """
 
-    def __init__(self, seconds: float = 10.0, step: int | None = None, marker: str | None = None) -> None:
+    def __init__(self, seconds: float, step: int | None = None, marker: str | None = None) -> None:
         self.seconds, self.step, self.marker = seconds, step, marker
 
     def on_validation_batch_start(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
@@ -62,3 +68,22 @@ class StopAt(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step == self.step - 1:
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+class StopInC(StopAt):
+    """SIGTERM at the start of a step and again `again` seconds later, while the main thread is in C and stays there.
+
+    Args:
+        work: 5 are about a second. `marker` is a file to make when it is done.
+    """
+
+    def __init__(self, step: int, again: float, work: int, marker: str) -> None:
+        super().__init__(step)
+        self.again, self.work, self.marker = again, work, Path(marker)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        super().on_train_batch_start(trainer)
+        if trainer.global_step == self.step - 1:
+            threading.Timer(self.again, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            hashlib.pbkdf2_hmac("sha256", b"", b"", self.work * 1_000_000)
+            self.marker.touch()

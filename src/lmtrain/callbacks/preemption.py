@@ -1,27 +1,19 @@
 """Stops a run cleanly: a signal or the time limit asks, the next step boundary saves, and the run ends with exit 75.
 
-The handler only notes the signal. Ranks agree on stopping in the all-reduce that counts the step's tokens
-(objectives/base.py), so no rank stops alone and no extra collective is paid; within a validation they ask each other
-about once a second. A second signal ends the process at once; the last complete checkpoint stays.
+Ranks agree on stopping in the all-reduce that counts the step's tokens (objectives/base.py), so no rank stops alone and
+no extra collective is paid; within a validation they ask each other about once a second. A second signal ends the
+process at once (stop_signals.py); the last complete checkpoint stays.
 """
 
-import os
-import signal
 import time
-from types import FrameType
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 
 from lmtrain.objectives.base import Objective
+from lmtrain.stop_signals import StopSignals
 
-SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name))
-
-
-# Signals that come together are one request: a scheduler may signal a process and its group, and Linux sends
-# PR_SET_PDEATHSIG (orphans.py) again for each thread of a killed parent.
-_ONE_REQUEST_SECONDS = 0.5
 _VOTE_SECONDS = 1.0  # how often ranks agree within a validation: a collective in which hosts wait for their devices
 
 
@@ -57,32 +49,21 @@ class Preemption(pl.Callback):
         self.reason: str | None = None
         self.stopped = False
         self.interrupted_validation = False
+        self.signals = StopSignals()
         self._vote = Vote()
-        self._asked_at = 0.0
-        self._before: dict[int, Any] = {}
 
     # Not earlier: until the devices hold the model there is nothing to save, and a signal ends the process.
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        for number in SIGNALS:
-            self._before[number] = signal.signal(number, self._on_signal)
+        self.signals.listen()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.interrupted_validation:  # the one that was owed: its checkpoint is there
             self._stop(trainer)
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.reason is not None:
-            if time.monotonic() - self._asked_at < _ONE_REQUEST_SECONDS:
-                return
-            self._restore()
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-            return
-        self.reason, self._asked_at = signal.Signals(number).name, time.monotonic()
-
     def asked_to_stop(self) -> bool:
-        if self.reason is None and self.deadline is not None and time.time() >= self.deadline:
-            self.reason = "run.time_limit"
+        if self.reason is None:
+            past = self.deadline is not None and time.time() >= self.deadline
+            self.reason = self.signals.first or ("run.time_limit" if past else None)
         return self.reason is not None
 
     def on_train_batch_start(
@@ -107,7 +88,7 @@ class Preemption(pl.Callback):
         self._vote = Vote()
 
     def on_validation_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
-        if not self._before:  # no training to save
+        if not self.signals.listens:  # no training to save
             return
         assert isinstance(pl_module, Objective)
         stop = self.asked_to_stop()
@@ -117,13 +98,9 @@ class Preemption(pl.Callback):
             pl_module.stop_agreed = self.interrupted_validation = True
             raise ValidationInterrupted
 
-    def _restore(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
-        self._before = {}
-
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._restore()
+        if not self.stopped:  # else until summary.json says how the run ended
+            self.signals.close()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._restore()
+        self.signals.close()

@@ -1,0 +1,73 @@
+"""Signals that ask a run to stop, noted by a thread in the moment they come.
+
+Python runs a handler only once the main thread is back from C, where a long step, a save or a collective that hangs may
+keep it. A handler could then not tell a signal that was sent twice at once from a second one, nor end what hangs.
+"""
+
+import ctypes
+import os
+import signal
+import socket
+import threading
+import time
+from types import FrameType
+from typing import Any
+
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name))
+
+# Signals that come together are one request: a scheduler may signal a process and its launcher, which passes it on, and
+# Linux sends PR_SET_PDEATHSIG (orphans.py) again for each thread of a killed parent.
+_ONE_REQUEST_SECONDS = 1.0
+
+
+class StopSignals:
+    """`first` is the name of the first signal since `listen`, or None; a second one ends the process at once."""
+
+    def __init__(self) -> None:
+        self.first: str | None = None
+        self._came = 0.0
+        self._sockets: tuple[socket.socket, socket.socket] | None = None
+        self._handlers: dict[int, Any] = {}
+        self._wakeup_fd = -1
+
+    def listen(self) -> None:
+        """From now on; the main thread calls it."""
+        inbox, outbox = self._sockets = socket.socketpair()
+        outbox.setblocking(False)
+        self._handlers = {number: signal.signal(number, _do_nothing) for number in SIGNALS}
+        self._wakeup_fd = signal.set_wakeup_fd(outbox.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=self._read, args=(inbox,), name="signals", daemon=True).start()
+
+    @property
+    def listens(self) -> bool:
+        return self._sockets is not None
+
+    def close(self) -> None:
+        """Puts back what was there before `listen`."""
+        if self._sockets is None:
+            return
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        signal.set_wakeup_fd(self._wakeup_fd)
+        _, outbox = self._sockets
+        self._sockets = None
+        outbox.close()  # ends the thread, which closes the other
+
+    def _read(self, inbox: socket.socket) -> None:
+        with inbox:
+            while numbers := inbox.recv(64):  # one byte a signal, written by Python where it arrives
+                for number in numbers:
+                    if number in SIGNALS:
+                        self._note(number)
+
+    def _note(self, number: int) -> None:
+        now = time.monotonic()
+        if self.first is None:
+            self.first, self._came = signal.Signals(number).name, now
+        elif now - self._came >= _ONE_REQUEST_SECONDS:
+            ctypes.CDLL(None).signal(number, 0)  # SIG_DFL; Python's own call is the main thread's alone
+            os.kill(os.getpid(), number)
+
+
+def _do_nothing(number: int, frame: FrameType | None) -> None:
+    """That there is a handler makes Python write the byte."""
