@@ -51,7 +51,8 @@ def scan(folder: Path) -> list[Path]:
 def sweep(folder: Path) -> None:
     """Removes what writers that died left behind."""
     for leftover in folder.glob("*.tmp*"):
-        shutil.rmtree(leftover, ignore_errors=True) if leftover.is_dir() else leftover.unlink(missing_ok=True)
+        folder_itself = leftover.is_dir() and not leftover.is_symlink()
+        shutil.rmtree(leftover, ignore_errors=True) if folder_itself else leftover.unlink(missing_ok=True)
 
 
 def damage(path: Path) -> str | None:

@@ -21,6 +21,7 @@ PLACES = [
     ("before_prune", 8),
     ("mid_prune", 10),
     ("mid_step", 11),
+    ("before_prune", 12),  # nothing is left to train
 ]
 
 

@@ -24,6 +24,7 @@ PLACES = [  # and the rank; what is written, rank 0 writes
     ("mid_validation", 9, 0),
     ("mid_prune", 10, 0),
     ("mid_step", 11, 0),
+    ("before_prune", 12, 0),  # nothing is left to train
 ]
 
 
@@ -52,7 +53,7 @@ def test_killed_ranks_start_again_by_themselves(whole: Path, strategy: str, corp
     )
     settings = [f"callbacks.extra=[{targets}]", "run.allow_target=[killer]", f"trainer.max_restarts={len(PLACES)}",
                 f"trainer.fsdp.sharded_checkpoint={'fsdp' in strategy}"]  # fmt: skip
-    done = train(corpus, tmp_path / "run", *RANKS, strategy, *settings, timeout=400)
+    done = train(corpus, tmp_path / "run", *RANKS, strategy, *settings, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     assert all((tmp_path / str(n)).exists() for n in range(len(PLACES)))
     assert_equal_runs(whole, tmp_path / "run")

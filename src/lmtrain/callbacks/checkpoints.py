@@ -47,6 +47,11 @@ class Checkpoints(Checkpoint):
         earlier = store.scores(self.folder, self.cfg.monitor)
         return store.best_of([*earlier, (step, score)], self.cfg.mode) == step
 
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """A run killed between its last save and what follows has no later save that would do it."""
+        if trainer.is_global_zero and store.scan(self.folder):
+            self.prune(io_of(trainer))
+
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """A validation that was owed has just been made: its checkpoint gets the score.
 
