@@ -11,11 +11,13 @@ import shlex
 import shutil
 import signal
 import sys
+import tempfile
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from lmtrain import cli, errors
+from lmtrain import cli, errors, world
 from lmtrain import config as rules
 from lmtrain.errors import RunError, UserError
 from lmtrain.orphans import end_with_parent, is_first
@@ -48,7 +50,8 @@ def launch(run: RunDir, config: Config, processes: int) -> int:
     """Runs `processes` ranks; returns the run's exit code. The run's config.yaml is rank 0's to write, once checked."""
     run.ranks.mkdir(exist_ok=True)
     write_atomic(run.ranks / "config.yaml", rules.dump(config))
-    with _process_as_it_was():
+    with _process_as_it_was(), tempfile.TemporaryDirectory(prefix="lmtrain_") as meeting:
+        os.environ[world.MEETING] = meeting
         code = _launch(run, processes, config.trainer.max_restarts)
     if code != errors.FAILED:  # only a failed launch leaves its rank logs
         shutil.rmtree(run.ranks, ignore_errors=True)
@@ -61,9 +64,6 @@ def _launch(run: RunDir, processes: int, max_restarts: int) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    # A store of the ranks' own for each start: in one that the launcher shares, ranks that start again find the
-    # addresses of those that failed.
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ |= {_LAUNCHER: str(os.getpid()), cli.TYPED: shlex.join(sys.argv[1:])}
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     settings = LaunchConfig(
@@ -83,8 +83,7 @@ def _launch(run: RunDir, processes: int, max_restarts: int) -> int:
     try:
         elastic_launch(settings, sys.executable)("-m", "lmtrain.launch", str(run.ranks / "config.yaml"))
     except ChildFailedError as failure:
-        # One that was killed, before those that noticed it within the same second.
-        rank, first = min(failure.failures.items(), key=lambda f: (f[1].timestamp, f[1].exitcode != -signal.SIGKILL))
+        rank, first = min(failure.failures.items(), key=lambda f: _failed_at(run, f[0]))
         if first.exitcode == errors.WRONG_INPUT:
             return errors.WRONG_INPUT  # rank 0 has said why
         cli.print_error(f"rank {rank} failed first, {_how(first.exitcode)}")
@@ -96,6 +95,18 @@ def _launch(run: RunDir, processes: int, max_restarts: int) -> int:
         cli.print_error(f"the ranks of {run.path} were stopped before they could save; the same command starts again")
         return errors.FAILED
     return errors.PREEMPTED if summary["status"] == "preempted" else errors.FINISHED
+
+
+def _note_of_failure(ranks: Path, rank: int) -> Path:
+    return ranks / f"rank_{rank}_failed_at"
+
+
+def _failed_at(run: RunDir, rank: int) -> int:
+    """Nanoseconds since the epoch; 0 for a rank that could not say so: the others noticed that it was gone."""
+    try:
+        return int(_note_of_failure(run.ranks, rank).read_text())
+    except (OSError, ValueError):
+        return 0
 
 
 def _how(code: int) -> str:
@@ -121,6 +132,11 @@ def rank_main(config_path: Path) -> int:
         if is_first() or isinstance(error, RunError):
             cli.print_error(str(error))
         return error.exit_code
+    except Exception:
+        # Where one rank fails, the others fail a moment later, when they miss it.
+        with contextlib.suppress(OSError):
+            _note_of_failure(config_path.parent, int(os.environ["RANK"])).write_text(str(time.time_ns()))
+        raise
     return errors.FINISHED if code == errors.PREEMPTED else code
 
 

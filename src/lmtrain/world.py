@@ -11,6 +11,8 @@ import torch.distributed as dist
 from lmtrain.errors import RunError, UserError
 
 T = TypeVar("T")
+# Tells ranks of one launcher the folder of the file in which they find each other; unlike a port, nobody takes it.
+MEETING = "LMTRAIN_MEETING"
 
 
 def connect(accelerator: str) -> None:
@@ -19,8 +21,17 @@ def connect(accelerator: str) -> None:
     Args:
         accelerator: resolved, cpu or cuda.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if accelerator == "cuda" else "gloo")
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks == 1 or dist.is_initialized():
+        return
+    backend = "cpu:gloo,cuda:nccl" if accelerator == "cuda" else "gloo"
+    meeting = os.environ.get(MEETING)
+    if meeting is None:  # torchrun's or SLURM's
+        dist.init_process_group(backend)
+        return
+    # A file for each start: ranks that start again must not find the addresses of those that failed.
+    file = f"file://{meeting}/{os.environ['TORCHELASTIC_RESTART_COUNT']}"
+    dist.init_process_group(backend, init_method=file, rank=int(os.environ["RANK"]), world_size=ranks)
 
 
 def leave(code: int) -> NoReturn:

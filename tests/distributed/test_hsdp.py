@@ -1,12 +1,12 @@
 """A copy of the model per node, in parts on the node's ranks: two "nodes" of two gloo ranks against one process."""
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from ports import free_port
 from strategy_runs import CAUSAL, Runs
 
 from lmtrain import checkpoint as store
@@ -22,11 +22,8 @@ def test_numbers_and_checkpoints_of_two_nodes(sharded: str, corpus: Path, tmp_pa
     r.one("one", *text)
     settings = [*text, "trainer.strategy=fsdp", "trainer.fsdp.copy_per_node=true",
                 f"trainer.fsdp.sharded_checkpoint={sharded}", f"run.dir={tmp_path / 'nodes'}"]  # fmt: skip
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
     command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={NODES}", f"--nproc-per-node={PER_NODE}",
-               "--master-addr=127.0.0.1", f"--master-port={port}"]  # fmt: skip
+               "--master-addr=127.0.0.1", f"--master-port={free_port()}"]  # fmt: skip
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     started = [
         subprocess.Popen([*command, f"--node-rank={node}", "-m", "lmtrain.train", *settings],
@@ -34,7 +31,7 @@ def test_numbers_and_checkpoints_of_two_nodes(sharded: str, corpus: Path, tmp_pa
         for node in range(NODES)
     ]  # fmt: skip
     for node in started:
-        output, _ = node.communicate(timeout=240)
+        output, _ = node.communicate(timeout=600)
         assert node.returncode == 0, output
     r.compare("nodes", "one")
     assert store.damage(Path(r.checkpoint("nodes", 10))) is None

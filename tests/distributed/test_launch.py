@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -11,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from ports import free_port
 
 from lmtrain import ranks
 from lmtrain.callbacks.metrics import without_times
@@ -23,12 +23,6 @@ TEXT = [*TINY, "data=text", "data.global_batch_size=8", "data.micro_batch_size=2
         "callbacks.samples.every_n_validations=0"]  # fmt: skip
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
 BREAKS = ["run.allow_target=[mishaps]"]
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def start(command: list[str], **env: str) -> subprocess.Popen[str]:
@@ -54,7 +48,7 @@ def on_two_nodes(*settings: str) -> list[tuple[int, str]]:
                "--master-addr=127.0.0.1", f"--master-port={port}", "-m", "lmtrain.train", *settings])
         for rank in (0, 1)
     ]  # fmt: skip
-    outputs = [node.communicate(timeout=120)[0] for node in nodes]
+    outputs = [node.communicate(timeout=600)[0] for node in nodes]
     return [(node.returncode, out) for node, out in zip(nodes, outputs, strict=True)]
 
 
@@ -89,7 +83,7 @@ def test_two_tasks_of_slurm(corpus: Path, tmp_path: Path) -> None:
     settings = ["-m", "lmtrain.train", *TEXT, f"data.path={corpus}", f"run.root={tmp_path / 'runs'}"]
     tasks = [start(settings, **job, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)) for rank in (0, 1)]
     for task in tasks:
-        output, _ = task.communicate(timeout=120)
+        output, _ = task.communicate(timeout=600)
         assert task.returncode == 0, output
     (run_dir,) = (tmp_path / "runs").iterdir()
     assert len(numbers(run_dir)) == 14
@@ -105,7 +99,7 @@ def test_ranks_that_fail_once_start_again_from_the_newest_checkpoint(corpus: Pat
             marker.touch()
         process = start([*settings, breaks(rank=1, step=7, marker=marker), f"run.dir={tmp_path / name}",
                          "trainer.max_restarts=1"])  # fmt: skip
-        output, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=600)
         assert process.returncode == 0, output
         assert output.count("a mistake on rank 1") == times
     assert numbers(tmp_path / "restarted") == numbers(tmp_path / "whole")
@@ -119,7 +113,7 @@ def test_a_rank_that_fails_ends_all(corpus: Path, tmp_path: Path, rank: int) -> 
     while process.poll() is None and not any(r["step"] >= 5 for r in read_jsonl(tmp_path / "run" / "metrics.jsonl")):
         time.sleep(0.05)
     failed = time.monotonic()
-    output, _ = process.communicate(timeout=120)  # returns when all that hold the pipe are gone
+    output, _ = process.communicate(timeout=600)  # returns when all that hold the pipe are gone
     assert time.monotonic() - failed < 60
     assert process.returncode == 1
     assert f"ZeroDivisionError: a mistake on rank {rank}" in output
@@ -130,7 +124,7 @@ def test_a_rank_that_fails_ends_all(corpus: Path, tmp_path: Path, rank: int) -> 
 
 @pytest.mark.slow
 def test_stopped_fsdp_ranks_save_and_continue_equal(corpus: Path, tmp_path: Path) -> None:
-    common = [*TEXT, "trainer.max_steps=80", "trainer.save_every_n_steps=null", "trainer.val_check_interval=null",
+    common = [*TEXT, "trainer.max_steps=400", "trainer.save_every_n_steps=null", "trainer.val_check_interval=null",
               f"data.path={corpus}", "trainer.devices=2", "trainer.strategy=fsdp", "export.enabled=false"]  # fmt: skip
     command = ["-m", "lmtrain.train", *common, f"run.dir={tmp_path / 'stopped'}", "run.resume=auto"]
     process = start(command)
@@ -143,10 +137,10 @@ def test_stopped_fsdp_ranks_save_and_continue_equal(corpus: Path, tmp_path: Path
     summary = json.loads((tmp_path / "stopped" / "summary.json").read_text())
     assert summary["status"] == "preempted"
     resumed = start(command)
-    output, _ = resumed.communicate(timeout=120)
+    output, _ = resumed.communicate(timeout=600)
     assert resumed.returncode == 0, output
     whole = start(["-m", "lmtrain.train", *common, f"run.dir={tmp_path / 'whole'}"])
-    output, _ = whole.communicate(timeout=120)
+    output, _ = whole.communicate(timeout=600)
     assert whole.returncode == 0, output
     assert numbers(tmp_path / "stopped") == numbers(tmp_path / "whole")
 
@@ -168,7 +162,7 @@ def test_collectives_of_a_step(corpus: Path, tmp_path: Path, strategy: str, expe
                      "trainer.max_steps=6", "trainer.save_every_n_steps=null", "trainer.log_every_n_steps=10",
                      "export.enabled=false", "trainer.devices=2", f"trainer.strategy={strategy}", *BREAKS,
                      callback])  # fmt: skip
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=600)
     assert process.returncode == 0, output
     assert Counter(counts.read_text().splitlines()) == expected
 
