@@ -46,7 +46,7 @@ def lmtrain(tmp_path: Path) -> Run:
     """Runs `python -m lmtrain.VERB ARGS` in an empty folder and returns the finished process."""
 
     def run(
-        verb: str, *args: str, env: dict[str, str] | None = None, timeout: float = 120
+        verb: str, *args: str, env: dict[str, str] | None = None, timeout: float = 600
     ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-m", f"lmtrain.{verb}", *args],

@@ -14,10 +14,10 @@ from support import REPO
 def test_the_pretraining_benchmark_prints_its_table(tmp_path: Path) -> None:
     command = [sys.executable, str(REPO / "benchmarks" / "pretrain.py"), "--shape=char", "--rounds=1", "--steps=2"]
     command += ["--warmup=1", "--every=1", "--contenders=bare,lmtrain,nanogpt", f"--json={tmp_path / 'numbers.json'}"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     for name in ("bare", "lmtrain"):
-        assert re.search(rf"│ {name} +│ +[\d.]+ │ +[\d,]+ │ +\d\.\d{{3}} ", done.stdout), done.stdout
+        assert re.search(rf"│ {name} +│ +[\d.]+ │ +[\d,]+ │ +\d+\.\d{{3}} ", done.stdout), done.stdout
     assert "Trainer, callbacks and loader over the bare loop:" in done.stdout
     assert "nanogpt left out: name a folder" in done.stdout
 
@@ -38,12 +38,12 @@ def test_the_benchmark_of_ranks_prints_its_table(tmp_path: Path) -> None:
         "--rows=4",
     ]
     command += ["--micro-batch-size=2", "--warmup=1", "--every=1", f"--json={tmp_path / 'numbers.json'}"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"│ one +│ +[\d.]+ │ +[\d,]+ │ +│ +│ ", done.stdout), done.stdout
     numbers = json.loads((tmp_path / "numbers.json").read_text())
     for name in ("apart", "ddp", "fsdp"):
-        assert re.search(rf"│ {name} +│ +[\d.]+ │ +[\d,]+ │ +\d\.\d{{3}} │ \(", done.stdout), done.stdout
+        assert re.search(rf"│ {name} +│ +[\d.]+ │ +[\d,]+ │ +\d+\.\d{{3}} │ \(", done.stdout), done.stdout
         (one,), (leg,) = numbers["rounds"]["one"], numbers["rounds"][name]
         assert numbers["efficiency"][name] == pytest.approx(one["step_ms"] / leg["step_ms"] / 2)
 
@@ -56,7 +56,7 @@ def test_the_benchmark_of_ranks_prints_its_table(tmp_path: Path) -> None:
 def test_the_fine_tuning_benchmarks_print_their_tables(script: str, contenders: str, unit: str, tmp_path: Path) -> None:
     command = [sys.executable, str(REPO / "benchmarks" / f"{script}.py"), "--rounds=1", "--steps=2", "--warmup=1"]
     command += [f"--contenders={contenders}", "--lora", f"--json={tmp_path / 'numbers.json'}"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     numbers = json.loads((tmp_path / "numbers.json").read_text())
     assert numbers["unit"] == unit

@@ -271,7 +271,7 @@ def test_an_interrupted_prepare_leaves_nothing_that_looks_complete(end, tmp_path
 def test_two_at_once_prepare_it_once(tmp_path, data_config):
     (tmp_path / "a.txt").write_text(some_text(0, 60_000) * 4)
     processes = [child(data_config(path=str(tmp_path / "a.txt"))) for _ in range(2)]
-    outputs = [p.communicate(timeout=120) for p in processes]
+    outputs = [p.communicate(timeout=600) for p in processes]
     assert [p.returncode for p in processes] == [0, 0], outputs
     fingerprints = {json.loads(out.splitlines()[-1])["of"] for out, _ in outputs}
     assert len(fingerprints) == 1
@@ -287,6 +287,6 @@ def test_memory_is_bounded_for_one_long_document(tmp_path, data_config):
     size = os.path.getsize(tmp_path / "a.txt")
     assert size > 28e6
     process = child(data_config(path=str(tmp_path / "a.txt")), warm_up=str(small))
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=600)
     assert process.returncode == 0, err
     assert json.loads(out.splitlines()[-1])["grown"] * 1024 < 50e6  # Linux counts ru_maxrss in KiB

@@ -10,15 +10,22 @@ import pytest
 
 # The workers sleep as they begin, so that the parent is dead by then.
 DIES_AT_FORK = """
-import os, signal, sys, threading, time
+import os, signal, sys, time
 import torch
 from torch.utils.data import TensorDataset
 from lmtrain.data.modules import TokenDataModule
 
 module = TokenDataModule(None, None, seed=0, global_batch_size=1, micro_batch_size=1, total_steps=1, max_epochs=None,
                          limit_val_batches=None, num_workers=2)
-os.register_at_fork(after_in_child=lambda: (print(os.getpid(), flush=True), time.sleep(1)))
-threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
+forks = []
+
+def dies_after_the_second():
+    forks.append(1)
+    if len(forks) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+os.register_at_fork(after_in_child=lambda: (print(os.getpid(), flush=True), time.sleep(1)),
+                    after_in_parent=dies_after_the_second)
 batches = iter(module._loader(TensorDataset(torch.zeros(4)), None))
 time.sleep(60)
 """

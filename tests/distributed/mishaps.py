@@ -66,6 +66,8 @@ class WaitsWhenLoaded(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, *_: object) -> None:
         trainer.strategy.barrier()
-        self.marker.touch()
+        if trainer.is_global_zero:
+            self.marker.touch()
+        trainer.strategy.barrier()
         while self.marker.exists():
             time.sleep(0.01)

@@ -49,7 +49,7 @@ def most_while_loading(folder: Path, settings: list[str]) -> int:
         most = max(most, sum(map(anonymous_bytes, ranks_of(parent.pid))))
         time.sleep(0.005)
     marker.unlink(missing_ok=True)
-    output, _ = parent.communicate(timeout=120)
+    output, _ = parent.communicate(timeout=600)
     assert parent.returncode == 0, output
     return most
 

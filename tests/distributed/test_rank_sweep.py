@@ -16,7 +16,7 @@ NOTES = [*BREAKS, "callbacks.extra=[{_target_: mishaps.Notes}]", "trainer.device
 
 def train(here: Path, *words: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "lmtrain.train", *words], cwd=here, env=ENV, capture_output=True, text=True, timeout=240
+        [sys.executable, "-m", "lmtrain.train", *words], cwd=here, env=ENV, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stdout + done.stderr
     left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout

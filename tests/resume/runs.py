@@ -49,7 +49,7 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
-def train(corpus: Path, run_dir: Path, *extra: str, timeout: float = 180) -> subprocess.CompletedProcess[str]:
+def train(corpus: Path, run_dir: Path, *extra: str, timeout: float = 600) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command(corpus, run_dir, *extra), env=environment(), capture_output=True, text=True, timeout=timeout
     )

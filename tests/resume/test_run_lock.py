@@ -29,7 +29,7 @@ def test_the_same_command_again_waits_and_goes_on(corpus: Path, tmp_path: Path) 
     first.send_signal(signal.SIGTERM)
     first.communicate(timeout=60)
     assert first.returncode == 75
-    output, _ = second.communicate(timeout=120)
+    output, _ = second.communicate(timeout=600)
     assert second.returncode == 0, output
     assert "continues after step" in output
     assert_equal_runs(tmp_path / "whole", run_dir)

@@ -23,7 +23,7 @@ def test_one_message_and_the_checkpoint_stays(
     workers = "data.num_workers=2" if what == "KillWorkers" else "data.num_workers=0"
     run_dir = tmp_path / "run"
     trouble = [f"callbacks.extra=[{{_target_: trouble.{what}}}]", "run.allow_target=[trouble]"]
-    done = train(corpus, run_dir, "data.micro_batch_size=3", workers, "trainer.max_steps=500", *trouble, timeout=120)
+    done = train(corpus, run_dir, "data.micro_batch_size=3", workers, "trainer.max_steps=500", *trouble, timeout=600)
     assert done.returncode == 1, done.stdout + done.stderr
     message, fix = CASES[what]
     assert message in done.stderr
