@@ -5,6 +5,8 @@ import json
 import pytest
 import trajectories
 
+from lmtrain.devices import cpu_multiplies_bf16
+
 GOLDEN = json.loads(trajectories.FILE.read_text())
 
 
@@ -17,6 +19,8 @@ def test_every_experiment_has_one() -> None:
 def test_trajectory(name: str) -> None:
     if "qlora" in name:
         pytest.importorskip("bitsandbytes", reason="pip install 'lmtrain[bitsandbytes]' brings 4-bit weights")
+    if trajectories.takes_muon(name) and not cpu_multiplies_bf16():
+        pytest.skip("recorded where Muon orthogonalises in bf16; this CPU multiplies none, so it does so in fp32")
     ours, kept = trajectories.trajectory(name), GOLDEN[name]
     assert len(kept["train"]) == trajectories.STEPS
     assert kept["train"][-1] < kept["train"][0] - 0.3, "thirty steps must have learned something"

@@ -46,12 +46,18 @@ SHRINK = [
 ]  # fmt: skip
 # Fine-tuning begins with a tiny random model; conversations are plain text, its tokenizer being bytes.
 FINE_TUNE = ["data.source=files", "data.seq_len=512", "data.chat_template=vicuna", "optimizer.lr=0.003"]
+# Every x86 CPU then takes the same kernels, and rounds alike.
+KERNELS = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_CBWR": "COMPATIBLE"}
 # An experiment that is small as it stands is run as it stands.
 AS_IT_STANDS = {"shakespeare_char"}
 
 
 def experiments() -> list[str]:
     return sorted(p.stem for p in (REPO / "conf" / "experiment").glob("*.yaml"))
+
+
+def takes_muon(name: str) -> bool:
+    return "override /optimizer: muon" in (REPO / "conf" / "experiment" / f"{name}.yaml").read_text()
 
 
 def make_text(path: Path) -> None:
@@ -87,7 +93,13 @@ def trajectory(name: str) -> dict[str, list[float]]:
             [sys.executable, "-m", "lmtrain.train", *command],
             check=True,
             capture_output=True,
-            env={**os.environ, "LMTRAIN_CACHE": f"{folder}/cache", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+            env={
+                **os.environ,
+                **KERNELS,
+                "LMTRAIN_CACHE": f"{folder}/cache",
+                "OMP_NUM_THREADS": "1",
+                "HF_HUB_OFFLINE": "1",
+            },
         )
         rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return {
