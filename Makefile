@@ -5,7 +5,7 @@ VENV   := .venv
 TRL    := .venv-trl
 PY     := $(VENV)/bin/python
 ARGS   ?=
-# Tests run side by side, one thread each; see tests/conftest.py.
+# Tests run side by side, one thread each; see tests/conftest.py. Slow ones by file: many share runs of their file.
 JOBS   ?= 2
 
 .PHONY: env env-trl train test test-all lint typecheck clean
@@ -36,7 +36,7 @@ test: env lint typecheck
 	$(PY) -m pytest -q -n $(JOBS) -m "not slow and not gpu" $(ARGS)
 
 test-all: env env-trl
-	$(PY) -m pytest -q -n $(JOBS) -m "slow" $(ARGS)
+	$(PY) -m pytest -q -n $(JOBS) --dist loadfile -m "slow" $(ARGS)
 
 lint: env
 	$(VENV)/bin/ruff check .
