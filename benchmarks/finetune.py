@@ -14,7 +14,7 @@ from legs import Leg, Lines, Skipped, interleaved, run, say_left_out
 from machine import machine, setting, warn_if_busy
 from rich.console import Console
 from rich.table import Table
-from workload import CHATML, Row, read_rows, write_model
+from workload import MARKED_CHATML, Row, read_rows, write_model
 
 REPO = Path(__file__).resolve().parents[1]
 LEARNING_RATE = 1e-4  # constant, the same for every contender
@@ -129,7 +129,7 @@ def trl_leg(task: Task, folder: Path, objective: str, settings: dict[str, Any], 
         "objective": objective,
         "model": str(task.model),
         "data": str(task.data),
-        "template": CHATML,
+        "template": MARKED_CHATML,
         "lora": LORA if options.lora else None,
         "arguments": {**arguments, **settings},
     }

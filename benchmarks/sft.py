@@ -13,7 +13,7 @@ import finetune
 from finetune import Contender, Task, lmtrain_leg, trl_leg
 from legs import Leg
 from transformers import AutoTokenizer
-from workload import CHATML, made_conversations
+from workload import MARKED_CHATML, made_conversations
 
 
 def rows_of_a_step(task: Task, packed: bool) -> tuple[int, int]:
@@ -72,7 +72,7 @@ def mean_length(task: Task) -> float:
     """Tokens of a conversation on average, cut at seq_len."""
     tokenizer = AutoTokenizer.from_pretrained(task.model)
     rows = [json.loads(line)["messages"] for line in task.data.read_text().splitlines()]
-    texts = [tokenizer.apply_chat_template(row, chat_template=CHATML, tokenize=False) for row in rows]
+    texts = [tokenizer.apply_chat_template(row, chat_template=MARKED_CHATML, tokenize=False) for row in rows]
     lengths = [min(len(ids), task.options.seq_len) for ids in tokenizer(texts)["input_ids"]]
     return sum(lengths) / len(lengths)
 

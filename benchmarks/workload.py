@@ -6,6 +6,7 @@ tokenizer (deciles 201 and 533, quartiles 269 and 443, mean 365).
 """
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ from transformers.utils.logging import disable_progress_bar
 CHATML_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 Row = dict[str, Any]
 
-# With the markers without which TRL takes no template.
-CHATML = """\
+# ChatML as TRL must be given it: TRL has no template of that name and takes none without {% generation %}.
+MARKED_CHATML = """\
 {%- for message in messages %}
     {{- '<|im_start|>' + message['role'] + '\\n' }}
     {%- if message['role'] == 'assistant' %}
@@ -82,7 +83,8 @@ def _words(random: np.random.Generator, count: int) -> str:
 def write_model(folder: Path, shape_of: Path | None, rows: list[Row]) -> None:
     """Random weights, for speed doesn't depend on them: of the shape in `shape_of`, or a small Llama's."""
     if shape_of is None:
-        tokenizer = _tokenizer(rows)
+        texts = (turn["content"] for row in rows for turns in row.values() for turn in turns)
+        tokenizer = chatml_tokenizer(texts, vocab_size=4096)
         shape = LlamaConfig(
             vocab_size=len(tokenizer),
             hidden_size=128,
@@ -103,13 +105,14 @@ def write_model(folder: Path, shape_of: Path | None, rows: list[Row]) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _tokenizer(rows: list[Row]) -> PreTrainedTokenizerFast:
+def chatml_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of these texts, with ChatML's special tokens."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=4096, special_tokens=CHATML_TOKENS, initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab_size, special_tokens=CHATML_TOKENS, initial_alphabet=alphabet, show_progress=False
     )
-    bpe.train_from_iterator((turn["content"] for row in rows for turns in row.values() for turn in turns), trainer)
+    bpe.train_from_iterator(texts, trainer)
     pad, start, end = CHATML_TOKENS
     return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=start, eos_token=end, pad_token=pad)

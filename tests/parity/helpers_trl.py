@@ -11,34 +11,16 @@ import pyarrow.parquet as parquet
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from workload import chatml_tokenizer
 
 from loopback_hub import HUB
 from support import REPO
 
 SMOLLM2 = HUB / "models" / "HuggingFaceTB" / "SmolLM2-135M-Instruct"
-CHATML_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 LLAMA3_TOKENS = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 
 Messages = list[dict[str, str]]
-
-# ChatML as TRL must be given it: TRL has no template of that name and takes none without {% generation %}.
-MARKED_CHATML = """\
-{%- for message in messages %}
-    {{- '<|im_start|>' + message['role'] + '\\n' }}
-    {%- if message['role'] == 'assistant' %}
-        {%- generation %}
-        {{- message['content'] + '<|im_end|>' }}
-        {%- endgeneration %}
-        {{- '\\n' }}
-    {%- else %}
-        {{- message['content'] + '<|im_end|>\\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-{%- endif %}"""
 
 
 def ask_trl(folder: Path, what: str, timeout: float = 900, **spec: Any) -> Any:
@@ -88,13 +70,7 @@ def pairs(count: int, *, real: bool) -> list[dict[str, Messages]]:
 
 def tokenizer_on(conversations: list[Messages], folder: Path) -> PreTrainedTokenizerFast:
     """A small BPE with ChatML's special tokens, saved in `folder`."""
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=800, special_tokens=CHATML_TOKENS, initial_alphabet=alphabet)
-    bpe.train_from_iterator((turn["content"] for turns in conversations for turn in turns), trainer)
-    end, start, turn_end = CHATML_TOKENS
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=start, eos_token=turn_end, pad_token=end)
+    tokenizer = chatml_tokenizer((turn["content"] for turns in conversations for turn in turns), 800)
     tokenizer.save_pretrained(folder)
     return tokenizer
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers_trl import MARKED_CHATML, ask_trl, lora_on, pairs, tiny_llama, tokenizer_on
+from helpers_trl import ask_trl, lora_on, pairs, tiny_llama, tokenizer_on
+from workload import MARKED_CHATML
 
 from inprocess import run
 from lmtrain.data.order import step_rows

@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
-from helpers_trl import LLAMA3_TOKENS, MARKED_CHATML, Messages, ask_trl, dialogues, smollm2_tokenizer, tokenizer_on
+from helpers_trl import LLAMA3_TOKENS, Messages, ask_trl, dialogues, smollm2_tokenizer, tokenizer_on
 from transformers import PreTrainedTokenizerFast
+from workload import MARKED_CHATML
 
 from lmtrain import config
 from lmtrain.data.chat_templates import ChatEncoder

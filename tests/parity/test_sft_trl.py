@@ -5,7 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers_trl import MARKED_CHATML, Messages, ask_trl, dialogues, lora_on, smollm2_weights, tiny_llama, tokenizer_on
+from helpers_trl import Messages, ask_trl, dialogues, lora_on, smollm2_weights, tiny_llama, tokenizer_on
+from workload import MARKED_CHATML
 
 from inprocess import run
 from lmtrain.data.order import step_rows

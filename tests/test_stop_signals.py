@@ -1,0 +1,36 @@
+"""What a run does with signals ends with it; what one signal and two do is in tests/resume/test_preemption.py."""
+
+import os
+import signal
+import threading
+import time
+
+from lmtrain.stop_signals import SIGNALS, StopSignals
+
+
+def listeners() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "signals"]
+
+
+def test_it_leaves_nothing_behind() -> None:
+    handlers = [signal.getsignal(number) for number in SIGNALS]
+    signals = StopSignals()
+    signals.close()  # never listened
+    for number in SIGNALS:
+        signals = StopSignals()
+        signals.listen()
+        assert signals.listens
+        assert signals.first is None
+        os.kill(os.getpid(), number)
+        deadline = time.monotonic() + 60
+        while signals.first is None and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert signals.first == number.name
+        signals.close()
+        signals.close()
+        assert not signals.listens
+    assert [signal.getsignal(number) for number in SIGNALS] == handlers
+    assert signal.set_wakeup_fd(-1) == -1
+    for thread in listeners():
+        thread.join(60)
+    assert not listeners()
