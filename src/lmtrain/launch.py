@@ -16,6 +16,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from lmtrain import cli, errors, world
 from lmtrain import config as rules
@@ -83,7 +84,8 @@ def _launch(run: RunDir, processes: int, max_restarts: int) -> int:
     try:
         elastic_launch(settings, sys.executable)("-m", "lmtrain.launch", str(run.ranks / "config.yaml"))
     except ChildFailedError as failure:
-        rank, first = min(failure.failures.items(), key=lambda f: _failed_at(run, f[0]))
+        rank = _first_to_fail(run, failure.failures)
+        first = failure.failures[rank]
         if first.exitcode == errors.WRONG_INPUT:
             return errors.WRONG_INPUT  # rank 0 has said why
         cli.print_error(f"rank {rank} failed first, {_how(first.exitcode)}")
@@ -101,12 +103,23 @@ def _note_of_failure(ranks: Path, rank: int) -> Path:
     return ranks / f"rank_{rank}_failed_at"
 
 
-def _failed_at(run: RunDir, rank: int) -> int:
-    """Nanoseconds since the epoch; 0 for a rank that could not say so: the others noticed that it was gone."""
-    try:
-        return int(_note_of_failure(run.ranks, rank).read_text())
-    except (OSError, ValueError):
-        return 0
+def _first_to_fail(run: RunDir, failures: dict[int, Any]) -> int:
+    """The rank that the others went down with, of torch's ProcessFailure by rank.
+
+    A rank that raised an error has noted when. One without a note was killed, which the others noticed, unless it was
+    ended because of them: by the launcher (SIGTERM, SIGKILL seconds later) or by NCCL's watchdog (SIGABRT).
+    """
+    earliest = min(failure.timestamp for failure in failures.values())  # seconds
+
+    def order(rank: int) -> tuple[int, int]:
+        failure, note = failures[rank], _note_of_failure(run.ranks, rank)
+        if note.exists():
+            return 1, int(note.read_text())
+        if failure.exitcode == -signal.SIGTERM or failure.timestamp > earliest + 1:
+            return 3, 0
+        return (2, 0) if failure.exitcode == -signal.SIGABRT else (0, 0)
+
+    return min(failures, key=order)
 
 
 def _how(code: int) -> str:
@@ -123,20 +136,21 @@ def rank_main(config_path: Path) -> int:
 
     if _LAUNCHER in os.environ:  # a launcher that was killed can't pass on a signal: save and leave
         end_with_parent(int(os.environ[_LAUNCHER]), signal.SIGTERM)
+    failed_at = _note_of_failure(config_path.parent, int(os.environ["RANK"]))
+    failed_at.unlink(missing_ok=True)  # of an earlier start
     try:
         config = rules.load(config_path)
         if was_restarted():
             config.run.resume = "auto"
         code = train.run_in_process(config, RunDir(config_path.parents[1]))
-    except (UserError, RunError) as error:
+    except Exception as error:
+        with contextlib.suppress(OSError):  # the disk may be what failed
+            write_atomic(failed_at, str(time.time_ns()))
+        if not isinstance(error, UserError | RunError):
+            raise
         if is_first() or isinstance(error, RunError):
             cli.print_error(str(error))
         return error.exit_code
-    except Exception:
-        # Where one rank fails, the others fail a moment later, when they miss it.
-        with contextlib.suppress(OSError):
-            _note_of_failure(config_path.parent, int(os.environ["RANK"])).write_text(str(time.time_ns()))
-        raise
     return errors.FINISHED if code == errors.PREEMPTED else code
 
 

@@ -26,6 +26,18 @@ class Breaks(pl.Callback):
         raise ZeroDivisionError(f"a mistake on rank {self.rank}")
 
 
+class BreaksEarly(pl.Callback):
+    """Raises on `rank` before any rank listens to signals; the others are busy for a minute."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def setup(self, trainer: pl.Trainer, *_: object) -> None:
+        if trainer.global_rank == self.rank:
+            raise ZeroDivisionError(f"a mistake on rank {self.rank}")
+        time.sleep(60)
+
+
 class Notes(pl.Callback):
     """Writes into the run's folder, for each rank, the config it read and what was made of it."""
 

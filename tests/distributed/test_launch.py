@@ -123,6 +123,16 @@ def test_a_rank_that_fails_ends_all(corpus: Path, tmp_path: Path, rank: int) -> 
 
 
 @pytest.mark.slow
+def test_a_rank_that_fails_while_the_other_still_builds(corpus: Path, tmp_path: Path) -> None:
+    """The launcher's SIGTERM ends the other, which could not note that it was not the first."""
+    settings = [*TEXT, f"data.path={corpus}", f"run.dir={tmp_path / 'run'}", "trainer.devices=2", *BREAKS]
+    process = start(["-m", "lmtrain.train", *settings, "callbacks.extra=[{_target_: mishaps.BreaksEarly,rank: 1}]"])
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode == 1
+    assert "rank 1 failed first, with exit code 1; its traceback stands above" in output, output
+
+
+@pytest.mark.slow
 def test_stopped_fsdp_ranks_save_and_continue_equal(corpus: Path, tmp_path: Path) -> None:
     common = [*TEXT, "trainer.max_steps=400", "trainer.save_every_n_steps=null", "trainer.val_check_interval=null",
               f"data.path={corpus}", "trainer.devices=2", "trainer.strategy=fsdp", "export.enabled=false"]  # fmt: skip
