@@ -97,6 +97,7 @@ def add_metrics(path: Path, metrics: dict[str, float], interim: bool) -> bool:
     manifest = read_manifest(path)
     if manifest["metrics"]:
         return False
+    interim = interim and manifest.get("interim", False)  # one that was due when it was made stays so
     write_atomic(path / MANIFEST, json.dumps({**manifest, "metrics": metrics, "interim": interim}, indent=2))
     return True
 

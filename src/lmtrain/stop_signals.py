@@ -1,13 +1,15 @@
-"""Signals that ask a run to stop, noted by a thread in the moment they come.
+"""Signals that ask a run to stop, noted by a thread as they come.
 
 Python runs a handler only once the main thread is back from C, where a long step, a save or a collective that hangs may
-keep it. A handler could then not tell a signal that was sent twice at once from a second one, nor end what hangs.
+keep it. A handler could then not tell a signal that was sent twice at once from a second one, nor end what hangs. The
+thread needs no more than Python's lock, which such work lets go of.
 """
 
 import ctypes
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from types import FrameType
@@ -51,7 +53,8 @@ class StopSignals:
         signal.set_wakeup_fd(self._wakeup_fd)
         _, outbox = self._sockets
         self._sockets = None
-        outbox.close()  # ends the thread, which closes the other
+        outbox.shutdown(socket.SHUT_RDWR)  # ends the thread, also where a forked worker still holds a copy
+        outbox.close()
 
     def _read(self, inbox: socket.socket) -> None:
         with inbox:
@@ -65,7 +68,8 @@ class StopSignals:
         if self.first is None:
             self.first, self._came = signal.Signals(number).name, now
         elif now - self._came >= _ONE_REQUEST_SECONDS:
-            ctypes.CDLL(None).signal(number, 0)  # SIG_DFL; Python's own call is the main thread's alone
+            if sys.platform != "win32":
+                ctypes.CDLL(None).signal(number, 0)  # SIG_DFL; Python's own call is the main thread's alone
             os.kill(os.getpid(), number)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from lmtrain.errors import RunError, UserError
 
@@ -30,8 +31,9 @@ def connect(accelerator: str) -> None:
         dist.init_process_group(backend)
         return
     # A file for each start: ranks that start again must not find the addresses of those that failed.
-    file = f"file://{meeting}/{os.environ['TORCHELASTIC_RESTART_COUNT']}"
-    dist.init_process_group(backend, init_method=file, rank=int(os.environ["RANK"]), world_size=ranks)
+    store = dist.FileStore(f"{meeting}/{os.environ['TORCHELASTIC_RESTART_COUNT']}", ranks)
+    store.set_timeout(default_pg_timeout)
+    dist.init_process_group(backend, store=store, rank=int(os.environ["RANK"]), world_size=ranks)
 
 
 def leave(code: int) -> NoReturn:

@@ -2,8 +2,8 @@
 
 Every n optimizer steps, after the last, and after a validation that is the best so far: always after that step's
 validation, so that its score stands in the checkpoint's manifest and the best one is found by reading manifests.
-A run that is asked to stop elsewhere leaves an interim checkpoint: it stays until there is a newer one and never takes
-another's place, so that an interrupted run ends with the checkpoints of one that was left alone.
+A run that stops elsewhere (a signal, early stopping) leaves an interim checkpoint: it stays until there is a newer one
+and never takes another's place, so that an interrupted run ends with the checkpoints of one that was left alone.
 """
 
 from pathlib import Path
@@ -43,7 +43,8 @@ class Checkpoints(Checkpoint):
 
     def _best_so_far(self, step: int, io: store.FolderCheckpointIO) -> bool:
         score = self._score(step)
-        io.wait()  # one in flight has no manifest yet
+        with self.metrics.clock.pause():
+            io.wait()  # one in flight has no manifest yet
         earlier = store.scores(self.folder, self.cfg.monitor)
         return store.best_of([*earlier, (step, score)], self.cfg.mode) == step
 

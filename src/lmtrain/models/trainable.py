@@ -112,4 +112,4 @@ def restore_start(model: PreTrainedModel, start: dict[str, Tensor]) -> None:
             change = layer.scaling[NAME] * (change.T if layer.fan_in_fan_out else change)
             weight = layer.get_base_layer().weight
             weight += like(change.to(weight.dtype).to(weight.device), weight)
-    adapter.start = start
+    adapter.start = {name: tensor.clone() for name, tensor in start.items()}  # these may be a checkpoint's, mapped

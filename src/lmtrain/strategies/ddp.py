@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch import strategies
 from torch import Tensor
 
@@ -20,8 +19,8 @@ class DDPStrategy(strategies.DDPStrategy):
         return store.load(Path(checkpoint_path), mmap=True)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        if self.root_device.type == "cpu":
-            # The optimizer would keep the mapped tensors, and the file goes when newer checkpoints are there.
-            states = torch.utils._pytree.tree_map_only(Tensor, Tensor.clone, checkpoint["optimizer_states"])
-            checkpoint = {**checkpoint, "optimizer_states": states}
         super().load_optimizer_state_dict(checkpoint)
+        # What stays in host memory (all, or the counts of steps) would stay mapped, and with it the whole file, which
+        # goes when newer checkpoints are there.
+        for state in (state for optimizer in self.optimizers for state in optimizer.state.values()):
+            state |= {key: value.clone() for key, value in state.items() if isinstance(value, Tensor) and value.is_cpu}
