@@ -12,8 +12,15 @@ def listeners() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "signals"]
 
 
+def wakeup() -> int:
+    """The file descriptor that Python tells of signals."""
+    found = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(found)
+    return found
+
+
 def test_it_leaves_nothing_behind() -> None:
-    handlers = [signal.getsignal(number) for number in SIGNALS]
+    handlers, wakeup_fd, threads = [signal.getsignal(number) for number in SIGNALS], wakeup(), listeners()
     signals = StopSignals()
     signals.close()  # never listened
     for number in SIGNALS:
@@ -30,7 +37,7 @@ def test_it_leaves_nothing_behind() -> None:
         signals.close()
         assert not signals.listens
     assert [signal.getsignal(number) for number in SIGNALS] == handlers
-    assert signal.set_wakeup_fd(-1) == -1
-    for thread in listeners():
+    assert wakeup() == wakeup_fd
+    for thread in set(listeners()) - set(threads):
         thread.join(60)
-    assert not listeners()
+    assert listeners() == threads

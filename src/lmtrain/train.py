@@ -120,15 +120,15 @@ def fit_and_export(run: "Run", checkpoint: Path | None, notes: list[str], starte
     resumed_from = resume.rewind(run, checkpoint)
     resume.let_last_validation_run(run, checkpoint)
     plan.show(run, resumed_from, notes)
-    try:
-        run.trainer.fit(run.objective, datamodule=run.datamodule, ckpt_path=checkpoint, weights_only=True)
-    except BaseException as error:
-        report.note_failure(run, started, error)
-        explained = troubleshoot.explain(error, run)
-        if explained is None:
-            raise
-        raise explained from error
     with contextlib.closing(run.preemption.signals):
+        try:
+            run.trainer.fit(run.objective, datamodule=run.datamodule, ckpt_path=checkpoint, weights_only=True)
+        except BaseException as error:
+            report.note_failure(run, started, error)
+            explained = troubleshoot.explain(error, run)
+            if explained is None:
+                raise
+            raise explained from error
         return end(run, started)
 
 

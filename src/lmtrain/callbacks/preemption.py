@@ -99,8 +99,5 @@ class Preemption(pl.Callback):
             raise ValidationInterrupted
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not self.stopped:  # else until summary.json says how the run ended
+        if not self.stopped:  # else until summary.json says how the run ended: train.py closes them
             self.signals.close()
-
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self.signals.close()
