@@ -155,6 +155,4 @@ def rank_main(config_path: Path) -> int:
 
 
 if __name__ == "__main__":
-    from lmtrain.world import leave
-
-    leave(rank_main(Path(sys.argv[1])))
+    world.leave(rank_main(Path(sys.argv[1])))

@@ -28,33 +28,32 @@ class StopSignals:
     def __init__(self) -> None:
         self.first: str | None = None
         self._came = 0.0
-        self._sockets: tuple[socket.socket, socket.socket] | None = None
+        self._outbox: socket.socket | None = None
         self._handlers: dict[int, Any] = {}
         self._wakeup_fd = -1
 
     def listen(self) -> None:
         """From now on; the main thread calls it."""
-        inbox, outbox = self._sockets = socket.socketpair()
-        outbox.setblocking(False)
+        inbox, self._outbox = socket.socketpair()
+        self._outbox.setblocking(False)
         self._handlers = {number: signal.signal(number, _do_nothing) for number in SIGNALS}
-        self._wakeup_fd = signal.set_wakeup_fd(outbox.fileno(), warn_on_full_buffer=False)
+        self._wakeup_fd = signal.set_wakeup_fd(self._outbox.fileno(), warn_on_full_buffer=False)
         threading.Thread(target=self._read, args=(inbox,), name="signals", daemon=True).start()
 
     @property
     def listens(self) -> bool:
-        return self._sockets is not None
+        return self._outbox is not None
 
     def close(self) -> None:
         """Puts back what was there before `listen`."""
-        if self._sockets is None:
+        if self._outbox is None:
             return
         for number, handler in self._handlers.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         signal.set_wakeup_fd(self._wakeup_fd)
-        _, outbox = self._sockets
-        self._sockets = None
-        outbox.shutdown(socket.SHUT_RDWR)  # ends the thread, also where a forked worker still holds a copy
-        outbox.close()
+        self._outbox.shutdown(socket.SHUT_RDWR)  # ends the thread, also where a forked worker still holds a copy
+        self._outbox.close()
+        self._outbox = None
 
     def _read(self, inbox: socket.socket) -> None:
         with inbox:

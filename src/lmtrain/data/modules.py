@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from lmtrain.config import batch_split
 from lmtrain.data import order
 from lmtrain.orphans import end_with_parent
+from lmtrain.stop_signals import SIGNALS
 from lmtrain.strategies.data_parallel import data_parallel
 
 MicroBatch = dict[str, torch.Tensor]
@@ -179,11 +180,10 @@ class TokenDataModule(pl.LightningDataModule):
 
 
 def start_worker(trains: int, _worker: int) -> None:
-    """Workers leave SIGINT, SIGTERM and SIGUSR1 to the process `trains`, which saves first, and end with it.
+    """Workers leave the signals that stop a run to the process `trains`, which saves first, and end with it.
 
     Torch's own watch misses a parent that died before the worker had begun: such workers would stay for ever.
     """
-    for name in ("SIGINT", "SIGTERM", "SIGUSR1"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
     end_with_parent(trains, signal.SIGKILL)

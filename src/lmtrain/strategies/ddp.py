@@ -11,8 +11,8 @@ from lmtrain import checkpoint as store
 
 
 class DDPStrategy(strategies.DDPStrategy):
-    def __init__(self, **options: Any) -> None:
-        super().__init__(gradient_as_bucket_view=True, **options)  # else all gradients are held twice
+    def __init__(self) -> None:
+        super().__init__(gradient_as_bucket_view=True)  # else all gradients are held twice
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Mapped: a node's ranks share one copy of what they would read once each."""
