@@ -63,8 +63,10 @@ def test_signal_saves_stops_and_resumes_equal(
     wait_for_step(process, run_dir, 12)
     # To the whole group where there are loader workers, as a scheduler and a terminal do.
     os.killpg(process.pid, number) if workers else process.send_signal(number)
+    asked = time.monotonic()
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 75, output
+    assert time.monotonic() - asked < 20
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["status"] == "preempted"
     last_logged = max(row["step"] for row in read_jsonl(run_dir / "metrics.jsonl"))
@@ -117,10 +119,9 @@ def test_a_second_signal_ends_what_hangs(corpus: Path, tmp_path: Path) -> None:
 def test_a_second_signal_ends_a_save(corpus: Path, tmp_path: Path) -> None:
     run_dir, marker = tmp_path / "run", tmp_path / "saving"
     settings = [*LONG, "trainer.val_check_interval=null"]
-    slow = f"callbacks.extra=[{{_target_: slow.SlowSave, marker: {marker}}}]"
+    # The first signal comes past a save at 100, which SlowSave lets through.
+    slow = f"callbacks.extra=[{{_target_: slow.StopAt, step: 150}}, {{_target_: slow.SlowSave, marker: {marker}}}]"
     process = start(corpus, run_dir, *settings, slow, "run.allow_target=[slow]")
-    wait_for_step(process, run_dir, 105)  # past a save at 100, which SlowSave lets through
-    process.send_signal(signal.SIGTERM)
     while not marker.exists():
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.02)
@@ -130,7 +131,7 @@ def test_a_second_signal_ends_a_save(corpus: Path, tmp_path: Path) -> None:
     process.communicate(timeout=60)
     assert process.returncode == -signal.SIGTERM
     kept = store.scan(run_dir / "checkpoints")
-    assert store.step_of(kept[-1]) % 100 == 0
+    assert store.step_of(kept[-1]) == 100
     assert store.damage(kept[-1]) is None
 
 
@@ -149,13 +150,16 @@ def test_a_long_validation_is_interrupted_and_owed(corpus: Path, tmp_path: Path)
     whole = tmp_path / "whole"
     assert train(corpus, whole, *settings).returncode == 0
     run_dir = tmp_path / "run"
-    extra = ["callbacks.extra=[{_target_: slow.SlowValidation, seconds: 5}]", "run.allow_target=[slow]"]
+    batches = tmp_path / "batches"
+    slow = f"callbacks.extra=[{{_target_: slow.SlowValidation, seconds: 5, marker: {batches}}}]"
+    extra = [slow, "run.allow_target=[slow]"]
     process = start(corpus, run_dir, *settings, *extra)
     wait_for_step(process, run_dir, 3)
     time.sleep(0.5)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 75, output
+    assert batches.read_text() == "1", "of three batches the first alone was begun"
     assert not any("val/loss" in row for row in read_jsonl(run_dir / "metrics.jsonl"))
     assert train(corpus, run_dir, *settings).returncode == 0
     assert stable_rows(run_dir) == stable_rows(whole)
