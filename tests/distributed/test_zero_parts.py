@@ -13,9 +13,11 @@ import pytest
 def test_ranks_take_their_parts_of_a_model_that_rank_0_has(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    # What is freed goes back to the system at once: glibc keeps up to 32 MiB a piece, two blocks of this model.
+    env = {**os.environ, "DS_ACCELERATOR": "cpu", "MALLOC_MMAP_THRESHOLD_": "1000000"}
     done = subprocess.run(
         [*command, str(Path(__file__).with_name("zero_parts.py")), str(tmp_path)],
-        capture_output=True, text=True, timeout=600, env={**os.environ, "DS_ACCELERATOR": "cpu"},
+        capture_output=True, text=True, timeout=600, env=env,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     zero, one = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
@@ -27,4 +29,5 @@ def test_ranks_take_their_parts_of_a_model_that_rank_0_has(tmp_path: Path) -> No
         assert found["kept"] == 0
         assert found["parts"] == pytest.approx(found["whole"] / 2, rel=0.01)
     block = 4 * (4 * 512 * 512 + 3 * 512 * 2048)
-    assert one["peak"] < one["parts"] + 2.5 * block  # one block whole, and what broadcasts need: not a whole model
+    print(f"beside its parts the rank held {(one['peak'] - one['parts']) / block:.2f} blocks")
+    assert one["peak"] < one["parts"] + block  # gathered tensor by tensor, and what broadcasts need
