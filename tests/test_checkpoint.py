@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from lmtrain import checkpoint as store
+from lmtrain import retention
+from lmtrain.checkpoint_io import FolderCheckpointIO
 from lmtrain.errors import RunError, UserError
 
 
@@ -24,14 +26,14 @@ def content(step: int, score: float | None = None) -> dict[str, Any]:
 
 def save(folder: Path, step: int, score: float | None = None) -> Path:
     path = folder / store.name_of(step)
-    store.FolderCheckpointIO().save_checkpoint(content(step, score), path)
+    FolderCheckpointIO().save_checkpoint(content(step, score), path)
     return path
 
 
 def test_round_trip(tmp_path: Path) -> None:
     path = save(tmp_path, 5, 1.5)
     assert store.damage(path) is None
-    loaded = store.FolderCheckpointIO().load_checkpoint(path)
+    loaded = FolderCheckpointIO().load_checkpoint(path)
     assert torch.equal(loaded["state_dict"]["w"], torch.full((100,), 5.0))
     assert loaded["global_step"] == 5
     assert store.read_manifest(path)["metrics"] == {"val/loss": 1.5}
@@ -102,29 +104,29 @@ def test_a_full_disk_leaves_the_checkpoints_before_it(tmp_path: Path, monkeypatc
 
 
 def test_retention() -> None:
-    scores: store.Scores = [(100, 3.0), (200, 1.0), (300, None), (400, 2.0), (500, 2.5)]
-    assert store.to_keep(scores, last=2, best=1, every=None, mode="min") == {200, 400, 500}
-    assert store.to_keep(scores, last=1, best=2, every=None, mode="min") == {200, 400, 500}
-    assert store.to_keep(scores, last=1, best=1, every=300, mode="max") == {100, 300, 500}
-    assert store.to_keep(scores, last=1, best=0, every=None, mode="min") == {500}
+    scores: retention.Scores = [(100, 3.0), (200, 1.0), (300, None), (400, 2.0), (500, 2.5)]
+    assert retention.to_keep(scores, last=2, best=1, every=None, mode="min") == {200, 400, 500}
+    assert retention.to_keep(scores, last=1, best=2, every=None, mode="min") == {200, 400, 500}
+    assert retention.to_keep(scores, last=1, best=1, every=300, mode="max") == {100, 300, 500}
+    assert retention.to_keep(scores, last=1, best=0, every=None, mode="min") == {500}
 
 
 def test_best_is_the_earliest_of_equals() -> None:
-    assert store.best_of([(1, 2.0), (2, 1.0), (3, 1.0)], "min") == 2
-    assert store.best_of([(1, None)], "min") is None
+    assert retention.best_of([(1, 2.0), (2, 1.0), (3, 1.0)], "min") == 2
+    assert retention.best_of([(1, None)], "min") is None
 
 
 def test_removal_cut_short_leaves_nothing_that_looks_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save(tmp_path, 1)
     monkeypatch.setattr(shutil, "rmtree", lambda *a, **k: None)  # killed before a byte was removed
-    store.FolderCheckpointIO().remove_checkpoint(path)
+    FolderCheckpointIO().remove_checkpoint(path)
     assert store.scan(tmp_path) == []
 
 
 def test_links_are_relative_so_a_run_can_be_moved(tmp_path: Path) -> None:
     folder = tmp_path / "run" / "checkpoints"
     folder.mkdir(parents=True)
-    store.link(folder, "best", save(folder, 4))
+    retention.link(folder, "best", save(folder, 4))
     (tmp_path / "run").rename(tmp_path / "moved")
     assert store.damage(tmp_path / "moved" / "checkpoints" / "best") is None
 
@@ -140,6 +142,6 @@ def test_a_score_that_is_no_number_is_never_the_best() -> None:
     nan = float("nan")
     for scores in ([(1, nan), (2, 3.0), (3, 2.0)], [(1, 2.0), (2, nan), (3, 1.0)], [(1, 3.0), (2, 2.0), (3, nan)]):
         finite = {step: score for step, score in scores if score == score}
-        assert store.best_of(scores, "min") == min(finite, key=finite.__getitem__)
-        assert store.best_of(scores, "max") == max(finite, key=finite.__getitem__)
-    assert store.best_of([(1, nan)], "min") is None
+        assert retention.best_of(scores, "min") == min(finite, key=finite.__getitem__)
+        assert retention.best_of(scores, "max") == max(finite, key=finite.__getitem__)
+    assert retention.best_of([(1, nan)], "min") is None

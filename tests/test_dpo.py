@@ -403,15 +403,14 @@ def test_a_resumed_run_is_the_same_run(name: str, pairs: Path, llama: Path, tmp_
     assert ended.code == 0, ended.err
     assert "continues after step 3" in " ".join(ended.out.replace("│", " ").split())
     assert logged(cut) == logged(whole)
-    load = store.FolderCheckpointIO().load_checkpoint
-    a, b = (load(store.scan(folder / "checkpoints")[-1])["state_dict"] for folder in (cut, whole))
+    a, b = (store.load(store.scan(folder / "checkpoints")[-1])["state_dict"] for folder in (cut, whole))
     assert a.keys() == b.keys()
     assert all(torch.equal(a[key], b[key]) for key in a)
 
 
 def test_the_reference_is_in_no_checkpoint_and_no_optimizer(pairs: Path, llama: Path, tmp_path: Path) -> None:
     assert dpo(pairs, llama, tmp_path / "run", *LLAMA, "trainer.max_steps=1").code == 0
-    saved = store.FolderCheckpointIO().load_checkpoint(store.scan(tmp_path / "run" / "checkpoints")[-1])
+    saved = store.load(store.scan(tmp_path / "run" / "checkpoints")[-1])
     _, _, objective = built(pairs, llama, *LLAMA)
     names = {f"model.{name}" for name in objective.model.state_dict()}
     assert set(saved["state_dict"]) == names

@@ -26,7 +26,7 @@ from lmtrain.callbacks.preemption import Preemption
 from lmtrain.callbacks.progress import PlainLines, RichBar
 from lmtrain.callbacks.samples import Samples
 from lmtrain.callbacks.validation import Validation
-from lmtrain.checkpoint import FolderCheckpointIO
+from lmtrain.checkpoint_io import FolderCheckpointIO
 from lmtrain.checks import time_limit_seconds
 from lmtrain.config import horizon
 from lmtrain.corpus import Corpus, build_corpus

@@ -1,4 +1,4 @@
-"""Checkpoints: folders `step_00000500` that are complete or absent, found and pruned by scanning.
+"""Checkpoints: folders `step_00000500` that are complete or absent, found by scanning.
 
 Written under a temporary name beside their place, synced, renamed; a manifest written last lists every file with its
 size and SHA-256, so a damaged one is seen. Two files: model.pt (weights) and trainer.pt (optimizer, progress,
@@ -9,17 +9,14 @@ callbacks). Both hold plain containers and tensors only and are loaded with weig
 import contextlib
 import hashlib
 import json
-import math
 import os
 import re
 import shutil
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.plugins.io import CheckpointIO
 
 from lmtrain import shared_file
 from lmtrain.errors import RunError, UserError, reason
@@ -107,7 +104,7 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _write(file: Path, content: Any) -> dict[str, Any]:
+def write(file: Path, content: Any) -> dict[str, Any]:
     with file.open("wb") as handle:
         torch.save(content, handle)
         handle.flush()
@@ -147,8 +144,8 @@ def publish(checkpoint: dict[str, Any], path: Path) -> None:
         temporary.mkdir(parents=True)
         rest = {key: value for key, value in checkpoint.items() if key != "state_dict"}
         files = {
-            "model.pt": _write(temporary / "model.pt", checkpoint["state_dict"]),
-            "trainer.pt": _write(temporary / "trainer.pt", rest),
+            "model.pt": write(temporary / "model.pt", checkpoint["state_dict"]),
+            "trainer.pt": write(temporary / "trainer.pt", rest),
         }
         put_in_place(checkpoint, files, temporary, path)
 
@@ -181,126 +178,8 @@ def explained(path: Path, temporary: Path | None) -> Iterator[None]:
         ) from error
 
 
-class FolderCheckpointIO(CheckpointIO):
-    """Lightning's checkpoint dict to and from a folder.
-
-    With `background`, a save copies the tensors to host memory and returns; a thread writes. The next save, and the end
-    of training, wait for it and raise its error. `published` is called after each checkpoint is in place.
-    """
-
-    def __init__(self, background: bool = False) -> None:
-        self.background = background
-        self.published: Callable[[], None] = lambda: None
-        self._writer: threading.Thread | None = None
-        self._error: BaseException | None = None
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        self.wait()
-        if self.background:
-            checkpoint = torch.utils._pytree.tree_map_only(
-                torch.Tensor, lambda t: t.detach().to("cpu", copy=True), checkpoint
-            )
-        self._run(lambda: self._publish(checkpoint, Path(path)))
-
-    def _publish(self, checkpoint: dict[str, Any], path: Path) -> None:
-        publish(checkpoint, path)
-        self.published()
-
-    def save_together(self, prepare: Callable[[bool], Callable[[], bool] | None]) -> None:
-        """Writes this rank's part of a checkpoint.
-
-        Args:
-            prepare: given whether training goes on while it is written, it takes the values and returns the job, which
-                says whether it published the checkpoint; None where there is nothing to do.
-        """
-        self.wait()
-        job = prepare(self.background)
-        if job is not None:
-            self._run(lambda: self.published() if job() else None)
-
-    def _run(self, write: Callable[[], None]) -> None:
-        """Now, or beside the training."""
-        if not self.background:
-            write()
-            return
-        self._writer = threading.Thread(target=self._write_beside, args=(write,), name="checkpoint")
-        self._writer.start()
-
-    def _write_beside(self, write: Callable[[], None]) -> None:
-        try:
-            write()
-        except BaseException as error:  # raised where the training thread waits
-            self._error = error
-
-    def wait(self) -> None:
-        """Waits for a save in flight; raises its error."""
-        if self._writer is not None:
-            self._writer.join()
-            self._writer = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    def teardown(self) -> None:
-        self.wait()
-
-    def load_checkpoint(
-        self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        return load(Path(path))
-
-    def remove_checkpoint(self, path: str | Path) -> None:
-        """Renamed first: a removal that is cut short leaves nothing that looks complete."""
-        path = Path(path)
-        doomed = path.with_name(f"{path.name}.tmp{os.getpid()}")
-        os.rename(path, doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
-
-
-Scores = list[tuple[int, float | None]]  # (step, validation score if that step was validated)
-
-
-def scores(folder: Path, monitor: str) -> Scores:
-    """Each checkpoint's step and its value of `monitor`, from the manifests; a damaged manifest scores nothing.
-
-    Interim ones, which a run left alone would not have made, are not among them.
-    """
-    found: Scores = []
-    for path in scan(folder):
-        try:
-            manifest = read_manifest(path)
-            if not manifest.get("interim", False):
-                found.append((step_of(path), manifest["metrics"].get(monitor)))
-        except (OSError, json.JSONDecodeError, KeyError):
-            found.append((step_of(path), None))
-    return found
-
-
-def _ranked(scores: Scores, mode: str) -> list[int]:
-    """Steps with a finite score, best first; of equal ones the earlier."""
-    sign = 1 if mode == "min" else -1
-    scored = [(sign * score, step) for step, score in scores if score is not None and math.isfinite(score)]
-    return [step for _, step in sorted(scored)]
-
-
-def best_of(scores: Scores, mode: str) -> int | None:
-    """The best step, or None if none has a score."""
-    return next(iter(_ranked(scores, mode)), None)
-
-
-def to_keep(scores: Scores, last: int, best: int, every: int | None, mode: str) -> set[int]:
-    """The steps whose checkpoints stay: the newest `last`, the best `best`, each that divides by `every`."""
-    steps = sorted(step for step, _ in scores)
-    keep = set(steps[-last:]) | set(_ranked(scores, mode)[:best])
-    return keep | {step for step in steps if every and step % every == 0}
-
-
-def link(folder: Path, name: str, target: Path) -> None:
-    """Points the relative link checkpoints/<name> at a checkpoint, replacing an older one atomically."""
-    temporary = folder / f"{name}.tmp{os.getpid()}"
-    try:
-        temporary.unlink(missing_ok=True)
-        os.symlink(target.name, temporary)
-        os.replace(temporary, folder / name)
-    except OSError:
-        temporary.unlink(missing_ok=True)  # a file system without links: summary.json names them as well
+def remove(path: Path) -> None:
+    """Renamed first: a removal that is cut short leaves nothing that looks complete."""
+    doomed = path.with_name(f"{path.name}.tmp{os.getpid()}")
+    os.rename(path, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)

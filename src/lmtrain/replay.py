@@ -14,6 +14,7 @@ from rich.table import Table
 
 from lmtrain import build, devices, resume, run_dir
 from lmtrain import checkpoint as store
+from lmtrain.checkpoint_io import FolderCheckpointIO
 from lmtrain.errors import FINISHED, UserError
 from lmtrain.objectives.base import Objective
 from lmtrain.run_dir import RunDir
@@ -54,7 +55,7 @@ def replay(config: Config) -> int:
         enable_model_summary=False,
         use_distributed_sampler=False,
         callbacks=[microscope],
-        plugins=[store.FolderCheckpointIO()],
+        plugins=[FolderCheckpointIO()],
     )
     datamodule = build.build_datamodule(config, corpus, step + 1)
     console = Console()

@@ -14,7 +14,7 @@ import numpy as np
 from rich.table import Table
 
 from lmtrain import checkpoint as store
-from lmtrain import cli
+from lmtrain import cli, retention
 from lmtrain.errors import RunError
 from lmtrain.train import asked
 
@@ -36,8 +36,8 @@ def versions() -> dict[str, str]:
 def write_summary(run: "Run", status: str, started: float, error: BaseException | None = None) -> dict[str, Any]:
     """summary.json: written last, so its presence says that the run has ended and how."""
     checkpoints = store.scan(run.dir.checkpoints)
-    scores = store.scores(run.dir.checkpoints, run.config.checkpoint.monitor)
-    best = store.best_of(scores, run.config.checkpoint.mode)
+    scores = retention.scores(run.dir.checkpoints, run.config.checkpoint.monitor)
+    best = retention.best_of(scores, run.config.checkpoint.mode)
     metrics = run.metrics
     summary = {
         "status": status,

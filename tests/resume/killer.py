@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lmtrain import checkpoint as store
+from lmtrain import retention
 
 
 class KillAt(pl.Callback):
@@ -33,7 +34,7 @@ class KillAt(pl.Callback):
         if not self.due(trainer) or self.rank != 0:
             return
         name = store.name_of(self.step)
-        write, rename, prune = store._write, os.rename, store.to_keep
+        write, rename, prune = store.write, os.rename, retention.to_keep
 
         def write_then_die(file: Any, content: Any) -> Any:
             if name in str(file) and file.name == "trainer.pt":
@@ -54,11 +55,11 @@ class KillAt(pl.Callback):
             return prune(*args)
 
         if self.place == "mid_save":
-            store._write = write_then_die
+            store.write = write_then_die
         if self.place in ("before_publish", "mid_prune"):
             os.rename = die_before_rename
         if self.place == "before_prune":
-            store.to_keep = die_before_prune
+            retention.to_keep = die_before_prune
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, *_: Any) -> None:
         if self.place == "mid_step" and trainer.global_step == self.step and self.due(trainer):

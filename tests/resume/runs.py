@@ -75,9 +75,8 @@ def assert_equal_runs(a: Path, b: Path) -> None:
     kept_a, kept_b = store.scan(a / "checkpoints"), store.scan(b / "checkpoints")
     assert [p.name for p in kept_a] == [p.name for p in kept_b]
     for x, y in zip(kept_a, kept_b, strict=True):
-        load = store.FolderCheckpointIO().load_checkpoint
         assert store.read_manifest(x)["metrics"] == store.read_manifest(y)["metrics"]
-        assert_equal(*without_validation(load(x), load(y)), x.name)
+        assert_equal(*without_validation(store.load(x), store.load(y)), x.name)
     for name in ("last", "best"):
         assert os.readlink(a / "checkpoints" / name) == os.readlink(b / "checkpoints" / name)
 

@@ -51,13 +51,13 @@ class SlowDisk(pl.Callback):
         self.seconds = seconds
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        write = store._write
+        write = store.write
 
         def write_slowly(file: Path, content: Any) -> dict[str, Any]:
             time.sleep(self.seconds)
             return write(file, content)
 
-        store._write = write_slowly
+        store.write = write_slowly
 
 
 class StopAt(pl.Callback):

@@ -13,7 +13,9 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint
 
 from lmtrain import checkpoint as store
+from lmtrain import retention
 from lmtrain.callbacks.metrics import Metrics
+from lmtrain.checkpoint_io import FolderCheckpointIO
 from lmtrain.schema import Checkpoint as CheckpointConfig
 
 
@@ -41,17 +43,17 @@ class Checkpoints(Checkpoint):
         val = self.metrics.last_val
         return val.get(self.cfg.monitor) if val.get("step") == step else None
 
-    def _best_so_far(self, step: int, io: store.FolderCheckpointIO) -> bool:
+    def _best_so_far(self, step: int, io: FolderCheckpointIO) -> bool:
         score = self._score(step)
         with self.metrics.clock.pause():
             io.wait()  # one in flight has no manifest yet
-        earlier = store.scores(self.folder, self.cfg.monitor)
-        return store.best_of([*earlier, (step, score)], self.cfg.mode) == step
+        earlier = retention.scores(self.folder, self.cfg.monitor)
+        return retention.best_of([*earlier, (step, score)], self.cfg.mode) == step
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """A run killed between its last save and what follows has no later save that would do it."""
         if trainer.is_global_zero and store.scan(self.folder):
-            self.prune(io_of(trainer))
+            self.prune()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """A validation that was owed has just been made: its checkpoint gets the score.
@@ -61,7 +63,7 @@ class Checkpoints(Checkpoint):
         path, found = self.folder / store.name_of(trainer.global_step), self._metrics_of(trainer.global_step)
         interim = not self.due(trainer)
         if trainer.is_global_zero and found and path.exists() and store.add_metrics(path, found, interim):
-            self.prune(io_of(trainer))
+            self.prune()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -74,7 +76,7 @@ class Checkpoints(Checkpoint):
 
     def save(self, trainer: pl.Trainer) -> None:
         io = io_of(trainer)
-        io.published = lambda: self.prune(io)
+        io.published = self.prune
         trainer.save_checkpoint(self.folder / store.name_of(trainer.global_step))
 
     def on_save_checkpoint(
@@ -88,21 +90,21 @@ class Checkpoints(Checkpoint):
         val = self.metrics.last_val
         return {k: v for k, v in val.items() if k != "step"} if val.get("step") == step else {}
 
-    def prune(self, io: store.FolderCheckpointIO) -> None:
+    def prune(self) -> None:
         """Removes what retention does not keep, by scanning the folder: nothing is remembered, nothing can be stale."""
         found = {store.step_of(p): p for p in store.scan(self.folder)}
-        scores, cfg = store.scores(self.folder, self.cfg.monitor), self.cfg
-        keep = store.to_keep(scores, cfg.keep_last, cfg.keep_best, cfg.keep_every, cfg.mode) | {max(found)}
-        store.link(self.folder, "last", found[max(found)])
-        best = store.best_of(scores, cfg.mode)
+        scores, cfg = retention.scores(self.folder, self.cfg.monitor), self.cfg
+        keep = retention.to_keep(scores, cfg.keep_last, cfg.keep_best, cfg.keep_every, cfg.mode) | {max(found)}
+        retention.link(self.folder, "last", found[max(found)])
+        best = retention.best_of(scores, cfg.mode)
         if best is not None:
-            store.link(self.folder, "best", found[best])
+            retention.link(self.folder, "best", found[best])
         for step in found.keys() - keep:
-            io.remove_checkpoint(found[step])
+            store.remove(found[step])
 
 
-def io_of(trainer: pl.Trainer) -> store.FolderCheckpointIO:
+def io_of(trainer: pl.Trainer) -> FolderCheckpointIO:
     """What writes the run's checkpoints."""
     io = trainer.strategy.checkpoint_io
-    assert isinstance(io, store.FolderCheckpointIO)
+    assert isinstance(io, FolderCheckpointIO)
     return io

@@ -17,6 +17,7 @@ from lightning.pytorch.strategies.strategy import Strategy
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lmtrain import checkpoint as store
+from lmtrain.checkpoint_io import FolderCheckpointIO
 from lmtrain.models.trainable import trainable_names
 from lmtrain.objectives.base import Objective
 from lmtrain.schema import Fsdp
@@ -76,7 +77,7 @@ class FSDPStrategy(ModelParallelStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         io = self.checkpoint_io
-        if self.options.sharded_checkpoint and isinstance(io, store.FolderCheckpointIO):
+        if self.options.sharded_checkpoint and isinstance(io, FolderCheckpointIO):
             io.save_together(lambda copy: sharded_checkpoint.prepare(checkpoint, Path(filepath), copy))
         else:
             Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)

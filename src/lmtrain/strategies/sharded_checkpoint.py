@@ -53,7 +53,7 @@ def prepare(checkpoint: dict[str, Any], path: Path, copy: bool) -> Callable[[], 
             notes = _gather(temporary, ranks)
             parts = {name: [part for note in notes for part in note[name]] for name in files}
             written = {name: {"bytes": layouts[name].size, "parts": parts[name]} for name in files}
-            written["trainer.pt"] = store._write(temporary / "trainer.pt", rest)
+            written["trainer.pt"] = store.write(temporary / "trainer.pt", rest)
             store.put_in_place(checkpoint, written, temporary, path)
         return True
 
