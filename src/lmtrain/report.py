@@ -100,9 +100,8 @@ def say_how_to_go_on(run: "Run") -> None:
     typed = shlex.split(os.environ[cli.TYPED]) if cli.TYPED in os.environ else sys.argv[1:]
     words = [w for w in typed if not w.startswith(("run.resume=", "run.dir="))]
     command = shlex.join(["python", "-m", "lmtrain.train", *words, f"run.dir={run.dir.path}", "run.resume=auto"])
-    reason = run.preemption.reason or "a signal to another rank"
     run.console.print(
-        f"stopped by {reason} at step {run.trainer.global_step:,} of {run.total_steps:,}; "
+        f"stopped by {run.preemption.why()} at step {run.trainer.global_step:,} of {run.total_steps:,}; "
         f"the checkpoint is written. Go on with:"
     )
     print(f"  {command}", flush=True)

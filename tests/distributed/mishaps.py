@@ -32,7 +32,7 @@ class BreaksEarly(pl.Callback):
     def __init__(self, rank: int) -> None:
         self.rank = rank
 
-    def setup(self, trainer: pl.Trainer, *_: object) -> None:
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if trainer.global_rank == self.rank:
             raise ZeroDivisionError(f"a mistake on rank {self.rank}")
         time.sleep(60)

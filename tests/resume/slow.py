@@ -71,6 +71,18 @@ class StopAt(pl.Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+class StopOneThenAll(StopAt):
+    """The last rank gets its SIGTERM in this step, the others only when what it asked for is saved."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_rank == trainer.world_size - 1:
+            super().on_train_batch_start(trainer)
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.should_stop and trainer.global_rank < trainer.world_size - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
 class StopInC(StopAt):
     """SIGTERM at the start of a step and again `again` seconds later, while the main thread is in C and stays there.
 

@@ -136,9 +136,10 @@ def test_a_second_signal_ends_a_save(corpus: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_time_limit(corpus: Path, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    done = train(corpus, run_dir, *LONG, "trainer.max_steps=100000", "run.time_limit=00:00:08")
+@pytest.mark.parametrize("devices", [1, 2])
+def test_time_limit(devices: int, corpus: Path, tmp_path: Path) -> None:
+    run_dir, settings = tmp_path / "run", [*LONG, "data.micro_batch_size=3", f"trainer.devices={devices}"]
+    done = train(corpus, run_dir, *settings, "trainer.max_steps=100000", "run.time_limit=00:00:08")
     assert done.returncode == 75, done.stdout + done.stderr
     assert "stopped by run.time_limit" in done.stdout
     assert store.scan(run_dir / "checkpoints")

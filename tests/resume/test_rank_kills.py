@@ -103,6 +103,14 @@ def test_a_signal_to_any_process_stops_all_at_one_step(strategy: str, corpus: Pa
     assert_equal_runs(tmp_path / "whole", run_dir)
 
 
+@pytest.mark.slow
+def test_a_signal_that_reaches_the_first_rank_last_is_named(corpus: Path, tmp_path: Path) -> None:
+    stop = ["callbacks.extra=[{_target_: slow.StopOneThenAll, step: 5}]", "run.allow_target=[slow]"]
+    done = train(corpus, tmp_path / "run", *RANKS, *stop)
+    assert done.returncode == 75, done.stdout + done.stderr
+    assert "stopped by SIGTERM at step" in done.stdout
+
+
 def send(parent: int, target: str) -> None:
     if target == "group":
         os.killpg(parent, signal.SIGTERM)

@@ -55,6 +55,8 @@ class Preemption(pl.Callback):
     # Not earlier: until the devices hold the model there is nothing to save, and a signal ends the process.
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.signals.listen()
+        if not trainer.is_global_zero:
+            self.deadline = None  # the first rank's clock is the run's: it tells the others, and the user
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.interrupted_validation:  # the one that was owed: its checkpoint is there
@@ -65,6 +67,10 @@ class Preemption(pl.Callback):
             past = self.deadline is not None and time.time() >= self.deadline
             self.reason = self.signals.first or ("run.time_limit" if past else None)
         return self.reason is not None
+
+    def why(self) -> str:
+        """What asked for the stop. A signal to all ranks may have reached this one after another had told it."""
+        return self.reason or self.signals.first or "a signal to another rank"
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
