@@ -12,6 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from inprocess import run, snapshot, train_tiny
 from lmtrain import checkpoint as store
 from lmtrain import config as rules
+from lmtrain import run_dir
 from lmtrain.callbacks.metrics import without_times
 from lmtrain.run_dir import RunDir, locate
 from support import TINY, rows
@@ -113,6 +114,17 @@ def test_unnamed_runs_get_folders_of_their_own(corpus: Path, here: Path) -> None
     for name in names:
         assert re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d(_\d+)?", name)
         assert abs((datetime.now() - datetime.strptime(name[:19], "%Y-%m-%d_%H-%M-%S")).total_seconds()) < 600
+
+
+def test_runs_that_begin_in_the_same_second_share_no_folder(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both have looked before either makes its folder."""
+    config = rules.check(rules.compose([]))
+    taken, free = here / "2030-01-01_00-00-00", here / "2030-01-01_00-00-00_1"
+    taken.mkdir()
+    found = iter([taken, free])
+    monkeypatch.setattr(run_dir, "locate", lambda _: next(found))
+    assert run_dir.open_run(config).path == free
+    assert config.run.dir == str(free)
 
 
 def test_where_a_run_lives(here: Path) -> None:

@@ -1,13 +1,16 @@
 """`lmtrain.verify` says yes to exact resume, and would say no."""
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from lmtrain import checkpoint as store
-from lmtrain.verify import differences
+from lmtrain.errors import RunError
+from lmtrain.verify import _kill_after, differences
 from support import TINY, Run
 
 
@@ -35,3 +38,9 @@ def test_a_difference_is_found(corpus: Path, tmp_path: Path, lmtrain: Run) -> No
     problems = differences(a, b)
     assert any("step 2 differs in tokens_seen: 384 against 385" in p for p in problems)
     assert any(f"of {len(weights)} weights differ, {name} first" in p for p in problems)
+
+
+def test_a_run_that_ends_before_it_is_killed_proves_nothing(tmp_path: Path) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE, text=True)
+    with pytest.raises(RunError, match="nothing is proved"):
+        _kill_after(ended, tmp_path / "metrics.jsonl", 3)

@@ -155,4 +155,4 @@ def rank_main(config_path: Path) -> int:
 
 
 if __name__ == "__main__":
-    world.leave(rank_main(Path(sys.argv[1])))
+    world.leave_after(lambda: rank_main(Path(sys.argv[1])))

@@ -153,24 +153,31 @@ def open_run(config: Config) -> RunDir:
     run = RunDir(path)
     if path.exists() and not path.is_dir():
         raise UserError(f"run.dir={path} is a file: name a folder")
-    holds_run = run.config.exists()
-    if holds_run and resume_mode(config) == "none":
-        raise UserError(
-            f"{path} holds a run already, and nothing in it is overwritten: continue it with run.resume=auto, "
-            f"or choose another run.dir or run.name"
-        )
-    if path.is_dir() and not holds_run and foreign_files(run):
+    refuse_to_overwrite(run, config)
+    if path.is_dir() and not run.config.exists() and foreign_files(run):
         raise UserError(f"{path} holds files that are not a run of lmtrain's: choose another run.dir or run.name")
+    named = config.run.dir is not None or config.run.name is not None
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(parents=True, exist_ok=named)
         run.checkpoints.mkdir(exist_ok=True)
         probe = path / f"probe.tmp{os.getpid()}"
         probe.write_text("")
         probe.unlink()
     except OSError as error:
+        if isinstance(error, FileExistsError) and not named:
+            return open_run(config)  # a run that began in the same second has taken the name
         raise UserError(f"cannot write the run folder {path}: {error.strerror}; set run.dir to one you can") from None
     config.run.dir = str(path)
     return run
+
+
+def refuse_to_overwrite(run: RunDir, config: Config) -> None:
+    """UserError where the folder holds a run that `config` does not continue."""
+    if run.config.exists() and resume_mode(config) == "none":
+        raise UserError(
+            f"{run.path} holds a run already, and nothing in it is overwritten: continue it with run.resume=auto, "
+            f"or choose another run.dir or run.name"
+        )
 
 
 def write_config(run: RunDir, config: Config) -> None:

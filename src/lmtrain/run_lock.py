@@ -46,12 +46,24 @@ def _give_back(lock: int | None) -> None:
         os.close(lock)
 
 
+def _try_again(folder: Path) -> tuple[bool, int | None]:
+    """RunError where the other process has left nothing: its config was refused, and its new folder removed."""
+    try:
+        busy, lock = _try(folder)
+        if lock is None or os.path.samestat(os.fstat(lock), os.stat(folder)):
+            return busy, lock
+        _give_back(lock)  # of a folder that is gone
+    except FileNotFoundError:
+        pass
+    raise RunError(f"the run that this one waited for did not begin, and removed {folder}: start this one again")
+
+
 @contextlib.contextmanager
 def held(folder: Path, patience: float = _PATIENCE_SECONDS) -> Iterator[None]:
     """Waits until no other process trains in the folder, and keeps others out.
 
     Raises:
-        RunError: the other one is still there after `patience` seconds.
+        RunError: the other one is still there after `patience` seconds, or has removed the folder.
     """
     busy, lock = _try(folder)
     if busy:
@@ -64,7 +76,7 @@ def held(folder: Path, patience: float = _PATIENCE_SECONDS) -> Iterator[None]:
                 f"let it finish or end it, or give this run another run.name"
             )
         time.sleep(0.2)
-        busy, lock = _try(folder)
+        busy, lock = _try_again(folder)
     try:
         yield
     finally:

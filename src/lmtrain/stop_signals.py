@@ -18,8 +18,9 @@ from typing import Any
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name))
 
 # Signals that come together are one request: a scheduler may signal a process and its launcher, which passes it on, and
-# Linux sends PR_SET_PDEATHSIG (orphans.py) again for each thread of a killed parent.
-_ONE_REQUEST_SECONDS = 1.0
+# Linux sends PR_SET_PDEATHSIG (orphans.py) again for each thread of a killed parent. On a machine with too much to do
+# the launcher's comes late.
+_ONE_REQUEST_SECONDS = 2.0
 
 
 class StopSignals:
@@ -36,8 +37,8 @@ class StopSignals:
         """From now on; the main thread calls it."""
         inbox, self._outbox = socket.socketpair()
         self._outbox.setblocking(False)
-        self._handlers = {number: signal.signal(number, _do_nothing) for number in SIGNALS}
         self._wakeup_fd = signal.set_wakeup_fd(self._outbox.fileno(), warn_on_full_buffer=False)
+        self._handlers = {number: signal.signal(number, _do_nothing) for number in SIGNALS}
         threading.Thread(target=self._read, args=(inbox,), name="signals", daemon=True).start()
 
     @property

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lmtrain import cli, errors, ranks, run_dir
+from lmtrain import cli, errors, ranks, run_dir, run_lock
 from lmtrain.config import split_over
 from lmtrain.errors import RunError, UserError
 from lmtrain.run_dir import RunDir
@@ -61,16 +61,22 @@ def run_in_process(config: Config, folder: RunDir) -> int:
     """One rank, or the whole run on one device. Torch is imported here, not before."""
     from rich.console import Console
 
-    from lmtrain import run_lock, world
+    from lmtrain import world
 
     started = time.time()
     world.connect(config.trainer.accelerator)
     console = Console(quiet=os.environ.get("RANK", "0") != "0")
     with contextlib.ExitStack() as stack:
-        world.together(lambda: stack.enter_context(run_lock.held(folder.path)) if world.rank() == 0 else None)
+        world.together(lambda: take(folder, config, stack) if world.rank() == 0 else None)
         run, checkpoint, notes = prepare_run(config, folder, console, started)
         world.from_first(lambda: write_what_runs(folder, config, run.corpus.tokenizer))
         return fit_and_export(run, checkpoint, notes, started)
+
+
+def take(folder: RunDir, config: Config, stack: contextlib.ExitStack) -> None:
+    """Keeps other processes out of the folder until `stack` ends."""
+    stack.enter_context(run_lock.held(folder.path))
+    run_dir.refuse_to_overwrite(folder, config)  # one that was waited for began after this command had looked
 
 
 def write_what_runs(folder: RunDir, config: Config, tokenizer: Any) -> None:
@@ -165,9 +171,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    ended = main()
     if ranks.started_by() is not None:
-        from lmtrain.world import leave
+        from lmtrain.world import leave_after
 
-        leave(ended)
-    sys.exit(ended)
+        leave_after(main)
+    sys.exit(main())

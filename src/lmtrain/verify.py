@@ -84,14 +84,15 @@ def _finish(process: subprocess.Popen[str]) -> None:
 
 
 def _kill_after(process: subprocess.Popen[str], metrics: Path, step: int) -> None:
-    """SIGKILLs the run as soon as `step` is logged."""
+    """SIGKILLs the run as soon as `step` is logged; RunError if it ends before."""
     while process.poll() is None:
         if any(row["step"] >= step for row in read_jsonl(metrics)):
             process.send_signal(signal.SIGKILL)
-            process.wait()
-            return
+            if process.wait() == -signal.SIGKILL:
+                return
         time.sleep(0.01)
     _finish(process)
+    raise RunError("the run ended before it could be killed, so nothing is proved: the machine is busy, try again")
 
 
 def differences(a: Path, b: Path) -> list[str]:

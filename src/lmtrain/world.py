@@ -9,7 +9,7 @@ from typing import NoReturn, TypeVar
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from lmtrain.errors import RunError, UserError
+from lmtrain.errors import FAILED, RunError, UserError
 
 T = TypeVar("T")
 # Tells ranks of one launcher the folder of the file in which they find each other; unlike a port, nobody takes it.
@@ -46,6 +46,16 @@ def leave(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def leave_after(job: Callable[[], int]) -> NoReturn:
+    """Leaves with the exit code that `job` gives, or after its traceback."""
+    try:
+        code = job()
+    except Exception:
+        sys.excepthook(*sys.exc_info())  # torch's names the rank
+        code = FAILED
+    leave(code)
 
 
 def size() -> int:

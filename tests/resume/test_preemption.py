@@ -111,7 +111,7 @@ def test_a_signal_sent_twice_at_once_is_one_request(corpus: Path, tmp_path: Path
 
 
 def test_a_second_signal_ends_what_hangs(corpus: Path, tmp_path: Path) -> None:
-    done = stop_in_c(corpus, tmp_path / "run", again=1.5, work=300)
+    done = stop_in_c(corpus, tmp_path / "run", again=2.5, work=300)
     assert done.returncode == -signal.SIGTERM, done.stdout + done.stderr
     assert not (tmp_path / "work_done").exists()
 
@@ -125,7 +125,7 @@ def test_a_second_signal_ends_a_save(corpus: Path, tmp_path: Path) -> None:
     while not marker.exists():
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.02)
-    time.sleep(1.5)
+    time.sleep(2.5)
     assert process.poll() is None, "the slow save should still be running"
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)

@@ -1,12 +1,14 @@
 """Two processes never train in one folder at a time."""
 
 import multiprocessing
+import shutil
 import signal
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
-from runs import assert_equal_runs, train
+from runs import assert_equal_runs, command, environment, train
 from test_preemption import LONG, start, wait_for_step
 
 from lmtrain import run_lock
@@ -33,6 +35,43 @@ def test_the_same_command_again_waits_and_goes_on(corpus: Path, tmp_path: Path) 
     assert second.returncode == 0, output
     assert "continues after step" in output
     assert_equal_runs(tmp_path / "whole", run_dir)
+
+
+def start_behind(folder: Path, corpus: Path) -> "subprocess.Popen[str]":
+    """A run that waits for this process, which holds the folder's lock; it continues nothing."""
+    words = [word for word in command(corpus, folder, "data.micro_batch_size=6") if word != "run.resume=auto"]
+    late = subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert late.stdout is not None
+    while "another process is still training in" not in (line := late.stdout.readline()):
+        assert line, "it did not wait"
+    return late
+
+
+def test_a_run_that_was_waited_for_is_not_overwritten(corpus: Path, tmp_path: Path) -> None:
+    """There was none yet when the second command looked."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with run_lock.held(folder):
+        late = start_behind(folder, corpus)
+        (folder / "config.yaml").write_text("of the first\n")
+        (folder / "checkpoints" / "step_00000009").mkdir()
+    output, _ = late.communicate(timeout=600)
+    assert late.returncode == 2, output
+    assert "holds a run already, and nothing in it is overwritten" in output
+    assert (folder / "config.yaml").read_text() == "of the first\n"
+    assert (folder / "checkpoints" / "step_00000009").exists()
+
+
+def test_a_folder_that_goes_while_one_waits_is_a_message(corpus: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with run_lock.held(folder):
+        late = start_behind(folder, corpus)
+        shutil.rmtree(folder)
+    output, _ = late.communicate(timeout=600)
+    assert late.returncode == 1, output
+    assert f"error: the run that this one waited for did not begin, and removed {folder}" in output
+    assert not folder.exists()
 
 
 def hold(folder: Path) -> None:
