@@ -48,7 +48,9 @@ def message(err: str) -> str:
     """The one message on standard error; what may stand before it is how preparing the data went."""
     *before, last = err.splitlines()
     assert last.startswith("error: "), err
-    assert all(line.startswith(("tokenized ", "training a BPE ", "train: ", "val: ")) for line in before), err
+    assert all(
+        line.startswith(("tokenize ", "tokenized ", "training a BPE ", "train: ", "val: ")) for line in before
+    ), err
     return last.removeprefix("error: ")
 
 

@@ -12,7 +12,7 @@ from support import REPO
 
 
 def test_the_pretraining_benchmark_prints_its_table(tmp_path: Path) -> None:
-    command = [sys.executable, str(REPO / "benchmarks" / "pretrain.py"), "--shape=char", "--rounds=1", "--steps=2"]
+    command = [sys.executable, str(REPO / "benchmarks" / "pretrain.py"), "--shape=char", "--rounds=1", "--steps=8"]
     command += ["--warmup=1", "--every=1", "--contenders=bare,lmtrain,nanogpt", f"--json={tmp_path / 'numbers.json'}"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -40,4 +40,4 @@ def test_it_leaves_nothing_behind() -> None:
     assert wakeup() == wakeup_fd
     for thread in set(listeners()) - set(threads):
         thread.join(60)
-    assert listeners() == threads
+    assert set(listeners()) <= set(threads)  # an earlier test's may have ended meanwhile

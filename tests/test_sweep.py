@@ -278,13 +278,16 @@ def test_optuna_on_two_ranks_a_trial(corpus: Path, tmp_path: Path) -> None:
     words = ["sweep=optuna", "sweep.name=mine", "sweep.startup_trials=1", "trainer.devices=2",
              "data.global_batch_size=8", "optimizer.lr=tag(log,interval(1e-4,1e30))"]  # fmt: skip
     folder = tmp_path / "outputs" / "sweeps" / "mine"
-    assert sweep(tmp_path, corpus, *words, "sweep.n_trials=2", "sweep.allow_failures=true").wait(300) == 0
+    assert sweep(tmp_path, corpus, *words, "sweep.n_trials=2", "sweep.allow_failures=true").wait(600) == 0
     first = table(folder)
-    assert sweep(tmp_path, corpus, *words, "sweep.n_trials=3", "sweep.allow_failures=true").wait(300) == 0
+    assert sweep(tmp_path, corpus, *words, "sweep.n_trials=3", "sweep.allow_failures=true").wait(600) == 0
     assert table(folder)[:2] == first or any(t.status == "failed" for t in first)
     assert [t.number for t in table(folder)] == [0, 1, 2]
     assert all((folder / str(n) / "config.yaml").exists() for n in range(3))
-    assert str(folder) not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    deadline = time.monotonic() + 60  # a rank that was killed shows until it is scheduled once more
+    while str(folder) in (listed := subprocess.check_output(["ps", "-eo", "args"], text=True)):
+        assert time.monotonic() < deadline, listed
+        time.sleep(0.2)
 
 
 @pytest.mark.slow
@@ -297,7 +300,7 @@ def test_trials_end_with_a_sweep_that_was_killed(corpus: Path, tmp_path: Path) -
     process.wait()
     folder = tmp_path / "outputs" / "sweeps" / "mine"
     assert table(folder)[0].status == "running"
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not (folder / "0" / "summary.json").exists() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert json.loads((folder / "0" / "summary.json").read_text())["status"] == "preempted"
@@ -309,5 +312,5 @@ def test_hydras_launcher(corpus: Path, tmp_path: Path) -> None:
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     (tmp_path / "mended").touch()
     words = [STATES, "sweep.name=mine", "hydra/launcher=submitit_local"]
-    assert sweep(tmp_path, corpus, *words).wait(300) == 0
+    assert sweep(tmp_path, corpus, *words).wait(600) == 0
     assert [t.status for t in table(tmp_path / "outputs" / "sweeps" / "mine")] == ["finished"] * 3

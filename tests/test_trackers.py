@@ -42,7 +42,7 @@ def test_wandb_keeps_its_id(corpus: Path, tmp_path: Path, lmtrain: Run) -> None:
     loggers = ["logger=wandb", "logger.wandb.mode=offline"]
     ids = []
     for steps in (2, 4):
-        done = lmtrain("train", *settings(corpus, steps), *loggers, timeout=300)
+        done = lmtrain("train", *settings(corpus, steps), *loggers, timeout=600)
         assert done.returncode == 0, done.stdout + done.stderr
         ids.append((tmp_path / "run" / "wandb" / "run_id").read_text())
     assert ids[0] == ids[1]

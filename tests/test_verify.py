@@ -16,7 +16,7 @@ from support import TINY, Run
 
 @pytest.mark.slow
 def test_verdict(corpus: Path, tmp_path: Path, lmtrain: Run) -> None:
-    done = lmtrain("verify", *TINY, "data=text", f"data.path={corpus}", "model.dropout=0.1", timeout=300)
+    done = lmtrain("verify", *TINY, "data=text", f"data.path={corpus}", "model.dropout=0.1", timeout=1800)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "equal bit for bit" in done.stdout
     assert not list((tmp_path / "outputs").iterdir()), "it leaves nothing behind"

@@ -15,8 +15,8 @@ import pytest
 from lmtrain.data import hub, sources
 from lmtrain.data.prepare import prepare
 from lmtrain.errors import UserError
+from loopback_hub import HUB, serving
 
-HUB = Path(__file__).parents[3] / "shared" / "hub"
 CONFTEST = Path(__file__).with_name("conftest.py")
 
 
@@ -93,6 +93,7 @@ def test_a_commit_needs_no_question():
 
 CHILD = """
 import importlib.util, json, sys, time
+import datasets, transformers  # before any clock
 spec = importlib.util.spec_from_file_location("configs", sys.argv[1])
 configs = importlib.util.module_from_spec(spec); spec.loader.exec_module(configs)
 from lmtrain.data.prepare import prepare
@@ -119,7 +120,7 @@ def ask(endpoint, home, cache, *jobs, **env):
         env={**os.environ, "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": endpoint, "HF_HOME": str(home), **env},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     return [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
@@ -137,23 +138,9 @@ def test_a_silent_hub_is_given_up_on(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def loopback():
-    if not (HUB / "serve.py").exists():
-        pytest.skip(f"{HUB} is not here")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    alias = "datasets/Salesforce/wikitext=local/wikitext-standin"
-    server = subprocess.Popen([sys.executable, HUB / "serve.py", "--port", str(port), "--alias", alias, "-q"])
-    deadline = time.time() + 20
-    while time.time() < deadline:
-        try:
-            socket.create_connection(("127.0.0.1", port)).close()
-            break
-        except OSError:
-            time.sleep(0.05)
-    yield f"http://127.0.0.1:{port}"
-    server.terminate()
-    server.wait()
+def loopback(tmp_path_factory):
+    with serving(tmp_path_factory.mktemp("home")) as environ:
+        yield environ["HF_ENDPOINT"]
 
 
 def test_the_hub_by_name_then_without_it(loopback, tmp_path):
@@ -183,7 +170,7 @@ def test_the_hub_by_name_then_without_it(loopback, tmp_path):
     again, later = ask("http://127.0.0.1:9", home, cache, wikitext, more)
     assert again["folder"] == first["folder"]
     assert later["splits"]["train"]["documents"] == 41
-    assert max(again["seconds"], later["seconds"]) < 10
+    assert max(again["seconds"], later["seconds"]) < 20  # as above
 
 
 def test_tiny_shakespeare_from_a_file_is_nanogpts(tmp_path, data_config, tokenizer_config):

@@ -35,7 +35,7 @@ def test_an_8_gib_bin_trains_in_300_mib(lmtrain: Run, tmp_path: Path) -> None:
         f"callbacks.extra=[{{_target_: memory_probe.MemoryProbe, path: {probe}}}]",
         "run.allow_target=[memory_probe]",
         env={"PYTHONPATH": str(Path(__file__).parent)},
-        timeout=300,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     memory = json.loads(probe.read_text())

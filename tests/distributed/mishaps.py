@@ -60,6 +60,7 @@ class CountsCollectives(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
         if self.profiler is not None:
+            time.sleep(0.5)  # gloo's thread notes a collective's end after it has told who waits for it
             self.profiler.stop()
             names = [e.name for e in self.profiler.events() if e.name.startswith("gloo:")]
             self.profiler = None

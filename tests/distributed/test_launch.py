@@ -21,14 +21,22 @@ from support import TINY, rows
 TEXT = [*TINY, "data=text", "data.global_batch_size=8", "data.micro_batch_size=2", "trainer.max_steps=12",
         "trainer.val_check_interval=6", "trainer.limit_val_batches=2", "trainer.save_every_n_steps=4",
         "callbacks.samples.every_n_validations=0"]  # fmt: skip
-ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
+HERE = Path(__file__).parent
 BREAKS = ["run.allow_target=[mishaps]"]
+LINGERS = ["callbacks.extra=[{_target_: slow.Lingers, step: 9}]", "run.allow_target=[slow]"]  # there to be stopped
+
+
+def environment() -> dict[str, str]:
+    """With the callbacks of this folder and of tests/resume."""
+    path = os.pathsep.join([str(HERE), str(HERE.with_name("resume"))])
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
 
 def start(command: list[str], **env: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**ENV, **env}
-    )
+        [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env={**environment(), **env},
+    )  # fmt: skip
 
 
 def breaks(**settings: object) -> str:
@@ -138,7 +146,7 @@ def test_stopped_fsdp_ranks_save_and_continue_equal(corpus: Path, tmp_path: Path
     common = [*TEXT, "trainer.max_steps=400", "trainer.save_every_n_steps=null", "trainer.val_check_interval=null",
               f"data.path={corpus}", "trainer.devices=2", "trainer.strategy=fsdp", "export.enabled=false"]  # fmt: skip
     command = ["-m", "lmtrain.train", *common, f"run.dir={tmp_path / 'stopped'}", "run.resume=auto"]
-    process = start(command)
+    process = start([*command, *LINGERS])
     metrics = tmp_path / "stopped" / "metrics.jsonl"
     while process.poll() is None and not any(r["step"] >= 9 for r in read_jsonl(metrics)):
         time.sleep(0.02)

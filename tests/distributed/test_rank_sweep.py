@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from test_launch import BREAKS, ENV, TEXT
+from test_launch import BREAKS, TEXT, environment
 
 from support import rows
 
@@ -16,7 +16,12 @@ NOTES = [*BREAKS, "callbacks.extra=[{_target_: mishaps.Notes}]", "trainer.device
 
 def train(here: Path, *words: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "lmtrain.train", *words], cwd=here, env=ENV, capture_output=True, text=True, timeout=600
+        [sys.executable, "-m", "lmtrain.train", *words],
+        cwd=here,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout

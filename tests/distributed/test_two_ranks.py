@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from test_launch import LINGERS, environment
 
 from lmtrain.callbacks.metrics import without_times
 from lmtrain.run_dir import read_jsonl
@@ -45,8 +46,9 @@ def test_sigterm_to_the_parent_saves_and_resumes_equal(corpus: Path, tmp_path: P
     run_dir = tmp_path / "stopped"
     command = [*settings(corpus, run_dir, 2), "trainer.max_steps=400", "run.resume=auto"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "lmtrain.train", *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+        [sys.executable, "-m", "lmtrain.train", *command, *LINGERS], env=environment(), stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
     while process.poll() is None and not any(r["step"] >= 15 for r in read_jsonl(run_dir / "metrics.jsonl")):
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)

@@ -55,6 +55,11 @@ def train(corpus: Path, run_dir: Path, *extra: str, timeout: float = 600) -> sub
     )
 
 
+def lingers(step: int) -> list[str]:
+    """Settings of a run that has `step` behind it for a while before it ends, so that it can be interrupted there."""
+    return [f"callbacks.extra=[{{_target_: slow.Lingers, step: {step}}}]", "run.allow_target=[slow]"]
+
+
 def kill_at(place: str, step: int) -> list[str]:
     """Overrides that make the run SIGKILL itself there."""
     return [

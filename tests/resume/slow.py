@@ -11,6 +11,29 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lmtrain import checkpoint as store
+from lmtrain.callbacks.preemption import Preemption
+
+
+def listener(trainer: pl.Trainer) -> Preemption:
+    return next(c for c in trainer.callbacks if isinstance(c, Preemption))  # type: ignore[attr-defined]
+
+
+def stop(trainer: pl.Trainer) -> None:
+    """SIGTERM to this process, noted when this returns: a thread of the run does that, at its own time."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    while listener(trainer).signals.first is None:
+        time.sleep(0.001)
+
+
+class Lingers(pl.Callback):
+    """Each step from `step` on takes a tenth of a second more: whoever waits for it has time to interrupt."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step >= self.step:
+            time.sleep(0.1)
 
 
 class SlowSave(pl.Callback):
@@ -26,7 +49,7 @@ class SlowSave(pl.Callback):
 
 
 class SlowValidation(pl.Callback):
-    """Each validation batch takes so many seconds, in short naps; of the validation after `step` only, if given.
+    """Each validation batch takes so many seconds, or until a signal; of the validation after `step` only, if given.
 
     `marker` is a file that gets a character for each batch begun.
     """
@@ -41,6 +64,8 @@ class SlowValidation(pl.Callback):
             with open(self.marker, "a") as file:
                 file.write("1")
         for _nap in range(round(10 * self.seconds)):
+            if listener(trainer).signals.first is not None:
+                return
             time.sleep(0.1)
 
 
@@ -68,7 +93,7 @@ class StopAt(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step == self.step - 1:
-            os.kill(os.getpid(), signal.SIGTERM)
+            stop(trainer)
 
 
 class StopOneThenAll(StopAt):
@@ -80,7 +105,7 @@ class StopOneThenAll(StopAt):
 
     def on_save_checkpoint(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.should_stop and trainer.global_rank < trainer.world_size - 1:
-            os.kill(os.getpid(), signal.SIGTERM)
+            stop(trainer)
 
 
 class StopInC(StopAt):

@@ -25,7 +25,7 @@ RANKS = {
 def stop_in_validation(corpus: Path, run_dir: Path, *settings: str, after: int, to_rank: int | None = None) -> None:
     """SIGTERM in the first batch of the validation after a step, which is not finished then."""
     marker = run_dir.with_name(f"validating_{time.monotonic_ns()}")  # any rank makes it, more than once
-    slow = f"callbacks.extra=[{{_target_: slow.SlowValidation, seconds: 3, step: {after}, marker: {marker}}}]"
+    slow = f"callbacks.extra=[{{_target_: slow.SlowValidation, seconds: 10, step: {after}, marker: {marker}}}]"
     process = start(corpus, run_dir, *settings, slow, "run.allow_target=[slow]")
     while not marker.exists():
         assert process.poll() is None, process.communicate()[0]

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from runs import assert_equal_runs, command, environment, stable_rows, train
+from runs import assert_equal_runs, command, environment, lingers, stable_rows, train
 
 from lmtrain import checkpoint as store
 from lmtrain.run_dir import read_jsonl
@@ -59,7 +59,7 @@ def test_signal_saves_stops_and_resumes_equal(
 ) -> None:
     run_dir = tmp_path / "run"
     workers = ["data.num_workers=2"] if number == signal.SIGTERM else []
-    process = start(corpus, run_dir, *LONG, *workers)
+    process = start(corpus, run_dir, *LONG, *workers, *lingers(12))
     wait_for_step(process, run_dir, 12)
     # To the whole group where there are loader workers, as a scheduler and a terminal do.
     os.killpg(process.pid, number) if workers else process.send_signal(number)
@@ -105,7 +105,7 @@ def stop_in_c(corpus: Path, run_dir: Path, again: float, work: int) -> subproces
 
 def test_a_signal_sent_twice_at_once_is_one_request(corpus: Path, tmp_path: Path) -> None:
     """However late the step in which they come lets Python see the second."""
-    done = stop_in_c(corpus, tmp_path / "run", again=0.1, work=10)
+    done = stop_in_c(corpus, tmp_path / "run", again=0.02, work=10)
     assert done.returncode == 75, done.stdout + done.stderr
     assert [store.step_of(p) for p in store.scan(tmp_path / "run" / "checkpoints")] == [7]
 
@@ -152,11 +152,12 @@ def test_a_long_validation_is_interrupted_and_owed(corpus: Path, tmp_path: Path)
     assert train(corpus, whole, *settings).returncode == 0
     run_dir = tmp_path / "run"
     batches = tmp_path / "batches"
-    slow = f"callbacks.extra=[{{_target_: slow.SlowValidation, seconds: 5, marker: {batches}}}]"
+    slow = f"callbacks.extra=[{{_target_: slow.SlowValidation, seconds: 30, marker: {batches}}}]"
     extra = [slow, "run.allow_target=[slow]"]
     process = start(corpus, run_dir, *settings, *extra)
-    wait_for_step(process, run_dir, 3)
-    time.sleep(0.5)
+    while not batches.exists():
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 75, output

@@ -69,7 +69,7 @@ def last_step(run_dir: Path) -> int:
 def send(run: subprocess.Popen[str], target: str, number: signal.Signals) -> None:
     """To the parent where there are no ranks yet."""
     ranks = processes.ranks(run.pid) if target.startswith("rank") or target == "all" else []
-    pids = [*ranks, run.pid] if target == "all" else ranks[int(target[-1]) :][:1] if ranks else [run.pid]
+    pids = [*ranks, run.pid] if target == "all" else (ranks[int(target[-1]) :][:1] if ranks else []) or [run.pid]
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):  # it has just ended
             os.killpg(pid, number) if target == "group" else os.kill(pid, number)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import processes
 import pytest
-from runs import assert_equal_runs, kill_at, train
+from runs import assert_equal_runs, kill_at, lingers, train
 from test_preemption import start, wait_for_step
 
 from lmtrain import checkpoint as store
@@ -85,7 +85,7 @@ def test_a_signal_to_any_process_stops_all_at_one_step(strategy: str, corpus: Pa
     assert train(corpus, tmp_path / "whole", *settings).returncode == 0
     reached = 0
     for target in ("parent", "group", "rank 0", "rank 1"):
-        process = start(corpus, run_dir, *settings)
+        process = start(corpus, run_dir, *settings, *lingers(reached + 10))
         wait_for_step(process, run_dir, reached + 10)
         family = processes.below(process.pid)
         send(process.pid, target)

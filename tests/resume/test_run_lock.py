@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from runs import assert_equal_runs, command, environment, train
+from runs import assert_equal_runs, command, environment, lingers, train
 from test_preemption import LONG, start, wait_for_step
 
 from lmtrain import run_lock
@@ -20,7 +20,7 @@ def test_the_same_command_again_waits_and_goes_on(corpus: Path, tmp_path: Path) 
     """As where a launcher was killed and its ranks are still saving."""
     assert train(corpus, tmp_path / "whole", *LONG).returncode == 0
     run_dir = tmp_path / "run"
-    first = start(corpus, run_dir, *LONG)
+    first = start(corpus, run_dir, *LONG, *lingers(5))
     wait_for_step(first, run_dir, 5)
     first.send_signal(signal.SIGSTOP)  # a save that takes long
     second = start(corpus, run_dir, *LONG)
