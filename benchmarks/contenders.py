@@ -14,7 +14,7 @@ from legs import Leg, Lines, Skipped, Stamps
 from litgpt_env import litgpt_python
 from shapes import LEARNING_RATE
 
-from lmtrain.schema import Config
+from lmtrain.config.schema import Config
 
 HERE = Path(__file__).resolve().parent
 
@@ -153,17 +153,33 @@ def _litgpt_config(job: Job, folder: Path) -> dict[str, Any]:
 
 def nanogpt(job: Job, folder: Path, options: Any) -> Leg:
     """nanoGPT's train.py as it is, from a folder of the user's."""
+    settings = _nanogpt_settings(job, folder, options, "train.py")
+    command = [sys.executable, "train.py", *(f"--{key}={value}" for key, value in settings.items())]
+    return Leg(command, nanogpt_stamps, cwd=options.nanogpt)
+
+
+def nanogpt_model(job: Job, folder: Path, options: Any) -> Leg:
+    """nanoGPT's model.py in a loop of ours that does what its train.py does: only this one file is needed."""
+    settings = _nanogpt_settings(job, folder, options, "model.py")
+    spec = folder / "spec.json"
+    spec.write_text(json.dumps(settings, default=str))
+    command = [sys.executable, str(HERE / "leg_nanogpt.py"), str(spec)]
+    return Leg(command, _printed_stamps, _printed_facts, cwd=options.nanogpt)
+
+
+def _nanogpt_settings(job: Job, folder: Path, options: Any, file: str) -> dict[str, Any]:
+    """By the names of its train.py; Skipped where it can't run this job."""
     if options.nanogpt is None:
-        raise Skipped("name a folder with nanoGPT's train.py: --nanogpt DIR")
-    if not (options.nanogpt / "train.py").is_file():
-        raise Skipped(f"{options.nanogpt} holds no train.py")
+        raise Skipped(f"name a folder with nanoGPT's {file}: --nanogpt DIR")
+    if not (options.nanogpt / file).is_file():
+        raise Skipped(f"{options.nanogpt} holds no {file}")
     model, data, adamw = job.config.model, job.config.data, job.config.optimizer
     if model.family != "gpt2":
         raise Skipped(f"it has no {model.family}")
     if job.precision == "bf16" and not job.cuda:
         raise Skipped("it has no bf16 on a CPU")
     beta1, beta2 = adamw.betas or (0.9, 0.95)
-    settings = {
+    return {
         "dataset": job.bins,  # an absolute path, so its data/ folder drops out
         "out_dir": folder / "out",
         "device": "cuda" if job.cuda else "cpu",
@@ -189,8 +205,6 @@ def nanogpt(job: Job, folder: Path, options: Any) -> Leg:
         "beta2": beta2,
         "grad_clip": job.config.trainer.gradient_clip_val,
     }
-    command = [sys.executable, "train.py", *(f"--{key}={value}" for key, value in settings.items())]
-    return Leg(command, nanogpt_stamps, cwd=options.nanogpt)
 
 
 def nanogpt_stamps(lines: Lines) -> Stamps:
@@ -205,4 +219,5 @@ CONTENDERS: dict[str, Callable[[Job, Path, Any], Leg]] = {
     "transformers": transformers,
     "litgpt": litgpt,
     "nanogpt": nanogpt,
+    "nanogpt_model": nanogpt_model,
 }

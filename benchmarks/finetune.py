@@ -14,10 +14,12 @@ from legs import Leg, Lines, Skipped, interleaved, run, say_left_out
 from machine import machine, setting, warn_if_busy
 from rich.console import Console
 from rich.table import Table
+from shapes import LOGGER
 from workload import MARKED_CHATML, Row, read_rows, write_model
 
 REPO = Path(__file__).resolve().parents[1]
 LEARNING_RATE = 1e-4  # constant, the same for every contender
+PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed", "bf16-true": "bf16-true"}
 LORA = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": "all-linear"}
 
 
@@ -35,7 +37,7 @@ class Round:
     """One leg of one contender."""
 
     per_s: float  # tokens that are no padding, or pairs, per second after the warm-up
-    peak_gib: float
+    peak_gib: float  # of the GPU's memory where there is one, else of the process
     process_s: float
 
 
@@ -53,7 +55,7 @@ def parser(doc: str | None, contenders: dict[str, Contender], steps: int) -> arg
     made.add_argument("--rounds", type=int, default=5, help="legs of each contender, interleaved (%(default)s)")
     made.add_argument("--steps", type=int, default=steps, help="optimizer steps of a leg (%(default)s)")
     made.add_argument("--warmup", type=int, default=5, help="first steps that do not count (%(default)s)")
-    made.add_argument("--precision", choices=("fp32", "bf16"), help="default: fp32 on a CPU, bf16 on a GPU")
+    made.add_argument("--precision", choices=tuple(PRECISIONS), help="default: fp32 on a CPU, bf16 on a GPU")
     made.add_argument("--threads", type=int, help="CPU threads; default: torch's choice")
     made.add_argument("--trl-python", type=Path, default=REPO / ".venv-trl/bin/python", help="default: make env-trl's")
     made.add_argument("--json", type=Path, help="also write the numbers to this file")
@@ -101,24 +103,29 @@ def lmtrain_leg(task: Task, folder: Path, settings: dict[str, Any], counted: Cal
         "trainer.max_steps": options.steps,
         "trainer.log_every_n_steps": 1,
         "trainer.save_every_n_steps": "null",
-        "trainer.precision": "bf16-mixed" if options.precision == "bf16" else "32-true",
+        "trainer.precision": PRECISIONS[options.precision],
         "export.enabled": "false",
         "run.dir": folder / "run",
     }
-    argv = [f"{key}={value}" for key, value in {**common, **settings}.items()] + (["peft=lora"] if options.lora else [])
+    argv = [*(f"{key}={value}" for key, value in {**common, **settings}.items()), *LOGGER]
+    argv += ["peft=lora"] if options.lora else []
 
-    def stamps(_: Lines) -> list[tuple[float, float]]:
+    def rows() -> list[Row]:
         found = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
-        return [(counted(row), row["time"]) for row in found if "train/loss" in row]
+        return [row for row in found if "train/loss" in row]
 
-    return Leg([sys.executable, "-m", "lmtrain.train", *argv], stamps)
+    return Leg(
+        [sys.executable, "-m", "lmtrain.train", *argv],
+        stamps=lambda _: [(counted(row), row["time"]) for row in rows()],
+        facts=lambda _: {"gpu_gib": rows()[-1].get("memory_gib")},
+    )
 
 
 def trl_leg(task: Task, folder: Path, objective: str, settings: dict[str, Any], counted: Callable[[Row], float]) -> Leg:
     python, options = task.options.trl_python, task.options
     if not python.exists():
         raise Skipped(f"TRL is not there ({python}): make env-trl")
-    bf16 = options.precision == "bf16"
+    bf16 = options.precision in ("bf16", "bf16-true")
     arguments = {
         "max_steps": options.steps,
         "max_length": options.seq_len,
@@ -131,6 +138,7 @@ def trl_leg(task: Task, folder: Path, objective: str, settings: dict[str, Any], 
         "data": str(task.data),
         "template": MARKED_CHATML,
         "lora": LORA if options.lora else None,
+        "weights": "bfloat16" if options.precision == "bf16-true" else "float32",
         "arguments": {**arguments, **settings},
     }
     (folder / "spec.json").write_text(json.dumps(spec))
@@ -139,7 +147,11 @@ def trl_leg(task: Task, folder: Path, objective: str, settings: dict[str, Any], 
         found = [json.loads(text) for _, text in lines if text.startswith('{"step"')]
         return [(counted(row), row["time"]) for row in found]
 
-    return Leg([str(python), str(REPO / "benchmarks/leg_trl.py"), str(folder / "spec.json")], stamps, cwd=folder)
+    def facts(lines: Lines) -> Row:
+        return next((json.loads(text) for _, text in lines if text.startswith('{"gpu_gib"')), {})
+
+    command = [str(python), str(REPO / "benchmarks/leg_trl.py"), str(folder / "spec.json")]
+    return Leg(command, stamps, facts, cwd=folder)
 
 
 def measure(
@@ -151,7 +163,8 @@ def measure(
     def leg(name: str, leg_folder: Path) -> tuple[Round, str]:
         done = run(contenders[name](task, leg_folder), options.threads)
         (first, since), (last, until) = done.stamps[options.warmup - 1], done.stamps[-1]
-        measured = Round((last - first) / (until - since), done.peak_gib, done.seconds)
+        peak_gib = done.facts.get("gpu_gib") or done.peak_gib
+        measured = Round((last - first) / (until - since), peak_gib, done.seconds)
         return measured, f"{name:<16} {measured.per_s:10,.1f} /s"
 
     return interleaved(options.contenders, options.rounds, folder, leg)

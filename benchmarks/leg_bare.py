@@ -12,10 +12,12 @@ from pathlib import Path
 
 import torch
 
-from lmtrain import build, config, devices
+from lmtrain.config import compose as config
+from lmtrain.config.schema import Config
 from lmtrain.data.modules import MicroBatch, StepDataset
-from lmtrain.data.windows import IGNORE
-from lmtrain.schema import Config
+from lmtrain.data.text.windows import IGNORE
+from lmtrain.distributed import devices
+from lmtrain.run import build
 
 
 def main() -> None:

@@ -15,9 +15,10 @@ import transformers
 from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from lmtrain import build, config
+from lmtrain.config import compose as config
+from lmtrain.config.schema import Config
 from lmtrain.models.build import build_model
-from lmtrain.schema import Config
+from lmtrain.run import build
 
 
 class Rows(Dataset):

@@ -33,7 +33,7 @@ def main() -> None:
     tokenizer.chat_template = spec["template"]
     lora = LoraConfig(task_type="CAUSAL_LM", **spec["lora"]) if spec["lora"] else None
     given = {
-        "model": AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32),
+        "model": AutoModelForCausalLM.from_pretrained(spec["model"], dtype=getattr(torch, spec["weights"])),
         "train_dataset": Dataset.from_list([json.loads(line) for line in Path(spec["data"]).read_text().splitlines()]),
         "processing_class": tokenizer,
         "peft_config": lora,
@@ -57,6 +57,8 @@ def main() -> None:
     else:
         trainer = trl.DPOTrainer(args=trl.DPOConfig(**args), **given)
     trainer.train()
+    if cuda:
+        print(json.dumps({"gpu_gib": torch.cuda.max_memory_allocated() / 2**30}), flush=True)
 
 
 if __name__ == "__main__":

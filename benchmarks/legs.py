@@ -5,8 +5,10 @@ all that is compared, so nobody's own stopwatch is trusted.
 """
 
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,6 +19,7 @@ from typing import Any, TypeVar
 Lines = list[tuple[float, str]]  # what a process printed, each line with the time it came
 Stamps = list[tuple[int, float]]  # (optimizer steps done, seconds on the wall clock)
 Measured = TypeVar("Measured")
+LIMIT_S: float | None = None  # a leg that takes longer is ended, its children with it
 
 
 class Skipped(Exception):
@@ -62,13 +65,20 @@ def run(leg: Leg, threads: int | None) -> Run:
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
+        start_new_session=LIMIT_S is not None,
     )
     assert process.stdout is not None
+    timer = threading.Timer(LIMIT_S or 0, os.killpg, (process.pid, signal.SIGKILL))
+    if LIMIT_S is not None:
+        timer.start()
     for line in process.stdout:
         lines.append((time.time(), line.rstrip()))
+    timer.cancel()
     _, status, usage = os.wait4(process.pid, 0)
     code = process.returncode = os.waitstatus_to_exitcode(status)
     seconds = time.time() - started
+    if LIMIT_S is not None and code == -signal.SIGKILL:
+        lines.append((time.time(), f"ended after {seconds:.0f} s, the limit of a leg"))
     if code != 0:
         last = [text for _, text in lines[-15:]] or ["it printed nothing"]
         raise Failed(f"exit code {code}, {last[-1]}\n" + "\n".join(last))

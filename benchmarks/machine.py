@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+import lmtrain
+
 BUSY = 0.3  # load average over a minute; with two cores, a third of one busy shows in every number
 
 
@@ -23,7 +25,8 @@ def setting() -> str:
 
 
 def versions() -> dict[str, str]:
-    return {name: version(name) for name in ("lmtrain", "torch", "lightning", "transformers")}
+    """lmtrain's own is the code's: it need not be installed."""
+    return {"lmtrain": lmtrain.__version__} | {name: version(name) for name in ("torch", "lightning", "transformers")}
 
 
 def _processor() -> str:

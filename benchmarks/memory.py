@@ -18,12 +18,12 @@ from machine import machine
 from rich.console import Console
 from rich.table import Table
 
-from lmtrain import devices
-from lmtrain.config import check, compose
-from lmtrain.corpus import build_corpus
+from lmtrain.adapters.finetune import build_trainable_model
+from lmtrain.config.compose import check, compose
+from lmtrain.data.corpus import build_corpus
+from lmtrain.distributed import devices
+from lmtrain.files import read_jsonl
 from lmtrain.models import flops
-from lmtrain.models.finetune import build_trainable_model
-from lmtrain.run_dir import read_jsonl
 
 STRATEGIES = {
     "ddp": [],

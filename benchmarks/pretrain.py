@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from shapes import SHAPES, overrides, write_bins
 
-from lmtrain import config
+from lmtrain.config import compose as config
 
 
 @dataclass

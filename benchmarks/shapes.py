@@ -1,5 +1,7 @@
 """What is trained in a benchmark: a few shapes of lmtrain's own presets, and plain bins of random tokens for them."""
 
+import importlib.util
+import os
 import pickle
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +10,8 @@ import numpy as np
 
 TRAIN_TOKENS, VAL_TOKENS = 2_000_000, 100_000
 LEARNING_RATE = 1e-3  # constant, the same for every contender
+# lmtrain's default logger, but where its package is missing.
+LOGGER = () if importlib.util.find_spec("tensorboard") else ("logger=none",)
 
 
 @dataclass(frozen=True)
@@ -49,16 +53,32 @@ def write_bins(folder: Path, vocab_size: int, embedding_rows: int) -> None:
     folder.mkdir(parents=True)
     random = np.random.default_rng(0)
     for split, tokens in (("train", TRAIN_TOKENS), ("val", VAL_TOKENS)):
-        ids = random.integers(0, vocab_size, tokens, dtype=np.uint16)
-        ids[0] = vocab_size - 1  # bins without a tokenizer have as many ids as their largest says
-        ids.tofile(folder / f"{split}.bin")
+        write_bin(folder / f"{split}.bin", random.integers(0, vocab_size, tokens, dtype=np.uint16), vocab_size)
     (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": embedding_rows}))
+
+
+def write_bin(path: Path, ids: "np.ndarray[tuple[int], np.dtype[np.uint16]]", vocab_size: int) -> None:
+    """One split. Bins without a tokenizer have as many ids as their largest says, so the last one is made to occur."""
+    ids[0] = vocab_size - 1
+    ids.tofile(path)
+
+
+def write_text_bins(folder: Path, train_tokens: int, val_tokens: int) -> None:
+    """The bytes of the running Python's standard library, about 10 MB: text to learn, on every machine."""
+    folder.mkdir(parents=True)
+    files = sorted(Path(os.__file__).parent.glob("**/*.py"))
+    texts = (file.read_bytes() for file in files if "site-packages" not in file.parts and "test" not in file.parts)
+    text = np.frombuffer(b"\n\n".join(texts), dtype=np.uint8).astype(np.uint16)
+    write_bin(folder / "val.bin", text[:val_tokens].copy(), 256)
+    write_bin(folder / "train.bin", text[val_tokens : val_tokens + train_tokens].copy(), 256)
+    (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 256}))
 
 
 def overrides(shape: Shape, bins: Path, *, micro_batch_size: int, steps: int, every: int, precision: str) -> list[str]:
     """What follows `python -m lmtrain.train`: this shape on these bins, with the defaults of a real run otherwise."""
     return [
         *shape.model,
+        *LOGGER,
         "data=bins",
         f"data.path={bins}",
         f"data.cache_dir={bins.parent / 'cache'}",

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as parquet
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
@@ -19,6 +18,11 @@ from transformers.utils.logging import disable_progress_bar
 
 CHATML_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 Row = dict[str, Any]
+LLAMA_1B: dict[str, Any] = {
+    "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 8192,
+    "rope_theta": 500000.0, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
+}  # fmt: skip
 
 # ChatML as TRL must be given it: TRL has no template of that name and takes none without {% generation %}.
 MARKED_CHATML = """\
@@ -43,8 +47,12 @@ def read_rows(path: Path, count: int) -> list[Row]:
     files = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
     found: list[Row] = []
     for file in files:
-        lines = file.read_text().splitlines() if file.suffix == ".jsonl" else None
-        found += parquet.read_table(file).to_pylist() if lines is None else [json.loads(line) for line in lines]
+        if file.suffix == ".jsonl":
+            found += [json.loads(line) for line in file.read_text().splitlines()]
+        else:
+            import pyarrow.parquet as parquet
+
+            found += parquet.read_table(file).to_pylist()
     if not found:
         raise SystemExit(f"{path} holds no rows: name a .jsonl or .parquet file, or a folder with .parquet files")
     return found[:count]
@@ -103,6 +111,16 @@ def write_model(folder: Path, shape_of: Path | None, rows: list[Row]) -> None:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(shape, dtype=torch.float32).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def write_shape(folder: Path) -> Path:
+    """Config and tokenizer of the shape of Llama 3.2 1B, 1.24 B parameters; the tokenizer's words are few."""
+    texts = (turn["content"] for row in made_conversations(200) for turn in row["messages"])
+    tokenizer = chatml_tokenizer(texts, vocab_size=4096)
+    ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    LlamaConfig(**LLAMA_1B, **ids).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def chatml_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:

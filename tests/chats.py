@@ -54,6 +54,7 @@ ROWS: dict[str, Callable[[int], dict[str, Any]]] = {
     "chat_jsonl": conversation, "ultrachat": conversation, "alpaca": alpaca, "code_alpaca": alpaca, "dolly": alpaca,
     "gsm8k": alpaca, "oasst": tree, "preference_jsonl": pair, "ultrafeedback": pair, "hh_rlhf": hh,
     "orca_dpo_pairs": orca,
+    "unpaired_jsonl": lambda i: {"prompt": f"What is {i} and 1?", "completion": f"{i + i % 2}.", "label": i % 2 == 1},
 }  # fmt: skip
 
 

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import lightning.pytorch as pl
+import pytest
 
+from lmtrain.data.sources import stdlib, stdlib_questions
 from support import TINY
 
 TWO_STEPS = ["trainer.max_steps=2", "trainer.val_check_interval=1", "trainer.limit_val_batches=1"]
@@ -36,6 +38,14 @@ def train_tiny(corpus: Path, *argv: str) -> Ended:
     return run("train", *TINY, *TWO_STEPS, "data=text", f"data.path={corpus}", *argv)
 
 
+def few_modules(patch: pytest.MonkeyPatch) -> list[Path]:
+    """Makes data=stdlib_questions and stdlib_pairs ask about some modules only, which is quicker; their files."""
+    wanted = ("collections/__init__.py", "json/decoder.py", "shutil.py", "string.py", "textwrap.py", "threading.py")
+    files = [file for file in stdlib.stdlib_files() if file.as_posix().endswith(wanted)]
+    patch.setattr(stdlib_questions, "stdlib_files", lambda: files)
+    return files
+
+
 def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
     """Everything below: files with their time of change and content, folders by name."""
     return {
@@ -49,7 +59,8 @@ def message(err: str) -> str:
     *before, last = err.splitlines()
     assert last.startswith("error: "), err
     assert all(
-        line.startswith(("tokenize ", "tokenized ", "training a BPE ", "train: ", "val: ")) for line in before
+        line.startswith(("read text: ", "tokenize ", "tokenized ", "training a BPE ", "train: ", "val: "))
+        for line in before
     ), err
     return last.removeprefix("error: ")
 

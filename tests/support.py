@@ -29,3 +29,8 @@ Run = Callable[..., subprocess.CompletedProcess[str]]  # what the fixture `lmtra
 def rows(path: Path) -> list[dict[str, Any]]:
     """Rows of a metrics.jsonl."""
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def lingers(step: int) -> list[str]:
+    """Settings of a run that has `step` behind it for a while before it ends, so that it can be interrupted there."""
+    return [f"callbacks.extra=[{{_target_: slow.Lingers, step: {step}}}]", "run.allow_target=[slow]"]

@@ -31,5 +31,5 @@ class Waits(pl.Callback):
         if trainer.global_step == 2 and not Path("mended").exists():
             Path("waiting").write_text(str(os.getpid()))
             preemption = next(c for c in trainer.callbacks if isinstance(c, Preemption))  # type: ignore[attr-defined]
-            while preemption.signals.first is None:
+            while preemption.stop.signals.first is None:
                 time.sleep(0.05)

@@ -11,6 +11,7 @@ import pytest
 from support import REPO
 
 
+@pytest.mark.slow
 def test_the_pretraining_benchmark_prints_its_table(tmp_path: Path) -> None:
     command = [sys.executable, str(REPO / "benchmarks" / "pretrain.py"), "--shape=char", "--rounds=1", "--steps=8"]
     command += ["--warmup=1", "--every=1", "--contenders=bare,lmtrain,nanogpt", f"--json={tmp_path / 'numbers.json'}"]

@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel
 
+from lmtrain.config.models import LoadedModel
+from lmtrain.config.schema import Tokenizer
 from lmtrain.data import tokenizers
 from lmtrain.models.build import build_model
-from lmtrain.schema import Model, Tokenizer
 
 SIZES: dict[str, Any] = {
     "llama": {
@@ -55,7 +56,7 @@ def save_pretrained(folder: Path, family: str = "llama", spare_rows: int = 0, **
 
 def load_pretrained(folder: Path, vocab_size: int, **options: Any) -> PreTrainedModel:
     """The folder's model as a run of model=pretrained loads it."""
-    cfg = Model(
+    cfg = LoadedModel(
         name="pretrained",
         init="pretrained",
         name_or_path=str(folder),

@@ -1,3 +1,21 @@
-"""Train language models with PyTorch Lightning, composed by Hydra."""
+"""Train language models with PyTorch Lightning, composed by Hydra.
 
+From Python: `lmtrain.compose(overrides)` gives a config, `lmtrain.build(config)` a run (run/python.py). They are
+imported when they are used: `import lmtrain` alone costs nothing.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lmtrain.run.python import build, compose
+
+__all__ = ["build", "compose"]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        from lmtrain.run import python
+
+        return getattr(python, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

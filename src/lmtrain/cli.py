@@ -6,74 +6,149 @@ Imports neither torch nor lightning, so `--help` and a misspelt key answer at on
 import argparse
 import importlib
 import os
+import shlex
 import sys
 from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from lmtrain import errors
+from lmtrain import errors, terminal
+from lmtrain.config import verb_help
+from lmtrain.config.folders import conf_dir
+from lmtrain.distributed import ranks, spinning
+from lmtrain.distributed.ranks import print_from_rank
 from lmtrain.errors import UserError
-from lmtrain.orphans import is_first
 
 if TYPE_CHECKING:
-    from lmtrain.schema import Config
+    from lmtrain.config.schema import Config
 
-TYPED = "LMTRAIN_TYPED"  # the environment variable that tells ranks the command line their parent was given
 VERBS = {
     "train": "train a model: compose, check, train, export",
     "prepare": "source text to tokenizer and bins, without training",
     "inspect": "the data as the model sees it: samples with their mask, lengths, what was cut or dropped",
     "export": "a run's checkpoint to a Hugging Face folder",
     "generate": "text from a run, an export or a hub name",
+    "chat": "many turns with a run, an export or a hub name, in the terminal",
+    "evaluate": "loss, perplexity, bits per byte, answers or margins of a run, an export or a hub name",
+    "estimate": "parameters, FLOPs, memory and time of a run from its config alone, and what would make it fit",
+    "tune": "a learning rate and the largest micro-batch that suit a run; tune.apply=true trains with them",
     "verify": "proves exact resume on this very config and machine",
 }
 
 
-OTHERS = {"sweep_report": "a table and a picture of a sweep's trials"}  # commands that read no config
+OTHERS = {  # commands with a command line of their own
+    "pipeline": "stages after one another, from raw text to an aligned model: pipeline=laptop",
+    "sweep_report": "a table and a picture of a sweep's trials",
+    "report": "a run as one HTML page: curves, samples, what it was trained on; several runs compared",
+    "runs": "the runs under a folder: status, step, best score, age",
+    "explain": "where values come from: a key, a section or the whole composition",
+    "doctor": "what this machine can do, and what is missing",
+    "new": "the skeleton of an objective, optimizer, callback or metric of your own, with its test",
+}
 
 
-def conf_dir() -> Path:
-    """The folder of default configs: inside the package once installed, at the top of a checkout."""
-    package = Path(__file__).resolve().parent
-    for folder in (package / "conf", package.parents[1] / "conf"):
-        if (folder / "config.yaml").is_file():
-            return folder
-    raise UserError(f"lmtrain's conf/ is missing (looked beside {package}): reinstall the package.")
+FLAGS = ("--help", "--cfg", "--info", "--multirun", "--config-dir", "--config-name", "--shell-completion", "--version")
+
+
+def plain(action: Callable[[], int]) -> int:
+    """Runs a command that reads no config; returns the exit code. A mistake is one message."""
+    try:
+        return action()
+    except (UserError, errors.RunError) as error:
+        errors.print_error(str(error))
+        return error.exit_code
 
 
 def run(verb: str, action: Callable[["Config"], int], argv: list[str] | None = None) -> int:
     """Runs one verb: parses `argv`, composes and checks the config, calls `action`; returns the exit code."""
+    spinning.limit()
     try:
-        args = _parse(verb, sys.argv[1:] if argv is None else argv)
+        words = sys.argv[1:] if argv is None else argv
+        ranks.note_typed(words)
+        args = parse(verb, words)
+        if args.version:
+            return _print_version()
         if args.help:
             print(help_text(verb))
             return errors.FINISHED
-        if args.cfg and args.overrides[:1] == ["job"]:
-            args.overrides = args.overrides[1:]  # Hydra's spelling: --cfg job
+        if args.shell_completion:
+            return _complete(args.shell_completion)
+        if args.cfg:
+            _drop_job(args.overrides)
+        if args.info:
+            return _show_info(args)
+        if any(word.startswith("pipeline=") for word in args.overrides):
+            raise UserError(f"pipelines are run by `lmtrain pipeline`, and `lmtrain {verb}` is one stage: leave it out")
+        terminal.status.say("reading the config")
         if args.multirun:
-            from lmtrain import sweep
+            terminal.status.stop()
+            from lmtrain.sweeps import run as sweep
 
-            return sweep.run(verb, args.overrides, args.config_dir, args.config_name)
-        from lmtrain import config
+            do = sweep.show if args.cfg else sweep.run
+            return do(verb, args.overrides, args.config_dir, args.config_name)
+        from lmtrain.config import compose as config
+        from lmtrain.config import effect
 
         composed = config.compose(args.overrides, args.config_dir, args.config_name)
         if args.cfg:
+            terminal.status.stop()
             print(config.to_yaml(composed), end="")
             return errors.FINISHED
-        return action(config.check(composed))
+        checked = config.check(composed)
+        effect.refuse(verb, args.overrides, checked, lambda key: _default(args, key))
+        terminal.status.stop()
+        return action(checked)
     except (UserError, errors.RunError) as error:
-        if isinstance(error, errors.RunError) or is_first():  # all ranks find the same mistake
-            print_error(str(error))
+        print_from_rank(error)
         return error.exit_code
+    except BrokenPipeError:  # who read the output (head, less) has left
+        if verb == "train" and not args.cfg:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return errors.FINISHED
     except KeyboardInterrupt:
-        print_error("interrupted (Ctrl-C); what was complete is kept, the same command starts again")
+        errors.print_error("interrupted (Ctrl-C); what was complete is kept, the same command starts again")
         return 130
+    finally:
+        terminal.status.stop()
 
 
-def print_error(message: str) -> None:
-    """Writes `message` to stderr, its first word in red on a terminal."""
-    red, off = ("\033[1;31m", "\033[0m") if sys.stderr.isatty() and not os.environ.get("NO_COLOR") else ("", "")
-    print(f"{red}error:{off} {message}", file=sys.stderr)
+def _drop_job(overrides: list[str]) -> None:
+    """Hydra's spelling is --cfg job."""
+    for word in ("hydra", "all"):
+        if word in overrides:
+            raise UserError(f"--cfg {word}: write --cfg or --cfg job, and --info for what Hydra itself goes by")
+    if "job" in overrides:
+        overrides.remove("job")
+
+
+def _show_info(args: argparse.Namespace) -> int:
+    """Hydra's --info [defaults, searchpath, ...]."""
+    from lmtrain.config import hydra_info
+
+    asked = [word for word in args.overrides if word in hydra_info.INFO]
+    overrides = [word for word in args.overrides if word not in asked]
+    hydra_info.show(asked[0] if asked else "all", overrides, args.config_dir, args.config_name)
+    return errors.FINISHED
+
+
+def _complete(asked: str) -> int:
+    """Hydra's -sc: code for the user's shell, or what can be typed next (query=SHELL, with the line in COMP_LINE)."""
+    from lmtrain.config import hydra_info
+
+    if asked.startswith("query=") and "COMP_LINE" in os.environ:
+        print("\n".join(hydra_info.candidates(os.environ["COMP_LINE"], VERBS | OTHERS, FLAGS)))
+    else:
+        print(hydra_info.shell_code(asked, f"{shlex.quote(sys.executable)} -m lmtrain.train -sc query"), end="")
+    return errors.FINISHED
+
+
+def _default(args: argparse.Namespace, key: str) -> Any:
+    """The value of a key where it is not typed, with the options that are."""
+    from lmtrain.config import compose as config
+    from lmtrain.config import effect
+
+    others = [o for o in args.overrides if key not in effect.typed_keys([o])]
+    return effect.default_in(config.compose(others, args.config_dir, args.config_name))(key)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -81,7 +156,16 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message} (--help says how)")
 
 
-def _parse(verb: str, argv: list[str]) -> argparse.Namespace:
+def _print_version() -> int:
+    import platform
+
+    from lmtrain import __version__
+
+    print(f"lmtrain {__version__} (Python {platform.python_version()})")
+    return errors.FINISHED
+
+
+def parse(verb: str, argv: list[str]) -> argparse.Namespace:
     """Flags and overrides, in any order."""
     parser = _Parser(prog=f"python -m lmtrain.{verb}", add_help=False, allow_abbrev=False)
     parser.add_argument("--help", "-h", action="store_true")
@@ -89,13 +173,27 @@ def _parse(verb: str, argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--cfg", "-c", action="store_true")
     parser.add_argument("--config-dir", "-cd")
     parser.add_argument("--config-name", "-cn", default="config")
+    parser.add_argument("--info", "-i", action="store_true")
+    parser.add_argument("--shell-completion", "-sc")
+    parser.add_argument("--version", action="store_true")
+    if verb == "generate":
+        parser.add_argument("--prompt")
     parser.add_argument("overrides", nargs="*")
     args, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:
-        from lmtrain import overrides
+        from lmtrain.config import explain as overrides
 
         raise UserError(overrides.unknown_flag(unknown[0]))
+    if verb == "generate" and args.prompt is not None:
+        from lmtrain.config.quoting import as_typed
+
+        args.overrides.append(as_typed("generate.prompt", _text_of(args.prompt)))
     return args
+
+
+def _text_of(prompt: str) -> str:
+    """The prompt itself; for '-' what standard input holds."""
+    return sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
 
 
 def help_text(verb: str) -> str:
@@ -104,12 +202,12 @@ def help_text(verb: str) -> str:
     groups = "\n".join(
         f"  {group.name:<11}{', '.join(sorted(o.stem for o in group.glob('*.yaml') if o.stem != 'base'))}"
         for group in sorted(folder.iterdir())
-        if group.is_dir() and any(group.glob("*.yaml"))
+        if group.is_dir() and group.name != "pipeline" and any(group.glob("*.yaml"))
     )
     return f"""{VERBS[verb]}
 
 usage: python -m lmtrain.{verb} [group=option ...] [key=value ...] [--config-dir DIR] [--cfg] [-m]
-
+{verb_help.of_verb(verb, folder)}
 groups and their options (defaults in {folder}):
 {groups}
 
@@ -124,7 +222,12 @@ keys used most:
 
   --cfg                      print the composed config with every key and its default
   --config-dir DIR           a folder of your own configs, laid out like conf/
-  -m key=a,b                 a sweep: one run per combination
+  --info                     Hydra's account of where configs come from (--info defaults, searchpath, ...)
+  -sc install=bash           code for Tab in bash, zsh or fish: eval "$(lmtrain -sc install=bash)"
+  -m key=a,b                 a sweep: one run per combination; with --cfg it is only shown
+  --version                  lmtrain's and Python's
+
+where a value comes from: python -m lmtrain.explain data.seq_len [overrides]
 
 verbs: {", ".join(VERBS)}"""
 
@@ -136,13 +239,19 @@ def main(argv: list[str] | None = None) -> int:
         width = max(map(len, [*VERBS, *OTHERS]))
         print("usage: lmtrain VERB [overrides]\n")
         print("\n".join(f"  {verb:<{width}}  {what}" for verb, what in (VERBS | OTHERS).items()))
-        print("\n`lmtrain VERB --help` says more.")
+        print("\n`lmtrain VERB --help` says more, `lmtrain --version` which version this is.")
         return errors.FINISHED
+    if argv[0] == "--version":
+        return _print_version()
+    if argv[0] in ("-sc", "--shell-completion"):
+        return run("train", lambda _: errors.FINISHED, argv)
     verb, rest = argv[0], argv[1:]
     if verb not in VERBS | OTHERS:
         import difflib
 
         near = difflib.get_close_matches(verb, VERBS | OTHERS, n=1)
-        print_error(f"there is no verb {verb!r}{f'; did you mean {near[0]!r}?' if near else ''} ({', '.join(VERBS)})")
+        errors.print_error(
+            f"there is no verb {verb!r}{f'; did you mean {near[0]!r}?' if near else ''} ({', '.join(VERBS)})"
+        )
         return errors.WRONG_INPUT
     return importlib.import_module(f"lmtrain.{verb}").main(rest)

@@ -1,6 +1,10 @@
 """The errors a user sees: one message saying what was found, where, and what to change."""
 
 import errno
+import os
+import sys
+
+from lmtrain.terminal import status, visible
 
 FINISHED = 0
 FAILED = 1
@@ -18,10 +22,11 @@ class RunError(Exception):
     """The run failed for a reason outside the config (a full disk, say); no traceback, exit code 1."""
 
     exit_code = FAILED
+    shared = False  # whether all ranks raise it, so that one of them should print it
 
 
 def disk_full(error: BaseException) -> bool:
-    """Whether a write failed for want of space; torch.save and libraries written in Rust say so only in words."""
+    """Whether a write failed because the disk is full; torch.save and Rust libraries say so only in their message."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return True
     if error.__cause__ is not None and disk_full(error.__cause__):
@@ -35,3 +40,15 @@ def reason(error: BaseException) -> str:
     if disk_full(error):
         return "the disk is full"
     return getattr(error, "strerror", None) or str(error)
+
+
+def first_line(error: BaseException) -> str:
+    """The beginning of what a library's error says."""
+    return (str(error) or type(error).__name__).strip().split("\n")[0][:200]
+
+
+def print_error(message: str) -> None:
+    """Writes `message` to stderr, its first word in red on a terminal; nothing in it can steer the terminal."""
+    status.stop()
+    red, off = ("\033[1;31m", "\033[0m") if sys.stderr.isatty() and not os.environ.get("NO_COLOR") else ("", "")
+    print(f"{red}error:{off} {visible(message)}", file=sys.stderr)

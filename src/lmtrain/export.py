@@ -3,41 +3,54 @@
 import sys
 from pathlib import Path
 
-from lmtrain import cli, errors
+from lmtrain import cli, errors, terminal
+from lmtrain.config.schema import Config
 from lmtrain.errors import UserError
-from lmtrain.schema import Config
 
 
 def export(config: Config) -> int:
-    """Writes <run_dir>/export from the checkpoint that export.checkpoint names."""
+    """Writes <run_dir>/export, or export_merged, from the checkpoint that export.checkpoint names."""
+    terminal.status.say("loading torch, transformers and the model")
     import torch
 
-    from lmtrain import config as rules
-    from lmtrain import report, trained
-    from lmtrain.build import quiet_libraries
-    from lmtrain.data.chat_templates import end_ids, own_template
-    from lmtrain.hf_folder import export_model
-    from lmtrain.run_dir import RunDir
+    from lmtrain.adapters.trainable import adapter_of
+    from lmtrain.checkpoints import store
+    from lmtrain.config import compose as rules
+    from lmtrain.data.chat.templates import end_ids, own_template
+    from lmtrain.outputs import hub_upload
+    from lmtrain.outputs.hf_folder import check_memory, export_model
+    from lmtrain.run import summary as report
+    from lmtrain.run import trained
+    from lmtrain.run.build import quiet_libraries
+    from lmtrain.run.folder import RunDir
 
     quiet_libraries()
+    hub_upload.check(config.export)
     if config.run_dir is None:
         raise UserError("which run? set run_dir=outputs/<name>")
     run = RunDir(Path(config.run_dir).expanduser().absolute())
     model, tokenizer, checkpoint = trained.from_run(run, config.export.checkpoint)
-    chats = rules.load(run.config).objective.name != "causal_lm"
+    chats = rules.load(run.config).data.rows != "text"
     generator = torch.Generator().manual_seed(config.seed)
     example = torch.randint(len(tokenizer), (1, 32), generator=generator)
+    check_memory(model, config.export.merge)
+    merge = config.export.merge and adapter_of(model) is not None
     folder = export_model(
         model,
         tokenizer,
-        run.export,
+        run.export_merged if merge else run.export,
         dtype=config.export.dtype,
         run_config=run.config,
         example=example,
-        merge=config.export.merge,
+        merge=merge,
         eos_token_ids=end_ids(tokenizer, own_template(tokenizer)) if chats else None,
+        generation=config.export.generation,
+        step=store.step_of(checkpoint),
     )
+    terminal.status.stop()
     print(f"{folder}  (from {checkpoint.name}; {report.reader(folder)} reads it)")
+    if config.export.push_to is not None:
+        print(f"uploaded to {hub_upload.push(folder, config.export, f'{run.path.name}, {checkpoint.name}')}")
     return errors.FINISHED
 
 

@@ -2,23 +2,40 @@
 
 import sys
 
-from lmtrain import cli, errors
-from lmtrain.schema import Config
+from lmtrain import cli, errors, terminal
+from lmtrain.config.schema import Config
+from lmtrain.errors import UserError
 
 
 def inspect(config: Config) -> int:
     """Prints what became of the rows, how long they are, and some of them token by token; writes inspect.html."""
-    from rich.console import Console
-
-    from lmtrain import inspect_page, inspection
-    from lmtrain.build import quiet_libraries
+    terminal.status.say("loading torch and transformers")
+    from lmtrain.outputs import inspect_page, inspection
+    from lmtrain.run.build import quiet_libraries
 
     quiet_libraries()
+    if config.run_dir is not None and config.inspect.text is None:
+        raise UserError("run_dir is read with inspect.text only: the chapters of a memory that a text reads")
+    if config.inspect.text is not None:
+        return _show_chapters(config, config.inspect.text)
     found = inspection.look(config)
-    console = Console()
+    console = terminal.console()
     inspection.show(found, console)
     if config.inspect.html is not None:
         print(f"written: {inspect_page.write(found, config.inspect.html)}")
+    return errors.FINISHED
+
+
+def _show_chapters(config: Config, text: str) -> int:
+    """Prints which chapters of its memory the model of run_dir reads."""
+    from lmtrain.outputs import chapters
+    from lmtrain.run import trained
+
+    if config.run_dir is None:
+        raise UserError("inspect.text: which model? set run_dir to a run or an export with a memory")
+    model, tokenizer = trained.load(config.run_dir, "best")
+    terminal.status.stop()
+    chapters.show(model, tokenizer, text, terminal.console(), config.inspect.html)
     return errors.FINISHED
 
 

@@ -1,32 +1,43 @@
 """Source text to tokenizer and bins, without training: `python -m lmtrain.prepare data=wikitext tokenizer=gpt2`."""
 
 import sys
+from typing import TYPE_CHECKING
 
-from lmtrain import cli, errors
+from lmtrain import cli, errors, terminal
+from lmtrain.config.schema import Config
 from lmtrain.errors import UserError
-from lmtrain.schema import Config
+
+if TYPE_CHECKING:
+    from lmtrain.data.text.prepared import PreparedData
 
 
 def prepare(config: Config) -> int:
     """Prepares the data (or finds it prepared) and prints what there is."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from lmtrain.data import prepare as data
+    from lmtrain.data.text import prepare as data
+    from lmtrain.data.text.mixture import prepare_mixture
 
     if config.data.source == "bins":
         raise UserError(
             "data=bins is prepared already: train with it, or name a source of text (data=text data.path=...)"
         )
-    prepared = data.prepare(config.data, config.tokenizer)
+    if config.data.source == "mixture":
+        for part in prepare_mixture(config.data, config.tokenizer).parts:
+            _show(part)
+    else:
+        _show(data.prepare(config.data, config.tokenizer))
+    return errors.FINISHED
+
+
+def _show(prepared: "PreparedData") -> None:
+    from rich.table import Table
+
     table = Table("split", "tokens", "documents", "bytes", "shards", title=str(prepared.folder), title_justify="left")
     for name, split in prepared.meta["splits"].items():
         counts = (split["tokens"], split["documents"], split["bytes"], len(split["shards"]))
-        table.add_row(name, *(f"{n:,}" for n in counts))
-    console = Console()
+        table.add_row(name, *("" if n is None else f"{n:,}" for n in counts))
+    console = terminal.console()
     console.print(table)
     console.print(f"train on it anywhere: data=bins data.path={prepared.folder}", soft_wrap=True)
-    return errors.FINISHED
 
 
 def main(argv: list[str] | None = None) -> int:

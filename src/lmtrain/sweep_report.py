@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lmtrain import cli, errors
+from lmtrain import cli, errors, terminal
 from lmtrain.errors import UserError
 from lmtrain.sweeps.trials import Trial, Trials, last_line, ranked
 
@@ -16,8 +16,6 @@ _LOG_FROM = 10.0  # a key whose largest value is this many times the smallest is
 
 def report(folder: Path) -> int:
     """Prints the table and writes <folder>/sweep.png."""
-    from rich.console import Console
-
     if not (folder / "trials.jsonl").is_file():
         raise UserError(f"{folder} is no sweep's folder: it has no trials.jsonl")
     trials = Trials(folder).rows
@@ -26,7 +24,7 @@ def report(folder: Path) -> int:
     monitor, mode = monitored(folder, trials)
     trials = ranked(trials, mode)
     keys = varying(trials)
-    Console().print(table(trials, keys, monitor))
+    terminal.console().print(table(trials, keys, monitor))
     if find_spec("matplotlib") is None:
         print('no picture: it needs matplotlib: pip install "lmtrain[plots]"')
     elif not any(t.score is not None for t in trials):
@@ -38,13 +36,13 @@ def report(folder: Path) -> int:
 
 def monitored(folder: Path, trials: list[Trial]) -> tuple[str, str]:
     """checkpoint.monitor and checkpoint.mode of the trials."""
-    import yaml
+    from lmtrain.config import compose as config
 
     for trial in trials:
         path = folder / str(trial.number) / "config.yaml"
         if path.is_file():
-            checkpoint = yaml.safe_load(path.read_text(encoding="utf-8"))["checkpoint"]
-            return checkpoint["monitor"], checkpoint["mode"]
+            checkpoint = config.read(path).get("checkpoint", {})
+            return checkpoint.get("monitor", "score"), checkpoint.get("mode", "min")
     return "score", "min"
 
 
@@ -129,7 +127,7 @@ def _against(axis: Any, key: str, scored: list[Trial]) -> None:
 
 def curve(run: Path, monitor: str) -> tuple[list[int], list[float]]:
     """Steps at which a run measured `monitor`, and what it was."""
-    from lmtrain.run_dir import read_jsonl
+    from lmtrain.files import read_jsonl
 
     rows = [row for row in read_jsonl(run / "metrics.jsonl") if row.get(monitor) is not None]
     return [row["step"] for row in rows], [row[monitor] for row in rows]
@@ -138,11 +136,8 @@ def curve(run: Path, monitor: str) -> tuple[list[int], list[float]]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m lmtrain.sweep_report", description=cli.OTHERS["sweep_report"])
     parser.add_argument("folder", type=Path, help="the sweep's folder, such as outputs/sweeps/my_sweep")
-    try:
-        return report(parser.parse_args(argv).folder)
-    except UserError as error:
-        cli.print_error(str(error))
-        return error.exit_code
+    folder = parser.parse_args(argv).folder
+    return cli.plain(lambda: report(folder))
 
 
 if __name__ == "__main__":

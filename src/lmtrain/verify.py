@@ -14,9 +14,9 @@ import time
 from pathlib import Path
 
 from lmtrain import cli, errors
+from lmtrain.config.schema import Config
 from lmtrain.errors import RunError, UserError
-from lmtrain.run_dir import read_jsonl
-from lmtrain.schema import Config
+from lmtrain.files import read_jsonl
 
 STEPS, SAVE_EVERY, KILL_AFTER = 6, 2, 3
 _TIMEOUT_SECONDS = 1800
@@ -39,12 +39,27 @@ def verify(config: Config) -> int:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     for problem in problems:
-        cli.print_error(problem)
+        errors.print_error(problem)
     if problems:
+        print(promise(config), end="")
         return errors.FAILED
     print(f"exact: rows, losses, gradient norms and weights of the killed and resumed run are equal bit for bit "
           f"over {STEPS} steps")  # fmt: skip
     return errors.FINISHED
+
+
+def promise(config: Config) -> str:
+    """What a resume keeps where the numbers may differ: on a GPU, without deterministic algorithms. Else nothing."""
+    from lmtrain.distributed import devices
+
+    devices.resolve_auto(config)
+    if config.trainer.accelerator != "cuda" or config.trainer.deterministic is True:
+        return ""
+    return (
+        "on a GPU without trainer.deterministic=true only the rows trained on, learning rates and random draws are "
+        "promised to be equal: flash attention's backward adds in any order, so even two uninterrupted runs differ in "
+        "the last bits. trainer.deterministic=true makes resuming exact\n"
+    )
 
 
 def _root(config: Config) -> Path:
@@ -99,8 +114,8 @@ def differences(a: Path, b: Path) -> list[str]:
     """What differs between two finished runs: logged rows (times apart) and the last checkpoint's weights."""
     import torch
 
-    from lmtrain import checkpoint as store
     from lmtrain.callbacks.metrics import without_times
+    from lmtrain.checkpoints import store
 
     problems = []
     rows_a, rows_b = ([without_times(r) for r in read_jsonl(run / "metrics.jsonl")] for run in (a, b))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from lmtrain.schema import Data, Tokenizer
+from lmtrain.config.schema import Data, Tokenizer
 
 CONF = Path(__file__).parents[2] / "conf"
 

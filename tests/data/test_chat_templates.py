@@ -8,10 +8,10 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from lmtrain.data import tokenizers
-from lmtrain.data.chat_rendering import ChatTemplate
-from lmtrain.data.chat_templates import ChatEncoder, Example
-from lmtrain.data.conversations import BadRow, Completion, Conversation
-from lmtrain.data.named_templates import NAMED
+from lmtrain.data.chat.conversations import BadRow, Completion, Conversation
+from lmtrain.data.chat.named_templates import NAMED
+from lmtrain.data.chat.rendering import ChatTemplate
+from lmtrain.data.chat.templates import ChatEncoder, Example
 from lmtrain.errors import UserError
 from loopback_hub import HUB
 
@@ -203,22 +203,52 @@ THOUGHT = [{**t, "content": f"<think>Hm.</think>{t['content']}"} if t["role"] ==
 
 
 def test_a_template_that_is_no_prefix_of_itself(chatml) -> None:
-    with pytest.raises(
-        UserError, match=r"(?s)Up to turn 2 it writes .*then '<think>Hm.</think>Four.*'Four.*=last_assistant"
-    ) as e:
-        chatml(FORGETFUL).encode(conversation(*THOUGHT))
-    assert "{% generation %}" in str(e.value)
+    """Each answer is learned from a text of its own, in which the thoughts before it are gone."""
+    encoder = chatml(FORGETFUL)
+    before = [TURNS[0], {**TURNS[1], "content": "Four — 4"}, TURNS[2]]  # as the template shows it later on
+    found = [(e.input_ids, e.trained) for e in encoder.encode(conversation(*THOUGHT))]
+    (_, untrained), (ids, trained) = chatml_tokens(before), chatml_tokens(THOUGHT[3:])
+    untrained = [False] * len(untrained)
+    assert found == [chatml_tokens(THOUGHT[:2]), (chatml_tokens(before)[0] + ids, untrained + trained)]
+    assert encoder.texts == 2
+    with pytest.raises(UserError, match=r"its 1 answers can't be learned from one text. Ways out: .*=last_assistant"):
+        chatml(FORGETFUL, train_on="completion").encode(conversation(*THOUGHT))
     (example,) = chatml(FORGETFUL, train_on="last_assistant").encode(conversation(*THOUGHT))
     last = [i for i, learned in enumerate(example.trained) if learned]
     assert bytes(example.input_ids[last[0] : last[-1]]) == b"<think>Hm.</think>\nYes "
     assert example.input_ids[last[-1]] == 258
 
 
+def test_no_token_counts_twice_where_a_conversation_becomes_several(chatml) -> None:
+    """Answers that begin one another stay together, and one that is not to be learned gets no text of its own."""
+    plain = [TURNS[0], {**TURNS[1], "content": "Four"}, *THOUGHT[2:], *TURNS]
+    encoder = chatml(FORGETFUL)
+    examples = encoder.encode(conversation(*plain))
+    runs = [stretches(example, encoder.tokenizer) for example in examples]
+    # The first and the last two answers are in the whole text; the second had a thought, which is gone there.
+    assert runs == [
+        ["<think>Hm.</think>\nYes <|im_end|>"],
+        ["Four<|im_end|>", "Four — 4<|im_end|>", "\nYes <|im_end|>"],
+    ]
+    unlearned = [*THOUGHT[:1], {**THOUGHT[1], "train": False}, *THOUGHT[2:]]
+    (example,) = encoder.encode(conversation(*unlearned))
+    assert stretches(example, encoder.tokenizer) == ["<think>Hm.</think>\nYes <|im_end|>"]
+
+
 def test_a_generation_prompt_that_the_answer_doesnt_begin_with(chatml) -> None:
     """DeepSeek-R1's habit: it asks for an answer with <think>, which the answer then isn't written with."""
     asks = UNMARKED.replace("assistant\n{% endif", "assistant\n<think>{% endif")
-    with pytest.raises(UserError, match=r"then '<think>'; in the whole conversation 'Four.*Ways out: choose another"):
-        chatml(asks, train_on="last_assistant").encode(conversation(*TURNS[:2]))
+    encoder = chatml(asks)
+    (example,) = encoder.encode(conversation(*TURNS[:2]))
+    assert stretches(example, encoder.tokenizer) == ["\n</think>\n\nFour — 4<|im_end|>"]
+    assert "empty thought" in encoder.remarks[0].text
+    (example,) = encoder.encode(conversation(TURNS[0], {**TURNS[1], "reasoning_content": "Two and two"}))
+    assert stretches(example, encoder.tokenizer) == ["Two and two\n</think>\n\nFour — 4<|im_end|>"]
+    (example,) = encoder.encode(conversation(TURNS[0], {**TURNS[1], "content": "Two and two</think>4"}))
+    assert stretches(example, encoder.tokenizer) == ["Two and two</think>4<|im_end|>"]
+    asks = UNMARKED.replace("assistant\n{% endif", "assistant\nWell: {% endif")
+    with pytest.raises(UserError, match=r"then 'Well: '; with the answer 'Four.*Ways out: choose another"):
+        chatml(asks).encode(conversation(*TURNS[:2]))
 
 
 def test_what_only_the_end_of_a_conversation_has_is_no_answer(chatml) -> None:
@@ -424,11 +454,8 @@ def test_prompt_and_answer_of_the_last_turn(chatml) -> None:
     assert encoder.end_of_turn_ids() == [258, EOS]
 
 
-def test_the_identity_names_what_shapes_the_tokens(chatml) -> None:
-    base = chatml().identity
-    assert base == chatml().identity
-    for changed in (chatml(UNMARKED), chatml(train_on="all"), chatml(max_length=8), chatml(on_too_long="drop")):
-        assert changed.identity != base
+def test_the_identity_names_the_template_whatever_its_name(chatml) -> None:
+    assert chatml().identity == chatml().identity != chatml(UNMARKED).identity
 
 
 def test_end_of_turn_is_the_first_special_token_after_an_answer(bytes_tokenizer) -> None:

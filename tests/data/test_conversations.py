@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lmtrain.data.conversations import FORMATS, BadRow, Completion, Conversation, detect_format, to_sample
+from lmtrain.data.chat.conversations import FORMATS, BadRow, Completion, Conversation, detect_format, to_sample
 from lmtrain.errors import UserError
 from loopback_hub import HUB
 
@@ -58,7 +58,7 @@ def test_the_same_conversation_in_every_format(format: str, row: dict, data_conf
     cfg = data_config("chat")
     assert detect_format(row, cfg) == format
     sample = to_sample(row, format, cfg, "rows.jsonl, line 3")
-    assert sample == Conversation(ASKED, None, "rows.jsonl, line 3")
+    assert sample == Conversation(ASKED, None, "rows.jsonl, line 3", given=int(format == "prompt_completion"))
 
 
 def test_every_format_is_covered() -> None:
@@ -85,7 +85,7 @@ def test_alpacas_input_history_and_system(data_config) -> None:
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Hello"},
         {"role": "assistant", "content": "Hi"},
-        {"role": "user", "content": "Add.\n\n2 and 2"},
+        {"role": "user", "content": "Add.\n\n2 and 2", "instruction": "Add.", "input": "2 and 2"},
         {"role": "assistant", "content": "4"},
     ]
 

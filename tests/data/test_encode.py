@@ -10,9 +10,9 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from lmtrain.data import tokenizers
-from lmtrain.data.encode import SEGMENT, Encoder
-from lmtrain.data.pieces import Piece
-from lmtrain.data.stdlib import stdlib_pieces
+from lmtrain.data.sources.pieces import Piece
+from lmtrain.data.sources.stdlib import stdlib_pieces
+from lmtrain.data.text.encode import SEGMENT, Encoder
 
 HUB = Path(__file__).parents[3] / "shared" / "hub" / "models"
 
@@ -28,7 +28,7 @@ def python_text():
 
 
 def made(text, option, **settings):
-    from lmtrain.schema import Tokenizer
+    from lmtrain.config.schema import Tokenizer
 
     cfg = Tokenizer(kind=option, **settings)
     return tokenizers.load_or_train(cfg, lambda _: iter([text]))

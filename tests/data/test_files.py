@@ -7,15 +7,16 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from texts import documents
 
-from lmtrain.data import sources
+from lmtrain.data.sources import choose as sources
 from lmtrain.errors import UserError
 
 TEXTS = ["first\ndocument", "second", "  dritter: äöü 日本 🙂\r\n", "fourth\n\nwith a gap"]
 
 
 def read(cfg, split="train"):
-    return list(sources.documents(cfg, split))
+    return list(documents(cfg, split))
 
 
 def write_jsonl(path, rows):
@@ -133,7 +134,7 @@ BAD_FILES = {
     ),
     "malformed list": ("a.json", b'[\n{"text": "fine"},\n{"text" 1}]', r"a\.json, line 3: malformed JSON .*text"),
     "a line that is no object": ("a.jsonl", b"[1, 2]\n", r"line 1: a JSON object .* needed, found \[1, 2\]"),
-    "a number in json": ("a.json", b"17", r"a\.json holds a int; a list of objects"),
+    "a number in json": ("a.json", b"17", r"a\.json holds 17; a list of objects"),
     "a column missing in one row": (
         "a.jsonl", b'{"text": "a"}\n\n{"body": "b"}\n', r"line 3 has no column 'text'; it has: body.*text_column=body",
     ),
@@ -178,3 +179,45 @@ def test_a_saved_dataset_dict_names_its_splits(tmp_path, data_config):
     with pytest.raises(UserError, match=r"holds the splits train: set data\.path=.*saved/train"):
         read(data_config("parquet", path=str(tmp_path / "saved")))
     assert read(data_config("parquet", path=str(tmp_path / "saved" / "train"), val_fraction=0)) == TEXTS
+
+
+def as_csv(folder):
+    text = "".join(f'{r["n"]},"{r["title"]}","{r["text"]}"\r\n' for r in rows())
+    (folder / "a.csv").write_bytes(("n,title,text\r\n" + text).encode())
+
+
+def test_csv_holds_the_same_texts_and_numbers_are_text(tmp_path, data_config):
+    as_csv(tmp_path)
+    assert read(data_config("jsonl", path=str(tmp_path), val_fraction=0)) == TEXTS
+    numbers = data_config("jsonl", path=str(tmp_path), val_fraction=0, text_column="n")
+    assert read(numbers) == ["0", "1", "2", "3"]
+    with pytest.raises(UserError, match=r"a\.csv has no column 'txt'; it has: n, title, text"):
+        read(data_config("jsonl", path=str(tmp_path), text_column="txt"))
+
+
+def test_zstd_in_several_frames(tmp_path, data_config):
+    frames = [pa.compress(part.encode(), codec="zstd", asbytes=True) for part in TEXTS]
+    (tmp_path / "a.txt.zst").write_bytes(b"".join(frames))
+    assert read(data_config(path=str(tmp_path), val_fraction=0)) == ["".join(TEXTS)]
+
+
+def test_files_of_a_folder_that_are_not_read_are_counted_and_named(tmp_path, data_config):
+    folder = tmp_path / "corpus"
+    (folder / "more").mkdir(parents=True)
+    (folder / ".git").mkdir()
+    write_jsonl(folder / "a.jsonl", rows())
+    write_jsonl(folder / ".git" / "hidden.jsonl", rows())
+    (folder / "empty.jsonl").write_text("")
+    for name in ("README.md", "b.docx", "more/c.pdf", "more/d.parquet.gz", "e.jsonl.zip"):
+        (folder / name).write_text("x")
+    (folder / "dataset_info.json").write_text("{}")
+    cfg = data_config("jsonl", path=str(folder), val_fraction=0)
+    source = sources.open_source(cfg)
+    named = "README.md, b.docx, e.jsonl.zip, empty.jsonl (empty), c.pdf and 1 more"
+    assert source.notes == [f"{folder}: 6 files are not read: {named}"]
+    assert read(cfg) == TEXTS
+    listed = data_config("jsonl", path=str(folder / "*.jsonl"), val_fraction=0)
+    assert sources.open_source(listed).notes == [f"{folder}/*.jsonl: 1 file is not read: empty.jsonl (empty)"]
+    (folder / "b.csv").write_text("text\nb\n")
+    with pytest.raises(UserError, match=r"holds csv and jsonl files: choose with data\.format"):
+        read(cfg)

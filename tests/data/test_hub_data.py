@@ -11,9 +11,11 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from texts import documents
 
-from lmtrain.data import hub, sources
-from lmtrain.data.prepare import prepare
+from lmtrain.data.hub import commit_of
+from lmtrain.data.sources.records import open_parts, split_records
+from lmtrain.data.text.prepare import prepare
 from lmtrain.errors import UserError
 from loopback_hub import HUB, serving
 
@@ -45,25 +47,25 @@ def test_splits_of_a_repository(streaming, tmp_path, data_config):
         tmp_path / "repo", train=[f"row {i}" for i in range(600)] + [None, ""], validation=["held", "out"]
     )
     cfg = data_config("c4", name=name, config_name=None, streaming=streaming, num_samples=None, val_split="validation")
-    assert list(sources.documents(cfg, "train")) == [f"row {i}" for i in range(600)]
-    assert list(sources.documents(cfg, "val")) == ["held", "out"]
+    assert list(documents(cfg, "train")) == [f"row {i}" for i in range(600)]
+    assert list(documents(cfg, "val")) == ["held", "out"]
     cfg.num_samples, cfg.val_split = 300, "nope"
-    assert list(sources.documents(cfg, "val")) == ["row 99", "row 199", "row 299"]
+    assert list(documents(cfg, "val")) == ["row 99", "row 199", "row 299"]
     cfg.num_samples, cfg.val_split = None, "validation+train"
-    assert list(sources.documents(cfg, "val")) == ["held", "out"] + [f"row {i}" for i in range(600)]
+    assert list(documents(cfg, "val")) == ["held", "out"] + [f"row {i}" for i in range(600)]
     cfg.text_column = "body"
     with pytest.raises(UserError, match=r"no column 'body'; it has: text"):
-        list(sources.documents(cfg, "train"))
+        list(documents(cfg, "train"))
     cfg.text_column, cfg.train_split = "text", "training"
     with pytest.raises(UserError, match=r"no split 'training'; it has: train, validation"):
-        list(sources.documents(cfg, "train"))
+        list(documents(cfg, "train"))
 
 
 def test_wikitext_lines_become_articles(tmp_path, data_config):
     rows = ["", " = One = \n", "", " text \n", " = = Part = = \n", "", " = Two = \n", " more \n"]
     name = repository(tmp_path / "repo", train=rows, validation=rows[:4])
     cfg = data_config("wikitext", name=name, config_name=None)
-    assert list(sources.documents(cfg, "train")) == ["".join(rows[:6]), "".join(rows[6:])]
+    assert list(documents(cfg, "train")) == ["".join(rows[:6]), "".join(rows[6:])]
 
 
 def test_a_changed_repository_is_prepared_again(tmp_path, data_config, tokenizer_config):
@@ -85,10 +87,7 @@ def test_an_unreachable_hub_names_the_way_out(data_config, tokenizer_config):
 
 
 def test_a_commit_needs_no_question():
-    assert (
-        hub.commit_of("dataset", "any/thing", "0123456789abcdef" * 2 + "01234567")
-        == "0123456789abcdef" * 2 + "01234567"
-    )
+    assert commit_of("dataset", "any/thing", "0123456789abcdef" * 2 + "01234567") == "0123456789abcdef" * 2 + "01234567"
 
 
 CHILD = """
@@ -96,9 +95,10 @@ import importlib.util, json, sys, time
 import datasets, transformers  # before any clock
 spec = importlib.util.spec_from_file_location("configs", sys.argv[1])
 configs = importlib.util.module_from_spec(spec); spec.loader.exec_module(configs)
-from lmtrain.data.prepare import prepare
+from lmtrain.data.text.prepare import prepare
+from lmtrain.data.sources.records import open_parts, split_records
 from lmtrain.errors import UserError
-from lmtrain.schema import Data, Tokenizer
+from lmtrain.config.schema import Data, Tokenizer
 
 for data, data_settings, tokenizer, tokenizer_settings in json.loads(sys.argv[2]):
     cfg = Data(**{**configs._load("data", data), "seq_len": 64, **data_settings})
@@ -180,3 +180,19 @@ def test_tiny_shakespeare_from_a_file_is_nanogpts(tmp_path, data_config, tokeniz
     prepared = prepare(data_config("tiny_shakespeare", path=str(path)), tokenizer_config("char"), progress=False)
     assert [prepared.meta["splits"][s]["tokens"] for s in ("train", "val")] == [1_003_854, 111_540]
     assert prepared.meta["vocab_size"] == 65 + 2
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(("rows", "said"), [
+    ('{"messages": ["a", "b"]}\n{"mess', "JSON parse error"), ("", "holds no rows"),
+    ("9" * 5000, "can't be (loaded|read)"),
+    ('{"messages": ' + "[" * 5000, "can't be (loaded|read)"),
+], ids=["malformed", "empty", "digits", "deep"])  # fmt: skip
+def test_a_damaged_file_of_a_repository_is_one_message(rows, said, streaming, tmp_path, data_config):
+    (tmp_path / "repo").mkdir()
+    (tmp_path / "repo" / "train.jsonl").write_text(rows)
+    settings = {"train_split": "train", "val_split": None, "val_fraction": 0, "streaming": streaming}
+    cfg = data_config("ultrachat", name=str(tmp_path / "repo"), **settings)
+    with pytest.raises(UserError, match=rf"dataset '.*repo'.*{said}") as caught:
+        list(split_records(*open_parts(cfg), "train"))
+    assert "\n" not in str(caught.value)

@@ -1,5 +1,8 @@
 """Data order: every row once an epoch whatever the world, and the same rows for a step however it is asked."""
 
+import math
+from fractions import Fraction
+
 import numpy as np
 import pytest
 
@@ -63,6 +66,17 @@ def test_a_trillion_rows_cost_no_memory() -> None:
     chosen = order.step_rows(123_456_789, rows=rows, global_batch_size=64, seed=0)
     assert len(np.unique(chosen[:, 1])) == 64
     assert chosen[:, 1].max() < rows
+
+
+@pytest.mark.parametrize("weight", ["1", "2", "0.5", "1.5", "0.3", "2.7", "0.333"])
+def test_rows_are_repeated_by_weight_without_a_list_of_them(weight: str) -> None:
+    count, exact = 101, Fraction(weight)
+    repeats = order.Repeats([7, count, 3], [Fraction(1), exact, Fraction(2)])
+    by_hand = list(range(7))
+    for row in range(count):  # as often as the whole numbers that n * weight passes at the row
+        by_hand += [7 + row] * (math.floor((row + 1) * exact) - math.floor(row * exact))
+    by_hand += [108, 108, 109, 109, 110, 110]
+    assert repeats.stored(np.arange(len(repeats))).tolist() == by_hand
 
 
 def test_step_seeds_differ_by_step_rank_and_seed() -> None:

@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from lmtrain.data.example_rows import PackedRows, PaddedRows
-from lmtrain.data.example_store import Examples, ExampleWriter
-from lmtrain.data.packing import METHODS, Packing, pack
-from lmtrain.data.windows import IGNORE
+from example_files import ExampleWriter
+from lmtrain.data.examples.packing import Packing, pack
+from lmtrain.data.examples.rows import PackedRows, PaddedRows
+from lmtrain.data.examples.store import Examples
+from lmtrain.data.text.windows import IGNORE
 
 CAPACITY = 64
-METHODS_THAT_PACK = [m for m in METHODS if m != "off"]
+METHODS_THAT_PACK = ["concat", "greedy", "first_fit", "best_fit_decreasing"]
 
 
 def some_lengths(n: int = 500, seed: int = 0) -> np.ndarray:
@@ -92,12 +93,29 @@ def test_decreasing_best_fit_is_within_its_bound() -> None:
 @pytest.fixture
 def examples(tmp_path: Path) -> Examples:
     """Ids count up from 1000 * the example's number; the second half of each is learned."""
-    writer = ExampleWriter(tmp_path, "train")
+    writer = ExampleWriter(tmp_path)
     for number, length in enumerate([5, 3, 9, 1, 7, 6]):
         ids = [1000 * number + i for i in range(length)]
         writer.append(ids, [i >= length // 2 for i in range(length)])
-    writer.close()
-    return Examples(tmp_path, "train")
+    return writer.close()
+
+
+def test_examples_lie_in_as_many_files_as_they_fill(tmp_path: Path) -> None:
+    """Ids, masks and labels of every example come back, whichever file it went to; none is cut."""
+    random = np.random.default_rng(0)
+    writer = ExampleWriter(tmp_path, shard_tokens=40)
+    wanted = []
+    for number in range(50):
+        ids = random.integers(0, 10**6, int(random.integers(1, 20))).tolist()
+        mask = (random.random(len(ids)) < 0.5).tolist()
+        writer.append(ids, mask, label=number)
+        wanted.append((ids, mask))
+    found = writer.close()
+    assert len(found.shards) > 10
+    assert [tuple(part.tolist() for part in found.read(i)) for i in range(len(found))] == wanted
+    assert found.labels.tolist() == list(range(50))
+    assert found.lengths.tolist() == [len(ids) for ids, _ in wanted]
+    assert found.learned().tolist() == [sum(mask) for _, mask in wanted]
 
 
 def all_rows(rows: PaddedRows | PackedRows) -> dict[str, torch.Tensor]:

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from lmtrain.data import tokenizers
-from lmtrain.data.pair_rows import PairRowEncoder, fit_pair
-from lmtrain.data.pairs import PAIR_FORMATS, Pair, detect_pair_format, to_pairs
-from lmtrain.data.turns import BadRow
+from lmtrain.data.chat.pairs import PAIR_FORMATS, Pair, detect_pair_format, to_pairs
+from lmtrain.data.chat.turns import BadRow
+from lmtrain.data.examples.pair_rows import PairRowEncoder, fit_pair
 from lmtrain.errors import UserError
 from loopback_hub import HUB
 
@@ -192,6 +192,15 @@ def test_long_pairs_are_cut(policy: str, kept: list, data_config) -> None:
     found, cut = fit_pair(*answers(6, 9, 2), cfg, "here")
     assert [(ids[0], len(ids), sum(trained)) for ids, trained in found] == kept
     assert cut == 23 - sum(length for _, length, _ in kept)
+
+
+def test_long_prompts_are_cut_for_both_answers(data_config) -> None:
+    cfg = data_config("preference", max_prompt_length=4, max_length=10)
+    assert fit_pair(*answers(4, 5, 2), cfg, "here") == (answers(4, 5, 2), 0)
+    found, cut = fit_pair(*answers(7, 6, 2), cfg, "here")  # 13 tokens, of which 10 are left
+    assert [(ids[0], len(ids), sum(trained)) for ids, trained in found] == [(3, 10, 6), (3, 6, 2)]
+    assert cut == 6
+    assert fit_pair(*answers(7, 7, 2), cfg, "here") == ([], 0)  # the answer itself is too long
 
 
 def test_long_pairs_are_dropped_or_refused(data_config) -> None:

@@ -4,8 +4,9 @@ import random
 import re
 
 import pytest
+from texts import whole
 
-from lmtrain.data.pieces import Piece, at_least, first, join_rows, plan_cut, split, whole
+from lmtrain.data.sources.pieces import Piece, at_least, first, join_rows, plan_cut, split
 
 
 def cut_up(documents, seed=0):

@@ -6,8 +6,9 @@ import pickle
 import numpy as np
 import pytest
 
-from lmtrain.data import bins, tokenizers
-from lmtrain.data.prepare import prepare
+from lmtrain.data import tokenizers
+from lmtrain.data.text import bins
+from lmtrain.data.text.prepare import prepare
 from lmtrain.errors import UserError
 
 

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from lmtrain.distributed.dtensor import whole
+from lmtrain.distributed.ranks import leave
 from lmtrain.models.split import check, split
-from lmtrain.strategies.layout import whole
-from lmtrain.world import leave
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

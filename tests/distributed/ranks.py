@@ -6,9 +6,11 @@ import sys
 import traceback
 from pathlib import Path
 
-from lmtrain import devices, run_dir, train
-from lmtrain.config import check, compose
-from lmtrain.world import leave
+from lmtrain.config.compose import check, compose
+from lmtrain.distributed import devices
+from lmtrain.distributed.ranks import leave
+from lmtrain.run import folder as run_dir
+from lmtrain.run.session import Session
 
 
 def main(jobs: list[list[str]], results: Path) -> None:
@@ -20,7 +22,7 @@ def main(jobs: list[list[str]], results: Path) -> None:
         try:
             if os.environ["RANK"] == "0":  # as the parent of a run does
                 folder = run_dir.open_run(config)
-            codes.append(str(train.run_in_process(config, folder)))
+            codes.append(str(Session(config, folder).run()))
         except Exception:
             codes.append(traceback.format_exc())
             print(codes[-1], file=sys.stderr, flush=True)

@@ -9,7 +9,7 @@ import pytest
 from ports import free_port
 from strategy_runs import CAUSAL, Runs
 
-from lmtrain import checkpoint as store
+from lmtrain.checkpoints import store
 
 NODES, PER_NODE = 2, 2
 

@@ -12,18 +12,17 @@ from pathlib import Path
 import pytest
 from ports import free_port
 
-from lmtrain import ranks
 from lmtrain.callbacks.metrics import without_times
+from lmtrain.distributed import ranks
 from lmtrain.errors import UserError
-from lmtrain.run_dir import read_jsonl
-from support import TINY, rows
+from lmtrain.files import read_jsonl
+from support import TINY, lingers, rows
 
 TEXT = [*TINY, "data=text", "data.global_batch_size=8", "data.micro_batch_size=2", "trainer.max_steps=12",
         "trainer.val_check_interval=6", "trainer.limit_val_batches=2", "trainer.save_every_n_steps=4",
         "callbacks.samples.every_n_validations=0"]  # fmt: skip
 HERE = Path(__file__).parent
 BREAKS = ["run.allow_target=[mishaps]"]
-LINGERS = ["callbacks.extra=[{_target_: slow.Lingers, step: 9}]", "run.allow_target=[slow]"]  # there to be stopped
 
 
 def environment() -> dict[str, str]:
@@ -146,7 +145,7 @@ def test_stopped_fsdp_ranks_save_and_continue_equal(corpus: Path, tmp_path: Path
     common = [*TEXT, "trainer.max_steps=400", "trainer.save_every_n_steps=null", "trainer.val_check_interval=null",
               f"data.path={corpus}", "trainer.devices=2", "trainer.strategy=fsdp", "export.enabled=false"]  # fmt: skip
     command = ["-m", "lmtrain.train", *common, f"run.dir={tmp_path / 'stopped'}", "run.resume=auto"]
-    process = start([*command, *LINGERS])
+    process = start([*command, *lingers(9)])
     metrics = tmp_path / "stopped" / "metrics.jsonl"
     while process.poll() is None and not any(r["step"] >= 9 for r in read_jsonl(metrics)):
         time.sleep(0.02)

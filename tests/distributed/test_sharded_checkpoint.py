@@ -6,8 +6,8 @@ import pytest
 from strategy_runs import CAUSAL, LORA, Runs
 
 from chats import write_chats
-from lmtrain import checkpoint as store
 from lmtrain.callbacks.metrics import without_times
+from lmtrain.checkpoints import store
 from resume.runs import assert_equal
 from support import rows
 from tiny_pretrained import save_pretrained

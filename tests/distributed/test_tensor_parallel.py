@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from chats import write_chats, write_rows
 from inprocess import message, run
-from lmtrain import checkpoint as store
 from lmtrain.callbacks.metrics import without_times
+from lmtrain.checkpoints import store
 from lmtrain.errors import UserError
 from lmtrain.models.split import check
 from resume.runs import assert_equal

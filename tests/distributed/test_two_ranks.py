@@ -8,11 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
-from test_launch import LINGERS, environment
+from test_launch import environment
 
 from lmtrain.callbacks.metrics import without_times
-from lmtrain.run_dir import read_jsonl
-from support import TINY, Run, rows
+from lmtrain.files import read_jsonl
+from support import TINY, Run, lingers, rows
 
 SETTINGS = [*TINY, "data=text", "trainer.max_steps=20", "trainer.val_check_interval=10", "trainer.limit_val_batches=3"]
 
@@ -46,7 +46,7 @@ def test_sigterm_to_the_parent_saves_and_resumes_equal(corpus: Path, tmp_path: P
     run_dir = tmp_path / "stopped"
     command = [*settings(corpus, run_dir, 2), "trainer.max_steps=400", "run.resume=auto"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "lmtrain.train", *command, *LINGERS], env=environment(), stdout=subprocess.PIPE,
+        [sys.executable, "-m", "lmtrain.train", *command, *lingers(15)], env=environment(), stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     while process.poll() is None and not any(r["step"] >= 15 for r in read_jsonl(run_dir / "metrics.jsonl")):
@@ -66,12 +66,16 @@ def test_sigterm_to_the_parent_saves_and_resumes_equal(corpus: Path, tmp_path: P
 def test_ranks_of_a_killed_parent_save_and_leave(corpus: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     command = [*settings(corpus, run_dir, 2), "trainer.max_steps=40000"]
+    meetings = tmp_path / "tmp"
+    meetings.mkdir()
     process = subprocess.Popen(
-        [sys.executable, "-m", "lmtrain.train", *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+        [sys.executable, "-m", "lmtrain.train", *command], env=environment() | {"TMPDIR": str(meetings)},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
     while process.poll() is None and not any(r["step"] >= 15 for r in read_jsonl(run_dir / "metrics.jsonl")):
         time.sleep(0.02)
     process.kill()
     process.communicate(timeout=60)  # the ranks hold the pipe: this returns when they are gone
     assert json.loads((run_dir / "summary.json").read_text())["status"] == "preempted"
     assert (run_dir / "checkpoints" / "last").exists()
+    assert not list(meetings.glob("lmtrain_*"))

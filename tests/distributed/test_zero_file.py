@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from inprocess import TWO_STEPS, message, train_tiny
-from lmtrain import devices
-from lmtrain.config import check, compose
-from lmtrain.strategies.zero_config import engine_config
+from lmtrain.config.compose import check, compose
+from lmtrain.config.deepspeed import engine_config
+from lmtrain.distributed import devices
 from support import TINY, Run
 
 ZERO = ["trainer.strategy=deepspeed", "trainer.accelerator=cpu"]
@@ -97,6 +97,7 @@ def test_nvme_says_what_to_install(corpus: Path, tmp_path: Path, monkeypatch: py
     assert "apt install libaio-dev" in message(done.err)
 
 
+@pytest.mark.slow
 def test_deepspeed_says_nothing_where_it_is_not_used(corpus: Path, lmtrain: Run) -> None:
     """transformers imports it when a model is saved, to see whether the model is one of its engines."""
     pytest.importorskip("deepspeed")

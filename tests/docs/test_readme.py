@@ -12,8 +12,9 @@ import yaml
 from _pytest.mark import ParameterSet
 
 from inprocess import TWO_STEPS, run
-from lmtrain import cli, config
-from lmtrain.overrides import flatten
+from lmtrain import cli
+from lmtrain.config import compose as config
+from lmtrain.config.explain import flatten
 from loopback_hub import serving
 from support import REPO
 
@@ -22,10 +23,15 @@ PAGES = sorted(p for f in (REPO, REPO / "docs", REPO / "benchmarks") for p in f.
 GROUPS = {g.name: {o.stem for o in g.glob("*.yaml")} - {"base", "common"} for g in CONF.iterdir() if g.is_dir()}
 
 
+def without_blocks(page: Path) -> str:
+    return re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+
+
 def commands(page: Path) -> list[str]:
     """The lines of a page's bash blocks, comments off, `a && b` apart."""
     blocks = re.findall(r"```(?:bash|sh)\n(.*?)```", page.read_text(), flags=re.DOTALL)
-    lines = [re.sub(r"\s+#.*", "", line).strip() for block in blocks for line in block.splitlines()]
+    whole = [re.sub(r"\s*\\\n\s*", " ", block) for block in blocks]
+    lines = [re.sub(r"\s+#.*", "", line).strip() for block in whole for line in block.splitlines()]
     return [part.strip() for line in lines if line for part in line.split("&&")]
 
 
@@ -86,8 +92,11 @@ def test_commands_of_the_readme_run(command: str, tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_every_command_is_one(page: Path) -> None:
+def test_every_command_is_one(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make has the target, the module is a verb, its overrides compose and are accepted, the script exists."""
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, text in re.findall(r"```python\n# (\w+\.py)\n(.*?)```", page.read_text(), flags=re.DOTALL):
+        (tmp_path / name).write_text(text)  # which a command may name a class of
     for command in commands(page):
         words = shlex.split(command)
         if words[0] == "make":
@@ -107,7 +116,7 @@ def test_every_command_is_one(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_every_relative_link_leads_somewhere(page: Path) -> None:
-    targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text())
+    targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", without_blocks(page))
     missing = [t for t in targets if "://" not in t and not (page.parent / t).exists()]
     assert not missing, f"{page.name} links to {missing}"
 
@@ -134,8 +143,7 @@ def test_the_readmes_tables_name_every_option_and_no_other() -> None:
 
 
 def code_spans(page: Path) -> list[str]:
-    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
-    return re.findall(r"`([^`\n]+)`", text)
+    return re.findall(r"`([^`\n]+)`", without_blocks(page))
 
 
 def known_keys() -> set[str]:
@@ -148,7 +156,7 @@ def known_keys() -> set[str]:
     return keys
 
 
-LIGHTNINGS = {"trainer.callback_metrics"}  # written like keys
+LIGHTNINGS = {"trainer.callback_metrics", "trainer.accumulate_grad_batches"}  # written like keys
 KEYS = known_keys() | LIGHTNINGS
 
 
@@ -158,9 +166,21 @@ def test_keys_and_options_in_the_text_exist(page: Path) -> None:
         found = [m for span in code_spans(page) for m in re.finditer(pattern, span)]
         return [m[0] for m in found if not is_right(m[1], m[2])]
 
-    unknown = each(r"(?<![\w./+])(\w+)\.([a-z_]+(?:\.[a-z_]+)*)(?==|$|\s)",
+    unknown = each(r"(?<![\w./+])(\w+)\.(?!(?:py|json)\b)([a-z_]+(?:\.[a-z_]+)*)(?==|$|\s)",
                    lambda group, key: group not in GROUPS or f"{group}.{key}" in KEYS)  # fmt: skip
     assert not unknown, f"{page.name} names keys that are not there"
     wrong = each(r"(?<![\w.+/])([a-z]+)=([a-z][a-z0-9_|]*)(?=$|\s)",
                  lambda group, options: group not in GROUPS or set(options.split("|")) <= GROUPS[group])  # fmt: skip
     assert not wrong, f"{page.name} names options that are not there"
+
+
+def test_the_python_script(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (script,) = re.findall(r"```python\n(.*?)```", (REPO / "README.md").read_text(), flags=re.DOTALL)
+    assert len(script.splitlines()) <= 12
+    smaller = [*SHRINK, "tokenizer=bytes", "data=text", f"data.path={corpus}"]
+    exec(script.replace("lmtrain.compose(words)", f"lmtrain.compose(words + {smaller})"))  # noqa: S102
+    status = next(line for line in capsys.readouterr().out.splitlines() if " at step 1: " in line)
+    assert re.fullmatch(r"finished at step 1: \d\.\d+ -> \d\.\d+", status)

@@ -5,7 +5,7 @@ import json
 import pytest
 import trajectories
 
-from lmtrain.devices import cpu_multiplies_bf16
+from lmtrain.distributed.devices import cpu_multiplies_bf16
 
 GOLDEN = json.loads(trajectories.FILE.read_text())
 

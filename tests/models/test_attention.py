@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from helpers_models import FAMILIES, LENGTHS, VOCAB, objective, packed, tiny, wrapped
 
+from helpers_models import FAMILIES, LENGTHS, VOCAB, objective, packed, tiny, wrapped
 from lmtrain.errors import UserError
 from lmtrain.models import attention, documents
 from lmtrain.models.documents import Documents, choose_method
@@ -204,7 +204,8 @@ def test_autocast_runs_attention_in_bf16_but_for_short_rows_on_cpu(family, limit
         ("block_mask", "cuda", torch.bfloat16, 0.1, UserError),
     ],
 )
-def test_choice_of_method(choice, device, dtype, dropout, expected):
+def test_choice_of_method(choice, device, dtype, dropout, expected, monkeypatch):
+    has_capability(monkeypatch, 9, 0)
     if expected is UserError:
         with pytest.raises(UserError, match=f"model.attention={choice}"):
             choose_method(choice, torch.device(device), dtype, dropout)
@@ -212,9 +213,28 @@ def test_choice_of_method(choice, device, dtype, dropout, expected):
         assert choose_method(choice, torch.device(device), dtype, dropout) == expected
 
 
+def has_capability(monkeypatch, major, minor):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (major, minor))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Tesla T4")
+
+
+def test_capped_scores_and_sinks_run_in_slices_on_cuda():
+    assert choose_method("auto", torch.device("cuda"), torch.bfloat16, 0.0, plain=False) == "slices"
+
+
 def test_without_varlen_auto_takes_the_block_mask(monkeypatch):
-    monkeypatch.setattr(documents, "varlen_available", lambda: False)
+    monkeypatch.setattr(documents, "varlen", lambda: (None, frozenset()))
     assert choose_method("auto", torch.device("cuda"), torch.bfloat16, 0.0) == "block_mask"
+
+
+def test_a_gpu_without_flash_attention_takes_the_block_mask(monkeypatch):
+    cuda = torch.device("cuda")
+    has_capability(monkeypatch, 7, 5)
+    assert choose_method("auto", cuda, torch.float16, 0.0) == "block_mask"
+    with pytest.raises(UserError, match=r"varlen needs a GPU of compute capability 8.0 or newer \(Tesla T4 has 7.5\)"):
+        choose_method("varlen", cuda, torch.float16, 0.0)
+    has_capability(monkeypatch, 8, 0)
+    assert choose_method("auto", cuda, torch.float16, 0.0) == "varlen"
 
 
 def test_varlen_gets_flat_tokens_and_an_upper_bound_known_without_the_gpu(monkeypatch):
@@ -243,7 +263,34 @@ def test_torchs_varlen_has_the_parameters_we_use():
     assert {"query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k", "scale", "window_size"} <= parameters
 
 
-@pytest.mark.parametrize("extra", [{"softcap": 30.0}, {"s_aux": torch.zeros(4)}, {"is_causal": False}])
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("method", [None, *CPU_METHODS])
+@pytest.mark.parametrize("extra", ["softcap", "s_aux"])
+def test_capped_scores_and_sinks_equal_their_formula(extra, method, kv_heads, window):
+    """Gemma 2: a score is c tanh(s / c). gpt-oss: a logit of each head joins the softmax, no value goes with it."""
+    q, k, v = projections(kv_heads=kv_heads)
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64, requires_grad=True)
+    lengths = LENGTHS if method else [[20]] * 3
+    layout = Documents(packed()["cu_seqlens"], 3, 20, method) if method else None
+    options = {"softcap": 0.7} if extra == "softcap" else {"s_aux": sinks}
+    out = call(q, k, v, documents=layout, sliding_window=window, **options)
+
+    keys, values = (x.repeat_interleave(4 // kv_heads, dim=1) for x in (k, v))
+    scores = 0.3 * q @ keys.transpose(-1, -2)
+    if extra == "softcap":
+        scores = 0.7 * torch.tanh(scores / 0.7)
+    weights = scores.exp() * visible(lengths, window)[:, None]
+    total = weights.sum(-1, keepdim=True) + (sinks.exp().view(1, 4, 1, 1) if extra == "s_aux" else 0)
+    expected = (weights / total @ values).transpose(1, 2)
+    torch.testing.assert_close(out, expected)
+    inputs = (q, k, v, *([sinks] if extra == "s_aux" else []))
+    direction = torch.randn_like(out)
+    ours, theirs = (torch.autograd.grad((x * direction).sum(), inputs) for x in (out, expected))
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("extra", [{"position_bias": torch.zeros(4)}, {"is_causal": False}])
 def test_what_it_does_not_do_is_refused(extra):
     q, k, v = projections()
     with pytest.raises(UserError, match=r"model\.attention=transformers"):

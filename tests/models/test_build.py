@@ -5,19 +5,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers_models import FAMILIES, VOCAB, tiny
 from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM
 
-from lmtrain import config as lmtrain_config
+from helpers_models import FAMILIES, VOCAB, objective, tiny
+from lmtrain.config import compose as lmtrain_config
+from lmtrain.config.models import OWN, LoadedModel
+from lmtrain.config.schema import Model
 from lmtrain.errors import UserError
 from lmtrain.models import attention
 from lmtrain.models.build import build_model
 from lmtrain.models.flops import parameter_counts
-from lmtrain.schema import Model
 
 CONF = Path(__file__).parents[2] / "conf"
-PRESETS = sorted(p.stem for p in (CONF / "model").glob("*.yaml") if p.stem != "base")
+PRESETS = sorted(p.stem for p in (CONF / "model").glob("*.yaml") if p.stem not in ("base", "custom"))
 
 
 @pytest.fixture(params=list(FAMILIES))
@@ -27,7 +28,7 @@ def family(request):
 
 def preset(name: str, *overrides: str) -> Model:
     tree = lmtrain_config.compose([f"model={name}", *overrides]).model
-    model = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Model), OmegaConf.to_container(tree)))
+    model = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(OWN[tree.init]), OmegaConf.to_container(tree)))
     assert isinstance(model, Model)
     return model
 
@@ -166,7 +167,6 @@ def test_rope_theta_and_extra_reach_the_config():
         ("gpt2", {"max_position_embeddings": 16}, "data.seq_len=32 exceeds model.max_position_embeddings=16"),
         ("llama", {"hidden_act": "sillu"}, "did you mean silu"),
         ("gpt2", {"attention": "flash"}, "model.attention=flash is not one of auto"),
-        ("gpt2", {"init": "pretrained"}, "set model.name_or_path"),
     ],
 )
 def test_a_shape_that_does_not_fit_is_refused(family, changes, message):
@@ -184,11 +184,11 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def pretrained(path: Path, **changes) -> Model:
+def pretrained(path: Path, **changes) -> LoadedModel:
     values = {"name": "pretrained", "init": "pretrained", "name_or_path": str(path), "trust_remote_code": False,
               "attention": "auto", "learning_rate": 2e-5, "vocab_size": None, "vocab_multiple_of": 1,
               "dropout": 0.0}  # fmt: skip
-    return Model(**{**values, **changes})
+    return LoadedModel(**{**values, **changes})
 
 
 def test_pretrained_weights_in_fp32_in_training_mode(checkpoint):
@@ -215,7 +215,8 @@ def test_pretrained_on_meta_reads_no_weights(checkpoint):
     [
         ({}, VOCAB + 1, 8, "the tokenizer has 62 tokens"),
         ({}, VOCAB, 65, "data.seq_len=65 exceeds the 64 positions"),
-        ({"hidden_size": 64}, VOCAB, 8, "model.hidden_size=64"),
+        ({"max_position_embeddings": 64}, VOCAB, 8, "model.max_position_embeddings=64"),
+        ({"name_or_path": None}, VOCAB, 8, "set model.name_or_path"),
         ({"extra": {"nonsense": 1}}, VOCAB, 8, "model.extra.nonsense"),
         ({"name_or_path": "./no/such/folder"}, VOCAB, 8, "model.name_or_path=./no/such/folder: no such folder"),
         ({"name_or_path": "no-such-user/no-such-model"}, VOCAB, 8, "HF_ENDPOINT"),
@@ -237,7 +238,6 @@ def test_a_real_pretrained_model_writes_english_and_predicts_it():
 
     from lmtrain.models.attention import generation_mode
     from lmtrain.models.language_model import LanguageModel
-    from lmtrain.schema import Objective
 
     tokenizer = AutoTokenizer.from_pretrained(STORIES)
     model = build_model(pretrained(STORIES), len(tokenizer), tokenizer.eos_token_id, seq_len=128).eval()
@@ -246,6 +246,6 @@ def test_a_real_pretrained_model_writes_english_and_predicts_it():
         story = model.generate(ids, max_new_tokens=60, do_sample=False)
     text = tokenizer.decode(story[0], skip_special_tokens=True)
     assert "there was a" in text
-    wrapper = LanguageModel(model, Objective(name="causal_lm", loss_chunk_tokens="auto", z_loss=0, label_smoothing=0))
+    wrapper = LanguageModel(model, objective(loss_chunk_tokens="auto"))
     out = wrapper(story[:, :-1], story[:, 1:])
     assert out.nll_sum / out.n_tokens < 1.2

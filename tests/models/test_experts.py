@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from helpers_models import packed, tiny, wrapped
 
+from helpers_models import packed, tiny, wrapped
 from lmtrain.models.experts import NAME
 
 

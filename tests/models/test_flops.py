@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from helpers_models import tiny
+from family_variants import Variant, build, config_of
 from torch.utils.flop_counter import FlopCounterMode
 
-from lmtrain import config as lmtrain_config
+from helpers_models import tiny
+from lmtrain.config import compose as lmtrain_config
 from lmtrain.models import flops
-from lmtrain.models.language_model import decoder_blocks
+from lmtrain.models.blocks import decoder_blocks
 
 SHAPES = {
     "gpt2": {},
@@ -162,3 +163,13 @@ def test_muon_keeps_one_momentum_for_matrices():
         t.nbytes for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor) and t.ndim
     )
     assert flops.memory_estimate(model, config)["optimizer"] == pytest.approx(held, rel=0.01)
+
+
+def test_only_layers_that_compare_all_tokens_grow_with_the_row():
+    """Mamba has none, LFM2's convolutions are none: a row twice as long costs the same there."""
+    mamba = build(config_of(Variant("mamba", {})))
+    assert flops.flops_per_token(mamba, 1024) == flops.flops_per_token(mamba, 64)
+    lfm2 = build(config_of(Variant("lfm2", {"layer_types": ["conv", "conv", "full_attention"] * 2})))
+    config = lfm2.config
+    grown = flops.flops_per_token(lfm2, 1024) - flops.flops_per_token(lfm2, 64)
+    assert grown == 12 * 2 * config.hidden_size * (1024 - 64)

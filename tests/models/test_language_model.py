@@ -4,18 +4,15 @@ from itertools import pairwise
 
 import pytest
 import torch
-from helpers_models import FAMILIES, VOCAB, objective, packed, tiny, wrapped
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from helpers_models import FAMILIES, VOCAB, objective, packed, tiny, wrapped
 from lmtrain.errors import UserError
 from lmtrain.models.attention import generation_mode
-from lmtrain.models.language_model import (
-    LanguageModel,
-    compile_model,
-    decoder_blocks,
-    enable_activation_checkpointing,
-)
+from lmtrain.models.blocks import decoder_blocks, enable_activation_checkpointing
+from lmtrain.models.compiling import compile_model
+from lmtrain.models.language_model import LanguageModel
 
 
 @pytest.fixture(params=list(FAMILIES))

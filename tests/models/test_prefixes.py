@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from helpers_models import FAMILIES, VOCAB, objective, tiny, wrapped
 from test_attention import CPU_METHODS, call, projections, softmax_attention
 from transformers import AutoModelForCausalLM, MistralConfig
 
-from lmtrain.data.example_store import Examples, ExampleWriter
-from lmtrain.data.pair_rows import PairRows, common_prompt
+from example_files import ExampleWriter
+from helpers_models import FAMILIES, VOCAB, objective, tiny, wrapped
+from lmtrain.data.examples.pair_rows import PairRows, common_prompt
+from lmtrain.data.examples.store import Examples
 from lmtrain.models import attention
 from lmtrain.models.documents import Documents, Prefixes
 from lmtrain.models.language_model import LanguageModel
@@ -67,15 +68,14 @@ def test_flex_block_mask_shows_the_same() -> None:
 def pairs(tmp_path) -> Examples:
     """Prompts of 0 to 8 tokens, answers of 1 to 9; one pair parts before its answers do."""
     generator = np.random.default_rng(0)
-    writer = ExampleWriter(tmp_path, "train")
+    writer = ExampleWriter(tmp_path)
     for i in range(9):
         prompt = generator.integers(0, VOCAB, 1 + i).tolist()
         for side in (0, 1):
             given = [*prompt[:-1], (prompt[-1] + side) % VOCAB] if i == 5 else prompt
             answer = generator.integers(0, VOCAB, 1 + (3 * i + 2 * side) % 9).tolist()
             writer.append([*given, *answer], [False] * len(given) + [True] * len(answer))
-    writer.close()
-    return Examples(tmp_path, "train")
+    return writer.close()
 
 
 ALL = np.array([[0, i] for i in range(9)])

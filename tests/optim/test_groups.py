@@ -16,9 +16,10 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from lmtrain.config.optimizers import MuonOptions
+from lmtrain.config.schema import Optimizer
 from lmtrain.errors import UserError
 from lmtrain.optim.groups import parameter_groups, table_rows
-from lmtrain.schema import Optimizer
 
 TOKENS: dict[str, Any] = {"vocab_size": 48, "bos_token_id": None, "eos_token_id": None}
 
@@ -46,8 +47,11 @@ def qwen3_moe() -> PreTrainedModel:
 
 
 def config(name: str = "adamw", groups: list[dict[str, Any]] | None = None) -> Optimizer:
-    pattern = "embed|wte|wpe|lm_head" if name == "muon" else None
-    return Optimizer(name=name, lr=1e-3, weight_decay=0.1, groups=groups or [], adamw_pattern=pattern)
+    common: dict[str, Any] = {"name": name, "lr": 1e-3, "weight_decay": 0.1, "groups": groups or []}
+    if name != "muon":
+        return Optimizer(**common)
+    muon = {"momentum": 0.95, "nesterov": True, "ns_steps": 5, "adamw_pattern": "embed|wte|wpe|lm_head"}
+    return MuonOptions(betas=[0.9, 0.95], eps=1e-8, fused="auto", **muon, **common)
 
 
 def by_name(groups: list[dict[str, Any]]) -> dict[str, set[str]]:
@@ -181,6 +185,7 @@ def test_patterns_split_by_algorithm_under_muon() -> None:
         ([{"pattern": "mlp"}, {"pattern": "up_proj"}], "taken by an earlier group"),
         ([{"pattern": "("}], r"groups\[0\]\.pattern.*not a regular expression"),
         ([{"lr": 1e-3}], r"groups\[0\] has no pattern"),
+        ([{"name": "memry", "lr": 1e-3}], r"has no pattern.*names memory, adapter, base"),
         ([{"pattern": "mlp", "learning_rate": 1e-3}], r"groups\[0\]\.learning_rate is not known.*weight_decay"),
         ([{"pattern": "mlp", "lr": "1e-3"}], r"groups\[0\]\.lr='1e-3'.*write 1.0e-4"),
         ([{"pattern": "mlp", "lr": -1.0}], r"groups\[0\]\.lr=-1\.0"),
@@ -192,11 +197,9 @@ def test_wrong_groups_are_explained(groups: list[dict[str, Any]], message: str) 
         parameter_groups(llama().named_parameters(), config(groups=groups))
 
 
-def test_muon_needs_its_pattern() -> None:
+def test_muons_pattern_is_a_regular_expression() -> None:
     cfg = config("muon")
-    cfg.adamw_pattern = None
-    with pytest.raises(UserError, match="choose optimizer=muon"):
-        parameter_groups(gpt2().named_parameters(), cfg)
+    assert isinstance(cfg, MuonOptions)
     cfg.adamw_pattern = "["
     with pytest.raises(UserError, match=r"optimizer\.adamw_pattern.*regular expression"):
         parameter_groups(gpt2().named_parameters(), cfg)

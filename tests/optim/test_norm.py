@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lmtrain.strategies.layout import total_norm
+from lmtrain.distributed.dtensor import total_norm
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

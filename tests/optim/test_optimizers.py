@@ -16,12 +16,16 @@ import transformers
 from lightning.pytorch.plugins.precision.amp import _optimizer_handles_unscaling
 from omegaconf import OmegaConf
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from lmtrain.config import compose as rules
+from lmtrain.config.optimizers import OWN
+from lmtrain.config.schema import Optimizer
 from lmtrain.errors import UserError
 from lmtrain.optim import muon
 from lmtrain.optim.groups import set_lr
 from lmtrain.optim.optimizers import build_optimizer
-from lmtrain.schema import Optimizer
+from lmtrain.optim.skipping import can_skip
 
 CONF = Path(__file__).resolve().parents[2] / "conf" / "optimizer"
 NAMES = ["adamw", "adamw_8bit", "adafactor", "lion", "muon"]
@@ -72,7 +76,7 @@ def config(name: str, **changes: Any) -> Optimizer:
     tree.lr = 1e-2
     values = OmegaConf.to_container(tree)
     assert isinstance(values, dict)
-    return Optimizer(**{**values, **changes})  # type: ignore[arg-type]
+    return OWN[name](**{**values, **changes})  # type: ignore[arg-type]
 
 
 def build(model: nn.Module, name: str, **changes: Any) -> torch.optim.Optimizer:
@@ -312,6 +316,56 @@ def test_muon_is_the_papers(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(p.double(), r, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["lion", "muon"])
+def test_a_step_found_bad_on_the_device_changes_nothing(name: str) -> None:
+    """What the fused kernels of CUDA promise: `found_inf` is a tensor, so nobody has to wait for it."""
+    plain, asked = Net(), Net()
+    one, other = build(plain, name), build(asked, name)
+    assert can_skip(other)
+    other.found_inf = torch.zeros(())  # type: ignore[attr-defined]
+    for model, optimizer in ((plain, one), (asked, other)):
+        backward(model, 0)
+        optimizer.step()
+    assert max_difference(plain, asked) < 1e-6  # lr * update is rounded once more
+    before = copy.deepcopy(values(asked, other))
+    for parameter in asked.parameters():
+        parameter.grad.fill_(float("nan"))
+    other.found_inf = torch.ones(())  # type: ignore[attr-defined]
+    other.step()
+    assert all(torch.equal(a, b) for a, b in zip(values(asked, other), before, strict=True))
+
+
+def values(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Weights and state."""
+    state = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
+    return [*model.parameters(), *state]
+
+
+@pytest.mark.parametrize("name", ["lion", "muon"])
+def test_twice_the_parameters_take_no_more_kernels(name: str) -> None:
+    counts = []
+    for layers in (2, 4):
+        weights = [(f"layer{i}.weight", nn.Parameter(torch.randn(8, 8))) for i in range(layers)]
+        optimizer = build_optimizer(weights, config(name))
+        for _, weight in weights:
+            weight.grad = torch.randn_like(weight)
+        optimizer.step()  # makes the state
+        with Count() as count:
+            optimizer.step()
+        counts.append(count.calls)
+    assert counts[0] == counts[1] < 40, counts
+
+
+class Count(TorchDispatchMode):
+    """Operations that would be kernels; a call for a list of tensors is one."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize("shape", [(5, 40, 16), (5, 16, 40), (5, 24, 24)])
 def test_orthogonalize_keeps_singular_vectors(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
@@ -418,27 +472,25 @@ def test_a_missing_bitsandbytes_is_explained(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_there_is_a_yaml_for_every_optimizer() -> None:
-    assert {p.stem for p in CONF.glob("*.yaml")} == {*NAMES, "base"}
+    assert {p.stem for p in CONF.glob("*.yaml")} == {*NAMES, "base", "custom"}
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if n != "adamw_8bit"])
-def test_every_key_of_a_yaml_is_read(name: str) -> None:
-    common = {"name", "lr", "weight_decay", "groups"}
-    own = {f.name for f in dataclasses.fields(Optimizer) if getattr(config(name), f.name) is not None} - common
-    for key in own:
+@pytest.mark.parametrize("name", NAMES)
+def test_every_key_of_a_yaml_is_an_option_of_its_own(name: str) -> None:
+    """Without it the config is refused."""
+    common, own = ({f.name for f in dataclasses.fields(cls)} for cls in (Optimizer, OWN[name]))
+    plain = rules.to_plain(rules.check(rules.compose([f"optimizer={name}"])))
+    assert set(plain["optimizer"]) == own - {"_target_"}
+    for key in own - common:
+        section = {k: v for k, v in plain["optimizer"].items() if k != key}
         with pytest.raises(UserError, match=rf"needs optimizer\.{key}: choose optimizer={name}"):
-            build(Net(), name, **{key: None})
+            rules.check({**plain, "optimizer": section})
 
 
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("adamw", {"name": "adam"}, "options: adamw, adamw_8bit, adafactor, lion, muon"),
-        ("adamw", {"betas": 0.9}, r"optimizer\.betas=0\.9: two numbers"),
-        ("adamw", {"betas": [0.9]}, r"optimizer\.betas=\[0\.9\]: two numbers"),
-        ("adamw", {"betas": [0.9, 1.5]}, "optimizer.name=adamw: Invalid beta"),
         ("adamw", {"eps": -1.0}, "optimizer.name=adamw: Invalid epsilon"),
-        ("adamw", {"fused": "yes"}, r"optimizer\.fused='yes'"),
         ("lion", {"betas": [0.9, 1.0]}, "optimizer.name=lion: betas"),
         ("muon", {"momentum": 1.0}, "optimizer.name=muon: momentum=1.0"),
         ("muon", {"ns_steps": 0}, "optimizer.name=muon: ns_steps=0"),
@@ -450,6 +502,23 @@ def test_wrong_values_are_explained(name: str, changes: dict[str, Any], message:
     cfg = dataclasses.replace(config(name), **changes)
     with pytest.raises(UserError, match=message):
         build_optimizer(Net().named_parameters(), cfg)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optimizer.name=adma", "did you mean adamw.*options: adamw, adamw_8bit, adafactor, lion, muon"),
+        ("optimizer.name=custom", "choose optimizer=custom"),
+        ("optimizer.betas=0.9", r"optimizer\.betas=0\.9: two numbers"),
+        ("optimizer.betas=[0.9]", r"optimizer\.betas=\[0\.9\]: two numbers"),
+        ("optimizer.betas=[0.9,1.5]", r"optimizer\.betas=\[0\.9, 1\.5\]: two numbers"),
+        ("optimizer.fused=maybe", r"optimizer\.fused=maybe is not known"),
+        ("+optimizer.momentum=0.9", r"optimizer\.momentum has no meaning with optimizer=adamw; it .* optimizer=muon"),
+    ],
+)
+def test_wrong_values_in_a_config_are_explained(override: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        rules.check(rules.compose(["optimizer=adamw", override]))
 
 
 @pytest.mark.parametrize(("asked", "taken"), [("auto", True), (True, True), (False, None)])

@@ -23,6 +23,9 @@ LOSSES: list[tuple[str, list[str], dict[str, Any]]] = [
     ("beta", ["objective.beta=0.5"], {"beta": 0.5}),
     ("robust", ["objective.loss=robust", "objective.label_smoothing=0.1"],
      {"loss_type": ["robust"], "label_smoothing": 0.1}),
+    # TRL's sigmoid loss reads no label_smoothing. With eps = 0.1 cDPO is 2 (1 - eps) of it less (1 - 2 eps) of robust.
+    ("cdpo", ["objective.label_smoothing=0.1"],
+     {"loss_type": ["sigmoid", "robust"], "loss_weights": [1.8, -0.8], "label_smoothing": 0.1}),
     ("ipo", ["objective.loss=ipo"], {"loss_type": ["ipo"]}),
     ("hinge", ["objective.loss=hinge"], {"loss_type": ["hinge"]}),
     ("apo_zero", ["objective.loss=apo_zero"], {"loss_type": ["apo_zero"]}),
@@ -39,10 +42,15 @@ def in_our_order(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [found[row] for row in np.concatenate(steps)[:, 1]]
 
 
-def ours(data: Path, model: Path, adapter: Path | None, run_dir: Path, *argv: str) -> list[dict[str, float]]:
-    settings = {
-        "objective": "dpo",
-        "data": "preference_jsonl",
+PREFERENCES = {"objective": "dpo", "data": "preference_jsonl"}
+
+
+def ours(
+    data: Path, model: Path, adapter: Path | None, run_dir: Path, *argv: str, options: dict[str, str] = PREFERENCES
+) -> list[dict[str, float]]:
+    """Logged steps of a run of lmtrain's, set as `trl_spec` sets TRL; `options` name the objective and its data."""
+    settings: dict[str, Any] = {
+        **options,
         "data.path": data,
         "data.val_fraction": 0,
         "data.seq_len": 2048,

@@ -7,21 +7,28 @@ from helpers_trl import LLAMA3_TOKENS, Messages, ask_trl, dialogues, smollm2_tok
 from transformers import PreTrainedTokenizerFast
 from workload import MARKED_CHATML
 
-from lmtrain import config
-from lmtrain.data.chat_templates import ChatEncoder
-from lmtrain.data.conversations import Conversation
+from lmtrain.config import compose as config
+from lmtrain.data.chat.conversations import Conversation, to_sample
+from lmtrain.data.chat.templates import ChatEncoder
 
 pytestmark = pytest.mark.slow
 
+Row = Messages | dict[str, Messages]
 Labelled = tuple[list[int], list[int]]  # input ids; labels, -100 where a token is not learned
 
 
-def ours(rows: list[Messages], tokenizer: PreTrainedTokenizerFast, template: str, max_length: int) -> list[Labelled]:
+def ours(
+    rows: list[Row], tokenizer: PreTrainedTokenizerFast, template: str, max_length: int, train_on: str = "assistant"
+) -> list[Labelled]:
     """What lmtrain makes of the rows; those that truncation leaves nothing to learn in are left out, as TRL does."""
     overrides = ["objective=sft", "data=chat_jsonl", "data.path=none.jsonl", f"data.max_length={max_length}"]
-    cfg = config.compose([*overrides, f"data.chat_template={template}"]).data
+    cfg = config.compose([*overrides, f"data.chat_template={template}", f"data.train_on={train_on}"]).data
     encoder = ChatEncoder(tokenizer, cfg)
-    examples = [encoder.encode(Conversation(row, None, f"row {i}")) for i, row in enumerate(rows)]
+    samples = [
+        Conversation(row, None, "row") if isinstance(row, list) else to_sample(row, "prompt_completion", cfg, "row")
+        for row in rows
+    ]
+    examples = [encoder.encode(sample) for sample in samples]
     assert all(len(example) == 1 for example in examples)
     found = [(e.input_ids, labels_of(e.input_ids, e.trained)) for (e,) in examples]
     return [(ids, labels) for ids, labels in found if set(labels) != {-100}]
@@ -32,10 +39,10 @@ def labels_of(ids: list[int], trained: list[bool]) -> list[int]:
 
 
 def theirs(
-    folder: Path, rows: list[Messages], tokenizer: PreTrainedTokenizerFast, max_length: int, **template: str
+    folder: Path, rows: list[Row], tokenizer: PreTrainedTokenizerFast, max_length: int, **more: str | bool
 ) -> list[Labelled]:
     tokenizer.save_pretrained(folder / "tokenizer")
-    names = {"tokenizer": str(folder / "tokenizer"), "max_length": max_length, **template}
+    names = {"tokenizer": str(folder / "tokenizer"), "max_length": max_length, **more}
     answer = ask_trl(folder, "labels", rows=rows, **names)
     return list(zip(answer["input_ids"], answer["labels"], strict=True))
 
@@ -103,3 +110,20 @@ def test_newlines_around_an_answer(
         assert {their_labels[t] for t in differ} == set(newline)
         assert {labels[t] for t in differ} == {-100}
         assert len(differ) == 2 * sum(turn["role"] == "assistant" for turn in row)
+
+
+@pytest.mark.parametrize("train_on", ["assistant", "completion"])
+def test_prompts_with_answers_of_their_own(
+    rows_and_tokenizer: tuple[list[Messages], PreTrainedTokenizerFast], train_on: str, tmp_path: Path
+) -> None:
+    """Rows of prompt and completion: nothing of a prompt is learned, its few-shot answers included."""
+    rows, tokenizer = rows_and_tokenizer
+    rows = [row for row in rows if row[-1]["role"] == "assistant"]
+    # The last answer is the completion; of every third row the last question and two answers.
+    cuts = [-3 if i % 3 == 0 and len(row) > 3 else -1 for i, row in enumerate(rows)]
+    split = [{"prompt": row[:cut], "completion": row[cut:]} for row, cut in zip(rows, cuts, strict=True)]
+    assert sum(any(t["role"] == "assistant" for t in row["prompt"]) for row in split) > 50
+    reference = theirs(
+        tmp_path, split, tokenizer, 1024, template=MARKED_CHATML, assistant_only_loss=train_on == "assistant"
+    )
+    assert ours(split, tokenizer, "chatml", 1024, train_on) == reference

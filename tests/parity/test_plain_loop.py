@@ -9,8 +9,11 @@ import torch
 from rich.console import Console
 from torch.nn import functional as F
 
-from lmtrain import build, config, devices, run_dir
+from lmtrain.config import compose as config
 from lmtrain.data.modules import StepDataset
+from lmtrain.distributed import devices
+from lmtrain.run import build
+from lmtrain.run import folder as run_dir
 from support import TINY, rows
 
 LR, CLIP, WARMUP = 3e-3, 0.5, 3

@@ -27,8 +27,10 @@ def labels(spec: Spec) -> dict[str, Any]:
     tokenizer = read_tokenizer(spec)
     tiny = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     config = LlamaConfig(vocab_size=len(tokenizer), **tiny)  # SFTTrainer will have a model
-    args = trl.SFTConfig(assistant_only_loss=True, max_length=spec["max_length"], **common())
-    rows = Dataset.from_list([{"messages": messages} for messages in spec["rows"]])
+    only = spec.get("assistant_only_loss", True)
+    args = trl.SFTConfig(assistant_only_loss=only, max_length=spec["max_length"], **common())
+    # A row is a conversation, or {prompt, completion}.
+    rows = Dataset.from_list([{"messages": row} if isinstance(row, list) else row for row in spec["rows"]])
     trainer = trl.SFTTrainer(LlamaForCausalLM(config), args, train_dataset=rows, processing_class=tokenizer)
     return {name: list(trainer.train_dataset[name]) for name in ("input_ids", "labels")}
 
@@ -51,23 +53,36 @@ def sft(spec: Spec) -> list[dict[str, float]]:
 
 
 def dpo(spec: Spec) -> dict[str, list[dict[str, float]]]:
-    """DPOTrainer's metrics of each step, for each of spec["losses"]: {name: keywords of DPOConfig}.
-
-    The reference is the model as it begins: a copy of the adapter where there is one, else of the model.
-    """
+    """DPOTrainer's metrics of each step, for each of spec["losses"]: {name: keywords of DPOConfig}."""
     found = {}
     for name, keywords in spec["losses"].items():
         args = trl.DPOConfig(max_length=spec["max_length"], **common(), **optimisation(spec), **keywords)
-        model = read_model(spec)
-        if spec["adapter"]:
-            model, reference = PeftModel.from_pretrained(model, spec["adapter"], is_trainable=True), None
-        else:
-            reference = read_model(spec)
+        model, reference = policy_and_reference(spec)
         rows = Dataset.from_list(spec["rows"])
         trainer = trl.DPOTrainer(model, reference, args=args, train_dataset=rows, processing_class=read_tokenizer(spec))
         trainer.train()
         found[name] = steps_of(trainer)
     return found
+
+
+def kto(spec: Spec) -> list[dict[str, float]]:
+    """KTOTrainer's metrics of each step."""
+    args = trl.KTOConfig(max_length=spec["max_length"], **common(), **optimisation(spec), **spec["keywords"])
+    model, reference = policy_and_reference(spec)
+    rows = Dataset.from_list(spec["rows"])
+    trainer = trl.KTOTrainer(model, reference, args=args, train_dataset=rows, processing_class=read_tokenizer(spec))
+    trainer.train()
+    return steps_of(trainer)
+
+
+def policy_and_reference(
+    spec: Spec,
+) -> tuple[Any, transformers.PreTrainedModel | None]:
+    """The reference is the model as it begins: None, of which TRL copies the adapter, where there is one."""
+    model = read_model(spec)
+    if spec["adapter"]:
+        return PeftModel.from_pretrained(model, spec["adapter"], is_trainable=True), None
+    return model, read_model(spec)
 
 
 def read_tokenizer(spec: Spec) -> transformers.PreTrainedTokenizerBase:
@@ -123,5 +138,5 @@ if __name__ == "__main__":
     transformers.utils.logging.set_verbosity_error()
     torch.set_num_threads(1)
     asked = json.loads(Path(sys.argv[1]).read_text())
-    answer = {"labels": labels, "templates": templates, "sft": sft, "dpo": dpo}[asked["what"]](asked)
+    answer = {"labels": labels, "templates": templates, "sft": sft, "dpo": dpo, "kto": kto}[asked["what"]](asked)
     Path(sys.argv[2]).write_text(json.dumps(answer))

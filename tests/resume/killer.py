@@ -7,8 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lmtrain import checkpoint as store
-from lmtrain import retention
+from lmtrain.checkpoints import retention, store
 
 
 class KillAt(pl.Callback):

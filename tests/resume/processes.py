@@ -44,7 +44,7 @@ def below(pid: int) -> list[Process]:
 
 def ranks(parent: int) -> list[int]:
     """Process ids of a launcher's ranks, rank 0 first."""
-    found = [p for p in below(parent) if p.parent == parent and "lmtrain.launch" in p.command]
+    found = [p for p in below(parent) if p.parent == parent and "lmtrain.run.launch" in p.command]
     return [p.pid for p in sorted(found, key=lambda p: int(_variable(p.pid, "RANK")))]
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from lmtrain import checkpoint as store
 from lmtrain.callbacks.metrics import without_times
-from lmtrain.run_dir import read_jsonl
+from lmtrain.checkpoints import store
+from lmtrain.files import read_jsonl
 
 HERE = Path(__file__).parent
 STEPS = 12
@@ -39,8 +39,9 @@ SETTINGS = [
 ]
 
 
-def command(corpus: Path, run_dir: Path, *extra: str) -> list[str]:
-    fixed = [f"data.path={corpus}", f"run.dir={run_dir}", "run.resume=auto"]
+def command(corpus: Path | None, run_dir: Path, *extra: str) -> list[str]:
+    """corpus: text to train on; None where `extra` names other data."""
+    fixed = [*([f"data.path={corpus}"] if corpus else []), f"run.dir={run_dir}", "run.resume=auto"]
     return [sys.executable, "-m", "lmtrain.train", *SETTINGS, *fixed, *extra]
 
 
@@ -49,15 +50,10 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
-def train(corpus: Path, run_dir: Path, *extra: str, timeout: float = 600) -> subprocess.CompletedProcess[str]:
+def train(corpus: Path | None, run_dir: Path, *extra: str, timeout: float = 600) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command(corpus, run_dir, *extra), env=environment(), capture_output=True, text=True, timeout=timeout
     )
-
-
-def lingers(step: int) -> list[str]:
-    """Settings of a run that has `step` behind it for a while before it ends, so that it can be interrupted there."""
-    return [f"callbacks.extra=[{{_target_: slow.Lingers, step: {step}}}]", "run.allow_target=[slow]"]
 
 
 def kill_at(place: str, step: int) -> list[str]:

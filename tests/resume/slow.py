@@ -10,8 +10,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lmtrain import checkpoint as store
 from lmtrain.callbacks.preemption import Preemption
+from lmtrain.checkpoints import store
 
 
 def listener(trainer: pl.Trainer) -> Preemption:
@@ -21,7 +21,7 @@ def listener(trainer: pl.Trainer) -> Preemption:
 def stop(trainer: pl.Trainer) -> None:
     """SIGTERM to this process, noted when this returns: a thread of the run does that, at its own time."""
     os.kill(os.getpid(), signal.SIGTERM)
-    while listener(trainer).signals.first is None:
+    while listener(trainer).stop.signals.first is None:
         time.sleep(0.001)
 
 
@@ -64,7 +64,7 @@ class SlowValidation(pl.Callback):
             with open(self.marker, "a") as file:
                 file.write("1")
         for _nap in range(round(10 * self.seconds)):
-            if listener(trainer).signals.first is not None:
+            if listener(trainer).stop.signals.first is not None:
                 return
             time.sleep(0.1)
 

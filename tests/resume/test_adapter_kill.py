@@ -6,7 +6,7 @@ import pytest
 from runs import SETTINGS, assert_equal_runs, train
 from test_kill_matrix import PLACES, chain
 
-from lmtrain import checkpoint as store
+from lmtrain.checkpoints import store
 from tiny_pretrained import save_pretrained
 
 # The shape is the base's own; `runs.SETTINGS` come first, so what is given here wins.

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from lmtrain import checkpoint as store
+from lmtrain.checkpoints import store
 from lmtrain.errors import RunError
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from runs import STEPS, assert_equal_runs, kill_at, train
 
-from lmtrain import checkpoint as store
+from lmtrain.checkpoints import store
 
 SIGKILLED = -9
 PLACES = [
@@ -36,7 +36,7 @@ def uninterrupted(
     return run_dir, micro
 
 
-def chain(corpus: Path, run_dir: Path, places: list[tuple[str, int]], *settings: str) -> None:
+def chain(corpus: Path | None, run_dir: Path, places: list[tuple[str, int]], *settings: str) -> None:
     """Kills the run at each place, then lets it finish; moves the folder half way, as people do."""
     for number, (place, step) in enumerate(places):
         died = train(corpus, run_dir, *settings, *kill_at(place, step))
@@ -70,6 +70,20 @@ def test_kill_matrix(uninterrupted: tuple[Path, str], corpus: Path, tmp_path: Pa
     settings = [micro, f"data.num_workers={workers}", f"checkpoint.async_save={save == 'async'}"]
     chain(corpus, tmp_path / "run", PLACES, *settings)
     assert_equal_runs(whole, tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_a_mixture_of_text_whose_weights_change(corpus: Path, tmp_path: Path) -> None:
+    """The second source is used up, and the weights change, between the places where the run is killed."""
+    other = tmp_path / "other.txt"
+    other.write_text("".join(f"line {i} of {i % 7} others\n" for i in range(20)))
+    mixed = f"data.mixture=[{{path: {corpus}, weight: {{0: 1, 7: 3}}}}, {{path: {other}, weight: 2, max_epochs: 2}}]"
+    settings = ["data=mixture", mixed, f"data.cache_dir={tmp_path}/cache", "data.micro_batch_size=2"]
+    done = train(None, tmp_path / "whole", *settings, "data.num_workers=0")
+    assert done.returncode == 0, done.stderr
+    places = [("mid_save", 4), ("mid_step", 7), ("mid_validation", 9)]
+    chain(None, tmp_path / "run", places, *settings, "data.num_workers=1")
+    assert_equal_runs(tmp_path / "whole", tmp_path / "run")
 
 
 @pytest.mark.slow

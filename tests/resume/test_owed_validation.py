@@ -8,11 +8,11 @@ from pathlib import Path
 
 import processes
 import pytest
-from runs import stable_rows, train
+from runs import assert_equal_runs, kill_at, stable_rows, train
 from test_preemption import start
 
-from lmtrain import checkpoint as store
-from lmtrain.run_dir import read_jsonl
+from lmtrain.checkpoints import store
+from lmtrain.files import read_jsonl
 
 SETTINGS = ["trainer.max_steps=6", "trainer.val_check_interval=3", "checkpoint.keep_last=9"]
 RANKS = {
@@ -33,7 +33,7 @@ def stop_in_validation(corpus: Path, run_dir: Path, *settings: str, after: int, 
     os.kill(process.pid if to_rank is None else processes.ranks(process.pid)[to_rank], signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 75, output
-    assert max((row["step"] for row in read_jsonl(run_dir / "metrics.jsonl") if "val/loss" in row), default=0) < after
+    assert max((row["step"] for row in read_jsonl(run_dir / "metrics.jsonl") if "val/loss" in row), default=-1) < after
 
 
 def summary(run_dir: Path) -> dict:
@@ -61,3 +61,34 @@ def test_stopped_in_every_validation(ranks: str, corpus: Path, tmp_path: Path) -
     expected = summary(tmp_path / "whole")
     for key in ("status", "step", "tokens", "last", "best", "best_metric", "validation"):
         assert summary(run_dir)[key] == expected[key], key
+
+
+BEFORE = [*SETTINGS, "trainer.val_before_training=true"]
+
+
+@pytest.mark.slow
+def test_killed_around_the_validation_before_training(corpus: Path, tmp_path: Path) -> None:
+    """Within it, right after it, after the first checkpoint: it stands once, as in a run left alone."""
+    given = [*BEFORE, *RANKS["one"]]
+    assert train(corpus, tmp_path / "whole", *given).returncode == 0
+    assert [row["step"] for row in stable_rows(tmp_path / "whole") if "val/loss" in row] == [0, 3, 6]
+    for place, step in (("mid_validation", 0), ("mid_step", 0), ("mid_step", 2)):
+        assert train(corpus, tmp_path / "run", *given, *kill_at(place, step)).returncode == -signal.SIGKILL
+    assert train(corpus, tmp_path / "run", *given).returncode == 0
+    assert_equal_runs(tmp_path / "run", tmp_path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", RANKS)
+def test_stopped_in_the_validation_before_training(ranks: str, corpus: Path, tmp_path: Path) -> None:
+    """There is nothing to save yet: the same command begins anew. Two ranks validate as one does."""
+    settings = [*BEFORE, *RANKS[ranks]]
+    run_dir = tmp_path / "run"
+    stop_in_validation(corpus, run_dir, *settings, after=0, to_rank=None if ranks == "one" else 1)
+    assert (summary(run_dir)["status"], summary(run_dir)["step"]) == ("preempted", 0)
+    assert not store.scan(run_dir / "checkpoints")
+    assert train(corpus, run_dir, *settings).returncode == 0
+    assert train(corpus, tmp_path / "without", *settings, "trainer.val_before_training=false").returncode == 0
+    first, *rest = stable_rows(run_dir)
+    assert (first["step"], "val/loss" in first) == (0, True)
+    assert rest == stable_rows(tmp_path / "without")

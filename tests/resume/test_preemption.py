@@ -8,10 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
-from runs import assert_equal_runs, command, environment, lingers, stable_rows, train
+from runs import assert_equal_runs, command, environment, stable_rows, train
 
-from lmtrain import checkpoint as store
-from lmtrain.run_dir import read_jsonl
+from lmtrain.checkpoints import store
+from lmtrain.files import read_jsonl
+from support import lingers
 
 LONG = [
     "data.micro_batch_size=6",
@@ -80,6 +81,7 @@ def test_signal_saves_stops_and_resumes_equal(
     assert_equal_runs(whole, run_dir)
 
 
+@pytest.mark.slow
 def test_what_a_stop_saved_takes_no_checkpoints_place(corpus: Path, tmp_path: Path) -> None:
     """Stops beside the schedule, the last of them where its checkpoint would still be among the newest at the end."""
     settings = ["data.micro_batch_size=6", "checkpoint.keep_last=2"]

@@ -12,7 +12,7 @@ import processes
 import pytest
 from runs import assert_equal_runs, command, environment, train
 
-from lmtrain.run_dir import read_jsonl
+from lmtrain.files import read_jsonl
 
 KILLS = 6
 SETTINGS = ["trainer.devices=2", "data.micro_batch_size=3", "trainer.max_steps=1500", "trainer.val_check_interval=100",

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import processes
 import pytest
-from runs import assert_equal_runs, kill_at, lingers, train
+from runs import assert_equal_runs, kill_at, train
 from test_preemption import start, wait_for_step
 
-from lmtrain import checkpoint as store
-from lmtrain.run_dir import read_jsonl
+from lmtrain.checkpoints import store
+from lmtrain.files import read_jsonl
+from support import lingers
 
 RANKS = ["trainer.devices=2", "data.micro_batch_size=3"]
 PLACES = [  # and the rank; what is written, rank 0 writes

@@ -8,12 +8,13 @@ import time
 from pathlib import Path
 
 import pytest
-from runs import assert_equal_runs, command, environment, lingers, train
+from runs import assert_equal_runs, command, environment, train
 from test_preemption import LONG, start, wait_for_step
 
-from lmtrain import run_lock
 from lmtrain.errors import RunError
-from lmtrain.run_dir import RunDir
+from lmtrain.run import lock as run_lock
+from lmtrain.run.folder import RunDir
+from support import lingers
 
 
 def test_the_same_command_again_waits_and_goes_on(corpus: Path, tmp_path: Path) -> None:
@@ -71,6 +72,21 @@ def test_a_folder_that_goes_while_one_waits_is_a_message(corpus: Path, tmp_path:
     output, _ = late.communicate(timeout=600)
     assert late.returncode == 1, output
     assert f"error: the run that this one waited for did not begin, and removed {folder}" in output
+    assert not folder.exists()
+
+
+def test_a_folder_that_goes_before_one_waits_is_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    process = multiprocessing.get_context("spawn").Process(target=hold, args=(folder,), daemon=True)
+    process.start()
+    while not (folder / "held").exists():
+        time.sleep(0.05)
+    monkeypatch.setattr("builtins.print", lambda *_, **__: shutil.rmtree(folder))  # between the first look and waiting
+    with pytest.raises(RunError, match="did not begin, and removed"), run_lock.held(folder):
+        pass
+    process.kill()
+    process.join()
     assert not folder.exists()
 
 

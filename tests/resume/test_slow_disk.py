@@ -2,11 +2,13 @@
 
 from pathlib import Path
 
+import pytest
 from runs import train
 
-from lmtrain import checkpoint as store
+from lmtrain.checkpoints import store
 
 
+@pytest.mark.slow
 def test_the_best_so_far_counts_while_it_is_written(corpus: Path, tmp_path: Path) -> None:
     """With a rate of 0 every validation scores the same, so the first stays the best, however slow the disk is."""
     settings = ["data.micro_batch_size=6", "optimizer.lr=0", "trainer.max_steps=4", "trainer.val_check_interval=1",

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from runs import train
 
-from lmtrain import checkpoint as store
+from lmtrain.checkpoints import store
 
 CASES = {
     "KillWorkers": ("data loading process ended unexpectedly", "data.num_workers=0"),

@@ -1,4 +1,4 @@
-"""Ends a run whose updates are skipped time after time, leaving what is needed to look into it."""
+"""Ends a run after too many skipped updates in a row, and saves the batch for debugging."""
 
 import json
 from pathlib import Path
@@ -48,8 +48,10 @@ class BadSteps(pl.Callback):
         )
 
     def micro_batch_losses(self, module: Objective, micro_batches: list[dict[str, torch.Tensor]]) -> list[float]:
+        """Each micro-batch's mean loss, computed in the precision it was trained in."""
         losses = []
-        with torch.no_grad():
+        precision: Any = module.trainer.precision_plugin
+        with torch.no_grad(), precision.forward_context():
             for micro_batch in micro_batches:
                 parts = module.micro_batch_loss({k: v.to(module.device) for k, v in micro_batch.items()})
                 losses.append(float(parts.loss_sum / parts.n_tokens.clamp(min=1)))

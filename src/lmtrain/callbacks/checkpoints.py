@@ -12,11 +12,11 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint
 
-from lmtrain import checkpoint as store
-from lmtrain import retention
 from lmtrain.callbacks.metrics import Metrics
-from lmtrain.checkpoint_io import FolderCheckpointIO
-from lmtrain.schema import Checkpoint as CheckpointConfig
+from lmtrain.checkpoints import retention, store
+from lmtrain.checkpoints.checkpoint_io import FolderCheckpointIO
+from lmtrain.config.schema import Checkpoint as CheckpointConfig
+from lmtrain.errors import RunError
 
 
 class Checkpoints(Checkpoint):
@@ -41,7 +41,14 @@ class Checkpoints(Checkpoint):
     def _score(self, step: int) -> float | None:
         """The monitored value of this step's validation, or None if it was not validated."""
         val = self.metrics.last_val
-        return val.get(self.cfg.monitor) if val.get("step") == step else None
+        if val.get("step") != step:
+            return None
+        if self.cfg.monitor not in val:
+            raise RunError(
+                f"checkpoint.monitor={self.cfg.monitor} was not logged in the validation after step {step}, which has "
+                f"{', '.join(k for k in val if k != 'step')}"
+            )
+        return val[self.cfg.monitor]
 
     def _best_so_far(self, step: int, io: FolderCheckpointIO) -> bool:
         score = self._score(step)
@@ -52,7 +59,7 @@ class Checkpoints(Checkpoint):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """A run killed between its last save and what follows has no later save that would do it."""
-        if trainer.is_global_zero and store.scan(self.folder):
+        if trainer.is_global_zero:
             self.prune()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -92,7 +99,9 @@ class Checkpoints(Checkpoint):
 
     def prune(self) -> None:
         """Removes what retention does not keep, by scanning the folder: nothing is remembered, nothing can be stale."""
-        found = {store.step_of(p): p for p in store.scan(self.folder)}
+        found = {store.step_of(path): path for path in retention.manifests(self.folder)}
+        if not found:
+            return
         scores, cfg = retention.scores(self.folder, self.cfg.monitor), self.cfg
         keep = retention.to_keep(scores, cfg.keep_last, cfg.keep_best, cfg.keep_every, cfg.mode) | {max(found)}
         retention.link(self.folder, "last", found[max(found)])

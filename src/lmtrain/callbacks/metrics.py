@@ -1,25 +1,28 @@
-"""Numbers of the run: one row of metrics.jsonl per logged step and per validation, handed on to the loggers.
+"""Numbers of the run: measured at each logged step and each validation, and put into its record (records.py).
 
 Values stay on the device until a row is due, so a step that is not logged never waits for the GPU.
 """
 
 import contextlib
-import json
-import math
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 
+from lmtrain.callbacks.records import Records, Row
+from lmtrain.callbacks.system import machine_numbers
+from lmtrain.distributed.data_parallel import total
+from lmtrain.errors import RunError
 from lmtrain.objectives.base import Objective
-from lmtrain.strategies.data_parallel import total
+from lmtrain.strategies import lightning_private
 
-Row = dict[str, Any]
 # Fields that depend on the machine's speed: the rest of a resumed run's rows equals the uninterrupted run's.
-TIME_FIELDS = ("tokens_per_s", "step_ms", "data_wait_ms", "mfu", "memory_gib", "time")
+TIME_FIELDS = (
+    *("tokens_per_s", "samples_per_s", "step_ms", "data_wait_ms", "mfu", "memory_gib"),
+    *("host_memory_gib", "gpu_utilization", "gpu_watts", "time"),
+)
 
 
 def without_times(row: Row) -> Row:
@@ -49,19 +52,24 @@ class Clock:
 
 
 class Metrics(pl.Callback):
-    """Writes metrics.jsonl and feeds the loggers; `listeners` (the progress bar) get every row."""
+    """Measures, and says which step's record is open; `listeners` (the progress bar) get every row at once."""
 
     def __init__(
         self,
-        path: Path,
+        records: Records,
         *,
         log_every_n_steps: int,
-        bytes_per_token: float | None,
+        rows_per_step: int,
+        bytes_per_token: dict[str, float | None],
         flops_per_token: float,
         peak: float | None,
+        tokens_by_source: Callable[[int], dict[str, int]] | None = None,
     ) -> None:
-        self.path, self.log_every_n_steps = path, log_every_n_steps
+        """tokens_by_source: of a mixture, the tokens that each source has given after so many steps."""
+        self.records, self.log_every_n_steps = records, log_every_n_steps
+        self.rows_per_step = rows_per_step
         self.bytes_per_token, self.flops_per_token, self.peak_flops = bytes_per_token, flops_per_token, peak
+        self.tokens_by_source = tokens_by_source or (lambda _: {})
         self.clock = Clock()
         self.listeners: list[Callable[[Row], None]] = []
         self.tokens_seen = torch.zeros((), dtype=torch.int64)
@@ -69,24 +77,32 @@ class Metrics(pl.Callback):
         self.last_val: Row = {}
         self.train_seconds, self.train_tokens = 0.0, 0
         self._trained_until = 0.0  # training time on the clock when the last batch ended
-        self._file: TextIO | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"tokens_seen": int(self.tokens_seen), "last_val": dict(self.last_val)}
+        return {"tokens_seen": int(self.tokens_seen), "last_val": dict(self.last_val), "rows": self.records.rows}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.tokens_seen = torch.tensor(state_dict["tokens_seen"])
         self.last_val = dict(state_dict["last_val"])
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        assert isinstance(pl_module, Objective)
+        pl_module.logs_itself = False
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.tokens_seen = self.tokens_seen.to(pl_module.device)
         self.tokens_logged = int(self.tokens_seen)
         self.clock.restart()
         self._trained_until = 0.0
+        self.records.start(trainer.global_step)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        assert isinstance(pl_module, Objective)
+        self.records.begin(trainer.global_step + 1, trainer.is_global_zero)
+        lightning_private.hide_logged(trainer, True)
+        pl_module.set_rate(trainer.global_step)  # before the callbacks that look at it now
         self.clock.data_wait += self.clock.elapsed() - self._trained_until
 
     def on_train_batch_end(
@@ -112,6 +128,7 @@ class Metrics(pl.Callback):
         seconds, tokens = self.clock.elapsed(), int(tokens_seen) - self.tokens_logged
         self.train_seconds, self.train_tokens = self.train_seconds + seconds, self.train_tokens + tokens
         row: Row = {"step": result.step, "tokens_seen": int(tokens_seen)}
+        row |= {f"tokens_seen/{source}": n for source, n in self.tokens_by_source(result.step).items()}
         row |= {"rows": result.rows, "bad_steps": module.guard.counts()[0]}
         row |= {f"train/{n}": v / max(n_tokens, 1) for n, v in zip(names, values, strict=False)}
         row |= {"lr": result.lr, "grad_norm": grad_norm, "tokens_per_s": round(tokens / seconds, 1)}
@@ -124,55 +141,92 @@ class Metrics(pl.Callback):
             row["mfu"] = round(flops / (self.peak_flops * trainer.world_size), 4)
         if module.device.type == "cuda":
             row["memory_gib"] = round(torch.cuda.max_memory_allocated(module.device) / 2**30, 3)
+        row["samples_per_s"] = round(self.rows_per_step * self.clock.steps / seconds, 3)
+        row |= machine_numbers(module.device)
         self.tokens_logged = int(tokens_seen)
         self.clock.restart()
         self.emit(trainer, row)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._val_start = time.perf_counter()
+        self.records.validating = True
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.last_val |= self.records.logged_in_validation()  # a checkpoint may be the best by one of them
         self.clock.paused += time.perf_counter() - self._val_start
 
-    def log_validation(self, trainer: pl.Trainer, module: Objective, means: dict[str, float]) -> Row:
-        """Adds perplexity and bits per byte, where the loss is one to make them of, and writes the row."""
+    def log_validation(
+        self, trainer: pl.Trainer, module: Objective, means: dict[str, dict[str, float]], scores: dict[str, float]
+    ) -> Row:
+        """Adds perplexity and bits per byte, where the loss is one to make them of, and emits the row.
+
+        Args:
+            means: of each set that is validated on, by its name; of the validation split by ''.
+            scores: of answers to rows of the validation split.
+        """
         row: Row = {"step": trainer.global_step, "tokens_seen": int(self.tokens_seen)}
-        row |= {f"val/{name}": value for name, value in means.items()}
-        if module.loss_is_nll:
-            row |= derived(means["loss"], self.bytes_per_token)
+        for name, numbers in means.items():
+            prefix = f"val/{name}/" if name else "val/"
+            more = derived(numbers["loss"], self.bytes_per_token.get(name)) if module.loss_is_nll else {}
+            row |= {f"{prefix}{key}": value for key, value in (numbers | (scores if not name else {}) | more).items()}
         self.last_val = {k: v for k, v in row.items() if k.startswith("val/")} | {"step": row["step"]}
-        self.emit(trainer, row)
+        self.emit(trainer, row, validation=True)
         return row
 
-    def emit(self, trainer: pl.Trainer, row: Row) -> None:
-        if not trainer.is_global_zero:
-            return
-        if self._file is None:
-            self._file = self.path.open("a", encoding="utf-8")
-        strict = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-        self._file.write(json.dumps({**strict, "time": round(time.time(), 3)}, allow_nan=False) + "\n")
-        self._file.flush()
-        numbers = {k: v for k, v in row.items() if k != "step" and isinstance(v, int | float)}
-        for logger in trainer.loggers:
-            logger.log_metrics(numbers, step=row["step"])
-        for listener in self.listeners:
-            listener(row)
+    def emit(self, trainer: pl.Trainer, row: Row, validation: bool = False) -> None:
+        self.records.put(row, validation)
+        if trainer.is_global_zero:
+            for listener in self.listeners:
+                listener(row)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        lightning_private.hide_logged(trainer, False)
+        self.records.reopen()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self.close()
+        assert isinstance(pl_module, Objective)
+        pl_module.logs_itself = True  # under another Trainer
+        self.records.close()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self.close()
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self.records.abandon(trainer.is_global_zero)
 
 
-def derived(loss: float, bytes_per_token: float | None) -> Row:
-    """val/perplexity = exp(loss) and val/bits_per_byte = loss / ln 2 / (UTF-8 bytes per token of the split)."""
-    row: Row = {"val/perplexity": float(torch.tensor(loss, dtype=torch.float64).exp())}
+class WriteRecords(pl.Callback):
+    """Writes the step's record once all callbacks have logged, before the checkpoint that counts it."""
+
+    def __init__(self, records: Records) -> None:
+        self.records = records
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.records.write(trainer.is_global_zero)  # of a validation that was owed, or made before training
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.accumulate_grad_batches != 1:  # Lightning would count steps otherwise
+            raise RunError(
+                f"a callback has set trainer.accumulate_grad_batches={trainer.accumulate_grad_batches}: a batch is a "
+                f"whole optimizer step here. data.global_batch_size says how many rows it has, data.micro_batch_size "
+                f"how many are computed at once"
+            )
+        if self.records.holds(validation=False):  # Lightning itself would hand them over after the checkpoint
+            self.records.log_metrics(lightning_private.logged_at_step(trainer))
+        assert isinstance(pl_module, Objective)
+        if trainer.global_step == pl_module.total_steps:  # the epoch, which is the run, ends here
+            lightning_private.hide_logged(trainer, False)
+            self.records.log_metrics(lightning_private.logged_over_epoch(trainer))
+        self.records.close_step(trainer.is_global_zero)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert isinstance(pl_module, Objective)
+        asked_to_stop = pl_module.stop.agreed or pl_module.stop.asked()
+        self.records.end(trainer.is_global_zero, whole=not asked_to_stop)
+
+
+def derived(loss: float, bytes_per_token: float | None) -> dict[str, float]:
+    """perplexity = exp(loss) and bits_per_byte = loss / ln 2 / (UTF-8 bytes per token of the split)."""
+    row = {"perplexity": float(torch.tensor(loss, dtype=torch.float64).exp())}
     if bytes_per_token:
-        row["val/bits_per_byte"] = loss / 0.6931471805599453 / bytes_per_token
+        row["bits_per_byte"] = loss / 0.6931471805599453 / bytes_per_token
     return row

@@ -11,8 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from lmtrain.objectives.base import Objective
-from lmtrain.stop_signals import StopSignals
+from lmtrain.distributed.stop_request import StopRequest
 
 _VOTE_SECONDS = 1.0  # how often ranks agree within a validation: a collective in which hosts wait for their devices
 
@@ -42,51 +41,32 @@ class Vote:
 
 
 class Preemption(pl.Callback):
-    """`reason` says why this rank wants to stop, or is None."""
+    """Ends training, or a validation, once all ranks know of a request to stop."""
 
-    def __init__(self, time_limit: float | None, started: float) -> None:
-        self.deadline = None if time_limit is None else started + time_limit
-        self.reason: str | None = None
+    def __init__(self, stop: StopRequest) -> None:
+        self.stop = stop
         self.stopped = False
         self.interrupted_validation = False
-        self.signals = StopSignals()
         self._vote = Vote()
 
     # Not earlier: until the devices hold the model there is nothing to save, and a signal ends the process.
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.signals.listen()
+        self.stop.signals.listen()
         if not trainer.is_global_zero:
-            self.deadline = None  # the first rank's clock is the run's: it tells the others, and the user
+            self.stop.deadline = None  # the first rank's clock is the run's: it tells the others, and the user
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.interrupted_validation:  # the one that was owed: its checkpoint is there
-            self._stop(trainer)
-
-    def asked_to_stop(self) -> bool:
-        if self.reason is None:
-            past = self.deadline is not None and time.time() >= self.deadline
-            self.reason = self.signals.first or ("run.time_limit" if past else None)
-        return self.reason is not None
-
-    def why(self) -> str:
-        """What asked for the stop. A signal to all ranks may have reached this one after another had told it."""
-        return self.reason or self.signals.first or "a signal to another rank"
-
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        assert isinstance(pl_module, Objective)
-        pl_module.stop_requested = self.asked_to_stop()
+            self._end(trainer)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        assert isinstance(pl_module, Objective)
         alone = trainer.world_size == 1
-        if pl_module.stop_agreed or (alone and self.asked_to_stop()):
-            self._stop(trainer)
+        if self.stop.agreed or (alone and self.stop.asked()):
+            self._end(trainer)
 
-    def _stop(self, trainer: pl.Trainer) -> None:
+    def _end(self, trainer: pl.Trainer) -> None:
         self.stopped = True
         trainer.should_stop = True
 
@@ -94,16 +74,15 @@ class Preemption(pl.Callback):
         self._vote = Vote()
 
     def on_validation_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
-        if not self.signals.listens:  # no training to save
+        if not self.stop.signals.listens:  # no training to save
             return
-        assert isinstance(pl_module, Objective)
-        stop = self.asked_to_stop()
+        asked = self.stop.asked()
         if trainer.world_size > 1:
-            stop = self._vote.after_batch(stop, pl_module.device)
-        if stop:
-            pl_module.stop_agreed = self.interrupted_validation = True
+            asked = self._vote.after_batch(asked, pl_module.device)
+        if asked:
+            self.stop.agreed = self.interrupted_validation = True
             raise ValidationInterrupted
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not self.stopped:  # else until summary.json says how the run ended: train.py closes them
-            self.signals.close()
+        if not self.stopped:  # else until summary.json says how the run ended: session.py closes them
+            self.stop.signals.close()

@@ -1,6 +1,7 @@
-"""What moves on the screen while training: one rich bar on a terminal, plain lines elsewhere."""
+"""Progress of training on the screen: a rich bar on a terminal, plain lines elsewhere."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -9,11 +10,14 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
+    Task,
     TaskID,
     TextColumn,
-    TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Column
+from rich.text import Text
 
 from lmtrain.callbacks.metrics import Row
 
@@ -30,16 +34,46 @@ _SHOWN = (  # (key of a row, label, format)
 _SECONDS_BETWEEN_UPDATES = 0.2  # of the bar's position; the eye sees no more and the step pays less
 
 
+def parts(row: Row) -> list[str]:
+    """The row's main numbers, the most important first."""
+    return [f"{label} {form.format(row[key])}" for key, label, form in _SHOWN if key in row]
+
+
 def describe(row: Row) -> str:
     """The row's main numbers on one line."""
-    return "  ".join(f"{label} {form.format(row[key])}" for key, label, form in _SHOWN if key in row)
+    return "  ".join(parts(row))
+
+
+def duration(seconds: float) -> str:
+    """3725 -> '1:02:05'."""
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+
+
+class Numbers(ProgressColumn):
+    """As many of the latest numbers, then the time that has passed, as the screen is wide beside what always stands."""
+
+    def __init__(self, console: Console, latest: Row, total_steps: int) -> None:
+        super().__init__(Column(no_wrap=True))
+        self.console, self.latest = console, latest
+        # A word, the least bar, step/total, percentage, "left", its time, and the spaces between.
+        self.always = len("validate") + 8 + 2 * len(str(total_steps)) + 1 + len("100%") + len("left 0:00:00") + 6
+
+    def render(self, task: Task) -> Text:
+        left, shown = self.console.width - self.always, list[str]()
+        for part in [*parts(self.latest), f"after {duration(task.elapsed or 0)}"]:
+            left -= len(part) + 2
+            if left < 0:
+                break
+            shown.append(part)
+        return Text("  ".join(shown))
 
 
 class RichBar(pl.Callback):
-    """A single bar: step, loss, validation loss, learning rate, tokens/s, MFU, time left."""
+    """A single bar: step, percentage and time left; where there is room loss, validation loss, learning rate, ..."""
 
-    def __init__(self, console: Console, total_steps: int) -> None:
-        self.console, self.total_steps = console, total_steps
+    def __init__(self, console: Console, total_steps: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.console, self.total_steps, self.clock = console, total_steps, clock
         self.latest: Row = {}
         self.progress: Progress | None = None
         self.train: TaskID | None = None
@@ -47,25 +81,26 @@ class RichBar(pl.Callback):
         self._updated = 0.0
 
     def listen(self, row: Row) -> None:
-        self.latest |= row
+        self.latest.update(row)
         if self.progress is not None and self.train is not None:
-            self.progress.update(self.train, numbers=describe(self.latest), completed=row["step"])
+            self.progress.update(self.train, completed=row["step"])
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.progress = Progress(
             TextColumn("{task.description}"),
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[numbers]}"),
-            TimeElapsedColumn(),
+            BarColumn(bar_width=None, table_column=Column(ratio=1)),
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            TextColumn("{task.percentage:>3.0f}%"),
+            Numbers(self.console, self.latest, self.total_steps),
             TextColumn("left"),
-            TimeRemainingColumn(),
+            TimeRemainingColumn(table_column=Column(no_wrap=True)),
             console=self.console,
+            get_time=self.clock,
             refresh_per_second=4,
             expand=True,
         )
         done = trainer.global_step
-        self.train = self.progress.add_task("train", total=self.total_steps, completed=done, numbers="")
+        self.train = self.progress.add_task("train", total=self.total_steps, completed=done)
         self.progress.start()
 
     def on_train_batch_end(
@@ -79,7 +114,7 @@ class RichBar(pl.Callback):
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.progress is not None:
             total = sum(int(n) for n in trainer.fit_loop.epoch_loop.val_loop.max_batches)
-            self.val = self.progress.add_task("validate", total=total, numbers="")
+            self.val = self.progress.add_task("validate", total=total)
 
     def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
         if self.progress is not None and self.val is not None:
@@ -109,11 +144,21 @@ class PlainLines(pl.Callback):
 
     def __init__(self, console: Console, total_steps: int, every_seconds: float) -> None:
         self.console, self.total_steps, self.every_seconds = console, total_steps, every_seconds
-        self._printed = 0.0
+        self._printed, self._began, self._first = 0.0, time.perf_counter(), 0
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._began, self._first = time.perf_counter(), trainer.global_step
 
     def listen(self, row: Row) -> None:
         now = time.perf_counter()
         last = row["step"] == self.total_steps
         if "val/loss" in row or last or now - self._printed >= self.every_seconds:
             self._printed = now
-            self.console.print(f"step {row['step']:>{len(str(self.total_steps))}}/{self.total_steps}  {describe(row)}")
+            step = f"step {row['step']:>{len(str(self.total_steps))}}/{self.total_steps}"
+            self.console.print(f"{step}  {describe(row)}  {self._times(row['step'], now - self._began)}")
+
+    def _times(self, step: int, seconds: float) -> str:
+        """How long it has trained, and at this rate will."""
+        done = step - self._first
+        left = f", {duration(seconds / done * (self.total_steps - step))} left" if done > 0 else ""
+        return f"{duration(seconds)} elapsed{left}"

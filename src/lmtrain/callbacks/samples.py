@@ -5,17 +5,19 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerFn
 from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-from lmtrain.generation import sample_text
+from lmtrain.callbacks.records import Joined
+from lmtrain.config.schema import Samples as SamplesConfig
 from lmtrain.objectives.base import Objective
-from lmtrain.prompts import Prompt
-from lmtrain.schema import Samples as SamplesConfig
+from lmtrain.outputs.generation import sample_text
+from lmtrain.outputs.prompts import Prompt
+from lmtrain.outputs.text_metrics import TextMetrics
+from lmtrain.outputs.token_view import visible
 from lmtrain.strategies import sharding
-from lmtrain.text_metrics import TextMetrics
-from lmtrain.token_view import visible
 
 
 class Samples(pl.Callback):
@@ -31,12 +33,13 @@ class Samples(pl.Callback):
         prompts: list[Prompt],
         end_ids: list[int] | None,
         cfg: SamplesConfig,
+        text_metrics: TextMetrics,
         console: Console,
         seed: int,
     ) -> None:
         self.path, self.tokenizer, self.prompts, self.end_ids = path, tokenizer, prompts, end_ids
         self.cfg, self.console, self.seed = cfg, console, seed
-        self.text_metrics = TextMetrics(cfg.metrics)
+        self.text_metrics = text_metrics
         self.validations = 0
         self.texts: list[str] = []  # of this validation
 
@@ -48,8 +51,11 @@ class Samples(pl.Callback):
 
     def write(self, trainer: pl.Trainer, module: Objective) -> dict[str, float]:
         """Writes the texts, if it is time to, and returns their scores; every rank must call it at each validation."""
-        self.validations += 1
         self.texts = []
+        if (
+            trainer.global_step > 0 and trainer.state.fn == TrainerFn.FITTING
+        ):  # the validation before training is not counted, and always has its texts
+            self.validations += 1
         if self.validations % self.cfg.every_n_validations != 0:
             return {}
         sharded = sharding.is_sharded(module.model)
@@ -76,7 +82,7 @@ class Samples(pl.Callback):
         )
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not self.texts or not trainer.is_global_zero:
+        if not self.texts or not trainer.is_global_zero or trainer.state.fn != TrainerFn.FITTING:
             return
         step = trainer.global_step
         for prompt, text in zip(self.prompts, self.texts, strict=True):
@@ -99,8 +105,11 @@ class Samples(pl.Callback):
         columns = ["step", "prompt", "text", "reference"]
         rows = [[str(step), p.shown, t, p.reference or ""] for p, t in zip(self.prompts, self.texts, strict=True)]
         for logger in trainer.loggers:
-            if isinstance(logger, pl.loggers.TensorBoardLogger):
-                for i, (prompt, text) in enumerate(zip(self.prompts, self.texts, strict=True)):
-                    logger.experiment.add_text(f"sample/{i}", f"```\n{self._shown(prompt, text).plain}\n```", step)
-            elif isinstance(logger, pl.loggers.WandbLogger):
-                logger.log_text("samples", columns=columns, data=rows)
+            if not isinstance(logger, Joined) or logger not in logger.records.joined:
+                continue
+            with logger.records.outliving(logger):
+                if isinstance(logger, pl.loggers.TensorBoardLogger):
+                    for i, (prompt, text) in enumerate(zip(self.prompts, self.texts, strict=True)):
+                        logger.experiment.add_text(f"sample/{i}", f"```\n{self._shown(prompt, text).plain}\n```", step)
+                else:
+                    logger.log_texts(columns, rows)

@@ -1,24 +1,39 @@
 """When to validate: every n optimizer steps and after the last, before that step's checkpoint is written.
 
+Before the first step too, if trainer.val_before_training asks: what the untrained or pretrained model can do. That is
+only looked at: it is no score for early stopping and makes no checkpoint.
+
 Lightning's own trigger can't validate after a last step that does not divide, and a resumed run forgets a validation
 that was due; so this callback runs Lightning's validation loop itself (all validation hooks fire as usual).
 """
 
+import contextlib
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import EarlyStopping as LightningEarlyStopping
 
+from lmtrain.callbacks.average import WeightAverage
 from lmtrain.callbacks.metrics import Metrics
 from lmtrain.callbacks.preemption import ValidationInterrupted
 from lmtrain.callbacks.samples import Samples
 from lmtrain.objectives.base import Objective
+from lmtrain.strategies.lightning_private import between_batches
 
 
 class Validation(pl.Callback):
     def __init__(
-        self, metrics: Metrics, samples: Samples | None, *, every_n_steps: int | None, total_steps: int
+        self,
+        metrics: Metrics,
+        samples: Samples | None,
+        average: WeightAverage | None,
+        *,
+        every_n_steps: int | None,
+        total_steps: int,
+        before_training: bool = False,
     ) -> None:
-        self.metrics, self.samples = metrics, samples
+        self.metrics, self.samples, self.average = metrics, samples, average
+        self.before_training = before_training
         self.every_n_steps, self.total_steps = every_n_steps, total_steps
         self.last_step = -1
 
@@ -35,7 +50,8 @@ class Validation(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         trainer.fit_loop.epoch_loop.max_steps = self.total_steps  # see resume.let_last_validation_run
-        if self.due(trainer.global_step):  # saved between its step and its validation
+        owed = self.due(trainer.global_step)  # saved between its step and its validation
+        if owed or (self.before_training and trainer.global_step == 0):
             self._run(trainer, pl_module)
 
     def on_train_batch_end(
@@ -46,24 +62,31 @@ class Validation(pl.Callback):
 
     def _run(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         loop = trainer.fit_loop.epoch_loop.val_loop
-        if not trainer.enable_validation or trainer.datamodule.val_rows is None:  # type: ignore[attr-defined]
+        if not trainer.enable_validation or not trainer.datamodule.val_sets:  # type: ignore[attr-defined]
             return
-        # As Lightning's training loop does around its own validations.
-        trainer.validating = True
-        first_iteration = trainer._logger_connector._first_loop_iter
-        loop.batch_progress.reset()
-        try:
-            loop.run()
-            self.last_step = trainer.global_step
-        except ValidationInterrupted:
-            pass  # owed: the resumed run begins with it
-        trainer.training = True
-        trainer._logger_connector._first_loop_iter = first_iteration
+        with between_batches(trainer):
+            loop.batch_progress.reset()
+            try:
+                with self.average.in_place(module) if self.average is not None else contextlib.nullcontext():
+                    loop.run()
+                self.last_step = trainer.global_step
+            except ValidationInterrupted:  # owed: the resumed run begins with it
+                self.metrics.records.forget_validation()
+        self.metrics.records.validating = False
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert isinstance(pl_module, Objective)
-        means = pl_module.validation_means()
+        names = list(trainer.datamodule.val_sets)  # type: ignore[attr-defined]
+        means = {name: pl_module.validation_means(loader) for loader, name in enumerate(names)}
         scores = self.samples.write(trainer, pl_module) if self.samples is not None else {}
-        row = self.metrics.log_validation(trainer, pl_module, {**means, **scores})
+        row = self.metrics.log_validation(trainer, pl_module, means, scores)
         # For Lightning's EarlyStopping and a user's own callbacks, which read trainer.callback_metrics.
         pl_module.log_dict({k: v for k, v in row.items() if k.startswith("val/")}, logger=False)
+
+
+class EarlyStopping(LightningEarlyStopping):
+    """Lightning's, blind to the validation before the first step."""
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.global_step > 0:
+            super().on_validation_end(trainer, pl_module)

@@ -12,11 +12,12 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from lmtrain.config import batch_split
+from lmtrain.config.compose import batch_split
 from lmtrain.data import order
-from lmtrain.orphans import end_with_parent
-from lmtrain.stop_signals import SIGNALS
-from lmtrain.strategies.data_parallel import data_parallel
+from lmtrain.data.mixing import Mixture
+from lmtrain.distributed.data_parallel import data_parallel
+from lmtrain.distributed.parent_death import end_with_parent
+from lmtrain.distributed.stop_signals import SIGNALS
 
 MicroBatch = dict[str, torch.Tensor]
 
@@ -24,12 +25,41 @@ MicroBatch = dict[str, torch.Tensor]
 class Rows(Protocol):
     """What a corpus offers: a number of rows, a micro-batch from (epoch, row) pairs, a row that trains nothing.
 
-    Rows of different lengths, which are padded, also have `lengths`, int64 [rows].
+    Rows of different lengths, which are padded, also have `lengths`, int64 [rows]; rows of several sources of text
+    `mixture`, which says which of them make up a step.
     """
 
     def __len__(self) -> int: ...
     def read(self, rows: np.ndarray) -> MicroBatch: ...
     def empty(self) -> MicroBatch: ...
+
+
+def rows_of_step(
+    rows: Rows, step: int, *, global_batch_size: int, seed: int, max_epochs: int | None = None
+) -> np.ndarray:
+    """The (epoch, row) pairs of a step, int64 [n, 2]: see `order.step_rows`."""
+    mixture: Mixture | None = getattr(rows, "mixture", None)
+    if mixture is not None:
+        return mixture.step_rows(step, seed=seed, max_epochs=max_epochs)
+    return order.step_rows(step, rows=len(rows), global_batch_size=global_batch_size, seed=seed, max_epochs=max_epochs)
+
+
+class FirstRows:
+    """The first `count` of some rows, the same in every epoch: few enough to be learned by heart."""
+
+    def __init__(self, rows: Rows, count: int) -> None:
+        self.rows, self.count = rows, min(count, len(rows))
+        if hasattr(rows, "lengths"):
+            self.lengths = rows.lengths[: self.count]
+
+    def __len__(self) -> int:
+        return self.count
+
+    def read(self, rows: np.ndarray) -> MicroBatch:
+        return self.rows.read(np.stack([np.zeros_like(rows[:, 1]), rows[:, 1]], axis=1))
+
+    def empty(self) -> MicroBatch:
+        return self.rows.empty()
 
 
 class StepDataset(Dataset):
@@ -55,9 +85,9 @@ class StepDataset(Dataset):
 
     def row_ids(self, step: int) -> np.ndarray:
         """(epoch, row) pairs of the whole step, all ranks: int64 [n, 2]."""
-        return order.step_rows(
+        return rows_of_step(
+            self.rows,
             step,
-            rows=len(self.rows),
             global_batch_size=self.global_batch_size,
             seed=self.seed,
             max_epochs=self.max_epochs,
@@ -128,12 +158,16 @@ class TokenDataModule(pl.LightningDataModule):
         max_epochs: int | None,
         limit_val_batches: int | None,
         num_workers: int,
+        val_sets: dict[str, Rows] | None = None,
     ) -> None:
+        """`val_sets` are validated on beside `val_rows`, each as a loader of its own."""
         super().__init__()
         self.train_rows, self.val_rows = train_rows, val_rows
         self.seed, self.total_steps, self.max_epochs = seed, total_steps, max_epochs
         self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
         self.limit_val_batches, self.num_workers = limit_val_batches, num_workers
+        own = {"": val_rows} if val_rows is not None else {}
+        self.val_sets: dict[str, Rows] = own | (val_sets or {})  # by name; the validation split has none
 
     def _loader(self, dataset: Dataset, sampler: Sampler[int] | None) -> DataLoader:
         return DataLoader(
@@ -164,19 +198,23 @@ class TokenDataModule(pl.LightningDataModule):
         )
         return self._loader(dataset, StepSampler(trainer.global_step, self.total_steps))
 
-    def val_dataloader(self) -> DataLoader | list[Any]:
-        trainer = self.trainer
-        if self.val_rows is None or trainer is None:
+    def val_dataloader(self) -> DataLoader | list[DataLoader]:
+        """A loader for each of `val_sets`, in their order."""
+        if self.trainer is None:
             return []
-        part = data_parallel(trainer)
-        dataset = ValidationDataset(
-            self.val_rows,
+        loaders = [self._loader(self._validation(rows), None) for rows in self.val_sets.values()]
+        return loaders[0] if len(loaders) == 1 else loaders
+
+    def _validation(self, rows: Rows) -> ValidationDataset:
+        assert self.trainer is not None, "asked by val_dataloader alone"
+        part = data_parallel(self.trainer)
+        return ValidationDataset(
+            rows,
             micro_batch_size=self.micro_batch_size,
             limit=self.limit_val_batches,
             rank=part.rank,
             world_size=part.size,
         )
-        return self._loader(dataset, None)
 
 
 def start_worker(trains: int, _worker: int) -> None:

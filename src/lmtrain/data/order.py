@@ -7,6 +7,9 @@ network with cycle walking; Black and Rogaway 2002, "Ciphers with arbitrary fini
 tokens costs no memory.
 """
 
+from collections.abc import Sequence
+from fractions import Fraction
+
 import numpy as np
 
 _ROUNDS = 6
@@ -86,3 +89,26 @@ def rank_share(step_rows: np.ndarray, rank: int, world_size: int, micro_batch_si
 def step_seed(seed: int, step: int, rank: int) -> int:
     """The seed of everything random inside a step (dropout), so that no generator state needs saving."""
     return mix64(seed, 0x5EED, step, rank) >> 1  # 63 bits: torch takes a signed integer
+
+
+class Repeats:
+    """Sources one after the other, each row of a source as often as its weight says: 2 twice, 0.5 every second row.
+
+    Nothing is copied: which stored row stands where is computed.
+    """
+
+    def __init__(self, counts: Sequence[int], weights: Sequence[Fraction]) -> None:
+        """counts: rows of each source as they are stored, one source after the other."""
+        self.parts = [weight.as_integer_ratio() for weight in weights]
+        self.first_stored = np.cumsum([0, *counts], dtype=np.int64)
+        self.first = np.cumsum([0, *(int(n * w) for n, w in zip(counts, weights, strict=True))], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return int(self.first[-1])
+
+    def stored(self, index: np.ndarray) -> np.ndarray:
+        """The stored row that is row `index`, int64, each in [0, len)."""
+        source = np.searchsorted(self.first, index, side="right") - 1
+        times, of = np.array(self.parts, dtype=np.int64)[source].T
+        # Of a source's first n rows int(n * weight) stand before row n: the last n for which that is at most `index`.
+        return self.first_stored[source] + ((index - self.first[source] + 1) * of - 1) // times

@@ -1,20 +1,23 @@
-"""How far preparing is: a bar on a terminal, a plain line every few seconds elsewhere."""
+"""Progress of data preparation: a bar on a terminal, a line every few seconds elsewhere."""
 
 import sys
 import time
+from collections.abc import Iterator
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from lmtrain import terminal
 
 _SECONDS_BETWEEN_LINES = 10.0
 
 
 class PrepareProgress:
-    """Counts of the split being tokenized, shown on standard error; silent where `show` is false."""
+    """Counts of the text being read or tokenized, shown on standard error; silent where `show` is false."""
 
     def __init__(self, show: bool) -> None:
-        self.console = Console(stderr=True, quiet=not show)
+        self.console = terminal.console(stderr=True, quiet=not show)
         self.bar: Progress | None = None
+        self.task: TaskID | None = None
         if show and self.console.is_terminal:
             self.bar = Progress(
                 TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[counts]}"), TimeElapsedColumn(),
@@ -27,13 +30,23 @@ class PrepareProgress:
     def say(self, line: str) -> None:
         self.console.print(line, highlight=False, soft_wrap=True)
 
-    def start(self, name: str, total_bytes: int | None) -> None:
+    def watch(self, text: Iterator[str], total_bytes: int | None) -> Iterator[str]:
+        """Hands on the text that a tokenizer is trained on; shows how much was read, then that it is being learned."""
+        self.start("text", total_bytes, doing="read")
+        for part in text:
+            yield part
+            self.advance(len(part.encode()), 0)
+        if self.bar is not None and self.task is not None:
+            self.bar.update(self.task, description="learn the vocabulary", total=None, counts="")
+
+    def start(self, name: str, total_bytes: int | None, doing: str = "tokenize") -> None:
         """A new split of about total_bytes UTF-8 bytes of text, where that is known."""
-        self.name, self.total = name, total_bytes
+        self.finish_bar()
+        self.title, self.name, self.total = f"{doing} {name}", name, total_bytes
         self.text_bytes = self.tokens = 0
         self.began = self.shown = time.perf_counter()
         if self.bar is not None:
-            self.task = self.bar.add_task(f"tokenize {name}", total=total_bytes, counts="")
+            self.task = self.bar.add_task(self.title, total=total_bytes, counts="")
 
     def advance(self, text_bytes: int, tokens: int) -> None:
         self.text_bytes += text_bytes
@@ -42,14 +55,18 @@ class PrepareProgress:
         if now - self.shown < (0.2 if self.bar else _SECONDS_BETWEEN_LINES):
             return
         self.shown = now
-        if self.bar is not None:
+        if self.bar is not None and self.task is not None:
             self.bar.update(self.task, completed=self.text_bytes, counts=self._counts())
         else:
-            self.say(f"tokenize {self.name}: {self._counts()}")
+            self.say(f"{self.title}: {self._counts()}")
+
+    def finish_bar(self) -> None:
+        if self.bar is not None and self.task is not None:
+            self.bar.remove_task(self.task)
+        self.task = None
 
     def finish(self) -> None:
-        if self.bar is not None:
-            self.bar.remove_task(self.task)
+        self.finish_bar()
         self.total = None
         self.say(f"tokenized {self.name}: {self._counts()}")
 
@@ -60,8 +77,15 @@ class PrepareProgress:
 
     def _counts(self) -> str:
         seconds = max(time.perf_counter() - self.began, 1e-6)
-        if not self.text_bytes:  # rows, not text
+        if not self.text_bytes:  # of rows, only tokens are counted
             return f"{self.tokens:,} tokens, {self.tokens / seconds:,.0f} tokens/s"
-        of = f" of {self.total / 1e6:,.1f}" if self.total and self.total >= self.text_bytes else ""
         speed = self.text_bytes / 1e6 / seconds
-        return f"{self.text_bytes / 1e6:,.1f}{of} MB, {self.tokens:,} tokens, {speed:.1f} MB/s"
+        words = [
+            f"{self.text_bytes / 1e6:,.1f} MB",
+            *([f"{self.tokens:,} tokens"] if self.tokens else []),
+            f"{speed:.1f} MB/s",
+        ]
+        if self.total and self.total >= self.text_bytes:
+            words[0] = f"{self.text_bytes / 1e6:,.1f} of {self.total / 1e6:,.1f} MB"
+            words.append(f"{(self.total - self.text_bytes) / 1e6 / speed:,.0f} s left")
+        return ", ".join(words)

@@ -6,6 +6,7 @@ one loads with AutoTokenizer. The same corpus gives the same tokenizer file, byt
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,14 +14,14 @@ from typing import Any
 
 from huggingface_hub import errors as hub_errors
 from huggingface_hub import hf_hub_download
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from lmtrain.data import hub
+from lmtrain.config.schema import Tokenizer
+from lmtrain.data import bpe, hub
 from lmtrain.data.cache import Facts
 from lmtrain.errors import UserError
-from lmtrain.schema import Tokenizer
 
 END_OF_TEXT = "<|endoftext|>"
 UNKNOWN = "<|unknown|>"  # characters alone need one: for prompts with a character the corpus never had
@@ -79,7 +80,10 @@ def _added(cfg: Tokenizer) -> dict[str, Any]:
 
 
 def load_or_train(
-    cfg: Tokenizer, texts: Callable[[str], Iterator[str]], named: Identity | None = None
+    cfg: Tokenizer,
+    texts: Callable[[str], Iterator[str]],
+    named: Identity | None = None,
+    watch: Callable[[Iterator[str]], Iterator[str]] = iter,
 ) -> PreTrainedTokenizerFast:
     """The tokenizer that `cfg` names.
 
@@ -87,12 +91,13 @@ def load_or_train(
         cfg: the tokenizer's config.
         texts: gives the text of split "train" or "val", in stretches of any length; read only where it is needed.
         named: `identity(cfg)`, where it is known already.
+        watch: is handed the text that a BPE is trained on, and hands it on: for a progress bar.
 
     Raises:
         UserError: a name that can't be fetched, a tokenizer without a fast version, or a vocabulary too small.
     """
     if cfg.kind == "bpe":
-        return _wrap(_train_bpe(cfg, texts("train")))
+        return _wrap(_train_bpe(cfg, watch(_at_most(texts("train"), cfg.train_characters))))
     if cfg.kind == "bytes":
         return _wrap(_bytes())
     if cfg.kind == "char":
@@ -109,7 +114,7 @@ def load_folder(folder: Path) -> PreTrainedTokenizerFast:
 
 
 def save(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """save_pretrained, under the class name that every version of transformers knows."""
+    """save_pretrained, under the class name that every version of transformers knows, with a base's tokenizer.model."""
     tokenizer.save_pretrained(str(folder))
     path = folder / "tokenizer_config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
@@ -118,17 +123,43 @@ def save(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
     for key in ("is_local", "local_files_only"):  # where it was loaded from is not a property of it
         config.pop(key, None)
+    if _keep_sentencepiece(tokenizer, folder):
+        added = tokenizer.added_tokens_decoder.items()
+        config["added_tokens_decoder"] = {str(i): token.__getstate__() for i, token in added}
     path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def tokenizer_hash(tokenizer: PreTrainedTokenizerFast) -> str:
-    """sha256 of what decides the token ids of plain text: normaliser, pre-tokenizer, model and added tokens.
+def _keep_sentencepiece(tokenizer: PreTrainedTokenizerFast, folder: Path) -> bool:
+    """Copies the sentencepiece model that the tokenizer came with, if any: llama.cpp's converter needs it.
 
-    Truncation, padding, templates and decoding are left out: they may change without making bins wrong.
+    It holds none of the added tokens: the converter takes those from tokenizer_config.json.
     """
+    source = Path(getattr(tokenizer, "vocab_file", None) or "")
+    if source.suffix != ".model" or not source.is_file():
+        return False
+    if source.resolve() != (folder / source.name).resolve():
+        shutil.copyfile(source, folder / source.name)
+    return True
+
+
+def tokenizer_hash(tokenizer: PreTrainedTokenizerFast) -> str:
+    """sha256 of what decides token ids: normaliser, pre-tokenizer, model, post-processor, added tokens and their flags.
+
+    Truncation, padding, chat templates and decoding are left out: they may change without making ids wrong.
+    """
+    plain = json.loads(tokenizer.backend_tokenizer.to_str())
+    return _hash({k: plain.get(k) for k in ("normalizer", "pre_tokenizer", "model", "post_processor", "added_tokens")})
+
+
+def plain_text_hash(tokenizer: PreTrainedTokenizerFast) -> str:
+    """The hash in folders and checkpoints of earlier versions: without post-processor and added tokens' flags."""
     plain = json.loads(tokenizer.backend_tokenizer.to_str())
     matters = {k: plain.get(k) for k in ("normalizer", "pre_tokenizer", "model")}
     matters["added_tokens"] = [[t["id"], t["content"]] for t in plain.get("added_tokens", [])]
+    return _hash(matters)
+
+
+def _hash(matters: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(matters, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
 
 
@@ -187,26 +218,14 @@ def _wrap(backend: Backend, **special: str) -> PreTrainedTokenizerFast:
 
 
 def _train_bpe(cfg: Tokenizer, text: Iterator[str]) -> Backend:
-    """Byte-level BPE as GPT-2's (Radford et al. 2019): every byte is a token, so any text can be written."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    size = cfg.vocab_size or 0
-    if size <= len(alphabet):
+    """UserError where the vocabulary has no room for all bytes."""
+    size, smallest = cfg.vocab_size or 0, len(bpe.ALPHABET) + 1
+    if size < smallest:
         raise UserError(
-            f"tokenizer.vocab_size={cfg.vocab_size} is too small for a BPE: {len(alphabet)} bytes and {END_OF_TEXT} "
-            f"take {len(alphabet) + 1}; set tokenizer.vocab_size={len(alphabet) + 1} or more"
+            f"tokenizer.vocab_size={cfg.vocab_size} is too small for a BPE: {smallest - 1} bytes and {END_OF_TEXT} "
+            f"take {smallest}; set tokenizer.vocab_size={smallest} or more"
         )
-    backend = Backend(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=size,
-        min_frequency=cfg.min_frequency or 0,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=alphabet,
-        show_progress=False,
-    )
-    backend.train_from_iterator(_at_most(text, cfg.train_characters), trainer=trainer)
-    return backend
+    return bpe.train(text, size, cfg.min_frequency or 0, END_OF_TEXT)
 
 
 def _at_most(text: Iterator[str], characters: int | None) -> Iterator[str]:

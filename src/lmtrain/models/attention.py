@@ -8,7 +8,7 @@ handed to the model's forward as the keyword `documents`, which transformers pas
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,21 @@ NAME = "lmtrain"  # the attn_implementation of models built here; transformers n
 # A CPU computes attention over fewer tokens faster in fp32 than in half precision: in 0.4 to 0.6 of the time at 16 to
 # 128 tokens, the same at 256, 1.3 at 1,024.
 CPU_HALF_PRECISION_FROM = 256
+SLIDES = "lmtrain_slides"
 SLIDING = "sliding_attention"  # transformers' name in config.layer_types
+
+
+class Scores(NamedTuple):
+    """How a query's scores become its weights."""
+
+    scaling: float | None  # None: one over the root of the heads' width
+    softcap: float | None
+    sink: Tensor | None  # [H]
+
+    @property
+    def plain(self) -> bool:
+        """Whether fused kernels do it."""
+        return self.softcap is None and self.sink is None
 
 
 def attention(
@@ -35,6 +49,8 @@ def attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     documents: Documents | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention with transformers' AttentionInterface signature.
@@ -43,6 +59,8 @@ def attention(
         query: [B, H, T, D]; key, value: [B, H_kv, T, D] with H a multiple of H_kv.
         sliding_window: a token sees itself and the sliding_window - 1 tokens before it.
         documents: None where each row is one sequence.
+        softcap: scores become `softcap * tanh(score / softcap)` (Gemma 2).
+        s_aux: [H], the logit of a key without a value, which every query may attend to (gpt-oss).
 
     Inputs may differ in dtype, as rotary embeddings leave fp32 under autocast.
 
@@ -51,16 +69,22 @@ def attention(
     _refuse_what_is_not_done_here(module, query, key, attention_mask, sliding_window, kwargs)
     if sliding_window is not None and sliding_window >= query.shape[2]:
         sliding_window = None
+    scores = Scores(scaling, softcap, s_aux)
     if documents is None:
-        out = _causal(query, key, value, scaling, dropout, sliding_window).transpose(1, 2)
+        out = _causal(query, key, value, scores, dropout, sliding_window).transpose(1, 2)
     elif documents.method == "slices":
-        out = _slices(query, key, value, scaling, dropout, sliding_window, documents)
+        out = _slices(query, key, value, scores, dropout, sliding_window, documents)
+    elif query.is_cuda and not scores.plain:
+        raise UserError(
+            f"{type(module).__name__} caps its attention's scores or has a sink, which model.attention="
+            f"{documents.method} doesn't do on CUDA: set model.attention=slices"
+        )
     elif documents.method == "varlen":
         out = _varlen_documents(query, key, value, scaling, sliding_window, documents)
     elif query.is_cuda:
         out = _flex(query, key, value, scaling, documents.mask(sliding_window)).transpose(1, 2)
     else:
-        out = _sdpa(query, key, value, scaling, dropout, documents.mask(sliding_window)).transpose(1, 2)
+        out = _sdpa(query, key, value, scores, dropout, documents.mask(sliding_window)).transpose(1, 2)
     return out.contiguous(), None
 
 
@@ -74,18 +98,27 @@ def _refuse_what_is_not_done_here(
 ) -> None:
     if query.shape[2] != key.shape[2]:
         raise RuntimeError("this attention has no key-value cache: generate inside attention.generation_mode(model)")
-    extras = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
+    extras = [name for name in ("position_bias",) if kwargs.get(name) is not None]
     if attention_mask is not None:
         extras.append("attention_mask")
     if getattr(module, "is_causal", True) is False or kwargs.get("is_causal") is False:
         extras.append("is_causal=False")
-    if sliding_window is None and _is_sliding(module):
+    slides = getattr(module, SLIDES, None)
+    if sliding_window is None and (_is_sliding(module) if slides is None else slides):
         extras.append("a sliding window that it doesn't pass on")
     if extras:
         raise UserError(
             f"{type(module).__name__} asks its attention for {', '.join(extras)}, which lmtrain's doesn't do: "
-            f"set model.attention=transformers (and data.isolate_documents=false)"
+            f"set model.attention=transformers, and data.packing=off or data.isolate_documents=false where rows hold "
+            f"several documents"
         )
+
+
+def mark_sliding(model: nn.Module) -> None:
+    """Notes on each attention layer whether it slides: read from its index, a compiled block would be one per layer."""
+    for module in model.modules():
+        if hasattr(module, "layer_idx"):
+            setattr(module, SLIDES, _is_sliding(module))
 
 
 def _is_sliding(module: nn.Module) -> bool:
@@ -96,37 +129,52 @@ def _is_sliding(module: nn.Module) -> bool:
     return index is None or types[index] == SLIDING
 
 
-def _causal(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, dropout: float, window: int | None
-) -> Tensor:
+def _causal(query: Tensor, key: Tensor, value: Tensor, scores: Scores, dropout: float, window: int | None) -> Tensor:
     length = query.shape[2]
     mask = None if window is None or window >= length else causal_mask(length, window, query.device)
-    return _sdpa(query, key, value, scaling, dropout, mask)
+    return _sdpa(query, key, value, scores, dropout, mask)
 
 
-def _sdpa(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, dropout: float, mask: Tensor | None
-) -> Tensor:
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, scores: Scores, dropout: float, mask: Tensor | None) -> Tensor:
     grouped = query.shape[1] != key.shape[1]
     dtype = compute = _autocast_dtype(value)
-    # CUDA's kernel for fp32 and those that take a mask have no grouped heads.
-    if grouped and (mask is not None or (query.is_cuda and dtype == torch.float32)):
+    # CUDA's kernel for fp32 and those that take a mask have no grouped heads, matmul has none at all.
+    if grouped and (mask is not None or not scores.plain or (query.is_cuda and dtype == torch.float32)):
         key, value = _repeat_heads(key, query.shape[1], dim=1), _repeat_heads(value, query.shape[1], dim=1)
         grouped = False
     if query.device.type == "cpu" and query.shape[2] < CPU_HALF_PRECISION_FROM:
         compute = torch.promote_types(dtype, torch.float32)
     with torch.autocast(query.device.type, enabled=False):
-        out = F.scaled_dot_product_attention(
-            query.to(compute),
-            key.to(compute),
-            value.to(compute),
-            attn_mask=mask,
-            dropout_p=dropout,
-            is_causal=mask is None,
-            scale=scaling,
-            enable_gqa=grouped,
-        )
+        query, key, value = (x.to(compute) for x in (query, key, value))
+        if scores.plain:
+            out = F.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=mask,
+                dropout_p=dropout,
+                is_causal=mask is None,
+                scale=scores.scaling,
+                enable_gqa=grouped,
+            )
+        else:
+            seen = causal_mask(query.shape[2], None, query.device) if mask is None else mask
+            out = F.dropout(_weights(query, key, scores, seen), dropout) @ value
     return out.to(dtype)
+
+
+def _weights(query: Tensor, key: Tensor, scores: Scores, seen: Tensor) -> Tensor:
+    """Attention weights [B, H, T, S] of capped scores, with a sink that takes its share of each query's attention."""
+    scaling = query.shape[-1] ** -0.5 if scores.scaling is None else scores.scaling
+    exact = torch.promote_types(query.dtype, torch.float32)
+    logits = (query @ key.transpose(-1, -2)).to(exact) * scaling  # [B, H, T, S]
+    if scores.softcap is not None:
+        logits = scores.softcap * torch.tanh(logits / scores.softcap)
+    logits = logits.masked_fill(~seen, float("-inf"))
+    if scores.sink is None:
+        return logits.softmax(-1).to(query.dtype)
+    sink = scores.sink.to(exact).view(1, -1, 1, 1).expand(*logits.shape[:-1], 1)
+    return torch.cat([logits, sink], dim=-1).softmax(-1)[..., :-1].to(query.dtype)
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype:
@@ -148,21 +196,21 @@ def _slices(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    scaling: float | None,
+    scores: Scores,
     dropout: float,
     window: int | None,
     documents: Documents,
 ) -> Tensor:
     batch, heads, seq_len, _ = query.shape
     if documents.pieces:
-        return _slices_with_prefixes(query, key, value, scaling, dropout, window, documents)
+        return _slices_with_prefixes(query, key, value, scores, dropout, window, documents)
     sizes = [length * count for length, count in documents.runs]
     outputs = []
     # split, not slicing: its backward is one concatenation, a slice's is a zero tensor of the whole size each.
     splits = [_flatten(x).split(sizes) for x in (query, key, value)]
     for (length, count), q, k, v in zip(documents.runs, *splits, strict=True):
         q, k, v = (x.unflatten(0, (count, length)).transpose(1, 2) for x in (q, k, v))  # [count, H, length, D]
-        outputs.append(_causal(q, k, v, scaling, dropout, window).transpose(1, 2).flatten(0, 1))
+        outputs.append(_causal(q, k, v, scores, dropout, window).transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).view(batch, seq_len, heads, -1)
 
 
@@ -170,7 +218,7 @@ def _slices_with_prefixes(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    scaling: float | None,
+    scores: Scores,
     dropout: float,
     window: int | None,
     documents: Documents,
@@ -184,7 +232,7 @@ def _slices_with_prefixes(
         mask = documents.lower_right_mask(length, prefix, window if seen else None) if prefix or seen else None
         k, v = (torch.cat([x[i - 1][:prefix], x[i]]) if prefix else x[i] for x in (ks, vs))
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (qs[i], k, v))  # [1, H, length, D]
-        outputs.append(_sdpa(q, k, v, scaling, dropout, mask)[0].transpose(0, 1))
+        outputs.append(_sdpa(q, k, v, scores, dropout, mask)[0].transpose(0, 1))
     return torch.cat(outputs).view(batch, seq_len, heads, -1)
 
 

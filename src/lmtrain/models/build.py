@@ -1,45 +1,35 @@
 """From `model` in the config to a transformers model: from scratch by family and shape, or pretrained."""
 
+import contextlib
 import difflib
 import logging
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from lmtrain.config.models import CustomModel, LoadedModel, ScratchModel
+from lmtrain.config.schema import Model
 from lmtrain.data import hub
 from lmtrain.errors import UserError
-from lmtrain.models import attention
+from lmtrain.models.custom import custom_config, custom_model
 from lmtrain.models.documents import CHOICES
 from lmtrain.models.experts import use_experts
 from lmtrain.models.init import init_residual_projections
-from lmtrain.schema import Model
+from lmtrain.models.probe import set_attention
 
 log = logging.getLogger(__name__)
 
+MAX_POSITIONS = "max_position_embeddings"
 # Keys of `model` that go into the transformers config under their own name.
-SHAPE_KEYS = (
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "intermediate_size",
-    "hidden_act",
-    "max_position_embeddings",
-    "tie_word_embeddings",
-    "rope_theta",
-    "norm_eps",
-    "initializer_range",
-    "num_experts",
-    "num_experts_per_tok",
-    "moe_intermediate_size",
-    "router_aux_loss_coef",
-)
+SHAPE_KEYS = (*(f.name for f in fields(ScratchModel) if f.name not in {"family", *(f.name for f in fields(Model))}),
+              MAX_POSITIONS)  # fmt: skip
 # What families call these keys; GPT-2's other names are in its config's own attribute_map.
 ALIASES = {
     "norm_eps": ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps"),
@@ -50,7 +40,6 @@ ALIASES = {
 # Settings a family's code reads though its config class doesn't declare them.
 UNDECLARED = {"qwen3_moe": ("head_dim",)}
 DROPOUTS = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout", "dropout")
-MAX_POSITIONS = "max_position_embeddings"
 
 
 def build_model(
@@ -60,6 +49,7 @@ def build_model(
     seq_len: int,
     *,
     new_tokens: Sequence[int] = (),
+    allow_target: Sequence[str] = (),
     **loading: Any,
 ) -> PreTrainedModel:
     """The model of `cfg`, in training mode with fp32 parameters, using lmtrain's attention.
@@ -72,6 +62,7 @@ def build_model(
         eos_token_id: ends documents; also begins them, as in GPT-2.
         seq_len: tokens per training row.
         new_tokens: ids of tokens added to a pretrained model's tokenizer; its embeddings grow where they have no row.
+        allow_target: run.allow_target, packages that `model._target_` may name a class of.
         loading: more arguments of `from_pretrained`, such as a quantisation.
 
     Raises:
@@ -80,30 +71,46 @@ def build_model(
     """
     if cfg.attention not in CHOICES:
         raise UserError(f"model.attention={cfg.attention} is not one of {', '.join(CHOICES)}")
-    if cfg.init == "pretrained":
-        config = _pretrained_config(cfg)
-    else:
-        config = _scratch_config(cfg, vocab_size, eos_token_id)
+    config = _config(cfg, vocab_size, eos_token_id, allow_target)
     _check_vocabulary(cfg, config, vocab_size, new_tokens)
     _check_positions(cfg, config, seq_len)
-    # With a pad id, transformers' GPT-2 looks for it in every batch (a wait for the GPU), and an embedding row that
-    # is both padding and end of text would get no gradient. Nothing here pads by id.
-    config.pad_token_id = None
-    if cfg.init == "pretrained" and torch.get_default_device().type != "meta":
-        model = _load(cfg, config, loading)
-        _grow_vocabulary(model, vocab_size)
-    else:
+    _forget_padding(config)
+    if isinstance(cfg, CustomModel):
+        model = custom_model(cfg, config, allow_target)
+    elif not isinstance(cfg, LoadedModel):
         model = _instantiate(cfg, config)
-        if cfg.init == "pretrained":
-            _grow_vocabulary(model, vocab_size)
-        else:
-            init_residual_projections(model)
-    _set_attention(cfg, model)
+        init_residual_projections(model)
+    else:
+        on_meta = torch.get_default_device().type == "meta"
+        model = _instantiate(cfg, config) if on_meta else _load(cfg, config, loading)
+        _grow_vocabulary(model, vocab_size)
+    _let_padding_learn(model)
+    set_attention(cfg.attention, model, seq_len)
     use_experts(model)
     return model.train()
 
 
-def _scratch_config(cfg: Model, vocab_size: int, eos_token_id: int | None) -> PretrainedConfig:
+def _config(cfg: Model, vocab_size: int, eos_token_id: int | None, allow_target: Sequence[str]) -> PretrainedConfig:
+    if isinstance(cfg, LoadedModel):
+        return _pretrained_config(cfg)
+    rows = cfg.vocab_size or vocab_size
+    given: dict[str, Any] = {
+        "vocab_size": -(-rows // cfg.vocab_multiple_of) * cfg.vocab_multiple_of,
+        "bos_token_id": eos_token_id,
+        "eos_token_id": eos_token_id,
+        "use_cache": True,  # for whoever generates with the export; training passes False
+    }
+    if isinstance(cfg, ScratchModel):
+        return _scratch_config(cfg, given)
+    assert isinstance(cfg, CustomModel)
+    config = custom_config(cfg, given, allow_target)
+    if cfg.dropout and not _dropout_fields(cfg, config):
+        raise UserError(f"model.dropout={cfg.dropout}: {type(config).__qualname__} has no field dropout")
+    config.update(_dropout_fields(cfg, config) | _extra_fields(cfg, config))
+    return config
+
+
+def _scratch_config(cfg: ScratchModel, given: dict[str, Any]) -> PretrainedConfig:
     family = cfg.family
     if family is None or family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         near = difflib.get_close_matches(str(family), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, n=3)
@@ -112,23 +119,16 @@ def _scratch_config(cfg: Model, vocab_size: int, eos_token_id: int | None) -> Pr
     _check_shape(cfg)
     config_class = CONFIG_MAPPING[family]
     known = config_class()
-    rows = cfg.vocab_size or vocab_size
-    fields: dict[str, Any] = {
-        "vocab_size": -(-rows // cfg.vocab_multiple_of) * cfg.vocab_multiple_of,
-        "bos_token_id": eos_token_id,
-        "eos_token_id": eos_token_id,
-        "use_cache": True,  # for whoever generates with the export; training passes False
-    }
     for key in SHAPE_KEYS:
         value = getattr(cfg, key)
         if value is not None:
             name = _field_name(known, key)
             if name is None:
                 raise UserError(f"model.{key}={value}: the family {family} has no such setting; make it null")
-            fields[name] = {"rope_type": "default", "rope_theta": value} if key == "rope_theta" else value
-    fields |= _dropout_fields(cfg, known) | _extra_fields(cfg, known)
+            given[name] = {"rope_type": "default", "rope_theta": value} if key == "rope_theta" else value
+    given |= _dropout_fields(cfg, known) | _extra_fields(cfg, known)
     try:
-        return config_class(**fields)
+        return config_class(**given)
     except Exception as error:  # transformers' configs check themselves, each in its own way
         raise UserError(f"model.family={family} refuses this shape: {_last_line(error)}") from error
 
@@ -154,7 +154,7 @@ def _extra_fields(cfg: Model, config: PretrainedConfig) -> dict[str, Any]:
     return dict(cfg.extra)
 
 
-def _check_shape(cfg: Model) -> None:
+def _check_shape(cfg: ScratchModel) -> None:
     for key in (*SHAPE_KEYS, "vocab_size"):
         value = getattr(cfg, key)
         if isinstance(value, int) and not isinstance(value, bool) and value < 1:
@@ -180,12 +180,13 @@ def _check_shape(cfg: Model) -> None:
         raise UserError(f"model.num_experts_per_tok={chosen} of model.num_experts={experts}: lower the first")
 
 
-def _pretrained_config(cfg: Model) -> PretrainedConfig:
+def _pretrained_config(cfg: LoadedModel) -> PretrainedConfig:
     if not cfg.name_or_path:
         raise UserError("model.init=pretrained needs a model: set model.name_or_path to a hub name or a folder")
-    for key in SHAPE_KEYS:
-        if getattr(cfg, key) is not None and key != "router_aux_loss_coef":
-            raise UserError(f"model.{key}={getattr(cfg, key)}: {cfg.name_or_path} has its own; make it null")
+    if cfg.max_position_embeddings is not None:
+        raise UserError(
+            f"model.{MAX_POSITIONS}={cfg.max_position_embeddings}: {cfg.name_or_path} has its own; make it null"
+        )
     config = _from_hub(AutoConfig.from_pretrained, cfg)
     overrides = _dropout_fields(cfg, config) | _extra_fields(cfg, config)
     if cfg.router_aux_loss_coef is not None:
@@ -195,7 +196,7 @@ def _pretrained_config(cfg: Model) -> PretrainedConfig:
     return config
 
 
-def _load(cfg: Model, config: PretrainedConfig, loading: dict[str, Any]) -> PreTrainedModel:
+def _load(cfg: LoadedModel, config: PretrainedConfig, loading: dict[str, Any]) -> PreTrainedModel:
     # The checkpoint's own dtype is often bf16, too coarse to take small updates.
     return _from_hub(AutoModelForCausalLM.from_pretrained, cfg, config=config, dtype=torch.float32, **loading)
 
@@ -209,7 +210,7 @@ def _grow_vocabulary(model: PreTrainedModel, vocab_size: int) -> None:
         model.resize_token_embeddings(vocab_size, mean_resizing=not on_meta)  # which looks at the rows
 
 
-def _from_hub(function: Any, cfg: Model, **options: Any) -> Any:
+def _from_hub(function: Any, cfg: LoadedModel, **options: Any) -> Any:
     name, unreachable = str(cfg.name_or_path), ""
     if not Path(name).is_dir() and not name.startswith((".", "/", "~")):
         try:  # one question first: transformers would retry an unreachable hub for half a minute
@@ -225,7 +226,7 @@ def _from_hub(function: Any, cfg: Model, **options: Any) -> Any:
         raise UserError(_explain_loading(cfg, error)) from error
 
 
-def _explain_loading(cfg: Model, error: Exception) -> str:
+def _explain_loading(cfg: LoadedModel, error: Exception) -> str:
     name = str(cfg.name_or_path)
     if (Path(name).expanduser() / "adapter_config.json").is_file():
         return (
@@ -249,28 +250,27 @@ def _instantiate(cfg: Model, config: PretrainedConfig) -> PreTrainedModel:
     try:
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=cfg.trust_remote_code)
     except ValueError as error:
-        raise UserError(f"transformers can't build model.family={cfg.family}: {_last_line(error)}") from error
+        raise UserError(f"transformers can't build this {config.model_type}: {_last_line(error)}") from error
 
 
-def _set_attention(cfg: Model, model: PreTrainedModel) -> None:
-    """Puts our attention in, or says why the model keeps its own; LanguageModel reads `documents_attention`."""
-    choice = cfg.attention
-    if choice != "transformers" and not model._supports_attention_backend:
-        log.warning(
-            "%s can't take lmtrain's attention, so it keeps its own: packed documents can't be kept apart",
-            type(model).__name__,
-        )
-        choice = "transformers"
-    if choice != "transformers":
-        model.set_attn_implementation(attention.NAME)
-    model.documents_attention = choice
+def _forget_padding(config: PretrainedConfig) -> None:
+    """Nothing here pads by id: with one, transformers' GPT-2 looks for it in every batch (a wait for the GPU)."""
+    with contextlib.suppress(StrictDataclassError):  # ModernBERT's has to be a number
+        config.pad_token_id = None
+
+
+def _let_padding_learn(model: PreTrainedModel) -> None:
+    """An embedding row that is both padding and end of text would get no gradient."""
+    embeddings: Any = model.get_input_embeddings()
+    if getattr(embeddings, "padding_idx", None) is not None:
+        embeddings.padding_idx = None
 
 
 def _check_vocabulary(cfg: Model, config: PretrainedConfig, vocab_size: int, new_tokens: Sequence[int]) -> None:
     rows = config.get_text_config().vocab_size
     if vocab_size <= rows or (cfg.init == "pretrained" and set(range(rows, vocab_size)) <= set(new_tokens)):
         return
-    if cfg.init == "pretrained":
+    if isinstance(cfg, LoadedModel):
         raise UserError(
             f"the tokenizer has {vocab_size} tokens, {cfg.name_or_path} has embeddings for {rows}: use its own "
             f"tokenizer (tokenizer=hub tokenizer.name_or_path={cfg.name_or_path})"
@@ -283,7 +283,7 @@ def _check_positions(cfg: Model, config: PretrainedConfig, seq_len: int) -> None
     if positions is None or seq_len <= positions:
         return
     key = f"model.{MAX_POSITIONS}"
-    if cfg.init == "scratch":
+    if not isinstance(cfg, LoadedModel):
         raise UserError(f"data.seq_len={seq_len} exceeds {key}={positions}: lower the first or raise the second")
     raise UserError(
         f"data.seq_len={seq_len} exceeds the {positions} positions ({MAX_POSITIONS}) of {cfg.name_or_path}: "

@@ -3,7 +3,8 @@
 `model.attention` says how:
     auto        the fastest that works: slices on CPU; on CUDA varlen, or block_mask where varlen can't be had
     slices      one scaled_dot_product_attention per document (0.4 of a full causal row's time on a CPU)
-    varlen      torch.nn.attention.varlen: flash attention over all documents at once; CUDA, bf16 or fp16, no dropout
+    varlen      torch.nn.attention.varlen: flash attention over all documents at once; CUDA of compute capability 8.0 or
+                newer, bf16 or fp16, no dropout
     block_mask  flex_attention on CUDA, elsewhere a dense mask
     sdpa        plain causal rows; refuses packed documents
     transformers  the model's own attention and masks; refuses packed documents
@@ -21,6 +22,8 @@ from torch import Tensor
 from lmtrain.errors import UserError
 
 CHOICES = ("auto", "sdpa", "slices", "varlen", "block_mask", "transformers")
+
+FLASH_CAPABILITY = (8, 0)  # flash attention's kernels are for Ampere and newer: not for T4 (7.5) and V100 (7.0)
 
 
 class Prefixes(NamedTuple):
@@ -40,7 +43,8 @@ class Documents:
     Args:
         cu_seqlens: [n_docs + 1] int32, starts of the documents in the flattened batch * seq_len tokens; row borders
             are document borders, the first is 0, the last batch * seq_len.
-        batch, seq_len: rows of the micro-batch and tokens per row.
+        batch: rows of the micro-batch.
+        seq_len: tokens per row.
         method: slices, varlen or block_mask, from `choose_method`.
         prefixes: None where no document sees another. Documents without tokens are not possible with it.
     """
@@ -117,28 +121,29 @@ class Documents:
         return create_block_mask(mask, self.batch, None, self.seq_len, self.seq_len, self.cu_seqlens.device)
 
 
-def choose_method(choice: str, device: torch.device, dtype: torch.dtype, dropout: float) -> str:
+def choose_method(choice: str, device: torch.device, dtype: torch.dtype, dropout: float, plain: bool = True) -> str:
     """The way to keep documents apart: `choice`, or for auto the fastest that can run.
 
     Args:
         dtype: of the attention's matrix products, autocast's where it is on.
         dropout: on attention weights, 0 outside training.
+        plain: whether attention is a softmax of scaled scores, without caps and sinks, as fused kernels have it.
 
     Raises UserError where the choice can't do it.
     """
     half = dtype in (torch.bfloat16, torch.float16)
     if choice == "auto":
-        if device.type != "cuda" or dropout > 0:
+        if device.type != "cuda" or dropout > 0 or not plain:
             return "slices"
-        return "varlen" if half and varlen_available() else "block_mask"
+        return "varlen" if half and why_not_varlen(device) is None else "block_mask"
     if choice in ("sdpa", "transformers"):
         raise UserError(
-            f"model.attention={choice} can't keep packed documents apart: "
-            f"set model.attention=auto or data.isolate_documents=false"
+            f"model.attention={choice} can't keep packed documents apart: set model.attention=auto, or let no row hold "
+            f"several (data.packing=off; for text data.isolate_documents=false)"
         )
     reason = None
-    if choice == "varlen" and (device.type != "cuda" or not varlen_available()):
-        reason = f"needs CUDA and torch 2.11 or newer (here: {device.type}, torch {torch.__version__})"
+    if choice == "varlen" and why_not_varlen(device) is not None:
+        reason = why_not_varlen(device)
     elif choice == "varlen" and not half:
         reason = f"needs trainer.precision=bf16-mixed, bf16-true or 16-mixed (here attention is {dtype})"
     elif choice != "slices" and dropout > 0 and device.type == "cuda":
@@ -159,9 +164,15 @@ def varlen() -> tuple[Any, frozenset[str]]:
     return (varlen_attn, parameters) if "window_size" in parameters else (None, frozenset())
 
 
-def varlen_available() -> bool:
-    """Whether this torch has variable-length attention with scale and window (2.11 and newer)."""
-    return varlen()[0] is not None
+def why_not_varlen(device: torch.device) -> str | None:
+    """What torch's variable-length attention with scale and window lacks on this device; None where it runs."""
+    if device.type != "cuda" or varlen()[0] is None:
+        return f"needs CUDA and torch 2.11 or newer (here: {device.type}, torch {torch.__version__})"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < FLASH_CAPABILITY:
+        found = f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}"
+        return f"needs a GPU of compute capability 8.0 or newer ({found})"
+    return None
 
 
 @lru_cache(maxsize=8)

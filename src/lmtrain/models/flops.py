@@ -6,11 +6,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lmtrain.models.language_model import AUTO_CHUNK_BYTES, decoder_blocks
-from lmtrain.models.quantized import numel
-from lmtrain.schema import Config
-from lmtrain.strategies.rules import ranks_per_part
-from lmtrain.strategies.zero_config import engine_config
+from lmtrain.config.deepspeed import engine_config
+from lmtrain.config.schema import Config
+from lmtrain.config.strategies import ranks_per_part
+from lmtrain.models.blocks import decoder_blocks
+from lmtrain.models.language_model import auto_chunk_bytes
 
 # DeepSpeed's defaults, in numbers: of gradients reduced at a time, of parameters gathered at a time under ZeRO-3.
 ZERO_BUCKET, ZERO_LIVE = 5e8, 1e9
@@ -57,6 +57,12 @@ def parameter_counts(model: nn.Module) -> tuple[int, int, int]:
     return sum(numel(p) for p in parameters), trained, sum(tables.values())
 
 
+def numel(parameter: nn.Parameter) -> int:
+    """Numbers a parameter stands for: a 4-bit one keeps two in a byte."""
+    state = getattr(parameter, "quant_state", None)
+    return state.shape.numel() if state is not None else parameter.numel()
+
+
 def flops_per_token(model: PreTrainedModel, seq_len: int) -> float:
     """FLOPs of forward and backward per trained token, `6 N + 12 L H Q T` (PaLM, Chowdhery et al. 2022, appendix B).
 
@@ -68,16 +74,41 @@ def flops_per_token(model: PreTrainedModel, seq_len: int) -> float:
     config = model.config.get_text_config()
     total, trained, tables = parameter_counts(model)
     multiplied = total - tables - _idle_expert_parameters(model)
-    if config.tie_word_embeddings:
+    if getattr(config, "tie_word_embeddings", False):
         multiplied += model.get_input_embeddings().weight.numel()
     per_parameter = 6.0 if trained == total else 4.0 + 2.0 * trained / total
-    return per_parameter * multiplied + 12.0 * config.num_hidden_layers * _attention_width(config) * seq_len
+    return per_parameter * multiplied + 12.0 * _attention_width(model) * seq_len
 
 
-def _attention_width(config: Any) -> int:
-    """H Q: heads times their width, which need not be the hidden size."""
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return config.num_attention_heads * head_dim
+def _heads(config: Any) -> tuple[int, int]:
+    """(attention heads, their width), whose product need not be the hidden size; (0, 0) of a model without any."""
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int) or heads == 0:
+        return 0, 0
+    return heads, getattr(config, "head_dim", None) or config.hidden_size // heads
+
+
+def _layers(model: PreTrainedModel) -> list[Any]:
+    """The config of each layer: the model's own, but where transformers lets layers differ in their sizes."""
+    config = model.config.get_text_config()
+    if getattr(config, "is_heterogeneous", False):
+        return list(config.per_layer_config)
+    return [config] * (getattr(config, "num_hidden_layers", None) or len(decoder_blocks(model)))
+
+
+def _attention_width(model: PreTrainedModel) -> int:
+    """Heads times their width, summed over the layers that compare each token with all others.
+
+    Layers of Mamba, linear attention or convolutions don't.
+    """
+    config, layers = model.config.get_text_config(), _layers(model)
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
+    compares = [kind in ("attention", "hybrid") or (kind.endswith("_attention")
+                and kind != "linear_attention") for kind in kinds]  # fmt: skip
+    if len(compares) != len(layers):
+        compares = [True] * len(layers)
+    widths = [heads * width for heads, width in map(_heads, layers)]
+    return sum(width for width, counted in zip(widths, compares, strict=True) if counted)
 
 
 def _idle_expert_parameters(model: nn.Module) -> int:
@@ -121,6 +152,7 @@ def memory_estimate(model: PreTrainedModel, config: Config) -> dict[str, int]:
         "gradients": weight_bytes * trained,
         "optimizer": int(_state_bytes(model, config.optimizer.name)),
         "activations": tokens * _activation_bytes(model, config, weight_bytes, mixed),
+        **({"average": 4 * trained} if config.callbacks.ema.enabled else {}),
         "logits": _logits_bytes(model, config, tokens, 2 if mixed else weight_bytes),
     }
     return whole | _parts(whole, model, config, weight_bytes)
@@ -193,26 +225,28 @@ def _activation_bytes(model: PreTrainedModel, config: Config, weight_bytes: int,
     """Per token, over all layers."""
     shape = model.config.get_text_config()
     stream, product = weight_bytes, 2 if mixed else weight_bytes  # bytes of the residual stream, of matrix products
-    layer = _block_activation_bytes(shape, stream, product, mixed, ranks_per_part(config.trainer))
+    layers = _layers(model)
+    layer = _block_activation_bytes(layers[0], stream, product, mixed, ranks_per_part(config.trainer))
     if config.trainer.activation_checkpointing is True:
-        return shape.num_hidden_layers * stream * shape.hidden_size + layer
-    return shape.num_hidden_layers * layer
+        return len(layers) * stream * shape.hidden_size + layer
+    return len(layers) * layer
 
 
 def _block_activation_bytes(shape: Any, stream: int, product: int, mixed: bool, parts: int) -> int:
     """Per token and layer: what each operation keeps for its backward; `parts` devices split heads and inner width."""
-    hidden, heads = shape.hidden_size, shape.num_attention_heads
-    head_dim = getattr(shape, "head_dim", None) or hidden // heads
+    hidden, (heads, head_dim) = shape.hidden_size, _heads(shape)
     queries, keys = heads * head_dim, (getattr(shape, "num_key_value_heads", None) or heads) * head_dim
     attention = product * (2 * queries + 2 * keys) // parts  # q, k, v and the output
     if not hasattr(shape, "rms_norm_eps"):  # GPT-2: LayerNorm keeps its input; one projection makes q, k, v
         inner = getattr(shape, "n_inner", None) or getattr(shape, "intermediate_size", None) or 4 * hidden
+        inner = max(inner) if isinstance(inner, list | tuple) else inner
         return 2 * stream * hidden + 2 * product * hidden + attention + 2 * product * inner // parts
     # An RMSNorm of separate operations keeps its input and its result; autocast casts the result per projection.
     norms = 4 * stream * hidden + (5 if mixed else 2) * product * hidden
     if shape.model_type.startswith("qwen3"):
         norms += (4 + product) * (queries + keys) // parts  # on q and k, in fp32
-    inner = getattr(shape, "intermediate_size", 0)
+    inner = getattr(shape, "intermediate_size", None) or 0
+    inner = max(inner) if isinstance(inner, list | tuple) else inner
     if getattr(shape, "num_experts_per_tok", None) and getattr(shape, "moe_intermediate_size", None):
         chosen = shape.num_experts_per_tok
         return norms + attention + chosen * product * (4 * shape.moe_intermediate_size + 2 * hidden)
@@ -222,4 +256,6 @@ def _block_activation_bytes(shape: Any, stream: int, product: int, mixed: bool, 
 def _logits_bytes(model: PreTrainedModel, config: Config, tokens: int, product: int) -> int:
     row = model.config.get_text_config().vocab_size * product
     chunk = config.objective.loss_chunk_tokens
-    return min(tokens, chunk) * row if isinstance(chunk, int) else min(tokens * row, AUTO_CHUNK_BYTES)
+    if isinstance(chunk, int):
+        return min(tokens, chunk) * row
+    return min(tokens * row, auto_chunk_bytes(config.trainer.accelerator))

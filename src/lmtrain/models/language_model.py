@@ -1,23 +1,37 @@
 """A transformers causal language model that returns its loss, computed from hidden states in chunks."""
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lmtrain.config.schema import Objective, Router
 from lmtrain.errors import UserError
-from lmtrain.log_probs import chunked_log_probs
-from lmtrain.losses import chunked_cross_entropy, router_load_balancing_loss
+from lmtrain.losses.cross_entropy import chunked_cross_entropy
+from lmtrain.losses.log_probs import chunked_log_probs
+from lmtrain.models.attention import SLIDES
+from lmtrain.models.blocks import decoder_blocks
+from lmtrain.models.compiling import let_grow
 from lmtrain.models.documents import Documents, Prefixes, choose_method
 from lmtrain.models.head import output_head
-from lmtrain.schema import Objective
+from lmtrain.models.routers import Logits, RouterLosses, Routers
 
 # loss_chunk_tokens=auto: logits of one chunk, in the dtype they are multiplied in. Smaller chunks cost time (the
-# weight's gradient is summed once per chunk), larger ones only memory.
-AUTO_CHUNK_BYTES = 256 * 2**20
+# weight's gradient is summed once per chunk), larger ones only memory, of which a large card has enough.
+AUTO_CHUNK_BYTES, LARGEST_CHUNK_BYTES, CHUNKS_PER_CARD = 256 * 2**20, 2 * 2**30, 64
 # Families whose logits are known to be the output embedding of the last hidden state; others are compared once.
 KNOWN_FAMILIES = ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+
+
+@cache
+def auto_chunk_bytes(device_type: str) -> int:
+    """Of the logits of one chunk: 1.25 GiB on a GPU of 80 GiB."""
+    if device_type != "cuda" or not torch.cuda.is_available():
+        return AUTO_CHUNK_BYTES
+    memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    return min(LARGEST_CHUNK_BYTES, max(AUTO_CHUNK_BYTES, memory // CHUNKS_PER_CARD))
 
 
 class LanguageModelOutput(NamedTuple):
@@ -45,25 +59,40 @@ class LanguageModel(nn.Module):
 
     model: PreTrainedModel
 
-    def __init__(self, model: PreTrainedModel, objective: Objective) -> None:
+    def __init__(self, model: PreTrainedModel, objective: Objective, router: Router | None = None) -> None:
         super().__init__()
         if model.base_model is model or model.get_output_embeddings() is None:
             raise UserError(
                 f"{type(model).__name__} has no decoder and output embedding of its own: it can't be trained"
             )
         self.model = model
-        self.z_loss, self.label_smoothing = objective.z_loss or 0.0, objective.label_smoothing
+        # Terms of the loss of `forward`; objectives that have a loss of their own have no such options.
+        self.z_loss = getattr(objective, "z_loss", 0.0)
+        self.label_smoothing = getattr(objective, "label_smoothing", 0.0)
         self.chunk_tokens = _checked_chunk(objective.loss_chunk_tokens)
         self.logit_scale, self.logit_softcap = _logit_transform(model)
         config = model.config.get_text_config()
-        self.router_coefficient = getattr(config, "router_aux_loss_coef", None) or 0.0
-        self.num_experts_per_tok = getattr(config, "num_experts_per_tok", 0)
-        self.has_router = "router_logits" in (getattr(model.base_model, "_can_record_outputs", None) or {})
+        self.routers = Routers(model)
+        self.router_losses = RouterLosses(model, self.routers, router)
+        self.has_router = self.routers.of_experts
         self.attention_dropout = attention_dropout(config)
+        slides = any(getattr(module, SLIDES, False) for module in model.modules())
+        self.window = getattr(config, "sliding_window", None) if slides else None
         self.mixes_outside_attention = any(isinstance(m, nn.Conv1d) for m in model.modules())  # Mamba, LFM2, ...
+        # Without a cap on attention's scores (Gemma 2) or a sink (gpt-oss), which fused kernels don't have.
+        self.plain_softmax = not getattr(config, "attn_logit_softcapping", None) and not any(
+            name.endswith("sinks") for name, _ in model.named_parameters()
+        )
         self._blocks = decoder_blocks(model)
         if config.model_type not in KNOWN_FAMILIES:
             self._compare_logits()
+
+    @property
+    def unpacked_because(self) -> str | None:
+        """Why rows may not hold several documents that are kept apart; None where they may."""
+        if self.mixes_outside_attention:
+            return "it mixes neighbouring tokens by convolutions"
+        return getattr(self.model, "unpacked_because", None)
 
     def forward(
         self,
@@ -103,31 +132,36 @@ class LanguageModel(nn.Module):
         loss_sum = loss.loss_sum
         aux: dict[str, Tensor] = {}
         if router_logits:
-            router_loss, aux = self._router_loss(router_logits)
+            router_loss, aux = self.router_losses(router_logits)
             loss_sum = loss_sum + router_loss * loss.n_tokens
         return LanguageModelOutput(loss_sum, loss.nll_sum, loss.n_tokens, aux)
 
     def log_probs(
         self,
         input_ids: Tensor,
-        position_ids: Tensor,
-        cu_seqlens: Tensor,
+        position_ids: Tensor | None,
+        cu_seqlens: Tensor | None,
         prefixes: Prefixes | None,
         *,
         scored: Tensor,
         before: Tensor,
+        targets: Tensor | None = None,
     ) -> LogProbs:
         """Log-probabilities of single tokens; the others' logits are never computed.
 
         Args:
-            input_ids, position_ids, cu_seqlens: as of `forward`.
+            input_ids: [B, T] int64, as of `forward`; so are `position_ids` and `cu_seqlens`.
+            position_ids: [B, T] int64.
+            cu_seqlens: [n_docs + 1] int32.
             prefixes: documents that go on from the one before.
             scored: [C] int64, positions (of the flattened B * T) of the tokens asked about.
-            before: [C] int64, positions of the tokens that come just before them.
+            before: [C] int64, positions of the tokens that come just before them: where they are predicted.
+            targets: [C] int64, the tokens asked about where they are not those of `input_ids`.
         """
         hidden, router_logits = self.hidden_states(input_ids, position_ids, cu_seqlens, prefixes)
         hidden, weight, bias = output_head(self.model, hidden.flatten(0, 1).index_select(0, before))
-        targets = input_ids.flatten().index_select(0, scored)
+        if targets is None:
+            targets = input_ids.flatten().index_select(0, scored)
         tokens = chunked_log_probs(
             hidden,
             weight,
@@ -138,13 +172,7 @@ class LanguageModel(nn.Module):
             logit_scale=self.logit_scale,
             compiled=self._compiled(),
         )
-        return LogProbs(tokens, *(self._router_loss(router_logits) if router_logits else (None, {})))
-
-    def _router_loss(self, router_logits: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:
-        """What a router adds to the mean loss, and what is reported of it: per layer and chosen expert, 1 if even."""
-        loss = router_load_balancing_loss(router_logits, self.num_experts_per_tok)
-        even = loss.detach() / (len(router_logits) * self.num_experts_per_tok)
-        return self.router_coefficient * loss, {"aux/router_loss": even}
+        return LogProbs(tokens, *(self.router_losses(router_logits) if router_logits else (None, {})))
 
     def hidden_states(
         self,
@@ -152,31 +180,47 @@ class LanguageModel(nn.Module):
         position_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         prefixes: Prefixes | None = None,
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Last hidden states [B, T, D], and per layer router logits [B * T, E] of a mixture of experts."""
+    ) -> tuple[Tensor, Logits]:
+        """Last hidden states [B, T, D], and the logits of routers; no entry of kinds that the model has none of."""
         options: dict[str, Any] = {}
         if position_ids is not None:
             options["position_ids"] = position_ids
         if cu_seqlens is not None:
             options["documents"] = self._documents(cu_seqlens, input_ids, prefixes)
-        if self.has_router:
+        elif self.window is not None and self.window < input_ids.shape[1]:
+            options["documents"] = self._whole_rows(input_ids)
+        if self.routers.by_transformers:
             options["output_router_logits"] = True
         out = self.model.base_model(input_ids=input_ids, use_cache=False, **options)
-        return out.last_hidden_state, getattr(out, "router_logits", None) or ()
+        return out.last_hidden_state, self.routers.take(out)
 
     def _documents(self, cu_seqlens: Tensor, input_ids: Tensor, prefixes: Prefixes | None) -> Documents:
-        if self.mixes_outside_attention:
+        if self.unpacked_because is not None:
             raise UserError(
-                f"{type(self.model).__name__} mixes neighbouring tokens outside attention, so packed documents would "
-                f"see each other: set data.isolate_documents=false"
+                f"{type(self.model).__name__} can't keep packed documents apart: {self.unpacked_because}; let no row "
+                f"hold several (data.packing=off; for text data.isolate_documents=false)"
             )
-        device = input_ids.device
+        method = self._method(input_ids.device)
+        if self._compiled():
+            let_grow(cu_seqlens, *(prefixes or ()))
+        return Documents(cu_seqlens, input_ids.shape[0], input_ids.shape[1], method, prefixes)
+
+    def _whole_rows(self, input_ids: Tensor) -> Documents | None:
+        """Rows as documents of their own where flash attention runs: it slides by itself, plain attention by a mask."""
+        rows, length = input_ids.shape
+        choice = getattr(self.model, "documents_attention", "transformers")
+        if not input_ids.is_cuda or choice not in ("auto", "varlen") or self._method(input_ids.device) != "varlen":
+            return None
+        starts = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=input_ids.device)
+        return Documents(starts, rows, length, "varlen")
+
+    def _method(self, device: torch.device) -> str:
+        """How documents are kept apart in this forward."""
         autocast = torch.is_autocast_enabled(device.type)
         dtype = torch.get_autocast_dtype(device.type) if autocast else self.model.dtype
         dropout = self.attention_dropout if self.training else 0.0
         choice = getattr(self.model, "documents_attention", "transformers")
-        method = choose_method(choice, device, dtype, dropout)
-        return Documents(cu_seqlens, input_ids.shape[0], input_ids.shape[1], method, prefixes)
+        return choose_method(choice, device, dtype, dropout, self.plain_softmax)
 
     def _compiled(self) -> bool:
         """Whether `compile_model` was called on the model: then the loss is compiled too."""
@@ -187,7 +231,7 @@ class LanguageModel(nn.Module):
             return self.chunk_tokens
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        return max(1, AUTO_CHUNK_BYTES // (weight.shape[0] * dtype.itemsize))
+        return max(1, auto_chunk_bytes(device) // (weight.shape[0] * dtype.itemsize))
 
     @torch.no_grad()
     def _compare_logits(self) -> None:
@@ -198,8 +242,15 @@ class LanguageModel(nn.Module):
         ids = torch.arange(8, device=device).remainder(self.model.config.get_text_config().vocab_size)[None]
         training = self.model.training
         self.model.eval()
-        theirs = self.model(input_ids=ids, use_cache=False).logits
-        ours = self.model.get_output_embeddings()(self.hidden_states(ids)[0]) * self.logit_scale
+        try:
+            theirs = self.model(input_ids=ids, use_cache=False).logits
+            ours = self.model.get_output_embeddings()(self.hidden_states(ids)[0]) * self.logit_scale
+        except Exception as error:  # whatever a family's code raises
+            reason = str(error).partition("\n")[0][:120]
+            raise UserError(
+                f"{type(self.model).__name__} can't read plain rows of tokens ({type(error).__name__}: {reason}): this "
+                f"family can't be trained with its config as it is"
+            ) from error
         if self.logit_softcap is not None:
             ours = self.logit_softcap * torch.tanh(ours / self.logit_softcap)
         self.model.train(training)
@@ -225,34 +276,11 @@ def _logit_transform(model: PreTrainedModel) -> tuple[float, float | None]:
         scale /= config.logits_scaling
     if getattr(config, "logit_scale", None):  # Cohere
         scale *= config.logit_scale
-    return scale, getattr(config, "final_logit_softcapping", None)  # Gemma 2 and later
+    # Of Gemma 2 and later, RecurrentGemma and xLSTM.
+    caps = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+    return scale, next((getattr(config, name) for name in caps if getattr(config, name, None)), None)
 
 
 def attention_dropout(config: Any) -> float:
     """Dropout on attention weights, by the names families have for it."""
     return float(getattr(config, "attn_pdrop", None) or getattr(config, "attention_dropout", None) or 0.0)
-
-
-def decoder_blocks(model: PreTrainedModel) -> list[nn.Module]:
-    """The transformer blocks, in order: the modules transformers itself never splits over devices."""
-    names = set(model._no_split_modules or ())
-    # By all class names: fully_shard makes a module's class a subclass of what it was.
-    return [m for m in model.modules() if any(cls.__name__ in names for cls in type(m).__mro__)]
-
-
-def enable_activation_checkpointing(model: PreTrainedModel) -> None:
-    """Keeps only each block's input and recomputes the rest in backward (Chen et al. 2016)."""
-    if not model.supports_gradient_checkpointing:
-        raise UserError(
-            f"{type(model).__name__} has no activation checkpointing: set trainer.activation_checkpointing=false"
-        )
-    # Its name since transformers 5.18, and the one before.
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    # The reentrant kind loses gradients where a block's input needs none, as under LoRA.
-    enable({"use_reentrant": False})
-
-
-def compile_model(model: PreTrainedModel) -> None:
-    """torch.compile of every block, in place, so that parameter names stay; blocks of one shape share the code."""
-    for block in decoder_blocks(model):
-        block.compile()

@@ -5,25 +5,29 @@ divides by that count once, so accumulation, ragged lengths, a short last step a
 Objectives say only what the loss of a micro-batch is.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
+from lmtrain.adapters.trainable import adapter_of, check_names, restore_start, trainable_names, without_frozen
+from lmtrain.config import schema
+from lmtrain.config.schema import Config
+from lmtrain.data.corpus import Corpus
 from lmtrain.data.order import step_seed
+from lmtrain.distributed import dtensor as layout
+from lmtrain.distributed.data_parallel import data_parallel, total
+from lmtrain.distributed.stop_request import StopRequest
 from lmtrain.errors import RunError
 from lmtrain.models.language_model import LanguageModel
-from lmtrain.models.quantized import is_quantized
-from lmtrain.models.trainable import adapter_of, check_names, restore_start, trainable_names, without_frozen
 from lmtrain.objectives.guard import StepGuard
 from lmtrain.optim.groups import set_lr
-from lmtrain.optim.schedules import lr_factor
-from lmtrain.schema import Schedule
-from lmtrain.strategies import layout, loading, sharding
-from lmtrain.strategies.data_parallel import data_parallel, total
+from lmtrain.optim.skipping import can_skip
+from lmtrain.strategies import lightning_private
+from lmtrain.strategies.placement import placement_of
 
 
 class LossParts(NamedTuple):
@@ -46,19 +50,21 @@ class StepResult(NamedTuple):
     sums: dict[str, Tensor]  # this rank's sums
 
 
-@runtime_checkable
-class Engine(Protocol):
-    """A strategy that reduces, clips and steps by itself (DeepSpeed): it can't leave out a bad step, only report it."""
-
-    def place(self, objective: "Objective") -> None: ...
-
-    def set_boundary(self, last: bool) -> None: ...
-
-    def grad_norm(self) -> Tensor: ...
-
-
 class Objective(pl.LightningModule):
-    """Base of all objectives: scales, clips, steps, and hands numbers to the callbacks through `last_step`."""
+    """Base of all objectives: scales, clips, steps, and hands numbers to the callbacks through `last_step`.
+
+    A subclass says what the loss of a micro-batch is, and how many units of weight (tokens, pairs) it holds:
+
+        class WeightedLM(Objective):
+            Options = WeightedLMOptions  # a dataclass derived from config.schema.Objective
+
+            def count_tokens(self, batch): return (batch["labels"] != IGNORE).sum()
+            def micro_batch_loss(self, batch): return LossParts(loss_sum, n_tokens, {"loss": loss_sum.detach()})
+
+    `objective._target_` names it, and the keys beside it are the fields of its `Options` (docs/extending.md).
+    """
+
+    Options: ClassVar[type[schema.Objective]] = schema.Objective
 
     model: LanguageModel
     loss_is_nll = True  # whether the mean loss is nats per token, so that a perplexity can be made of it
@@ -67,13 +73,14 @@ class Objective(pl.LightningModule):
         self,
         model: LanguageModel,
         make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
-        schedule: Schedule,
+        schedule: Callable[[int, int | None], float],
         *,
         seed: int,
         total_steps: int,
         gradient_clip_val: float | None,
         guard: StepGuard,
         fingerprint: dict[str, Any],
+        stop: StopRequest | None = None,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -88,19 +95,45 @@ class Objective(pl.LightningModule):
         self.guard = guard
         self.step_loss: Tensor | None = None  # the running step's mean loss, where the guard looks for spikes
         self.fingerprint = fingerprint  # plain containers: what a resumed run must share with this one
+        self.logs_itself = True  # callbacks/metrics.py takes it over in a run of lmtrain's
         self.grad_norm = torch.zeros(())
         self.last_step: StepResult | None = None
-        self.val_sums: dict[str, Tensor] = {}
-        self.stop_requested = False  # this rank was asked to stop
-        self.stop_agreed = False  # some rank was: all know it, in the same step
+        self.val_sums: dict[int, dict[str, Tensor]] = {}  # by validation loader
+        self.stop = stop if stop is not None else StopRequest()
 
+    def prepare(self, config: Config, corpus: Corpus) -> None:
+        """Called once, before a checkpoint is read: takes its options from `config.objective`, looks at model and data.
+
+        Raises:
+            UserError: the options, the model and the data don't go together.
+        """
+
+    @abstractmethod
     def micro_batch_loss(self, batch: dict[str, Tensor]) -> LossParts:
-        """The loss of one micro-batch."""
-        raise NotImplementedError
+        """The loss of one micro-batch, as sums over its trained tokens (or pairs), never as means.
 
+        Called in training, where it must not depend on the other micro-batches of its step, and in validation. The base
+        class runs the backward pass and divides by the `count_tokens` of the whole step, over all ranks. Example:
+
+            out = self.call_model(**batch)  # a LanguageModelOutput
+            return LossParts(self.scale * out.loss_sum, out.n_tokens, {"loss": self.scale * out.nll_sum})
+
+        Args:
+            batch: what the data's row format reads, on the model's device. Of text: input_ids, int64 [B, T]; labels,
+                int64 [B, T], the token after each input, -100 where none is trained on; where rows hold several
+                documents also position_ids, int64 [B, T], and cu_seqlens, int32 [documents + 1].
+
+        Returns:
+            LossParts of 0-dim tensors on that device. Its `sums` hold "loss" and what `validation_names` names. A loss
+            that is not finite leaves out the step; an exception ends the run.
+        """
+
+    @abstractmethod
     def count_tokens(self, batch: dict[str, Tensor]) -> Tensor:
-        """Trained tokens of a micro-batch, known before its forward."""
-        raise NotImplementedError
+        """What the sums of a micro-batch are divided by, int64 []: trained tokens, or pairs; known before its forward.
+
+        A micro-batch of `Rows.empty()`, which trains nothing, must count 0.
+        """
 
     def count_seen(self, batch: dict[str, Tensor]) -> Tensor:
         """Tokens of a micro-batch that are no padding: what tokens_seen and tokens_per_s count."""
@@ -116,17 +149,12 @@ class Objective(pl.LightningModule):
 
     def configure_model(self) -> None:
         """Called when the ranks are connected: the first one's weights come to all, in parts where they are sharded."""
-        strategy: Any = self.trainer.strategy
-        shard = getattr(strategy, "shard", None)
-        if shard is not None:
+        placement = placement_of(self.trainer)
+        if placement.replaces_parameters:
             self._optimizer.param_groups.clear()  # they hold the whole parameters
-            shard(self)
+        placement.place(self)
+        if placement.replaces_parameters:
             self._optimizer = self._make_optimizer(self.model.model)
-        elif isinstance(strategy, Engine):
-            strategy.place(self)
-        elif self.trainer.world_size > 1 and not is_quantized(self.model.model):
-            self.trainer.precision_plugin.convert_module(self)  # what is sent has the dtype of what receives it
-            loading.spread(self.modules(), strategy.root_device)
         self.on_placed()
 
     def on_placed(self) -> None:
@@ -141,8 +169,7 @@ class Objective(pl.LightningModule):
             raise RunError(f"the loader gave step {step} where {self.trainer.global_step} is due: please report this")
         self._seed_step(step)
         optimizer = self.optimizers()
-        factor = lr_factor(self.schedule, step, self.schedule_steps)
-        set_lr(self._optimizer, factor)
+        self.set_rate(step)
 
         n_tokens = torch.stack([self.count_tokens(mb) for mb in micro_batches]).sum()
         seen = torch.stack([self.count_seen(mb) for mb in micro_batches]).sum()
@@ -151,31 +178,40 @@ class Objective(pl.LightningModule):
         # Gradients are averaged over the parts of the step that ranks read; times their number makes that the sum.
         scale = data_parallel(self.trainer).size / n_tokens.clamp(min=1)
 
+        placement = placement_of(self.trainer)
         sums: dict[str, Tensor] = {}
         for i, micro_batch in enumerate(micro_batches):
-            with self._gradient_sync(last=i == len(micro_batches) - 1):
-                parts = self.micro_batch_loss(micro_batch)
-                self.manual_backward(parts.loss_sum * scale)
+            placement.sync_gradients(self.model, last=i == len(micro_batches) - 1)
+            parts = self.micro_batch_loss(micro_batch)
+            self.manual_backward(parts.loss_sum * scale)
             add_sums(sums, parts.sums)
         self.step_loss = self._mean_loss(sums, n_tokens) if self.guard.spike_factor is not None else None
         optimizer.step()  # type: ignore[union-attr]  # clips first, in on_before_optimizer_step
-        if isinstance(self.trainer.strategy, Engine):
-            self.grad_norm = self.trainer.strategy.grad_norm()
+        if placement.steps_itself:
+            self.grad_norm = placement.grad_norm()
             self.guard.judge(step, None, self.grad_norm)
         else:
             optimizer.zero_grad(set_to_none=True)  # type: ignore[union-attr]
         lr = self._optimizer.param_groups[0]["lr"]
         self.last_step = StepResult(self.trainer.global_step, batch["rows"], lr, self.grad_norm, n_tokens, seen, sums)
 
+    def set_rate(self, step: int) -> None:
+        """The learning rate that the schedule has for the step, counted from 0."""
+        set_lr(self._optimizer, self.schedule(step, self.schedule_steps))
+
     def _agree(self, n_tokens: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
         """Trained and seen tokens of the whole step; whether any rank was asked to stop rides along."""
-        counts = torch.stack([n_tokens, seen, n_tokens.new_tensor(int(self.stop_requested))])
+        # Filled on the device: a tensor made of a number would be copied there, and waited for.
+        stop = n_tokens.new_full((), int(self.stop.asked()))
+        counts = torch.stack([n_tokens, seen, stop])
         torch.distributed.all_reduce(counts)  # Lightning's reduce would pay a barrier before it
-        self.stop_agreed = bool(counts[2])
+        self.stop.agreed = bool(counts[2])
         n_tokens, seen = counts[:2] // data_parallel(self.trainer).copies
         return n_tokens, seen
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.logs_itself and lightning_private.is_log_step(self.trainer):
+            self.log_dict(self.step_means())
         # After every callback, so after the checkpoint. Lightning would validate once more before stopping.
         if self.trainer.should_stop:
             raise StopIteration
@@ -191,21 +227,10 @@ class Objective(pl.LightningModule):
             layout.clip(optimizer, self.gradient_clip_val, norm)
         self.grad_norm = norm.detach().to(self.device)  # under fsdp.cpu_offload gradients are in host memory
         bad = self.guard.judge(self.trainer.global_step, self.step_loss, self.grad_norm)
-        if norm.device.type == "cuda" and optimizer.defaults.get("fused"):
-            optimizer.found_inf = bad.float()  # type: ignore[attr-defined]  # the fused kernel leaves weights and state alone, no host sync
+        if norm.device.type == "cuda" and can_skip(optimizer):
+            optimizer.found_inf = bad.float()  # type: ignore[attr-defined]  # it leaves weights and state alone, no host sync
         elif bad:
             optimizer.zero_grad(set_to_none=True)  # parameters without a gradient are left alone
-
-    @contextlib.contextmanager
-    def _gradient_sync(self, last: bool) -> Iterator[None]:
-        """Gradients travel between ranks once a step, with the last micro-batch's backward."""
-        ddp = self.trainer.model
-        if isinstance(ddp, torch.nn.parallel.DistributedDataParallel):
-            ddp.require_backward_grad_sync = last
-        elif isinstance(self.trainer.strategy, Engine):
-            self.trainer.strategy.set_boundary(last)
-        sharding.sync_gradients(self.model, last or getattr(self.trainer.strategy, "reduce_each", False))
-        yield
 
     def _seed_step(self, step: int) -> None:
         """Dropout and all else random in a step follow from (seed, step, part): nothing to save, nothing to lose.
@@ -220,17 +245,33 @@ class Objective(pl.LightningModule):
     def on_validation_epoch_start(self) -> None:
         self.val_sums = {}
 
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
         parts = self.micro_batch_loss(batch)
-        add_sums(self.val_sums, {**parts.sums, "n_tokens": parts.n_tokens})
+        sums = self.val_sums.setdefault(dataloader_idx, {})
+        add_sums(sums, {**parts.sums, "n_tokens": parts.n_tokens})
 
-    def validation_means(self) -> dict[str, float]:
-        """Token-weighted means over all ranks' validation rows; every rank must call it."""
-        names = sorted(self.val_sums)
-        totals = total(self.trainer, torch.stack([self.val_sums[n].double() for n in names]))
+    def validation_means(self, loader: int = 0) -> dict[str, float]:
+        """Token-weighted means over all ranks' rows of a validation loader; every rank must call it."""
+        sums = self.val_sums[loader]
+        names = sorted(sums)
+        totals = total(self.trainer, torch.stack([sums[n].double() for n in names]))
         values = dict(zip(names, totals.tolist(), strict=True))
         n_tokens = max(values.pop("n_tokens"), 1.0)
         return {name: value / n_tokens for name, value in values.items()}
+
+    def on_validation_epoch_end(self) -> None:
+        if self.logs_itself:
+            self.log_dict({f"val/{name}": value for name, value in self.validation_means().items()})
+
+    def step_means(self) -> dict[str, float]:
+        """train/loss and the rest of the last step, lr and grad_norm: every rank must call it."""
+        last = self.last_step
+        assert last is not None
+        names = sorted(last.sums)
+        sums = total(self.trainer, torch.stack([last.sums[n].double() for n in names]))
+        means = (sums / last.n_tokens.clamp(min=1)).tolist()
+        numbers = {f"train/{name}": mean for name, mean in zip(names, means, strict=True)}
+        return {**numbers, "lr": last.lr, "grad_norm": float(last.grad_norm)}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["state_dict"] = without_frozen(self, checkpoint["state_dict"])

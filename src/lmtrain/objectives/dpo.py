@@ -4,65 +4,60 @@ A micro-batch is what `data.pair_rows.PairRows` reads: all its answers in one fo
 of their tokens only. The unit of weight is the pair.
 """
 
-import contextlib
-import sys
-from collections.abc import Callable, Iterator
-from typing import Any
-
-import numpy as np
 import torch
 from torch import Tensor
 
-from lmtrain import world
-from lmtrain.models.documents import Prefixes
-from lmtrain.models.language_model import LogProbs
-from lmtrain.models.trainable import adapter_of
-from lmtrain.objectives.base import LossParts, Objective
-from lmtrain.objectives.reference import FrozenCopy, Precomputed, choose, evaluating, first_values_hash
+from lmtrain.config.objectives import DPOOptions
+from lmtrain.config.schema import Config
+from lmtrain.data.corpus import Corpus
+from lmtrain.errors import UserError
+from lmtrain.losses.preferences import LOSSES, REFERENCE_FREE, LossOptions, Pairs, preference_losses
+from lmtrain.objectives.base import LossParts
 from lmtrain.objectives.start_check import check_start
-from lmtrain.preference_losses import LOSSES, LossOptions, Pairs, preference_losses
-from lmtrain.schema import Config
-from lmtrain.schema import Objective as ObjectiveConfig
-from lmtrain.strategies.zero_config import check_frozen_copy
+from lmtrain.objectives.with_reference import ReferenceObjective
 
 
-def loss_options(cfg: ObjectiveConfig) -> LossOptions:
+def loss_options(cfg: DPOOptions) -> LossOptions:
     """The options of a loss from the config; length_normalize=auto is what the loss's paper does."""
-    per_token = LOSSES[str(cfg.loss)].per_token if cfg.length_normalize == "auto" else bool(cfg.length_normalize)
+    per_token = LOSSES[cfg.loss].per_token if cfg.length_normalize == "auto" else bool(cfg.length_normalize)
     return LossOptions(
-        beta=float(cfg.beta or 0.0),
+        beta=cfg.beta,
         label_smoothing=cfg.label_smoothing,
-        gamma=float(cfg.gamma or 0.0),
-        dpop_lambda=float(cfg.dpop_lambda or 0.0),
-        sft_weight=float(cfg.sft_weight or 0.0),
+        gamma=cfg.gamma,
+        dpop_lambda=cfg.dpop_lambda,
+        sft_weight=cfg.sft_weight,
         length_normalize=per_token,
     )
 
 
-class DPO(Objective):
+def check_reference(cfg: DPOOptions) -> None:
+    """Raises UserError where the loss and the reference don't go together."""
+    free = [*REFERENCE_FREE, *(name for name, loss in LOSSES.items() if not loss.has_reference)]
+    if cfg.loss not in free and cfg.reference == "none":
+        losses = ", ".join(free)
+        raise UserError(f"objective.loss={cfg.loss} needs a reference; without one there are {losses}")
+    if not LOSSES[cfg.loss].has_reference and cfg.reference not in ("auto", "none"):
+        raise UserError(f"objective.loss={cfg.loss} has no reference: set objective.reference=auto")
+
+
+class DPO(ReferenceObjective):
     """`prepare` says, before training, what the loss and the reference are."""
 
-    loss_is_nll = False
+    Options = DPOOptions
+    answers = 2  # of a row: chosen, rejected
 
-    def prepare(self, config: Config, data_fingerprint: str) -> None:
+    def prepare(self, config: Config, corpus: Corpus) -> None:
         """Settles the reference: the model as it is, before a checkpoint is read.
 
         Raises:
-            UserError: see `reference.choose`.
+            UserError: see `check_reference` and `reference.choose`.
         """
-        self.loss, self.options = str(config.objective.loss), loss_options(config.objective)
-        self.reference = world.from_first(lambda: choose(config.objective, self.model.model))
-        if self.reference == "frozen_copy":
-            check_frozen_copy(config.trainer)
-        self.frozen_copy: FrozenCopy | None = None
-        self.precomputed: Precomputed | None = None
-        if self.reference == "precomputed":
-            identity = {"data": data_fingerprint, "precision": config.trainer.precision}
-            self.precomputed = Precomputed(config.data.cache_dir, identity)
-        # On resume the model is built anew: it has to be the one the run started with.
-        self.fingerprint["reference"] = None
-        if self.reference != "none":
-            self.fingerprint["reference"] = world.from_first(lambda: first_values_hash(self.model))
+        options = config.objective
+        assert isinstance(options, DPOOptions)
+        self.loss, self.options = options.loss, loss_options(options)
+        check_reference(options)
+        self.settle_reference(options.reference if LOSSES[options.loss].has_reference else "none", config)
+        self.fingerprint["keys"]["objective.length_normalize"] = self.options.length_normalize  # auto resolved
 
     def count_tokens(self, batch: dict[str, Tensor]) -> Tensor:
         return batch["pairs"]
@@ -71,7 +66,7 @@ class DPO(Objective):
         names = ["loss", *(f"rewards/{name}" for name in ("chosen", "rejected", "margin", "accuracy"))]
         names += ["logps/chosen", "logps/rejected", *(["kl"] if self.reference != "none" else [])]
         names += ["aux/preference_loss", "aux/sft_loss"] if self.options.sft_weight else []
-        return [*names, "aux/router_loss"] if self.model.has_router else names
+        return [*names, *self.model.router_losses.names()]
 
     def plan_rows(self) -> list[tuple[str, str]]:
         shown = {k: v for k, v in self.options._asdict().items() if k in self._loss_keys() and v}
@@ -83,76 +78,8 @@ class DPO(Objective):
         own = {"sigmoid": flips, "robust": flips, "simpo": ["gamma"], "dpop": ["dpop_lambda"]}
         return ["beta", "sft_weight", "length_normalize", *own.get(self.loss, [])]
 
-    def setup(self, stage: str) -> None:
-        """Computes the reference's log-probabilities, before a checkpoint is read into the model."""
-        if self.precomputed is None:
-            return
-        datamodule: Any = self.trainer.datamodule  # type: ignore[attr-defined]
-        splits = {"train": datamodule.train_rows, "val": datamodule.val_rows}
-        splits = {name: rows for name, rows in splits.items() if rows is not None}
-        say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
-        self.precomputed.find(
-            self.model, splits, lambda rows: self._reference_of_all(rows, datamodule.micro_batch_size), say
-        )
-
-    def _reference_of_all(self, rows: Any, micro_batch_size: int) -> np.ndarray:
-        """Log-probabilities of all rows' answers under the model as it is, [n, 2] fp64."""
-        precision: Any = self.trainer.precision_plugin
-        device = self.trainer.strategy.root_device
-        model = precision.convert_module(self.model).to(device)
-        found = []
-        with torch.no_grad(), evaluating(model), precision.forward_context():
-            for start in range(0, len(rows), micro_batch_size):
-                index = np.arange(start, min(start + micro_batch_size, len(rows)))
-                batch = rows.read(np.stack([np.zeros_like(index), index], axis=1))
-                found.append(self.answer_log_probs({k: v.to(device) for k, v in batch.items()})[0].cpu())
-        return torch.cat(found).numpy()
-
-    def on_placed(self) -> None:
-        if self.reference == "frozen_copy":
-            self.frozen_copy = FrozenCopy(self.model)
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_load_checkpoint(checkpoint)
-        adapter = adapter_of(self.model.model)
-        if self.frozen_copy is not None and adapter is not None:
-            # Another machine's PiSSA differs in its last bits; base and first values have to be of one machine.
-            self.frozen_copy.replace({f"model.{name}": value for name, value in adapter.start.items()})
-
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        if self.trainer.global_step == 0 and self.reference != "none":
-            check_start(self, batch["micro_batches"][0])
-        super().training_step(batch, batch_idx)
-
-    def answer_log_probs(self, batch: dict[str, Tensor]) -> tuple[Tensor, LogProbs]:
-        """Summed log-probabilities [P, 2] (chosen, rejected) fp64 under the model as it is, and all tokens'."""
-        inputs = {name: batch[name] for name in ("input_ids", "position_ids", "cu_seqlens", "scored", "before")}
-        prefixes = Prefixes(batch["prefix_lengths"], batch["kv_index"], batch["cu_kv"]) if "kv_index" in batch else None
-        out = self.model.log_probs(**inputs, prefixes=prefixes)
-        # One by one, hundreds of terms lose 1e-3 in fp32, and a sum of hundreds is itself known to 3e-5 only.
-        exact = out.tokens.double()
-        sums = torch.zeros(len(batch["lengths"]), device=exact.device, dtype=exact.dtype)
-        return sums.index_add(0, batch["answer"], exact).view(-1, 2), out
-
-    def reference_log_probs(self, batch: dict[str, Tensor]) -> Tensor | None:
-        """Summed log-probabilities [P, 2] under the reference, None for losses without one."""
-        if self.reference == "none":
-            return None
-        if self.reference == "precomputed":
-            return batch["reference"]
-        with torch.no_grad(), evaluating(self.model), self._reference_weights():
-            return self.answer_log_probs(batch)[0]
-
-    @contextlib.contextmanager
-    def _reference_weights(self) -> Iterator[None]:
-        if self.frozen_copy is not None:
-            with self.frozen_copy.in_place():
-                yield
-        else:
-            from lmtrain.models.adapters import disabled
-
-            with disabled(self.model.model):
-                yield
+    def check_start(self, batch: dict[str, Tensor]) -> None:
+        check_start(self, batch)
 
     def micro_batch_loss(self, batch: dict[str, Tensor]) -> LossParts:
         reference = self.reference_log_probs(batch)

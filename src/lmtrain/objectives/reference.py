@@ -1,4 +1,4 @@
-"""The reference of preference optimisation: the model as it was when the run began, never trained, never saved.
+"""The reference model of preference optimisation: the model at the start of the run, frozen and never saved.
 
 frozen_copy   the trained parameters' first values, put in their place for a forward: a copy of what is trained
               only, so of the adapter where one is trained, whether it was new or is continued
@@ -9,6 +9,7 @@ none          for losses that have no reference
 
 import contextlib
 import hashlib
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,29 +18,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lmtrain.adapters.memory_adapter import has_been_trained, reads_memory
+from lmtrain.adapters.trainable import adapter_of, trainable_names
 from lmtrain.data.cache import build_once
+from lmtrain.distributed.dtensor import held, is_part, part, swap
 from lmtrain.errors import UserError
-from lmtrain.models.trainable import adapter_of
-from lmtrain.preference_losses import LOSSES
-from lmtrain.schema import Objective
-from lmtrain.strategies.layout import held, is_part, part, swap
 from lmtrain.strategies.sharding import reshard
 
 
-def choose(cfg: Objective, model: nn.Module) -> str:
+def choose(wanted: str, model: nn.Module) -> str:
     """objective.reference, auto resolved for this model: frozen_copy, adapter_off, precomputed or none.
 
     Raises:
-        UserError: the loss and the reference don't go together, or the adapter's base is not where the run starts.
+        UserError: the adapter's base is not where the run starts.
     """
-    wanted, has_reference = str(cfg.reference), LOSSES[str(cfg.loss)].has_reference
-    if not has_reference:
-        if wanted not in ("auto", "none"):
-            raise UserError(f"objective.loss={cfg.loss} has no reference: set objective.reference=auto")
-        return "none"
-    if wanted == "none":
-        losses = ", ".join(name for name, loss in LOSSES.items() if not loss.has_reference)
-        raise UserError(f"objective.loss={cfg.loss} needs a reference; without one there are {losses}")
     obstacle = _why_not_adapter_off(model)
     if wanted == "adapter_off" and obstacle:
         raise UserError(
@@ -54,6 +46,10 @@ def choose(cfg: Objective, model: nn.Module) -> str:
 def _why_not_adapter_off(model: nn.Module) -> str | None:
     """Why the model without its adapter is not the model as it is now; None where it is."""
     adapter = adapter_of(model)
+    if reads_memory(model) and has_been_trained(model):
+        return "the memory has been trained before"
+    if adapter is None and reads_memory(model) and trainable_names(model) is not None:
+        return None
     if adapter is None:
         return "no adapter is trained (peft=none)"
     if adapter.start:
@@ -145,12 +141,17 @@ class Precomputed:
 
     Args:
         cache_dir: data.cache_dir.
-        identity: what else the numbers depend on: rows, precision.
+        identity: what else the numbers depend on: rows, the model's architecture and settings, precision.
     """
 
     def __init__(self, cache_dir: str, identity: dict[str, Any]) -> None:
         self.cache_dir, self.identity = Path(cache_dir).expanduser(), identity
         self.folder: Path | None = None
+
+    def key(self, model: nn.Module) -> str:
+        """Names the numbers: weights, and what a forward does with them."""
+        identity = json.dumps(self.identity, sort_keys=True, default=str)
+        return hashlib.sha256(f"{weights_hash(model)} {identity}".encode()).hexdigest()[:16]
 
     def find(
         self, model: nn.Module, splits: dict[str, Any], compute: Callable[[Any], np.ndarray], say: Callable[[str], None]
@@ -159,8 +160,7 @@ class Precomputed:
 
         The processes of a run may all call it: one computes, the others wait for its folder.
         """
-        key = hashlib.sha256(f"{weights_hash(model)} {sorted(self.identity.items())}".encode()).hexdigest()[:16]
-        self.folder = self.cache_dir / f"reference-{key}"
+        self.folder = self.cache_dir / f"reference-{self.key(model)}"
 
         def is_complete(folder: Path) -> bool:
             return all((folder / f"{name}.npy").exists() for name in splits)

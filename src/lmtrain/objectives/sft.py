@@ -3,6 +3,9 @@
 import torch
 from torch import Tensor
 
+from lmtrain.config.objectives import SFTOptions
+from lmtrain.config.schema import Config
+from lmtrain.data.corpus import Corpus
 from lmtrain.objectives.base import LossParts
 from lmtrain.objectives.causal_lm import CausalLM
 
@@ -11,6 +14,14 @@ class SFT(CausalLM):
     """A micro-batch is {input_ids, labels, seen, [position_ids, cu_seqlens]}; labels are set on learned tokens only."""
 
     _batch: dict[str, Tensor]  # the running micro-batch
+
+    Options = SFTOptions
+
+    def prepare(self, config: Config, corpus: Corpus) -> None:
+        options = config.objective
+        assert isinstance(options, SFTOptions)
+        if options.neftune_alpha:
+            self.add_embedding_noise(options.neftune_alpha)
 
     def add_embedding_noise(self, alpha: float) -> None:
         """NEFTune (Jain et al. 2023, arXiv:2310.05914): uniform noise of alpha / sqrt(T D) on embeddings, in training.
@@ -25,7 +36,7 @@ class SFT(CausalLM):
 
     def micro_batch_loss(self, batch: dict[str, Tensor]) -> LossParts:
         self._batch = batch
-        return super().micro_batch_loss({k: v for k, v in batch.items() if k != "seen"})
+        return super().micro_batch_loss(batch)
 
 
 def token_lengths(batch: dict[str, Tensor]) -> Tensor:

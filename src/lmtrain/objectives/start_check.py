@@ -1,29 +1,55 @@
-"""Before the first step policy and reference are one model: whatever makes them differ would spoil the run silently."""
+"""Checks before the first step that policy and reference give the same log-probabilities."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Any, Protocol
 
+import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
 from lmtrain.errors import RunError
-from lmtrain.objectives.reference import evaluating
-from lmtrain.preference_losses import LOSSES, LossOptions, Pairs, Ratios, preference_losses
-
-if TYPE_CHECKING:
-    from lmtrain.objectives.dpo import DPO
+from lmtrain.losses.preferences import LOSSES, LossOptions, Pairs, Ratios, preference_losses
+from lmtrain.models.language_model import LanguageModel
+from lmtrain.objectives.reference import FrozenCopy, Precomputed, evaluating
 
 FULL = (1e-4, 1e-6)  # how far log-probabilities may differ, absolutely and relative to them, in fp32
 HALF = (5e-2, 2e-3)  # the same where matrices are multiplied in half precision
 
 
+class Compared(Protocol):
+    """What is needed of an objective with a reference."""
+
+    model: LanguageModel
+    precomputed: Precomputed | None
+    frozen_copy: FrozenCopy | None
+
+    @property
+    def trainer(self) -> pl.Trainer: ...
+
+    def answer_log_probs(self, batch: dict[str, Tensor]) -> tuple[Tensor, Any]: ...
+
+    def reference_log_probs(self, batch: dict[str, Tensor]) -> Tensor | None: ...
+
+
+class ComparedPairs(Compared, Protocol):
+    """The same of one with a loss over pairs."""
+
+    loss: str
+    options: LossOptions
+
+
 @torch.no_grad()
-def check_start(objective: "DPO", batch: dict[str, Tensor]) -> None:
-    """Raises RunError unless the policy's log-probabilities are the reference's and the loss is its known value.
+def check_agreement(objective: Compared, batch: dict[str, Tensor], answers: Sequence[str]) -> tuple[Tensor, ...]:
+    """Log-probabilities [rows, answers] under policy and reference, and by how much they may differ.
 
     Both are computed without dropout, as the reference always is.
 
     Args:
         batch: the first micro-batch of the run.
+        answers: what the answers of a row are called.
+
+    Raises:
+        RunError: they differ by more.
     """
     with evaluating(objective.model):
         policy, _ = objective.answer_log_probs(batch)
@@ -33,7 +59,13 @@ def check_start(objective: "DPO", batch: dict[str, Tensor]) -> None:
     difference = (policy - reference).abs()
     allowed = absolute + relative * reference.abs()
     if not bool((difference <= allowed).all()):
-        raise RunError(_what_differs(objective, policy, reference, difference > allowed))
+        raise RunError(_what_differs(objective, policy, reference, difference > allowed, answers))
+    return policy, reference, allowed
+
+
+def check_start(objective: ComparedPairs, batch: dict[str, Tensor]) -> None:
+    """Raises RunError unless the policy's log-probabilities are the reference's and the loss is its known value."""
+    policy, reference, allowed = check_agreement(objective, batch, ("chosen answer of pair", "rejected answer of pair"))
     tokens = batch["lengths"].view(-1, 2)
     pairs = Pairs(policy[:, 0], policy[:, 1], tokens[:, 0], tokens[:, 1], reference[:, 0], reference[:, 1])
     loss = preference_losses(objective.loss, pairs, objective.options).preference
@@ -58,13 +90,12 @@ def loss_slack(name: str, options: LossOptions, ratio: float) -> float:
     return (losses - at_zero(options)).abs().max().item() + 1e-6 * max(1.0, at_zero(options))
 
 
-def _what_differs(objective: "DPO", policy: Tensor, reference: Tensor, wrong: Tensor) -> str:
-    pair, side = wrong.nonzero()[0].tolist()
-    answer = ("chosen", "rejected")[side]
+def _what_differs(objective: Compared, policy: Tensor, reference: Tensor, wrong: Tensor, answers: Sequence[str]) -> str:
+    row, which = wrong.nonzero()[0].tolist()
     found = (
         f"policy and reference differ before the first step, so the reference is not the model this run starts from: "
-        f"the {answer} answer of pair {pair + 1} of the first micro-batch has log-probability "
-        f"{policy[pair, side].item():.6g} under the policy and {reference[pair, side].item():.6g} under the reference "
+        f"the {answers[which]} {row + 1} of the first micro-batch has log-probability "
+        f"{policy[row, which].item():.6g} under the policy and {reference[row, which].item():.6g} under the reference "
         f"({int(wrong.sum())} of {wrong.numel()} answers differ). "
     )
     if objective.precomputed is not None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmtrain.strategies.layout import like, whole
+from lmtrain.distributed.dtensor import like, whole
 
 
 class Adafactor(torch.optim.Optimizer):

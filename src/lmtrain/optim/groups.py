@@ -13,11 +13,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from lmtrain.config.optimizers import MuonOptions
+from lmtrain.config.schema import Optimizer
 from lmtrain.errors import UserError
-from lmtrain.schema import Optimizer
 
 RULE_KEYS = ("pattern", "lr", "weight_decay", "name")
 # Some biases (of experts) and norms (of heads) have two dimensions, so their names decide.
+# Patterns of groups that need only a name: {name: memory, lr: 1.0e-3}.
+_ADAPTER, _MEMORY = "lora_|trainable_tokens_delta", r"\.memory(_bank)?\."
+PRESETS = {"memory": _MEMORY, "adapter": _ADAPTER, "base": f"^(?!.*({_ADAPTER}|{_MEMORY}))"}
 _BIAS_OR_NORM = re.compile(r"bias$|norm[^.]*(\.weight)?$", re.IGNORECASE)
 
 
@@ -109,9 +113,12 @@ def _rule(entry: dict[str, Any], index: int, cfg: Optimizer) -> _Rule:
     unknown = [key for key in entry if key not in RULE_KEYS]
     if unknown:
         raise UserError(f"{where}.{unknown[0]} is not known (keys: {', '.join(RULE_KEYS)})")
-    pattern = entry.get("pattern")
+    pattern = entry.get("pattern") or PRESETS.get(str(entry.get("name")))
     if not isinstance(pattern, str) or not pattern:
-        raise UserError(f"{where} has no pattern: give a regular expression for parameter names, such as 'lora_'")
+        raise UserError(
+            f"{where} has no pattern: give a regular expression for parameter names, such as 'lora_', or one of the "
+            f"names {', '.join(PRESETS)}"
+        )
     check_pattern(f"{where}.pattern", pattern)
     values = {}
     for key, default in (("lr", cfg.lr), ("weight_decay", cfg.weight_decay)):
@@ -149,10 +156,8 @@ def _check_matches(rule: _Rule, owners: dict[str, _Rule]) -> None:
 
 def _adamw_pattern(cfg: Optimizer) -> str | None:
     """Which matrices are AdamW's although Muon could take them; None for all other optimizers."""
-    if cfg.name != "muon":
+    if not isinstance(cfg, MuonOptions):
         return None
-    if not cfg.adamw_pattern:
-        raise UserError("optimizer.name=muon needs optimizer.adamw_pattern: choose optimizer=muon")
     check_pattern("optimizer.adamw_pattern", cfg.adamw_pattern)
     return cfg.adamw_pattern
 

@@ -4,6 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from lmtrain.distributed.dtensor import held
+from lmtrain.optim.skipping import change, factor, or_else
 
 
 class Lion(torch.optim.Optimizer):
@@ -12,6 +16,8 @@ class Lion(torch.optim.Optimizer):
     Every coordinate moves by exactly `lr`, so it wants a learning rate 3 to 10 times smaller than AdamW's and a weight
     decay larger by the same factor.
     """
+
+    takes_found_inf = True
 
     def __init__(
         self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0
@@ -27,17 +33,20 @@ class Lion(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            for parameter in group["params"]:
-                gradient = parameter.grad
-                if gradient is None:
-                    continue
-                state = self.state[parameter]
-                if "momentum" not in state:
-                    state["momentum"] = torch.zeros_like(parameter)
-                momentum = state["momentum"]
-                direction = momentum.lerp(gradient, 1 - beta1).sign_()
-                parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                parameter.add_(direction, alpha=-group["lr"])
-                momentum.lerp_(gradient, 1 - beta2)
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if parameters:
+                self._update(parameters, group)
         return loss
+
+    def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        """All at once: a handful of kernels instead of five a parameter. Of a sharded one this rank's part."""
+        beta1, beta2 = group["betas"]
+        for p in parameters:
+            if "momentum" not in self.state[p]:
+                self.state[p]["momentum"] = torch.zeros_like(p)
+        weights, momenta = [held(p) for p in parameters], [held(self.state[p]["momentum"]) for p in parameters]
+        gradients = or_else(self, [held(p.grad) for p in parameters], momenta)  # type: ignore[arg-type]
+        directions = torch._foreach_lerp(momenta, gradients, 1 - beta1)
+        torch._foreach_sign_(directions)
+        change(weights, directions, group["lr"] * factor(self), group["weight_decay"])
+        torch._foreach_lerp_(momenta, gradients, 1 - beta2)

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmtrain.devices import cpu_multiplies_bf16
-from lmtrain.strategies.layout import like, whole
+from lmtrain.distributed.devices import cpu_multiplies_bf16
+from lmtrain.distributed.dtensor import as_part_of, held, like, whole
+from lmtrain.optim.skipping import can_skip, change, factor, or_else
 
 # Jordan's quintic: steepest at zero, so small singular values grow fastest; all end between about 0.7 and 1.2.
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
@@ -63,6 +64,8 @@ class Muon(torch.optim.Optimizer):
     The scale doesn't tell rows from columns, so transposed weights need no care.
     """
 
+    takes_found_inf = True
+
     def __init__(
         self,
         params: Any,
@@ -97,24 +100,29 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        """One step for parameters of one shape."""
-        shape = parameters[0].shape
-        directions = torch.stack([whole(self._direction(p, group)) for p in parameters])  # [P, ..., rows, columns]
+        """One step for parameters of one shape: as many kernels for a hundred as for one."""
+        directions = torch.stack([whole(d) for d in self._directions(parameters, group)])  # [P, ..., rows, columns]
         matrices = directions.flatten(0, -3)  # [N, rows, columns]
         updates = orthogonalize(matrices, group["ns_steps"]).unflatten(0, directions.shape[:-2])
-        scale = ADAMW_UPDATE_RMS * math.sqrt(max(shape[-2:]))
-        for parameter, update in zip(parameters, updates, strict=True):
-            parameter.mul_(1 - group["lr"] * group["weight_decay"])
-            parameter.add_(like(update.to(parameter.dtype), parameter), alpha=-group["lr"] * scale)
+        updates = updates.to(parameters[0].dtype)
+        scale = ADAMW_UPDATE_RMS * math.sqrt(max(parameters[0].shape[-2:]))
+        parts = [held(like(update, p)) for update, p in zip(updates, parameters, strict=True)]
+        change([held(p) for p in parameters], parts, group["lr"] * factor(self), group["weight_decay"], scale)
 
-    def _direction(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-        """The momentum with the new gradient in it; with Nesterov's, the gradient counts once more."""
-        state, weight = self.state[parameter], group["momentum"]
-        if "momentum" not in state:
-            state["momentum"] = torch.zeros_like(parameter)
-        gradient: Tensor = parameter.grad  # type: ignore[assignment]
-        momentum = state["momentum"].lerp_(gradient, 1 - weight)
-        return gradient.lerp(momentum, weight) if group["nesterov"] else momentum
+    def _directions(self, parameters: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
+        """The momenta with the new gradients in them; with Nesterov's, a gradient counts once more."""
+        weight = group["momentum"]
+        for p in parameters:
+            if "momentum" not in self.state[p]:
+                self.state[p]["momentum"] = torch.zeros_like(p)
+        states = [self.state[p]["momentum"] for p in parameters]
+        momenta = [held(state) for state in states]
+        gradients = or_else(self, [held(p.grad) for p in parameters], momenta)  # type: ignore[arg-type]
+        torch._foreach_lerp_(momenta, gradients, 1 - weight)
+        if not group["nesterov"]:
+            return states
+        directions = torch._foreach_lerp(gradients, momenta, weight)
+        return [as_part_of(d, p) for d, p in zip(directions, parameters, strict=True)]
 
 
 def _equal_shapes(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
@@ -151,6 +159,10 @@ class MuonWithAdamW(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_options": self._options}
 
+    @property
+    def takes_found_inf(self) -> bool:
+        return all(can_skip(part) for part in self._parts)
+
     def _build_parts(self) -> None:
         self._parts: list[torch.optim.Optimizer] = []
         classes: dict[str, type[torch.optim.Optimizer]] = {"muon": Muon, "adamw": torch.optim.AdamW}
@@ -168,5 +180,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for part in self._parts:
+            if hasattr(self, "found_inf"):
+                part.found_inf = self.found_inf  # type: ignore[attr-defined]
             part.step()
         return loss

@@ -1,32 +1,39 @@
 """The optimizer of a config, over its parameter groups."""
 
+import dataclasses
+import inspect
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from lmtrain.config.optimizers import AdafactorOptions, AdamW8bitOptions, AdamWOptions, LionOptions, MuonOptions
+from lmtrain.config.schema import Optimizer
+from lmtrain.config.targets import building, check_arguments, find_class
 from lmtrain.errors import UserError
 from lmtrain.optim.adafactor import Adafactor
 from lmtrain.optim.groups import check_pattern, parameter_groups
 from lmtrain.optim.lion import Lion
 from lmtrain.optim.muon import MuonWithAdamW
-from lmtrain.schema import Optimizer
 
 Groups = list[dict[str, Any]]
 
 
-def build_optimizer(named_parameters: Iterable[tuple[str, nn.Parameter]], cfg: Optimizer) -> torch.optim.Optimizer:
+def build_optimizer(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], cfg: Optimizer, allow_target: Sequence[str] = ()
+) -> torch.optim.Optimizer:
     """One optimizer for all trainable parameters; its state dict holds plain containers and tensors only.
 
     Args:
         named_parameters: `model.named_parameters()`.
+        allow_target: run.allow_target, packages that `cfg._target_` may name a class of.
 
-    Raises UserError for an unknown name, a missing or impossible value, or a package that isn't installed.
+    Raises UserError for an impossible value, or a package that isn't installed.
     """
-    if cfg.name not in _BUILDERS:
-        raise UserError(f"optimizer.name={cfg.name} is not known (options: {', '.join(_BUILDERS)})")
+    if cfg._target_ is not None:
+        return _custom(parameter_groups(named_parameters, cfg), cfg, allow_target)
     groups = parameter_groups(named_parameters, cfg)
     try:
         return _BUILDERS[cfg.name](groups, cfg)
@@ -34,24 +41,21 @@ def build_optimizer(named_parameters: Iterable[tuple[str, nn.Parameter]], cfg: O
         raise UserError(f"optimizer.name={cfg.name}: {error}") from None
 
 
-def _adamw(groups: Groups, cfg: Optimizer) -> torch.optim.Optimizer:
+def _adamw(groups: Groups, cfg: AdamWOptions) -> torch.optim.Optimizer:
     """Loshchilov & Hutter 2019 (arXiv:1711.05101), torch's own."""
-    optimizer = torch.optim.AdamW(groups, **_adamw_options(cfg))
+    optimizer = torch.optim.AdamW(groups, **_adamw_arguments(cfg))
     # Else the gradient scaler of 16-mixed would leave unscaling to the fused step, after the gradients were clipped.
     optimizer._step_supports_amp_scaling = False
     return optimizer
 
 
-def _adamw_options(cfg: Optimizer) -> dict[str, Any]:
-    fused = _required(cfg, "fused")
-    if fused not in (True, False, "auto"):
-        raise UserError(f"optimizer.fused={fused!r}: auto, true or false is needed")
+def _adamw_arguments(cfg: AdamWOptions) -> dict[str, Any]:
     # The fused kernel is the fastest on GPUs and CPUs, there by a factor of 3 to 10. False would forbid the
     # multi-tensor implementation as well; None leaves torch its choice.
-    return {"betas": _betas(cfg), "eps": _required(cfg, "eps"), "fused": bool(fused) or None}
+    return {"betas": _betas(cfg), "eps": cfg.eps, "fused": bool(cfg.fused) or None}
 
 
-def _adamw_8bit(groups: Groups, cfg: Optimizer) -> torch.optim.Optimizer:
+def _adamw_8bit(groups: Groups, cfg: AdamW8bitOptions) -> torch.optim.Optimizer:
     """Dettmers et al. 2022 (arXiv:2110.02861): both moments in 8 bits, quantised in blocks of 256."""
     try:
         from bitsandbytes.optim import AdamW8bit, GlobalOptimManager
@@ -59,11 +63,11 @@ def _adamw_8bit(groups: Groups, cfg: Optimizer) -> torch.optim.Optimizer:
         raise UserError(
             f'optimizer=adamw_8bit needs bitsandbytes ({error}): pip install "lmtrain[bitsandbytes]"'
         ) from None
-    optimizer = AdamW8bit(groups, betas=_betas(cfg), eps=_required(cfg, "eps"))
+    optimizer = AdamW8bit(groups, betas=_betas(cfg), eps=cfg.eps)
     # Exceptions are kept by position in a manager that all optimizers of the process share: give this one its own.
     manager = optimizer.mng = GlobalOptimManager.__new__(GlobalOptimManager)
     manager.initialize()
-    pattern = _required(cfg, "full_state_pattern")
+    pattern = cfg.full_state_pattern
     check_pattern("optimizer.full_state_pattern", pattern)
     for g, group in enumerate(optimizer.param_groups):
         for p, name in enumerate(group["param_names"]):
@@ -72,21 +76,21 @@ def _adamw_8bit(groups: Groups, cfg: Optimizer) -> torch.optim.Optimizer:
     return optimizer
 
 
-def _adafactor(groups: Groups, cfg: Optimizer) -> torch.optim.Optimizer:
+def _adafactor(groups: Groups, cfg: AdafactorOptions) -> torch.optim.Optimizer:
     keys = ("beta2_decay", "eps", "min_parameter_rms", "clip_threshold")
-    return Adafactor(groups, **{key: _required(cfg, key) for key in keys})
+    return Adafactor(groups, **{key: getattr(cfg, key) for key in keys})
 
 
-def _lion(groups: Groups, cfg: Optimizer) -> torch.optim.Optimizer:
+def _lion(groups: Groups, cfg: LionOptions) -> torch.optim.Optimizer:
     return Lion(groups, betas=_betas(cfg))
 
 
-def _muon(groups: Groups, cfg: Optimizer) -> torch.optim.Optimizer:
-    muon = {key: _required(cfg, key) for key in ("momentum", "nesterov", "ns_steps")}
-    return MuonWithAdamW(groups, muon=muon, adamw=_adamw_options(cfg))
+def _muon(groups: Groups, cfg: MuonOptions) -> torch.optim.Optimizer:
+    muon = {"momentum": cfg.momentum, "nesterov": cfg.nesterov, "ns_steps": cfg.ns_steps}
+    return MuonWithAdamW(groups, muon=muon, adamw=_adamw_arguments(cfg))
 
 
-_BUILDERS: dict[str, Callable[[Groups, Optimizer], torch.optim.Optimizer]] = {
+_BUILDERS: dict[str, Callable[[Groups, Any], torch.optim.Optimizer]] = {
     "adamw": _adamw,
     "adamw_8bit": _adamw_8bit,
     "adafactor": _adafactor,
@@ -95,17 +99,21 @@ _BUILDERS: dict[str, Callable[[Groups, Optimizer], torch.optim.Optimizer]] = {
 }
 
 
-def _required(cfg: Optimizer, key: str) -> Any:
-    value = getattr(cfg, key)
-    if value is None:
-        raise UserError(f"optimizer.name={cfg.name} needs optimizer.{key}: choose optimizer={cfg.name}")
-    return value
+def _custom(groups: Groups, cfg: Optimizer, allow_target: Sequence[str]) -> torch.optim.Optimizer:
+    """Any subclass of torch.optim.Optimizer, with those keys of the section that are its arguments."""
+    target = str(cfg._target_)
+    cls = find_class(target, "optimizer", torch.optim.Optimizer, allow_target)
+    own = {f.name for f in dataclasses.fields(Optimizer)}
+    arguments = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg) if f.name not in own}
+    takes = inspect.signature(cls).parameters
+    arguments |= {name: getattr(cfg, name) for name in ("lr", "weight_decay") if name in takes}
+    check_arguments(cls, target, arguments, "optimizer", positional=1)  # the parameter groups
+    with building("optimizer", target):
+        optimizer = cls(groups, **arguments)
+    optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]  # as of AdamW
+    return optimizer
 
 
-def _betas(cfg: Optimizer) -> tuple[float, float]:
-    betas = _required(cfg, "betas")
-    try:
-        beta1, beta2 = (float(beta) for beta in betas)
-    except (TypeError, ValueError):
-        raise UserError(f"optimizer.betas={betas!r}: two numbers are needed, such as [0.9,0.95]") from None
-    return beta1, beta2
+def _betas(cfg: AdamWOptions | AdamW8bitOptions | LionOptions) -> tuple[float, float]:
+    beta1, beta2 = cfg.betas
+    return float(beta1), float(beta2)

@@ -10,11 +10,16 @@ One convention for all of them, with T = total_steps and w = warmup steps:
 nanoGPT and transformers let the decay end at T too; transformers' warmup, step / w, spends its first step at 0.
 """
 
+import functools
 import math
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import ClassVar
 
+from lmtrain.config.schedule import CosineRestarts, InverseSqrt, Polynomial, RangeTest, ToFloor, WarmupStableDecay
+from lmtrain.config.schema import Schedule
+from lmtrain.config.targets import building, find_class
 from lmtrain.errors import UserError
-from lmtrain.schema import Schedule
 
 # Fraction of the decay done, from 0 to 1, to the share of the learning rate that is left, from 1 to 0.
 DECAY_SHAPES: dict[str, Callable[[float], float]] = {
@@ -23,17 +28,70 @@ DECAY_SHAPES: dict[str, Callable[[float], float]] = {
     "sqrt": lambda progress: 1 - math.sqrt(progress),
 }
 
-# Which keys a schedule reads besides the warmup.
-SCHEDULE_KEYS: dict[str, tuple[str, ...]] = {
-    "constant": (),
-    "linear": ("min_lr_ratio",),
-    "cosine": ("min_lr_ratio",),
-    "cosine_restarts": ("min_lr_ratio", "num_cycles"),
-    "polynomial": ("min_lr_ratio", "power"),
-    "inverse_sqrt": ("timescale",),
-    "wsd": ("min_lr_ratio", "decay_ratio", "decay_shape"),
-}
-ENDLESS = ("constant", "inverse_sqrt")  # defined without knowing where the run ends
+
+class LRSchedule(ABC):
+    """A schedule of one's own, named by `schedule._target_`; the keys beside it are the fields of its `Options`.
+
+    class Stairs(LRSchedule):
+        Options = StairsOptions  # a dataclass derived from lmtrain.config.schema.Schedule, with the field `every`
+
+        def factor(self, step, total_steps):
+            return 0.5 ** (step // self.options.every)
+    """
+
+    Options: ClassVar[type[Schedule]] = Schedule
+
+    def __init__(self, options: Schedule) -> None:
+        self.options = options
+
+    @abstractmethod
+    def factor(self, step: int, total_steps: int) -> float:
+        """What multiplies every group's base learning rate, 0 or more. A function of its arguments alone: nothing of
+        it is saved, and a resumed run asks for its own steps first.
+
+        Args:
+            step: the step about to be taken, counted from 0 at the end of lmtrain's warmup.
+            total_steps: of the run after the warmup; a run that was made longer goes on past it.
+        """
+
+
+def build_schedule(
+    cfg: Schedule, total_steps: int, allow_target: Sequence[str] = ()
+) -> Callable[[int, int | None], float]:
+    """The schedule as a function of the step about to be taken and the steps of the run.
+
+    Args:
+        total_steps: of this run, for a first look at a class of one's own.
+        allow_target: run.allow_target, packages that `cfg._target_` may name a class of.
+
+    Raises:
+        UserError: a class that is no schedule, raises, gives no rate or is no function of the step.
+    """
+    if cfg._target_ is None:
+        return functools.partial(lr_factor, cfg)
+    cls = find_class(cfg._target_, "schedule", LRSchedule, allow_target)  # type: ignore[type-abstract]
+    with building("schedule", cfg._target_):
+        own = cls(cfg)
+    schedule = functools.partial(_own_factor, own)
+    first, _, again = (schedule(step, total_steps) for step in (total_steps - 1, 0, total_steps - 1))
+    if first != again:
+        raise UserError(
+            f"schedule: {cfg._target_} gives {first:g} for step {total_steps - 1} and {again:g} when asked again: its "
+            f"factor must depend on its arguments only, or a resumed run would not be the same"
+        )
+    return schedule
+
+
+def _own_factor(own: LRSchedule, step: int, total_steps: int | None) -> float:
+    assert total_steps is not None
+    target, warmup = str(own.options._target_), warmup_steps(own.options, total_steps)
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    with building("schedule", target):
+        value = own.factor(step - warmup, total_steps - warmup)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise UserError(f"schedule: {target} gives {value!r} for step {step}: a number from 0 up is needed")
+    return float(value)
 
 
 def lr_factor(schedule: Schedule, step: int, total_steps: int | None) -> float:
@@ -45,27 +103,31 @@ def lr_factor(schedule: Schedule, step: int, total_steps: int | None) -> float:
 
     Sources: cosine and restarts, Loshchilov & Hutter 2017 (arXiv:1608.03983); inverse square root, Vaswani et al.
     2017 (arXiv:1706.03762) with the timescale apart from the warmup; warmup-stable-decay, Hu et al. 2024
-    (arXiv:2404.06395), its `sqrt` shape from Hägele et al. 2024 (arXiv:2405.18392).
+    (arXiv:2404.06395), its `sqrt` shape from Hägele et al. 2024 (arXiv:2405.18392). `range_test` rises geometrically
+    from the floor at step 0 to 1 at step T-1, without a warmup (Smith 2017, arXiv:1506.01186).
 
-    Raises UserError for an unknown name, a missing or impossible value, or a missing total_steps.
+    Raises UserError for a missing total_steps.
     """
-    check_schedule(schedule)
     warmup = warmup_steps(schedule, total_steps)
-    if schedule.name in ENDLESS:
+    if isinstance(schedule, RangeTest):
+        if total_steps is None:
+            raise UserError("schedule.name=range_test needs the run's length: set trainer.max_steps")
+        return schedule.min_lr_ratio ** (1 - min(1.0, step / max(1, total_steps - 1)))
+    if not isinstance(schedule, ToFloor):  # defined without knowing where the run ends
         if step < warmup:
             return (step + 1) / (warmup + 1)
-        return 1.0 if schedule.name == "constant" else _inverse_sqrt(schedule, step - warmup)
+        return _inverse_sqrt(schedule.timescale, step - warmup) if isinstance(schedule, InverseSqrt) else 1.0
 
     if total_steps is None:
         raise UserError(f"schedule.name={schedule.name} needs the run's length: set trainer.max_steps")
-    floor = _value(schedule, "min_lr_ratio")
+    floor = schedule.min_lr_ratio
     if step >= total_steps:
         return floor
     if step < warmup:
         return (step + 1) / (warmup + 1)
     start = warmup
-    if schedule.name == "wsd":
-        start = max(warmup, total_steps - _share(_value(schedule, "decay_ratio"), total_steps))
+    if isinstance(schedule, WarmupStableDecay):
+        start = max(warmup, total_steps - _share(schedule.decay_ratio, total_steps))
         if step < start:
             return 1.0
     return floor + (1 - floor) * _decay(schedule, (step - start) / (total_steps - start))
@@ -85,60 +147,21 @@ def warmup_steps(schedule: Schedule, total_steps: int | None) -> int:
     return _share(schedule.warmup_ratio, total_steps)
 
 
-def check_schedule(schedule: Schedule) -> None:
-    """Raises UserError unless the name is known and each value it needs is there and in range."""
-    if schedule.name not in SCHEDULE_KEYS:
-        raise UserError(f"schedule.name={schedule.name} is not known (options: {', '.join(SCHEDULE_KEYS)})")
-    steps, ratio = schedule.warmup_steps, schedule.warmup_ratio
-    if steps is not None and ratio is not None:
-        raise UserError(
-            f"schedule.warmup_steps={steps} and schedule.warmup_ratio={ratio} both set the warmup: "
-            f"make one of them null"
-        )
-    if steps is not None and steps < 0:
-        raise UserError(f"schedule.warmup_steps={steps}: must not be negative")
-    if ratio is not None and not 0 <= ratio <= 1:
-        raise UserError(f"schedule.warmup_ratio={ratio}: a share of the run from 0 to 1 is needed")
-    for key in SCHEDULE_KEYS[schedule.name]:
-        value = getattr(schedule, key)
-        if value is None:
-            raise UserError(f"schedule.name={schedule.name} needs schedule.{key}: choose schedule={schedule.name}")
-        in_range, wanted = _RANGES[key]
-        if not in_range(value):
-            raise UserError(f"schedule.{key}={value}: {wanted} is needed")
-
-
-_RANGES: dict[str, tuple[Callable[..., bool], str]] = {
-    "min_lr_ratio": (lambda v: 0 <= v <= 1, "a share of the peak from 0 to 1"),
-    "num_cycles": (lambda v: v >= 1, "a whole number of at least 1"),
-    "power": (lambda v: v > 0, "a number above 0"),
-    "timescale": (lambda v: v >= 1, "a number of steps of at least 1"),
-    "decay_ratio": (lambda v: 0 < v <= 1, "a share of the run above 0 and up to 1"),
-    "decay_shape": (lambda v: v in DECAY_SHAPES, " or ".join(DECAY_SHAPES)),
-}
-
-
-def _decay(schedule: Schedule, progress: float) -> float:
+def _decay(schedule: ToFloor, progress: float) -> float:
     """The share of the learning rate above the floor that is left after `progress` (0 up to 1) of the decay."""
-    if schedule.name == "polynomial":
-        return (1 - progress) ** _value(schedule, "power")
-    if schedule.name == "cosine_restarts":
-        return DECAY_SHAPES["cosine"](progress * _value(schedule, "num_cycles") % 1)
-    if schedule.name == "wsd":
-        return DECAY_SHAPES[str(schedule.decay_shape)](progress)
+    if isinstance(schedule, Polynomial):
+        return (1 - progress) ** schedule.power
+    if isinstance(schedule, CosineRestarts):
+        return DECAY_SHAPES["cosine"](progress * schedule.num_cycles % 1)
+    if isinstance(schedule, WarmupStableDecay):
+        return DECAY_SHAPES[schedule.decay_shape](progress)
     return DECAY_SHAPES[schedule.name](progress)
 
 
-def _inverse_sqrt(schedule: Schedule, steps_after_warmup: int) -> float:
-    timescale = _value(schedule, "timescale")
+def _inverse_sqrt(timescale: int, steps_after_warmup: int) -> float:
     return math.sqrt(timescale / (timescale + steps_after_warmup))
 
 
 def _share(ratio: float, total_steps: int) -> int:
     """A share of the run in steps, rounded up; 0.1 of 30 is 3 although 0.1 * 30 is a hair more."""
     return math.ceil(round(ratio * total_steps, 6))
-
-
-def _value(schedule: Schedule, key: str) -> float:
-    """A number that check_schedule has seen to be there."""
-    return float(getattr(schedule, key))

@@ -1,8 +1,8 @@
-"""From trainer.strategy to what Lightning takes."""
+"""Builds the Lightning strategy that trainer.strategy names."""
 
 from lightning.pytorch.strategies import Strategy
 
-from lmtrain.schema import Trainer
+from lmtrain.config.schema import Trainer
 from lmtrain.strategies.ddp import DDPStrategy
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from lightning.pytorch import strategies
 from torch import Tensor
 
-from lmtrain import checkpoint as store
+from lmtrain.checkpoints import store
 
 
 class DDPStrategy(strategies.DDPStrategy):

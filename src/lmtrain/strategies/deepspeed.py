@@ -8,7 +8,7 @@ does the rest, as under every other strategy. Checkpoints are the very files one
 import copy
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +17,25 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
-from lmtrain import checkpoint as store
+from lmtrain.adapters.trainable import trainable_names
+from lmtrain.checkpoints import store
+from lmtrain.config.deepspeed import engine_config
+from lmtrain.config.schema import Trainer
 from lmtrain.errors import UserError
-from lmtrain.models.language_model import decoder_blocks
-from lmtrain.models.trainable import trainable_names
-from lmtrain.objectives.base import Objective
-from lmtrain.schema import Trainer
+from lmtrain.models.blocks import decoder_blocks
+from lmtrain.strategies.lightning_private import process_group_backend, say_moved
 from lmtrain.strategies.loading import spread
+from lmtrain.strategies.placement import Placement
 from lmtrain.strategies.sharding import RELEASE
-from lmtrain.strategies.zero_config import engine_config
 from lmtrain.strategies.zero_parts import connect, partition
 
 ON_CPU = "LMTRAIN_DEEPSPEED_ON_CPU"  # set in tests: DeepSpeed runs on a CPU, slowly
 
 
-class DeepSpeedStrategy(DDPStrategy):
+class DeepSpeedStrategy(Placement, DDPStrategy):
     """Takes ranks, process group and data from DDP; the engine does what concerns parameters."""
+
+    steps_itself = True
 
     engine: Any
 
@@ -58,7 +61,7 @@ class DeepSpeedStrategy(DDPStrategy):
     def configure_ddp(self) -> None:
         """The engine takes DDP's place."""
 
-    def place(self, objective: Objective) -> None:
+    def place(self, objective: Any) -> None:
         """Puts the first rank's weights on all: whole, or under ZeRO-3 in parts."""
         self.precision_plugin.convert_module(objective)
         if self.stage < 3:
@@ -69,19 +72,20 @@ class DeepSpeedStrategy(DDPStrategy):
         partition(model, decoder_blocks(model.model), self.root_device, self.config)
 
     def _connect(self) -> None:
-        connect(self._get_process_group_backend(), self.root_device)
+        connect(process_group_backend(self), self.root_device)
 
     def model_to_device(self) -> None:
         """Done by `place`."""
-        self.lightning_module._device = self.root_device  # type: ignore[union-attr]  # what LightningModule.to sets
+        assert self.lightning_module is not None
+        say_moved(self.lightning_module, self.root_device)
 
     def setup(self, trainer: Any) -> None:
         super().setup(trainer)
         import deepspeed
 
         self._connect()
-        module, (optimizer,) = self.lightning_module, self.optimizers
-        assert isinstance(module, Objective)
+        module: Any = self.lightning_module
+        (optimizer,) = self.optimizers
         # ZeRO puts flat partitions in the place of the optimizer's parameters.
         self.groups = [list(group["params"]) for group in optimizer.param_groups]
         self.keys = [[key for key in group if key != "params"] for group in optimizer.param_groups]
@@ -97,26 +101,32 @@ class DeepSpeedStrategy(DDPStrategy):
             config=self.config,
             dist_init_required=False,
         )
-        module.call_model = self.engine.__call__
-        self._take_for_forward(module.model, "log_probs")
+        model = module.model
+        module.call_model = self._through_engine(model, model.forward)
+        model.log_probs = self._through_engine(model, model.log_probs)
         if self.stage == 3:
-            setattr(module.model, RELEASE, self.engine.optimizer.empty_partition_cache)
+            setattr(model, RELEASE, self.engine.optimizer.empty_partition_cache)
 
-    def _take_for_forward(self, model: nn.Module, name: str) -> None:
-        """Lets the engine, which knows one forward, call another method of the model as it calls that."""
-        method = getattr(model, name)
+    def _through_engine(self, model: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
+        """`method` of the model, called as the engine, which knows one forward, calls that.
+
+        The engine switches CUDA's autocast off around it (it has a mixed precision of its own), so it is entered again.
+        """
+
+        def in_precision(*args: Any, **kwargs: Any) -> Any:
+            with self.precision_plugin.forward_context():
+                return method(*args, **kwargs)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            model.forward = method
+            model.forward = in_precision
             try:
                 return self.engine(*args, **kwargs)
             finally:
                 del model.forward
 
-        setattr(model, name, call)
+        return call
 
-    def set_boundary(self, last: bool) -> None:
-        """Called before each micro-batch's forward."""
+    def sync_gradients(self, model: nn.Module, last: bool) -> None:
         self.engine.set_gradient_accumulation_boundary(last)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -129,7 +139,6 @@ class DeepSpeedStrategy(DDPStrategy):
         return result
 
     def grad_norm(self) -> Tensor:
-        """Of the step just made, before clipping."""
         return torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32, device=self.root_device)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:

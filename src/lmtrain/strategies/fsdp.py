@@ -14,18 +14,23 @@ import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.strategies.strategy import Strategy
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lmtrain import checkpoint as store
-from lmtrain.checkpoint_io import FolderCheckpointIO
-from lmtrain.models.trainable import trainable_names
-from lmtrain.objectives.base import Objective
-from lmtrain.schema import Fsdp
-from lmtrain.strategies import layout, sharded_checkpoint, sharding
+from lmtrain.adapters.trainable import trainable_names
+from lmtrain.checkpoints import sharded as sharded_checkpoint
+from lmtrain.checkpoints import store
+from lmtrain.checkpoints.checkpoint_io import FolderCheckpointIO
+from lmtrain.config.schema_trainer import Fsdp
+from lmtrain.distributed import dtensor as layout
+from lmtrain.strategies import sharding
+from lmtrain.strategies.placement import HoldsModel, Placement
 
 
-class FSDPStrategy(ModelParallelStrategy):
+class FSDPStrategy(Placement, ModelParallelStrategy):
     """Every rank reads other rows, and parameters, gradients and optimizer state are sharded over all ranks."""
+
+    replaces_parameters = True
 
     def __init__(self, options: Fsdp, precision: str, processes: int, accelerator: str) -> None:
         offloads = options.cpu_offload and accelerator == "cuda"
@@ -36,16 +41,21 @@ class FSDPStrategy(ModelParallelStrategy):
             process_group_backend="cpu:gloo,cuda:nccl" if offloads else None,
         )
         self.options, self.precision = options, precision
-        self.reduce_each = options.reduce_each_micro_batch
 
     @property
     def lightning_restore_optimizer(self) -> bool:
         return True
 
-    def shard(self, objective: Objective) -> None:
-        """Shards the objective's model in place; the optimizer has to be built after it."""
+    def place(self, objective: Any) -> None:
+        """Shards the objective's model in place."""
         self.precision_plugin.convert_module(objective)
+        self.shard(objective)
+
+    def shard(self, objective: HoldsModel) -> None:
         sharding.shard(objective.model, self._mesh(), self.root_device, self.precision, self.options)
+
+    def sync_gradients(self, model: nn.Module, last: bool) -> None:
+        sharding.sync_gradients(model, last or self.options.reduce_each_micro_batch)
 
     def _mesh(self) -> DeviceMesh:
         """All ranks in one dimension; [nodes, ranks of a node] where each node holds a copy of the model."""

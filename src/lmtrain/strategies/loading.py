@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lmtrain import world
-from lmtrain.schema import Config
+from lmtrain.config.schema import Config
+from lmtrain.distributed import process_group as world
 
 T = TypeVar("T")
 
@@ -23,11 +23,9 @@ def why_on_every_rank(c: Config) -> str | None:
         return f"peft.quantization={c.peft.quantization} packs weights on each device"
     if c.peft.method != "none" and not c.peft.adapter and str(c.peft.init_weights).startswith(("pissa", "olora")):
         return f"peft.init_weights={c.peft.init_weights} takes the adapter out of the base's weights"
-    if c.objective.name == "dpo" and c.objective.reference == "precomputed":
-        return "objective.reference=precomputed is computed before the model is shared out"
     if c.model.trust_remote_code:
         return "model.trust_remote_code=true may need weights while it builds the model"
-    return None
+    return c.objective.why_on_every_rank()
 
 
 def build(config: Config, make: Callable[[], T]) -> T:

@@ -18,8 +18,9 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
-from lmtrain.models.language_model import LanguageModel, decoder_blocks
-from lmtrain.schema import Fsdp
+from lmtrain.config.schema_trainer import Fsdp
+from lmtrain.models.blocks import decoder_blocks
+from lmtrain.models.language_model import LanguageModel
 from lmtrain.strategies.loading import outside, spread
 
 RELEASE = "release_gathered"  # attribute of a model under ZeRO-3: DeepSpeed's function for `reshard`

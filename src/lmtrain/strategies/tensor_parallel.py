@@ -8,11 +8,12 @@ import logging
 
 from torch.distributed.device_mesh import init_device_mesh
 
+from lmtrain.config.schema_trainer import Fsdp
 from lmtrain.models import split
-from lmtrain.objectives.base import Objective
-from lmtrain.schema import Fsdp
 from lmtrain.strategies import sharding
 from lmtrain.strategies.fsdp import FSDPStrategy
+from lmtrain.strategies.lightning_private import set_group_sizes
+from lmtrain.strategies.placement import HoldsModel
 
 
 class TensorParallelStrategy(FSDPStrategy):
@@ -21,13 +22,11 @@ class TensorParallelStrategy(FSDPStrategy):
     def __init__(self, options: Fsdp, precision: str, processes: int, accelerator: str) -> None:
         super().__init__(options, precision, processes, accelerator)
         self.tensor_parallel_size = options.tensor_parallel_size
-        self._tensor_parallel_size = self.tensor_parallel_size
-        self._data_parallel_size = processes // self.tensor_parallel_size
+        set_group_sizes(self, self.tensor_parallel_size, processes // self.tensor_parallel_size)
         # It says for each parameter of a checkpoint that two collectives are needed to make it whole.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
-    def shard(self, objective: Objective) -> None:
-        self.precision_plugin.convert_module(objective)
+    def shard(self, objective: HoldsModel) -> None:
         layers = split.check(objective.model.model, self.tensor_parallel_size)
         sharding.shard(
             objective.model,

@@ -1,4 +1,4 @@
-"""What comes before DeepSpeed's engine: its ranks connected, and for ZeRO-3 a model made parts, block by block."""
+"""Before DeepSpeed's engine: its process group, and for ZeRO-3 the model partitioned block by block."""
 
 from collections.abc import Sequence
 from typing import Any

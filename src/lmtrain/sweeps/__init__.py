@@ -1,1 +1,1 @@
-"""Parts of a sweep (sweep.py runs it)."""
+"""Sweeps (-m): one run per trial, recorded and resumable."""

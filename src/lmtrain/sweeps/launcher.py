@@ -14,7 +14,8 @@ from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn
 from hydra.types import HydraContext, RunMode
 
-from lmtrain import cli, config
+from lmtrain import errors
+from lmtrain.config import compose as config
 from lmtrain.sweeps import trials as rows
 from lmtrain.sweeps.plan import Plan
 from lmtrain.sweeps.trials import Trial, Trials
@@ -52,8 +53,8 @@ def _launch(plan: Plan, words: list[list[str]], number: int) -> list[int | None]
         launcher = Plugins.instance().instantiate_launcher(context, functools.partial(job, plan.verb, plan.flags), tree)
         try:
             return [_code(result) for result in launcher.launch(words, initial_job_idx=number)]
-        except Exception as error:  # a launcher raises for the whole batch what befell one job of it
-            cli.print_error(f"the launcher ended with {type(error).__name__}: {error}")
+        except Exception as error:  # a launcher raises one failed job's error for the whole batch
+            errors.print_error(f"the launcher ended with {type(error).__name__}: {error}")
             return [None] * len(words)
 
 

@@ -1,4 +1,4 @@
-"""Trials as processes of this machine, sweep.jobs at a time. A signal ends them properly, then the sweep."""
+"""Trials as processes of this machine, sweep.jobs at a time. On a signal they save and end, then the sweep does."""
 
 import contextlib
 import os
@@ -8,9 +8,11 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from lmtrain import errors
+from lmtrain.sweeps import trial_process
 from lmtrain.sweeps import trials as rows
 from lmtrain.sweeps.plan import Plan
 from lmtrain.sweeps.trials import Trial, Trials
@@ -22,7 +24,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 @dataclass
 class Running:
     trial: Trial
-    process: subprocess.Popen[bytes]
+    process: BaseProcess
     started: float
     log: Path
     shown: int  # bytes of the log that the screen has
@@ -75,14 +77,14 @@ class Local:
         shown = log.stat().st_size if log.exists() else 0  # an earlier start's
         jobs = self.plan.config.sweep.jobs
         slot = next(n for n in range(jobs) if n not in [one.slot for one in self.running])
-        process = rows.start(self.plan.verb, words, log, share_of_gpus(slot, jobs))
+        process = trial_process.start(self.plan.verb, words, log, share_of_gpus(slot, jobs))
         self.running.append(Running(trial, process, time.monotonic(), log, shown, slot))
         if self.stopping:  # the signal came while the process was made
             self.running[-1].process.terminate()
 
     def _look_after(self, one: Running) -> None:
         """Shows what a trial printed since, where it runs alone; writes its row once it has ended."""
-        code = one.process.poll()
+        code = one.process.exitcode
         if self.plan.config.sweep.jobs == 1:
             with one.log.open("rb") as file:
                 file.seek(one.shown)
@@ -110,7 +112,9 @@ def share_of_gpus(slot: int, jobs: int) -> str | None:
     return ",".join(gpus[slot * each : (slot + 1) * each]) if jobs > 1 and each else None
 
 
-def end_session(process: subprocess.Popen[bytes]) -> None:
+def end_session(process: BaseProcess | subprocess.Popen[bytes]) -> None:
     """Kills a trial and what it started."""
+    assert process.pid is not None, "it was started"
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
+    process.kill()  # before it has a session of its own

@@ -7,9 +7,11 @@ from pathlib import Path
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
-from lmtrain import cli, config
+from lmtrain.config import compose as config
+from lmtrain.config import effect
+from lmtrain.config.folders import conf_dir
+from lmtrain.config.schema import Config
 from lmtrain.errors import UserError
-from lmtrain.schema import Config
 from lmtrain.sweeps import search
 
 Compose = Callable[[list[str]], DictConfig]
@@ -41,7 +43,7 @@ def make(verb: str, typed: list[str], config_dir: str | None, config_name: str) 
     Raises:
         UserError: any of them is refused.
     """
-    parsed = search.parse(typed, cli.conf_dir())
+    parsed = search.parse(typed, conf_dir())
     _refuse(parsed)
     of_hydra = [o.input_line or "" for o in parsed if o.key_or_group.startswith(("hydra.", "hydra/"))]
     swept = [o for o in parsed if o.is_sweep_override()]
@@ -57,12 +59,22 @@ def make(verb: str, typed: list[str], config_dir: str | None, config_name: str) 
     if not swept:  # the space that the config holds, but for what the command line sets
         taken = {o.key_or_group for o in parsed}
         space = [f"{key}={text}" for key, text in tree.sweep.space.items() if key not in taken]
-        swept = search.parse(space, cli.conf_dir())
-    first = _check(fixed, swept, compose)
+        swept = search.parse(space, conf_dir())
+    checked = _check(fixed, swept, compose)
+    first = checked[0]
+    _refuse_without_effect(verb, [*fixed, *(f"{o.key_or_group}=" for o in swept)], checked, compose([]))
     folder = Path(first.sweep.root) / first.sweep.name if first.sweep.name else Path(tree.hydra.sweep.dir)
     of_trials = [o for o in fixed if not o.startswith(("sweep=", "sweep."))]
     folder = folder.expanduser().absolute()
     return Plan(verb, typed, of_hydra, config_dir, config_name, of_trials, swept, first, folder)
+
+
+def _refuse_without_effect(verb: str, words: list[str], trials: list[Config], default: DictConfig) -> None:
+    """Raises UserError for the first key that has no effect in any trial; in some it may have none."""
+    found = [effect.without_effect(verb, words, c, effect.default_in(default)) for c in trials]
+    for message in found[0]:
+        if all(message in others for others in found):
+            raise UserError(message)
 
 
 def _refuse(parsed: list[Override]) -> None:
@@ -77,8 +89,8 @@ def _refuse(parsed: list[Override]) -> None:
             raise UserError(f"{override.input_line}: settings of the sweep itself have one value each")
 
 
-def _check(fixed: list[str], swept: list[Override], compose: Compose) -> Config:
-    """Checks a trial with each value of each swept key; returns the first one's config."""
+def _check(fixed: list[str], swept: list[Override], compose: Compose) -> list[Config]:
+    """Checks a trial with each value of each swept key; returns their configs."""
     values = [search.choices(o) for o in swept]
     first = [v[0] for v in values]
     jobs = [first, *([*first[:i], v, *first[i + 1 :]] for i, vs in enumerate(values) for v in vs[1:])]
@@ -93,4 +105,4 @@ def _check(fixed: list[str], swept: list[Override], compose: Compose) -> Config:
         raise UserError(f"sweep.method={sweep.method}: choose grid or optuna")
     else:
         search.check_optuna(swept, sweep)
-    return checked[0]
+    return checked

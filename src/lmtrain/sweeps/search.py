@@ -12,9 +12,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.errors import HydraException, OverrideParseException
 
-from lmtrain import overrides as explain
+from lmtrain.config import explain
+from lmtrain.config.schema import Sweep
 from lmtrain.errors import UserError
-from lmtrain.schema import Sweep
 from lmtrain.sweeps.trials import Trial
 
 

@@ -8,13 +8,17 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from lmtrain import errors
-from lmtrain.orphans import end_with_parent
-from lmtrain.run_dir import read_jsonl, write_atomic
+from lmtrain.config.effect import TRIAL
+from lmtrain.distributed.parent_death import end_with_parent
+from lmtrain.errors import UserError
+from lmtrain.files import read_jsonl, write_atomic
+from lmtrain.run.folder import RunDir
 
 # What a launcher of ranks leaves in the environment: a trial that sees it takes itself for one of those ranks.
 _RANKS = re.compile(
@@ -43,7 +47,10 @@ class Trials:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "trials.jsonl"
-        self.rows = [Trial(**row) for row in read_jsonl(self.path)]
+        try:
+            self.rows = [Trial(**row) for row in read_jsonl(self.path)]
+        except TypeError as error:
+            raise UserError(f"{self.path} holds a row that is no trial ({error}); mend or remove it") from None
 
     def write(self) -> None:
         write_atomic(self.path, "".join(json.dumps(asdict(row)) + "\n" for row in self.rows))
@@ -92,15 +99,15 @@ def quoted(text: str) -> str:
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
-def start(verb: str, words: list[str], log: Path, gpus: str | None = None) -> subprocess.Popen[bytes]:
-    """A trial's process: in a session of its own, ended with this one, without this one's ranks.
+def without_ranks(environ: Mapping[str, str]) -> dict[str, str]:
+    """`environ` without what tells a process that it is a rank of this one."""
+    return {k: v for k, v in environ.items() if not _RANKS.fullmatch(k)}
 
-    Args:
-        gpus: its CUDA_VISIBLE_DEVICES; None leaves it those of this process.
-    """
+
+def start(verb: str, words: list[str], log: Path) -> subprocess.Popen[bytes]:
+    """A trial's process: in a session of its own, ended with this one, without this one's ranks."""
     parent = os.getpid()
-    environ = {k: v for k, v in os.environ.items() if not _RANKS.fullmatch(k)}
-    environ |= {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
+    environ = without_ranks(os.environ) | {TRIAL: "1"}
     with log.open("ab") as output:
         return subprocess.Popen(
             [sys.executable, "-u", "-m", f"lmtrain.{verb}", *words],
@@ -121,11 +128,11 @@ def finished(trial: Trial, folder: Path, verb: str) -> bool:
 
 
 def read_summary(run: Path) -> dict[str, Any]:
-    """summary.json of a run; empty where it is not there or not whole."""
+    """summary.json of a run; where it is not there or not whole, no more than what is wrong with it, as `error`."""
     try:
-        return json.loads((run / "summary.json").read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError):
-        return {}
+        return RunDir(run).read_summary() or {}
+    except UserError as error:
+        return {"error": str(error)}
 
 
 def judge(trial: Trial, folder: Path, code: int | None, stopped: bool) -> None:
@@ -143,6 +150,8 @@ def judge(trial: Trial, folder: Path, code: int | None, stopped: bool) -> None:
         trial.status = "preempted"
     elif code != errors.FINISHED:
         trial.status, trial.error = "failed", _why(log, code)
+    elif "status" not in summary and "error" in summary:
+        trial.status, trial.error = "failed", summary["error"]
     else:
         trial.status = "finished"
         metric, value = next(iter((summary.get("best_metric") or {}).items()), (None, None))

@@ -1,0 +1,167 @@
+"""What an H200 should make of three workloads, from counted FLOPs and bytes: measurements are held against it.
+
+python benchmarks/computed.py            prints the table; about 1 minute
+python benchmarks/computed.py --blocks   also counts anew what a block moves (several minutes, a C++ compiler)
+
+Seconds of a step = FLOPs of the matrix products / PRODUCTS + bytes that everything else moves / MEMORY. Nothing is
+taken off for launches, the host, or what overlaps, so neither is it a bound: it says where the time should go.
+"""
+
+import argparse
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from workload import LLAMA_1B
+
+from lmtrain.config.compose import check, compose
+from lmtrain.models import flops
+from lmtrain.models.build import build_model
+from lmtrain.models.compiling import compile_model
+
+PRODUCTS = 790e12  # FLOP/s of bf16 products of [8192, 8192] on random data, as read on an H200
+MEMORY = 4.3e12  # bytes/s of a copy, read and written, as read on an H200
+# Bytes per token that the fused kernels of one block move in forward and backward, residuals in fp32 (bf16-mixed):
+# inductor's count, by --blocks.
+BLOCK_BYTES = {"gpt_small": 146_100, "llama_1b": 401_700}
+LOGIT_BYTES = 6  # tests/cuda/test_compiled.py counts them
+# Per parameter and step: fp32 gradient from bf16 (6), norm (4), clipping (8), fused AdamW (28), cast to bf16 (6).
+STEP_BYTES = 52
+
+
+@dataclass
+class Workload:
+    """One row of the table."""
+
+    name: str
+    preset: str
+    rows: int
+    seq_len: int
+    mean_length: int  # tokens that a token may look at, on average twice this: documents, not rows
+    learned: float  # share of the tokens whose logits are made
+    forwards_besides: float = 0.0  # forwards of a reference, in units of the policy's
+    per: str = "tokens"
+    tokens_per: float = 1.0  # tokens of one of them
+    settings: tuple[str, ...] = ()
+
+
+# What workload.py makes: conversations of 268 tokens on average, half of them learned, rows filled with them; pairs of
+# 534 tokens, 485 of them in the two answers.
+WORKLOADS = [
+    Workload("gpt_small, 64 x 1,024", "gpt_small", 64, 1024, 1024, 1.0),
+    Workload("SFT 1.24B, packed 8 x 2,048", "llama_1b", 8, 2048, 268, 0.5),
+    Workload("DPO 1.24B, 32 pairs, online", "llama_1b", 32, 534, 290, 0.91, 1.0, "pairs", 534.0),
+    Workload("DPO 1.24B, 32 pairs, precomputed", "llama_1b", 32, 534, 290, 0.91, 0.0, "pairs", 534.0),
+]
+
+
+def config_of(work: Workload) -> Any:
+    fixed = ["data=bins", "data.path=none", "trainer.precision=bf16-mixed", "trainer.accelerator=cpu"]
+    rows = [f"data.seq_len={work.seq_len}", f"data.global_batch_size={work.rows}", f"data.micro_batch_size={work.rows}"]
+    return check(compose([f"model={work.preset}", "optimizer=adamw", *fixed, *rows, *work.settings]))
+
+
+def vocabulary(preset: str) -> int:
+    return 50304 if preset == "gpt_small" else int(LLAMA_1B["vocab_size"])
+
+
+def count(work: Workload) -> dict[str, float]:
+    """FLOPs and bytes of an optimizer step, and what follows from them."""
+    config, vocab = config_of(work), vocabulary(work.preset)
+    with torch.device("meta"):
+        model = build_model(config.model, vocab, None, work.seq_len)
+    shape = model.config
+    parameters, _, tables = flops.parameter_counts(model)
+    tokens = work.rows * work.seq_len
+    layers, width = shape.num_hidden_layers, shape.hidden_size
+    blocks = parameters - tables  # the output embedding is tied to a table, and made for learned tokens alone
+    # Forward 2, backward 4; attention's scores and sums 4 * width per pair of tokens, 3.5 times with its backward.
+    attention = 4 * layers * width * work.mean_length / 2
+    forward = 2 * blocks + attention + 2 * width * vocab * work.learned
+    train = 3 * (2 * blocks + 2 * width * vocab * work.learned) + 3.5 * attention
+    step_flops = tokens * (train + work.forwards_besides * forward)
+    moved = tokens * layers * BLOCK_BYTES[work.preset] * (1 + work.forwards_besides / 3)
+    moved += tokens * work.learned * vocab * LOGIT_BYTES * (1 + work.forwards_besides / 3)
+    moved += parameters * STEP_BYTES
+    seconds = step_flops / PRODUCTS + moved / MEMORY
+    per_s = tokens / seconds / work.tokens_per
+    mfu = flops.flops_per_token(model, work.seq_len) * tokens / seconds / 989e12
+    held = sum(flops.memory_estimate(model, config).values())
+    held += 4 * parameters if work.forwards_besides else 0  # the reference is an fp32 copy
+    return {
+        "flops": step_flops,
+        "bytes": moved,
+        "seconds": seconds,
+        "per_s": per_s,
+        "mfu": mfu,
+        "held_gib": held / 2**30,
+    }
+
+
+# What gpu_day.py's table calls these numbers; and what is to be reached.
+NAMES = {
+    "gpt_small lmtrain, tokens/s": 0, "sft_full lmtrain, tokens/s": 1, "dpo_full lmtrain, pairs/s": 2,
+    "dpo_precomputed lmtrain_precomputed, pairs/s": 3,
+}  # fmt: skip
+GOALS = {
+    "gpt_small lmtrain's speed over bare's": "0.99",
+    "gpt_small lmtrain's speed over nanogpt_model's": "1.1",
+    "sft_full lmtrain, tokens/s": "80,000",
+    "dpo_full lmtrain, pairs/s": "65",
+    "dpo_full lmtrain, GiB": "32.8",
+    "dpo_precomputed lmtrain_precomputed, pairs/s": "86",
+}
+
+
+def expected() -> dict[str, str]:
+    """The computed column of gpu_day.py's table."""
+    return {name: f"{count(WORKLOADS[number])['per_s']:,.0f}" for name, number in NAMES.items()}
+
+
+def block_bytes(preset: str) -> float:
+    """Bytes per token that the fused kernels of one compiled block move, forward and backward."""
+    from torch._inductor import compile_fx, metrics, scheduler
+    from torch._inductor import config as inductor
+
+    compile_fx.inductor_metrics_log.isEnabledFor = lambda level: True  # type: ignore[method-assign] # then it counts
+    moved = []
+    for tokens in (128, 256):
+        torch._dynamo.reset()
+        metrics.reset()
+        overrides = [f"model={preset}", "model.num_hidden_layers=1", "model.vocab_multiple_of=1"]
+        model = build_model(check(compose([*overrides, "data=bins", "data.path=none"])).model, 512, None, 1024)
+        compile_model(model)
+        with inductor.patch(force_disable_caches=True), torch.autocast("cpu", torch.bfloat16):
+            ids = torch.zeros(2, tokens // 2, dtype=torch.int64)
+            model.base_model(input_ids=ids, use_cache=False)[0].float().sum().backward()
+        fused = [elements for node, elements in metrics.nodes_num_elem
+                 if not isinstance(node, scheduler.ExternKernelSchedulerNode)]  # fmt: skip
+        moved.append(4 * sum(fused))
+    return (moved[1] - moved[0]) / 128
+
+
+def table() -> str:
+    lines = ["| computed, H200 | TFLOP a step | GB moved a step | ms a step | per second | MFU | GiB held |"]
+    lines.append("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+    for work in WORKLOADS:
+        found = count(work)
+        lines.append(
+            f"| {work.name} | {found['flops'] / 1e12:.1f} | {found['bytes'] / 1e9:.1f} | {1000 * found['seconds']:.1f} "
+            f"| {found['per_s']:,.0f} {work.per} | {found['mfu']:.2f} | {found['held_gib']:.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--blocks", action="store_true", help="count what a block moves")
+    if parser.parse_args().blocks:
+        for preset in BLOCK_BYTES:
+            print(f"{preset}: {block_bytes(preset):,.0f} bytes a token and block")
+    print(table())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""The model a run trains: built or loaded, its vocabulary grown by added tokens, quantised, with its adapter."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from lmtrain.adapters import memory_adapter, quantized
+from lmtrain.adapters.trainable import base_identity, trainable_names
+from lmtrain.config.models import LoadedModel
+from lmtrain.config.schema import Config
+from lmtrain.models import split
+from lmtrain.models.build import build_model
+
+
+def build_trainable_model(config: Config, tokenizer: Any) -> PreTrainedModel:
+    """The model of `config` with what is trained marked `requires_grad`; draws from the global generator if scratch.
+
+    Raises:
+        UserError: see `build_model`, `adapters.attach` and `split.check`.
+    """
+    new_tokens = new_token_ids(config, tokenizer)
+    model = build_model(
+        config.model,
+        len(tokenizer),
+        tokenizer.eos_token_id,
+        config.data.seq_len,
+        new_tokens=new_tokens,
+        allow_target=config.run.allow_target,
+        **quantized.loading_options(config.peft, config.trainer.precision, config.trainer.accelerator),
+    )
+    if config.peft.method != "none":
+        quantized.make_trainable_on_cpu(model)
+    if config.peft.method == "lora":
+        from lmtrain.adapters import lora as adapters
+
+        assert isinstance(config.model, LoadedModel)  # checked
+        base = adapters.base_name(config.model.name_or_path or "")
+        adapters.attach(model, config.peft, base, config.model.revision, new_tokens, config.seed)
+    if config.memory.num_chapters is not None:
+        memory_adapter.attach(model, config)
+    if config.trainer.strategy == "fsdp_tp":
+        split.check(model, config.trainer.fsdp.tensor_parallel_size)
+    return model
+
+
+def new_token_ids(config: Config, tokenizer: Any) -> Sequence[int]:
+    """Ids of the tokens the model has not seen in pretraining: tokenizer.add_tokens, and those of peft.adapter."""
+    ids = set(tokenizer.convert_tokens_to_ids(config.tokenizer.add_tokens or []))
+    if config.peft.adapter:
+        from lmtrain.adapters import lora as adapters
+
+        ids |= set(adapters.adapter_token_ids(config.peft.adapter))
+    return sorted(ids)
+
+
+def starting_weights(config: Config, model: PreTrainedModel) -> dict[str, Any]:
+    """What the names of pretrained weights stand for.
+
+    A frozen base is read whole, since a checkpoint leaves it out, else some of the files: enough to tell models apart.
+    """
+    if not isinstance(config.model, LoadedModel):
+        return {"model.name_or_path": None, "peft.adapter": None}
+    frozen = trainable_names(model) is not None
+    adapter = None
+    if config.peft.adapter:
+        from lmtrain.adapters import lora as adapters
+
+        adapter = adapters.file_identity(config.peft.adapter)
+    name = config.model.name_or_path or ""
+    return {"model.name_or_path": base_identity(model, name, whole=frozen), "peft.adapter": adapter}

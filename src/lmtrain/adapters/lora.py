@@ -1,0 +1,266 @@
+"""LoRA and its variants through peft: small trained matrices beside the frozen weights of a pretrained model.
+
+peft puts its layers into the transformers model in place, so the model stays what it was to everything else: same
+class, same `base_model`, parameters by name (`...q_proj.lora_A.default.weight`). `adapter_of(model)` finds the adapter.
+
+LoRA: Hu et al. 2021, arXiv:2106.09685; rsLoRA: arXiv:2312.03732; DoRA: arXiv:2402.09353; PiSSA: arXiv:2404.02948.
+"""
+
+import contextlib
+import copy
+import difflib
+import hashlib
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft.utils.save_and_load import load_peft_weights
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lmtrain.adapters.trainable import ATTRIBUTE, NAME, Adapter, adapter_of
+from lmtrain.config.schema import Peft
+from lmtrain.errors import UserError
+
+# Beginnings that take A and B out of the base weight, which is then W - s B A.
+_MOVES_BASE = ("pissa", "olora")
+
+
+def attach(
+    model: PreTrainedModel, cfg: Peft, base: str, revision: str | None, new_tokens: Sequence[int], seed: int
+) -> Adapter | None:
+    """Freezes the model and puts the adapter of `cfg` into it; does nothing for peft.method=none.
+
+    The adapter's own weights are fp32 and depend on `seed` alone; the global random generator is left as it was.
+
+    Args:
+        base: hub name or absolute folder of the model's weights, written into the adapter's config.
+        new_tokens: ids whose embedding rows are trained and saved with the adapter.
+
+    Raises:
+        UserError: targets that match nothing, an adapter that doesn't fit, tied embeddings adapted on one side.
+    """
+    if cfg.method == "none":
+        return None
+    with torch.random.fork_rng([]), warnings.catch_warnings():
+        torch.manual_seed(seed)
+        warnings.simplefilter("ignore", UserWarning)  # what they warn of is checked here, or done on purpose
+        peft = _continued(model, cfg, new_tokens) if cfg.adapter else _new(model, cfg, new_tokens)
+    _refuse_tied_lora(model)
+    _check_rows_are_trained(model, new_tokens)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    model.train()
+    config = peft.peft_config[NAME]
+    config.base_model_name_or_path, config.revision = base, revision
+    moved = str(config.init_lora_weights).startswith(_MOVES_BASE) and not cfg.adapter
+    adapter = Adapter(peft, _lora_weights(model) if moved else {})
+    # Not through nn.Module: the adapter's parameters are the model's own and must not be listed twice.
+    model.__dict__[ATTRIBUTE] = adapter
+    return adapter
+
+
+def _new(model: PreTrainedModel, cfg: Peft, new_tokens: Sequence[int]) -> PeftModel:
+    targets, also_trained = cfg.target_modules, list(cfg.modules_to_save or [])
+    _check_names_match(model, "peft.target_modules", targets)
+    _check_names_match(model, "peft.modules_to_save", also_trained)
+    tables, keep_tied = _tables(model), False
+    if _is_tied(model):
+        # A trained copy of a tied embedding stays tied, so that merging is exact; peft looks for the output's name.
+        keep_tied = any(_matches(name, also_trained) for name in tables)
+        also_trained += tables[1:] if keep_tied else []
+        tables = tables[:1]
+    rows = {name: list(new_tokens) for name in tables if not _matches(name, also_trained)}
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=cfg.r,
+        lora_alpha=cfg.alpha,
+        lora_dropout=cfg.dropout,
+        target_modules=targets,
+        modules_to_save=also_trained or None,
+        bias=cfg.bias,
+        use_rslora=cfg.use_rslora,
+        use_dora=cfg.use_dora,
+        init_lora_weights=True if cfg.init_weights == "default" else cfg.init_weights,
+        trainable_token_indices=rows if new_tokens and rows else None,
+        ensure_weight_tying=keep_tied,
+    )
+    try:
+        return get_peft_model(model, config)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"peft refuses this adapter: {error}") from error
+
+
+def _continued(model: PreTrainedModel, cfg: Peft, new_tokens: Sequence[int]) -> PeftModel:
+    """An existing adapter, loaded to be trained on."""
+    name = str(cfg.adapter)
+    try:
+        config = PeftConfig.from_pretrained(name)
+        if not isinstance(config, LoraConfig):
+            raise UserError(f"peft.adapter={name} is a {config.peft_type.value} adapter: only LoRA can be continued")
+        config.lora_dropout = cfg.dropout
+        peft = PeftModel.from_pretrained(model, name, is_trainable=True, config=config)
+        held = set(load_peft_weights(name, device="cpu"))
+    except UserError:
+        raise
+    except Exception as error:  # the hub's, safetensors' and pickle's errors share no base class
+        raise UserError(
+            f"peft.adapter={name} can't be loaded onto this model ({_first_line(error)}): give the folder with its "
+            f"adapter_config.json or its hub name, and the base it was trained on as model.name_or_path"
+        ) from error
+    expected = set(get_peft_model_state_dict(peft, save_embedding_layers=False))
+    for these, what in ((expected - held, "lacks"), (held - expected, "holds, without a place in the model,")):
+        if these:
+            raise UserError(
+                f"peft.adapter={name} {what} {sorted(these)[0]} (and {len(these) - 1} more): merge it into its base "
+                f"with peft's merge_and_unload and start from that model"
+            )
+    return peft
+
+
+def adapter_token_ids(name: str) -> list[int]:
+    """Ids of the tokens whose rows an existing adapter trained; empty where it has none or can't be read."""
+    try:
+        rows = PeftConfig.from_pretrained(name).trainable_token_indices
+    except (OSError, ValueError, AttributeError):  # `attach` says what is wrong
+        return []
+    lists = rows.values() if isinstance(rows, dict) else [rows or []]
+    return sorted({token for ids in lists for token in ids})
+
+
+def _check_names_match(model: PreTrainedModel, key: str, names: Any) -> None:
+    """peft takes a list of which only some names match; a name that matches nothing is a mistake."""
+    modules = [name for name, _ in model.named_modules() if name]
+    if names == "all-linear":
+        return
+    if isinstance(names, str):
+        try:
+            missing = [] if any(re.fullmatch(names, m) for m in modules) else [names]
+        except re.error as error:
+            raise UserError(f"{key}={names!r} is not a regular expression: {error}") from None
+    else:
+        missing = [n for n in names if not any(_matches(m, [n]) for m in modules)]
+    if not missing:
+        return
+    last = sorted({m.rpartition(".")[2] for m in modules if not m.rpartition(".")[2].isdigit()})
+    near = difflib.get_close_matches(missing[0].rpartition(".")[2], last, n=3) or last
+    hint = ": a pattern must match the whole name; a list, [q_proj,v_proj], its end" if isinstance(names, str) else ""
+    raise UserError(f"{key}: {missing[0]!r} matches no module of the model{hint} (there are {', '.join(near)})")
+
+
+def _matches(module: str, names: Sequence[str]) -> bool:
+    return any(module == name or module.endswith(f".{name}") for name in names)
+
+
+def _is_tied(model: PreTrainedModel) -> bool:
+    return model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+def _tables(model: PreTrainedModel) -> list[str]:
+    """Names of the modules with a row per token: input embedding, output embedding."""
+    names = {id(module): name for name, module in model.named_modules()}
+    return [names[id(model.get_input_embeddings())], names[id(model.get_output_embeddings())]]
+
+
+def _refuse_tied_lora(model: PreTrainedModel) -> None:
+    """LoRA on one side of a tied embedding can't be merged, and on a DoRA head the loss would miss it."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    adapted = [hasattr(m, "lora_A") for m in (head, embedding)]
+    if any(adapted) and getattr(model.config.get_text_config(), "tie_word_embeddings", False):
+        raise UserError(
+            "peft.target_modules: the input and output embeddings of this model are one matrix, which LoRA on either "
+            "would take apart: leave them out, or train the matrix in full with peft.modules_to_save=[embed_tokens]"
+        )
+    if adapted[0] and any(getattr(head, "use_dora", {}).values()):
+        raise UserError(
+            "peft.use_dora=true on the output layer is not possible: leave it out of peft.target_modules, or train "
+            "it in full with peft.modules_to_save"
+        )
+
+
+def _check_rows_are_trained(model: PreTrainedModel, new_tokens: Sequence[int]) -> None:
+    """An adapter with new tokens but frozen rows would train on noise and lose it when loaded."""
+    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+        if hasattr(module, "modules_to_save"):
+            continue
+        trained = set(module.token_adapter.token_indices[NAME]) if hasattr(module, "token_adapter") else set()
+        missing = [token for token in new_tokens if token not in trained]
+        if missing:
+            raise UserError(
+                f"the adapter trains no embedding row for the added token {missing[0]} (of {len(missing)}): start from "
+                f"an adapter that was trained with it, or begin a new one (peft.adapter=null)"
+            )
+
+
+def _lora_weights(model: nn.Module) -> dict[str, Tensor]:
+    names = (".lora_A.", ".lora_B.")
+    return {n: p.detach().to("cpu", copy=True) for n, p in model.named_parameters() if any(part in n for part in names)}
+
+
+def exported(adapter: Adapter, dtype: torch.dtype) -> tuple[dict[str, Tensor], LoraConfig]:
+    """(weights by peft's names, config) of an adapter that works on the untouched base.
+
+    One whose beginning B0 A0 was taken out of the base becomes one of twice the rank: B A - B0 A0 = [B, -B0] [A; A0].
+    """
+    config = copy.deepcopy(adapter.config)
+    weights = get_peft_model_state_dict(adapter.peft, save_embedding_layers=False)
+    config.inference_mode = True
+    if adapter.start:
+        prefix = "base_model.model."
+        for name, first in adapter.start.items():
+            key = prefix + name.replace(f".{NAME}.", ".")
+            is_b = ".lora_B." in name
+            first = first.to(weights[key])
+            weights[key] = torch.cat([weights[key], -first if is_b else first], dim=1 if is_b else 0)
+        scaling = config.lora_alpha / (config.r**0.5 if config.use_rslora else config.r)
+        config.r, config.lora_alpha, config.use_rslora = 2 * config.r, scaling * 2 * config.r, False
+        config.init_lora_weights = True
+    return {k: v.detach().to("cpu", dtype).contiguous().clone() for k, v in weights.items()}, config
+
+
+def write_adapter(adapter: Adapter, folder: Path, dtype: torch.dtype) -> None:
+    """adapter_config.json and adapter_model.safetensors, as `PeftModel.from_pretrained` reads them."""
+    weights, config = exported(adapter, dtype)
+    folder.mkdir(parents=True)
+    config.save_pretrained(folder)
+    save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+@contextlib.contextmanager
+def disabled(model: PreTrainedModel) -> Iterator[None]:
+    """Within it the model is its frozen base: a reference model at no cost in memory."""
+    adapter = adapter_of(model)
+    if adapter is None or adapter.start:
+        raise UserError("the base can't be had from this model: peft.init_weights=pissa or olora moved its weights")
+    layers: list[Any] = [m for m in model.modules() if hasattr(m, "_disable_adapters")]
+    # Not peft's disable_adapter: it also freezes the adapter for the while, which a sharded model would not forget.
+    before = [layer._disable_adapters for layer in layers]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer, value in zip(layers, before, strict=True):
+            layer._disable_adapters = value
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def file_identity(name: str) -> str:
+    """SHA-256 of an adapter's weights in a folder; the name of one on the hub."""
+    file = Path(name).expanduser() / "adapter_model.safetensors"
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file.is_file() else name
+
+
+def base_name(name_or_path: str) -> str:
+    """A folder as an absolute path, a hub name as it is."""
+    path = Path(name_or_path).expanduser()
+    return str(path.absolute()) if path.is_dir() else name_or_path

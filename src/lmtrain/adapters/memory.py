@@ -1,0 +1,203 @@
+"""A bank of learned memory that a transformers decoder reads by routed cross-attention.
+
+The bank holds C chapters of S slots, each a key and a value. After chosen decoder layers a block routes every token to
+`top_k` chapters, attends to the slots of each of them, and adds the reads, weighted by the router, to the residual
+stream:
+
+    x = norm(h);  p = softmax(W_r x);  o_c = attention(W_q x, K_c, V_c);  h + gate * W_o sum_{c in top k} w_c o_c
+
+The output gate starts at zero, so that a model with a new memory is the model without. A token sees nothing but its own
+hidden state and the bank: documents stay apart, and generation needs no cache.
+
+Large memories: Lample et al. 2019, arXiv:1907.05242. Routing: Fedus et al. 2021, arXiv:2101.03961. Zero gates: Alayrac
+et al. 2022, arXiv:2204.14198. This file needs torch alone, since exports carry a copy of it.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+TILE = 64  # rows of one chapter that are multiplied at once
+
+
+@dataclass(frozen=True)
+class MemorySettings:
+    """The shape of a memory; what config.json of an export holds under `memory`."""
+
+    num_chapters: int
+    chapter_size: int  # slots of a chapter
+    memory_dim: int  # width of a slot's key and value, over all heads
+    num_heads: int
+    top_k: int  # chapters a token reads
+    layers: tuple[int, ...]  # after which decoder layers, counted from 0
+    router: str  # top_k, straight_through or soft
+    router_noise: float  # standard deviation of what is added to the router's logits in training
+    share_bank: bool  # one bank for all layers
+    norm_eps: float = 1e-6
+
+
+class MemoryBank(nn.Module):
+    """`keys` and `values`, [C, H, S, d] each, with H heads of width d."""
+
+    def __init__(self, settings: MemorySettings) -> None:
+        super().__init__()
+        head_dim = settings.memory_dim // settings.num_heads
+        shape = (settings.num_chapters, settings.num_heads, settings.chapter_size, head_dim)
+        self.keys = nn.Parameter(torch.empty(shape).normal_())
+        self.values = nn.Parameter(torch.empty(shape).normal_())
+
+
+class MemoryNorm(nn.Module):
+    """RMSNorm (Zhang and Sennrich 2019) computed in fp32 or fp64; returns its weight's dtype."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(width)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = at_least_fp32(x)
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * x.to(self.weight.dtype)
+
+
+def at_least_fp32(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+class MemoryBlock(nn.Module):
+    """Reads a bank for each token of a decoder layer's output and adds the result to it."""
+
+    keeps_router_logits = True  # those of the last forward, as `last_router_logits`, for the router's losses
+
+    def __init__(self, width: int, settings: MemorySettings, shared: MemoryBank | None) -> None:
+        super().__init__()
+        self.settings = settings
+        self.enabled, self.top_k = True, settings.top_k
+        self.norm = MemoryNorm(width, settings.norm_eps)
+        self.router = nn.Linear(width, settings.num_chapters, bias=False)
+        self.query = nn.Linear(width, settings.memory_dim, bias=False)
+        self.output = nn.Linear(settings.memory_dim, width, bias=False)
+        self.gate = nn.Parameter(torch.zeros(width))
+        for layer in (self.router, self.query, self.output):
+            nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
+        self.own_bank = MemoryBank(settings) if shared is None else None
+        # A shared bank is the model's: listed here too, its parameters would be saved once a layer.
+        self.__dict__["shared_bank"] = shared
+
+    @property
+    def bank(self) -> MemoryBank:
+        return self.own_bank if self.own_bank is not None else self.__dict__["shared_bank"]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[B, T, D] to [B, T, D], in the same dtype."""
+        if not self.enabled:
+            return hidden
+        s, bank = self.settings, self.bank
+        x = self.norm(hidden).flatten(0, 1)  # [N, D]
+        logits = self.router(x)  # [N, C]
+        self.last_router_logits = logits
+        chapters, weights = self.route(logits)
+        queries = self.query(x).unflatten(-1, (s.num_heads, -1))
+        read = read_chapters(queries, bank.keys, bank.values, chapters)  # [N, k, H, d]
+        mixed = (read * weights.to(read.dtype)[:, :, None, None]).sum(1).flatten(1)  # [N, H * d]
+        change = self.gate * self.output(mixed)
+        return hidden + change.to(hidden.dtype).view_as(hidden)
+
+    def route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """(chapters int64 [N, k], their weights fp32 [N, k]) from the router's logits [N, C]."""
+        s = self.settings
+        logits = at_least_fp32(logits)
+        if self.training and s.router_noise:
+            logits = logits + s.router_noise * torch.randn_like(logits)
+        probabilities = torch.softmax(logits, dim=-1)
+        chosen, chapters = probabilities.topk(s.top_k, dim=-1)
+        weights = chosen / chosen.sum(-1, keepdim=True)
+        if s.router == "straight_through":  # the gradient of the probabilities, which a single chapter's weight lacks
+            weights = chosen + (weights - chosen).detach()
+        return chapters, weights
+
+
+def read_chapters(queries: Tensor, keys: Tensor, values: Tensor, chapters: Tensor) -> Tensor:
+    """What each query finds in each of its chapters: softmax(q K^T / sqrt(d)) V of that chapter alone.
+
+    Pairs of token and chapter are sorted by chapter and laid into tiles of one chapter each, so the cost grows with
+    N k S, not with the bank; every shape follows from the arguments' shapes, so nothing waits for a GPU.
+
+    Args:
+        queries: [N, H, d].
+        keys: [C, H, S, d], as `values`.
+        values: [C, H, S, d].
+        chapters: [N, k] int64, from 0 to C - 1.
+
+    Returns: [N, k, H, d].
+    """
+    tokens, heads, width = queries.shape
+    top_k = chapters.shape[1]
+    place, chapter_of_tile = tiles(chapters.flatten(), keys.shape[0])
+    count = chapter_of_tile.shape[0]
+    repeated = queries[:, None].expand(-1, top_k, -1, -1).reshape(tokens * top_k, heads, width)
+    laid = queries.new_zeros(count * TILE, heads, width).index_copy(0, place, repeated)
+    read = F.scaled_dot_product_attention(
+        laid.view(count, TILE, heads, width).transpose(1, 2),  # [tiles, H, TILE, d]
+        keys.index_select(0, chapter_of_tile).to(queries.dtype),  # [tiles, H, S, d]
+        values.index_select(0, chapter_of_tile).to(queries.dtype),
+    )
+    read = read.transpose(1, 2).reshape(count * TILE, heads, width).index_select(0, place)
+    return read.view(tokens, top_k, heads, width)
+
+
+def tiles(chapters: Tensor, num_chapters: int) -> tuple[Tensor, Tensor]:
+    """Rows sorted by chapter and laid into tiles of TILE rows of one chapter each; some tiles stay empty.
+
+    Args:
+        chapters: [M] int64.
+
+    Returns: (place of each row among all tiles' rows, [M] int64; chapter of each tile, [tiles] int64).
+    """
+    rows = chapters.shape[0]
+    count = min(rows, rows // TILE + num_chapters)  # as many as any distribution can need
+    index = torch.arange(num_chapters + 1, device=chapters.device)
+    in_order, order = chapters.sort(stable=True)
+    starts = torch.searchsorted(in_order, index)  # [C + 1], where each chapter's rows begin
+    ends_of_tiles = ((starts.diff() + TILE - 1) // TILE).cumsum(0)  # [C], in tiles
+    first_tile = F.pad(ends_of_tiles, (1, -1))
+    number = torch.arange(rows, device=chapters.device) - starts[in_order]  # of a row within its chapter
+    place = torch.empty_like(order).scatter(0, order, first_tile[in_order] * TILE + number)
+    each = torch.arange(count, device=chapters.device)
+    return place, torch.searchsorted(ends_of_tiles, each, right=True).clamp(max=num_chapters - 1)
+
+
+def decoder_layers(model: Any) -> nn.ModuleList:
+    """The list of decoder layers of a transformers model: the first of as many modules as its config has layers."""
+    depth = model.config.get_text_config().num_hidden_layers
+    lists = (m for m in model.base_model.modules() if isinstance(m, nn.ModuleList) and len(m) == depth)
+    found = next(lists, None)
+    if found is None:
+        raise ValueError(f"{type(model).__name__} has no list of its {depth} decoder layers")
+    return found
+
+
+def attach_memory(model: Any, settings: MemorySettings) -> None:
+    """Puts a memory block after each layer of `settings.layers`: `<layer>.memory`, and a shared `memory_bank`."""
+    layers = decoder_layers(model)
+    shared = MemoryBank(settings) if settings.share_bank else None
+    if shared is not None:
+        model.base_model.memory_bank = shared
+    for index in settings.layers:
+        layer = layers[index]
+        layer.memory = MemoryBlock(model.config.get_text_config().hidden_size, settings, shared)
+        layer.register_forward_hook(_read_memory)
+
+
+def _read_memory(layer: Any, _inputs: Any, output: Any) -> Any:
+    if isinstance(output, tuple):
+        return (layer.memory(output[0]), *output[1:])
+    return layer.memory(output)
+
+
+def memory_blocks(model: nn.Module) -> list[MemoryBlock]:
+    """The model's memory blocks, in order; none where it has no memory."""
+    return [module for module in model.modules() if isinstance(module, MemoryBlock)]

@@ -1,0 +1,131 @@
+"""A memory put into the model of a run: its settings from the config, its size, what is frozen, the first check."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from lmtrain.adapters.memory import MemorySettings, attach_memory, decoder_layers, memory_blocks
+from lmtrain.config.memory import chosen_layers
+from lmtrain.config.schema import Config, Memory
+from lmtrain.errors import RunError, UserError
+
+BYTES = 16  # a trained fp32 number: itself, its gradient, AdamW's two moments
+
+
+def attach(model: PreTrainedModel, config: Config) -> None:
+    """Puts the memory of `config.memory` into the model; with peft.method=memory all else is frozen.
+
+    The memory's first values depend on the seed alone; the global random generator is left as it was.
+
+    Raises:
+        UserError: a layer that doesn't exist, a bank that doesn't fit, a model whose layers can't be found.
+        RunError: the model with its new memory is not the model without.
+    """
+    settings = settings_of(config.memory, model)
+    _check_size(settings, model, config.trainer.accelerator)
+    if config.peft.method == "memory":
+        model.requires_grad_(False)
+    with torch.random.fork_rng([]):
+        torch.manual_seed(config.seed)
+        attach_memory(model, settings)
+    for block in memory_blocks(model):
+        block.to(model.device)
+    if settings.share_bank:
+        model.base_model.memory_bank.to(model.device)
+    model.train()
+    check_start(model)
+
+
+def settings_of(cfg: Memory, model: PreTrainedModel) -> MemorySettings:
+    """The memory's shape for this model.
+
+    Raises:
+        UserError: a layer that doesn't exist, a model whose layers can't be found.
+    """
+    try:
+        depth = len(decoder_layers(model))
+    except (ValueError, AttributeError) as error:
+        raise UserError(f"memory: {error}, so a memory can't be read between them: choose another model") from None
+    values: dict[str, Any] = {name: getattr(cfg, name) for name in Memory.__dataclass_fields__}
+    values["layers"] = chosen_layers(cfg.layers, depth)
+    values["router_noise"] = float(values["router_noise"])
+    if cfg.router == "soft":
+        values["top_k"] = cfg.num_chapters
+    return MemorySettings(**values)
+
+
+def _check_size(s: MemorySettings, model: PreTrainedModel, accelerator: str) -> None:
+    banks = 1 if s.share_bank else len(s.layers)
+    needed = banks * 2 * s.num_chapters * s.chapter_size * s.memory_dim * BYTES
+    if accelerator == "cuda" and torch.cuda.is_available():
+        there = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    else:
+        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > there:
+        raise UserError(
+            f"the memory needs {needed / 2**30:,.1f} GiB to be trained (memory.num_chapters={s.num_chapters} x "
+            f"memory.chapter_size={s.chapter_size} slots of memory.memory_dim={s.memory_dim}, {banks} bank(s)), and "
+            f"there are {there / 2**30:,.1f} GiB: lower one of them"
+            f"{'' if s.share_bank else ', or set memory.share_bank=true'}"
+        )
+
+
+@torch.no_grad()
+def check_start(model: PreTrainedModel) -> None:
+    """Raises RunError unless the model with its new memory computes, bit for bit, what it does without."""
+    if model.device.type == "meta":
+        return
+    ids = torch.arange(8, device=model.device).remainder(model.config.get_text_config().vocab_size)[None]
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    found = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    with without_memory(model):
+        expected = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    for module in training:
+        module.training = True
+    if not torch.equal(found, expected):
+        raise RunError("the new memory changes the model before it is trained: please report this with config.yaml")
+
+
+def memory_of(model: nn.Module) -> MemorySettings | None:
+    """The shape of the model's memory; None where it has none."""
+    blocks = memory_blocks(model)
+    return blocks[0].settings if blocks else None
+
+
+def reads_memory(model: nn.Module) -> bool:
+    return bool(memory_blocks(model))
+
+
+def has_been_trained(model: nn.Module) -> bool:
+    """Whether an output gate is not at its beginning, zero."""
+    return any(bool(block.gate.any()) for block in memory_blocks(model))
+
+
+@contextlib.contextmanager
+def without_memory(model: nn.Module) -> Iterator[None]:
+    """Within it the model reads no memory."""
+    blocks = memory_blocks(model)
+    before = [block.enabled for block in blocks]
+    for block in blocks:
+        block.enabled = False
+    try:
+        yield
+    finally:
+        for block, enabled in zip(blocks, before, strict=True):
+            block.enabled = enabled
+
+
+def describe_memory(s: MemorySettings) -> str:
+    """One line for the plan."""
+    chosen = "all chapters" if s.router == "soft" else f"{s.top_k} chapters a token ({s.router})"
+    banks = "one bank" if s.share_bank else f"{len(s.layers)} banks"
+    return (
+        f"{banks} of {s.num_chapters:,} chapters x {s.chapter_size:,} slots, width {s.memory_dim}, "
+        f"{s.num_heads} heads, {chosen}, read after layers {', '.join(map(str, s.layers))} (from 0)"
+    )

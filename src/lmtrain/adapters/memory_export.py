@@ -1,0 +1,131 @@
+"""A model with a memory as a Hugging Face folder: its weights, its config, and a modeling file that needs no lmtrain.
+
+transformers reads the folder with trust_remote_code=True, running modeling_memory.py; lmtrain reads it without running
+anything from it.
+"""
+
+import dataclasses
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from lmtrain.adapters import memory
+from lmtrain.adapters.memory import MemorySettings, attach_memory
+from lmtrain.errors import UserError
+
+MODELING, PREFIX = "modeling_memory", "memory_"
+
+LICENSE = """# Copyright The lmtrain authors.
+#
+# Licensed under the Apache License, Version 2.0 (the "License"); you may not use this file except in compliance with
+# the License. You may obtain a copy of the License at http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software distributed under the License is distributed on an
+# "AS IS" BASIS, WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied. See the License for the
+# specific language governing permissions and limitations under the License.
+"""
+
+CLASSES = '''
+
+class MemoryConfig({config}):
+    """{config} with `memory`, the fields of MemorySettings."""
+
+    model_type = "{model_type}"
+
+
+class MemoryForCausalLM({model}):
+    """{model} with a memory."""
+
+    config_class = MemoryConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        attach_memory(self, MemorySettings(**config.memory))
+'''
+
+
+def check_exportable(model: PreTrainedModel) -> None:
+    """Raises UserError unless the model's class is one of transformers' own, which a modeling file can name."""
+    name = type(model).__name__.removeprefix("FSDP")
+    if MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model.config.model_type) != name:
+        raise UserError(
+            f"a memory of {name} can't be exported: its class is not transformers' own for {model.config.model_type}; "
+            f"set export.enabled=false, and generate from the run (run_dir=...)"
+        )
+
+
+def modeling_file(config: PreTrainedConfig) -> str:
+    """The text of modeling_memory.py for a base of this config: the very code that trained it, and two classes."""
+    names = {"config": type(config).__name__, "model": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]}
+    code = inspect.getsource(memory)
+    imports = f"from torch import Tensor, nn\nfrom transformers import {names['config']}, {names['model']}\n"
+    code = code.replace("from torch import Tensor, nn\n", imports, 1)
+    return LICENSE + code + CLASSES.format(**names, model_type=PREFIX + config.model_type)
+
+
+def write(model: PreTrainedModel, settings: MemorySettings, state: dict[str, torch.Tensor], folder: Path) -> None:
+    """Writes weights, config.json and modeling_memory.py.
+
+    Args:
+        model: of transformers, with its memory in it and no other adapter.
+        state: its weights as they are to be stored, tied ones once.
+    """
+    check_exportable(model)
+    model.save_pretrained(folder, state_dict=state)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config |= {
+        "model_type": PREFIX + model.config.model_type,
+        "architectures": ["MemoryForCausalLM"],
+        "auto_map": {
+            "AutoConfig": f"{MODELING}.MemoryConfig",
+            "AutoModelForCausalLM": f"{MODELING}.MemoryForCausalLM",
+        },
+        "memory": dataclasses.asdict(settings),
+    }
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (folder / f"{MODELING}.py").write_text(modeling_file(model.config), encoding="utf-8")
+
+
+def is_exported(folder: Path) -> bool:
+    """Whether a folder is what `write` makes."""
+    path = folder / "config.json"
+    if not path.is_file():
+        return False
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return False
+    return isinstance(config, dict) and str(config.get("model_type")).startswith(PREFIX) and "memory" in config
+
+
+def load(folder: Path, **options: Any) -> PreTrainedModel:
+    """The model of a folder that `write` made, by lmtrain's own code; `options` are those of from_pretrained.
+
+    Raises:
+        UserError: its base is none of transformers', or its memory has other fields.
+    """
+    written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    base = str(written["model_type"]).removeprefix(PREFIX)
+    if base not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise UserError(f"{folder}: a memory of {base}, which is no causal language model of transformers here")
+    try:
+        settings = MemorySettings(**{**written["memory"], "layers": tuple(written["memory"]["layers"])})
+    except (TypeError, KeyError) as error:
+        raise UserError(f"{folder}/config.json: memory is not what lmtrain writes ({error})") from None
+    model_class = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[base])
+
+    def start(self: Any, config: Any) -> None:
+        model_class.__init__(self, config)
+        attach_memory(self, settings)
+
+    config_class = CONFIG_MAPPING[base]
+    own_config = type("MemoryConfig", (config_class,), {"model_type": PREFIX + base})
+    own_class = type("MemoryForCausalLM", (model_class,), {"__init__": start, "config_class": own_config})
+    return own_class.from_pretrained(folder, **options)  # type: ignore[attr-defined]

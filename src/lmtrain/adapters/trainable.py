@@ -1,0 +1,130 @@
+"""Which parameters a checkpoint holds when some are frozen, and how the frozen ones are identified.
+
+peft is not imported here: it takes seconds, and every objective needs this file.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lmtrain.config.schema import Peft
+from lmtrain.distributed.dtensor import like
+from lmtrain.errors import UserError
+
+if TYPE_CHECKING:
+    from peft import LoraConfig, PeftModel
+
+NAME = "default"  # peft's name of the adapter, part of its parameters' names
+ATTRIBUTE = "lmtrain_adapter"
+
+
+@dataclass
+class Adapter:
+    """What belongs to a model with peft's layers in it."""
+
+    peft: "PeftModel"  # wraps the model
+    start: dict[str, Tensor]  # A and B that were taken out of the base (PiSSA, OLoRA), by parameter name; else empty
+
+    @property
+    def config(self) -> "LoraConfig":
+        return self.peft.peft_config[NAME]
+
+
+def adapter_of(model: nn.Module) -> Adapter | None:
+    """The adapter that `adapters.attach` put into the model."""
+    return model.__dict__.get(ATTRIBUTE)
+
+
+def describe_adapter(adapter: Adapter, cfg: Peft) -> str:
+    """One line for the plan."""
+    config = adapter.config
+    kinds = [word for word, on in (("rsLoRA", config.use_rslora), ("DoRA", config.use_dora)) if on]
+    words = f"{' + '.join(kinds) or 'LoRA'} r={config.r}, alpha={config.lora_alpha:g}, dropout={config.lora_dropout:g}"
+    if cfg.quantization:
+        words += f", base in {cfg.quantization}{' (double)' if cfg.double_quant else ''}"
+    return f"{words}, continues {cfg.adapter} (trainable)" if cfg.adapter else words
+
+
+def trainable_names(module: nn.Module) -> set[str] | None:
+    """Names of the trained parameters; None where nothing is frozen, so that a checkpoint holds everything."""
+    parameters = list(module.named_parameters(remove_duplicate=False))
+    if all(p.requires_grad for _, p in parameters):
+        return None
+    return {name for name, p in parameters if p.requires_grad}
+
+
+def without_frozen(module: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict of `module` without what is frozen: that can be had again, and may be a thousand times as large."""
+    names = trainable_names(module)
+    return state if names is None else {name: tensor for name, tensor in state.items() if name in names}
+
+
+def check_names(module: nn.Module, saved: Iterable[str]) -> None:
+    """Raises UserError unless a checkpoint holds exactly the parameters that `module` trains."""
+    names, saved = trainable_names(module), set(saved)
+    if names is None or names == saved:
+        return
+    parts = [
+        f"{word} {sorted(these)[0]} ({len(these)} in all)"
+        for word, these in (("lacks", names - saved), ("holds", saved - names))
+        if these
+    ]
+    raise UserError(
+        f"the checkpoint's trained parameters are not this run's: it {' and '.join(parts)}. Use the peft.* settings "
+        f"it was written with (config.yaml of its run)"
+    )
+
+
+def base_identity(model: PreTrainedModel, name_or_path: str, *, whole: bool) -> str:
+    """What pretrained weights are: a hub commit, or a SHA-256 of a folder's weight files, wherever it lies.
+
+    Args:
+        whole: read all of the files; else their sizes and some blocks of each.
+    """
+    path = Path(name_or_path).expanduser()
+    if not path.is_dir():
+        return str(getattr(model.config, "_commit_hash", None) or name_or_path)
+    files = sorted(p for p in path.iterdir() if p.suffix in (".safetensors", ".bin"))
+    digest = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as handle:
+            digest.update(hashlib.file_digest(handle, "sha256").digest() if whole else _some_of(handle))
+    return digest.hexdigest()[:16]
+
+
+def _some_of(file: BinaryIO, blocks: int = 16, size: int = 1 << 16) -> bytes:
+    """The size of a file and some of its bytes, spread evenly."""
+    length = file.seek(0, os.SEEK_END)
+    parts = [str(length).encode()]
+    for i in range(blocks):
+        file.seek(max(0, length - size) * i // (blocks - 1))
+        parts.append(file.read(size))
+    return b"".join(parts)
+
+
+@torch.no_grad()
+def restore_start(model: PreTrainedModel, start: dict[str, Tensor]) -> None:
+    """Makes the base the one `start` was taken out of: another machine's decomposition differs in the last bits.
+
+    Args:
+        start: as `Adapter.start` of the run that wrote the checkpoint.
+    """
+    adapter = adapter_of(model)
+    if adapter is None or not start or all(torch.equal(start[n], t) for n, t in adapter.start.items()):
+        return
+    for name, module in model.named_modules():
+        a, b = f"{name}.lora_A.{NAME}.weight", f"{name}.lora_B.{NAME}.weight"
+        if a in start:
+            change = adapter.start[b] @ adapter.start[a] - start[b] @ start[a]  # [out, in]
+            layer: Any = module
+            change = layer.scaling[NAME] * (change.T if layer.fan_in_fan_out else change)
+            weight = layer.get_base_layer().weight
+            weight += like(change.to(weight.dtype).to(weight.device), weight)
+    adapter.start = {name: tensor.clone() for name, tensor in start.items()}  # these may be a checkpoint's, mapped

@@ -1,0 +1,104 @@
+"""manifest.json of a checkpoint: its step, its scores, its files, and a hash of all that.
+
+The hash is of the content, not of the text: whatever changes no value changes nothing. A manifest written before there
+was one has exactly the keys it had then, and is taken as it is.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from lmtrain.errors import RunError, reason
+from lmtrain.files import write_atomic
+
+NAME = "manifest.json"
+_HASH = "sha256"
+_REQUIRED, _KNOWN = {"step", "metrics", "files"}, {"step", "metrics", "files", "interim"}
+
+
+class Damaged(RunError):
+    """A checkpoint that is not as it was written; `what` says in which way."""
+
+    def __init__(self, checkpoint: Path, what: str) -> None:
+        super().__init__(f"the checkpoint {checkpoint} is damaged ({what})")
+        self.what = what
+
+
+def unreadable(path: Path, error: OSError) -> RunError:
+    """The error of a disk that does not give what may well be there: no damage, so nothing is passed over for it."""
+    return RunError(
+        f"cannot read {path}: {reason(error)}. That does not mean that it is damaged, so nothing was changed and no "
+        f"other checkpoint was taken: mend the disk or the permissions, then give the same command again"
+    )
+
+
+def write(checkpoint: Path, content: dict[str, Any]) -> None:
+    """Writes `content` (step, metrics, files, interim) and its hash, atomically."""
+    plain = json.loads(json.dumps(content))
+    write_atomic(checkpoint / NAME, json.dumps({**plain, _HASH: _hash(plain)}, indent=2))
+
+
+def read(checkpoint: Path) -> dict[str, Any]:
+    """The content that `write` was given.
+
+    Raises:
+        Damaged: it is missing, or not what was written.
+        RunError: the disk does not give it.
+    """
+    try:
+        text = (checkpoint / NAME).read_bytes()
+    except FileNotFoundError:
+        raise Damaged(checkpoint, f"{NAME} is missing") from None
+    except (NotADirectoryError, IsADirectoryError):
+        raise Damaged(checkpoint, f"{NAME} is no file in a folder") from None
+    except OSError as error:
+        raise unreadable(checkpoint / NAME, error) from error
+    try:
+        content = json.loads(text.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise Damaged(checkpoint, f"{NAME} can't be read: {error}") from None
+    problem = _problem(content)
+    if problem is not None:
+        raise Damaged(checkpoint, f"{NAME} {problem}")
+    content.pop(_HASH, None)
+    return content
+
+
+def _hash(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _problem(content: Any) -> str | None:
+    """What is wrong with a manifest that is JSON; None if nothing is."""
+    if not isinstance(content, dict):
+        return "is no JSON object"
+    rest = {key: value for key, value in content.items() if key != _HASH}
+    if _HASH in content and content[_HASH] != _hash(rest):
+        return "does not match its own checksum"
+    if not rest.keys() >= _REQUIRED:
+        return f"lacks {', '.join(sorted(_REQUIRED - rest.keys()))}"
+    if _HASH not in content and not rest.keys() <= _KNOWN:
+        return f"has no checksum, and unknown keys ({', '.join(sorted(rest.keys() - _KNOWN))})"
+    metrics, files = rest["metrics"], rest["files"]
+    if type(rest["step"]) is not int or type(rest.get("interim", False)) is not bool:
+        return "holds a step or a mark of another type"
+    if not isinstance(metrics, dict) or not all(isinstance(v, int | float | None) for v in metrics.values()):
+        return "holds scores that are no numbers"
+    if not isinstance(files, dict) or not all(_is_entry(*entry) for entry in files.items()):
+        return "holds an entry that describes no file"
+    return None
+
+
+def _is_entry(name: str, entry: Any) -> bool:
+    """Whether it describes a file of the checkpoint's folder: whole, or in parts that several ranks wrote."""
+    if Path(name).name != name or not isinstance(entry, dict) or type(entry.get("bytes")) is not int:
+        return False
+    if "parts" not in entry:
+        return type(entry.get("sha256")) is str
+    return isinstance(entry["parts"], list) and all(
+        isinstance(part, dict)
+        and type(part.get("offset")) is type(part.get("bytes")) is int
+        and type(part.get("sha256")) is str
+        for part in entry["parts"]
+    )

@@ -1,0 +1,60 @@
+"""Which checkpoints are kept, by step and score, and what the links `last` and `best` point at."""
+
+import contextlib
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from lmtrain.checkpoints.store import read_manifest, scan, step_of
+from lmtrain.errors import RunError
+
+Scores = list[tuple[int, float | None]]  # (step, validation score if that step was validated)
+
+
+def manifests(folder: Path) -> dict[Path, dict[str, Any]]:
+    """Each checkpoint's manifest, oldest first. One that can't be read neither counts nor is removed."""
+    found = {}
+    for path in scan(folder):
+        with contextlib.suppress(RunError):
+            found[path] = read_manifest(path)
+    return found
+
+
+def scores(folder: Path, monitor: str) -> Scores:
+    """Each checkpoint's step and its value of `monitor`.
+
+    Interim ones, which a run left alone would not have made, are not among them.
+    """
+    found = [(step_of(path), content) for path, content in manifests(folder).items()]
+    return [(step, content["metrics"].get(monitor)) for step, content in found if not content.get("interim", False)]
+
+
+def _ranked(scores: Scores, mode: str) -> list[int]:
+    """Steps with a finite score, best first; of equal ones the earlier."""
+    sign = 1 if mode == "min" else -1
+    scored = [(sign * score, step) for step, score in scores if score is not None and math.isfinite(score)]
+    return [step for _, step in sorted(scored)]
+
+
+def best_of(scores: Scores, mode: str) -> int | None:
+    """The best step, or None if none has a score."""
+    return next(iter(_ranked(scores, mode)), None)
+
+
+def to_keep(scores: Scores, last: int, best: int, every: int | None, mode: str) -> set[int]:
+    """The steps whose checkpoints stay: the newest `last`, the best `best`, each that divides by `every`."""
+    steps = sorted(step for step, _ in scores)
+    keep = set(steps[-last:]) | set(_ranked(scores, mode)[:best])
+    return keep | {step for step in steps if every and step % every == 0}
+
+
+def link(folder: Path, name: str, target: Path) -> None:
+    """Points the relative link checkpoints/<name> at a checkpoint, replacing an older one atomically."""
+    temporary = folder / f"{name}.tmp{os.getpid()}"
+    try:
+        temporary.unlink(missing_ok=True)
+        os.symlink(target.name, temporary)
+        os.replace(temporary, folder / name)
+    except OSError:
+        temporary.unlink(missing_ok=True)  # a file system without links: summary.json names them as well

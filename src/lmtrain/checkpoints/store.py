@@ -1,0 +1,259 @@
+"""Checkpoints: folders `step_00000500` that are complete or absent, found by scanning.
+
+Written under a temporary name beside their place, synced, renamed; a manifest written last lists every file with its
+size and SHA-256, and its own, so a damaged one is seen: it is passed over and set aside, never removed. Two files:
+model.pt (weights) and trainer.pt (optimizer, progress, callbacks). Both hold plain containers and tensors only and are
+loaded with weights_only=True. Ranks that write together (trainer.fsdp.sharded_checkpoint) write the tensors into
+model.safetensors and optimizer.safetensors instead.
+"""
+
+import contextlib
+import hashlib
+import os
+import pickle
+import re
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from lmtrain.checkpoints import manifest, shared_file
+from lmtrain.errors import RunError, UserError, first_line, reason
+from lmtrain.files import aside, fsync
+
+MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
+_NAME = re.compile(r"step_(\d{8,})")
+
+
+def name_of(step: int) -> str:
+    return f"step_{step:08d}"
+
+
+def step_of(path: Path) -> int:
+    match = _NAME.fullmatch(path.name)
+    if match is None:
+        raise UserError(f"{path} is not a checkpoint's name (step_00000500 is one)")
+    return int(match[1])
+
+
+def scan(folder: Path) -> list[Path]:
+    """All checkpoints of a run by step, oldest first; temporary ones and those set aside are not among them."""
+    try:
+        return sorted((p for p in folder.iterdir() if _NAME.fullmatch(p.name) and not p.is_symlink()), key=step_of)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise manifest.unreadable(folder, error) from error
+
+
+def sweep(folder: Path) -> None:
+    """Removes what writers that died left behind."""
+    for leftover in folder.glob("*.tmp*"):
+        folder_itself = leftover.is_dir() and not leftover.is_symlink()
+        shutil.rmtree(leftover, ignore_errors=True) if folder_itself else leftover.unlink(missing_ok=True)
+
+
+def damage(path: Path) -> str | None:
+    """What is wrong with a checkpoint, or None if every file is as its manifest says, and the manifest as its hash.
+
+    Raises:
+        RunError: the disk fails to give a file, which is not damage.
+    """
+    try:
+        content = manifest.read(path)
+        if _NAME.fullmatch(path.name) and content["step"] != step_of(path):
+            return f"it is the checkpoint of step {content['step']}"
+        problems = (_file_damage(path / name, expected) for name, expected in content["files"].items())
+        return next((problem for problem in problems if problem is not None), None)
+    except manifest.Damaged as damaged:
+        return damaged.what
+    except OSError as error:
+        raise manifest.unreadable(Path(error.filename or path), error) from error
+
+
+def _file_damage(file: Path, expected: dict[str, Any]) -> str | None:
+    """What is wrong with a file, by its entry in the manifest."""
+    try:
+        found = file.stat()
+    except FileNotFoundError:
+        return f"{file.name} is missing"
+    if not stat.S_ISREG(found.st_mode):
+        return f"{file.name} is no file"
+    if found.st_size != expected["bytes"]:
+        return f"{file.name} has {found.st_size} bytes instead of {expected['bytes']}"
+    if "parts" in expected:
+        return shared_file.damage(file, expected["parts"])
+    return None if _sha256(file) == expected["sha256"] else f"{file.name} does not match its checksum"
+
+
+def newest_complete(folder: Path, tell: Callable[[str], None] = print) -> Path | None:
+    """The newest undamaged checkpoint, None where there is no checkpoint; `tell` gets each that is passed over.
+
+    Raises:
+        UserError: there are checkpoints, and all are damaged.
+    """
+    damaged: dict[str, str] = {}
+    for path in reversed(scan(folder)):
+        problem = damage(path)
+        if problem is None:
+            for name, what in damaged.items():
+                tell(f"checkpoint {name} is damaged ({what}); falling back to {path.name}")
+            return path
+        damaged[path.name] = problem
+    if damaged:
+        listed = ", ".join(f"{name} ({what})" for name, what in damaged.items())
+        raise UserError(
+            f"no checkpoint in {folder} can be continued, all are damaged: {listed}. Nothing was removed. To start "
+            f"over, choose another run.name (or run.dir); to continue, put an undamaged copy of one back in its place, "
+            f"or name the folder of one that lies elsewhere: run.resume=<folder>"
+        )
+    return None
+
+
+def set_aside(path: Path) -> Path:
+    """Renames a damaged checkpoint to step_00000500.damaged, which no run reads; the user may still repair it."""
+    kept = aside(path)
+    try:
+        os.rename(path, kept)
+    except OSError as error:
+        raise RunError(f"cannot rename the damaged checkpoint {path}: {reason(error)}") from error
+    return kept
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    return manifest.read(path)
+
+
+def add_metrics(path: Path, metrics: dict[str, float], interim: bool) -> bool:
+    """Writes scores into the manifest of a checkpoint that has none; returns whether it did."""
+    content = manifest.read(path)
+    if content["metrics"]:
+        return False
+    interim = interim and content.get("interim", False)  # one that was due when it was made stays so
+    manifest.write(path, {**content, "metrics": metrics, "interim": interim})
+    return True
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write(file: Path, content: Any) -> dict[str, Any]:
+    """Writes a file of a checkpoint and syncs it; returns its entry in the manifest."""
+    with file.open("wb") as handle:
+        torch.save(content, handle)
+        handle.flush()
+        os.fsync(handle.fileno())
+    return {"bytes": file.stat().st_size, "sha256": _sha256(file)}
+
+
+def load_weights(path: Path, mmap: bool = False) -> dict[str, torch.Tensor]:
+    """The model's state dict of a checkpoint, on the CPU; with `mmap` nothing is read before it is used."""
+    if (path / MODEL).exists():
+        return _read_tensors(path / MODEL)
+    return _unpickle(path / "model.pt", mmap)
+
+
+def load_trainer_state(path: Path, mmap: bool = False) -> dict[str, Any]:
+    """trainer.pt of a checkpoint: all but the weights."""
+    state = _unpickle(path / "trainer.pt", mmap)
+    if "callbacks" not in state or "fingerprint" not in state:
+        raise UserError(f"{path / 'trainer.pt'} is not of a checkpoint that lmtrain has written; take another one")
+    return state
+
+
+def load(path: Path, mmap: bool = False) -> dict[str, Any]:
+    """Lightning's checkpoint dict."""
+    checkpoint = _unpickle(path / "trainer.pt", mmap)
+    if (path / OPTIMIZER).exists():
+        for name, tensor in _read_tensors(path / OPTIMIZER).items():
+            optimizer, index, key = name.split(".", 2)
+            state = checkpoint["optimizer_states"][int(optimizer)]["state"]
+            state.setdefault(int(index), {})[key] = tensor
+    return {**checkpoint, "state_dict": load_weights(path, mmap)}
+
+
+def _unpickle(file: Path, mmap: bool) -> dict[str, Any]:
+    """A dict of plain containers and tensors; whatever else a pickle holds is refused, not run."""
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        if "allocate" in str(error):
+            raise
+        raise UserError(_not_tensors(file, error)) from error
+    if not isinstance(content, dict):
+        raise UserError(_not_tensors(file, TypeError(f"it holds a {type(content).__name__}")))
+    return content
+
+
+def _read_tensors(file: Path) -> dict[str, torch.Tensor]:
+    try:
+        return shared_file.read(file)
+    except SafetensorError as error:
+        raise UserError(_not_tensors(file, error)) from error
+
+
+def _not_tensors(file: Path, error: Exception) -> str:
+    return (
+        f"{file} is no file of tensors that lmtrain has written ({first_line(error)}). Nothing in it was run; take "
+        f"another checkpoint"
+    )
+
+
+def publish(checkpoint: dict[str, Any], path: Path) -> None:
+    """Writes a checkpoint so that `path` is complete or absent.
+
+    Raises:
+        RunError: the disk is full or gone; what was there before is untouched.
+    """
+    if path.exists() and damage(path) is None:
+        return  # the same step of the same run: a good checkpoint is never overwritten
+    temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    with explained(path, temporary):
+        temporary.mkdir(parents=True)
+        rest = {key: value for key, value in checkpoint.items() if key != "state_dict"}
+        files = {
+            "model.pt": write(temporary / "model.pt", checkpoint["state_dict"]),
+            "trainer.pt": write(temporary / "trainer.pt", rest),
+        }
+        put_in_place(checkpoint, files, temporary, path)
+
+
+def put_in_place(checkpoint: dict[str, Any], files: dict[str, Any], temporary: Path, path: Path) -> None:
+    """Writes the manifest of a checkpoint whose `files` are all in `temporary`, and gives it its name."""
+    about = {"metrics": checkpoint.get("metrics", {}), "interim": checkpoint.get("interim", False)}
+    manifest.write(temporary, {"step": checkpoint["global_step"], **about, "files": files})
+    fsync(temporary)
+    if path.exists():  # damaged
+        set_aside(path)
+    os.rename(temporary, path)
+    fsync(path.parent)
+
+
+@contextlib.contextmanager
+def explained(path: Path, temporary: Path | None) -> Iterator[None]:
+    """Says what to do where writing the checkpoint `path` fails, and removes `temporary`."""
+    try:
+        yield
+    except (OSError, RuntimeError, RunError) as error:  # torch.save reports a failed write as RuntimeError
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
+        if "DataLoader worker" in str(error):
+            raise  # torch tells of a dead worker in whatever code is running then
+        raise RunError(
+            f"cannot write the checkpoint {path}: {reason(error)}; the ones before it are untouched. Free space "
+            f"there, or set checkpoint.keep_last lower, then run the same command with run.resume=auto"
+        ) from error
+
+
+def remove(path: Path) -> None:
+    """Renamed first: a removal that is cut short leaves nothing that looks complete."""
+    doomed = path.with_name(f"{path.name}.tmp{os.getpid()}")
+    os.rename(path, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)

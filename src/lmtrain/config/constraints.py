@@ -1,0 +1,94 @@
+"""Annotations of schema fields: what a key shapes, and constraints on its value. Imports no torch.
+
+    seq_len: Annotated[int, TRAJECTORY, at_least(1)]
+
+A constraint is called with the key and its value and raises UserError; null passes, where the type allows it.
+"""
+
+import difflib
+import enum
+import math
+from collections.abc import Callable
+from typing import Any
+
+from lmtrain.errors import UserError
+
+Constraint = Callable[[str, Any], None]
+
+
+class Shapes(enum.Enum):
+    """What a key has an effect on, and so what happens when it is changed."""
+
+    PREPARED = "prepared"  # the tokens on disk: another folder; on resume the tokens themselves are compared
+    MODEL = "model"  # the model and what its forward computes: another reference, and refused on resume
+    TRAJECTORY = "trajectory"  # what is learned: refused on resume
+    RATE = "rate"  # how fast and how long: the user's right on resume, said aloud
+    MACHINE = "machine"  # where and how the same is computed: may change on resume, said aloud
+    SHOWN = "shown"  # nothing that is learned: what people see, where files lie, what is kept
+
+
+PREPARED, MODEL, TRAJECTORY, RATE, MACHINE, SHOWN = Shapes
+
+
+class Mark(enum.Enum):
+    """More about a key."""
+
+    CONTENT = "content"  # it names something (a file, a model): what that holds is compared, not its name
+
+
+CONTENT = Mark.CONTENT
+
+
+def choice(*options: str) -> Constraint:
+    """One of these; for keys that are no text otherwise (true, a number), a text has to be one of them."""
+
+    def check(key: str, value: Any) -> None:
+        if isinstance(value, str) and value not in options:
+            near = difflib.get_close_matches(value, options, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise UserError(f"{key}={value} is not known{hint} (options: {', '.join(options)})")
+
+    return check
+
+
+def at_least(least: int) -> Constraint:
+    def check(key: str, value: Any) -> None:
+        if value is not None and not value >= least:
+            raise UserError(f"{key}={value}: at least {least} is needed")
+
+    return check
+
+
+def between(first: int, last: int) -> Constraint:
+    def check(key: str, value: Any) -> None:
+        if value is not None and not first <= value <= last:
+            raise UserError(f"{key}={value}: a whole number from {first} to {last} is needed")
+
+    return check
+
+
+def not_negative(key: str, value: Any) -> None:
+    if value is not None and not 0 <= value < math.inf:
+        raise UserError(f"{key}={value}: a number from 0 up is needed")
+
+
+def above_zero(key: str, value: Any) -> None:
+    if value is not None and not 0 < value < math.inf:
+        raise UserError(f"{key}={value}: a number above 0 is needed")
+
+
+def share(key: str, value: Any) -> None:
+    if value is not None and not 0 <= value < 1:
+        raise UserError(f"{key}={value}: a share from 0 up to (not including) 1 is needed")
+
+
+def up_to_one(key: str, value: Any) -> None:
+    if value is not None and not 0 <= value <= 1:
+        raise UserError(f"{key}={value}: a share from 0 to 1 is needed")
+
+
+def name_or_names(key: str, value: Any) -> None:
+    """One text or a list of them, which a type can't express."""
+    names = [value] if isinstance(value, str) else value
+    if names is not None and (not isinstance(names, list) or not all(isinstance(name, str) for name in names)):
+        raise UserError(f"{key}={value}: a name or a list of names, [a,b], is needed")

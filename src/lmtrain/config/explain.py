@@ -1,0 +1,280 @@
+"""Explains a rejected override: the nearest valid key, the word used here for a neighbour's, the options of a group."""
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lmtrain.config import words
+from lmtrain.config.aliases import NEIGHBOURS, OPTIONS
+from lmtrain.config.lightning_arguments import ANSWERS
+from lmtrain.errors import UserError
+
+
+def flatten(tree: Mapping[Any, Any], prefix: str = "") -> Iterable[str]:
+    """All dotted keys of a nested mapping, inner nodes included."""
+    for key, value in tree.items():
+        yield f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{prefix}{key}.")
+
+
+def unknown_key(key: str, valid: Iterable[str]) -> str:
+    """The message for a key that isn't there, with the nearest one that is."""
+    valid = list(valid)
+    argument = key.removeprefix("trainer.")
+    if argument != key and argument in ANSWERS:  # Lightning's
+        return f"there is no key {key!r}; here it is {ANSWERS[argument]} (docs/lightning.md)"
+    here, why = words.used_here(key, valid), words.absent(key)
+    if why is not None:
+        return f"there is no key {key!r}: {why}"
+    if here is not None:
+        note = " (accumulation is derived from it, data.micro_batch_size and the devices)"
+        return f"there is no key {key!r}; here it is {here}{note if 'accum' in key else ''}"
+    word = words.misspelt(key, valid)
+    if word is not None:
+        return f"there is no key {key!r}; if {word} was meant: here it is {NEIGHBOURS[word]}"
+    candidates = _nearest(key, valid)
+    if candidates:
+        return f"there is no key {key!r}; did you mean {' or '.join(candidates)}?"
+    section = key.split(".")[0]
+    if any(key.startswith(f"{node}.") for node in OPEN):
+        return f"there is no key {key!r} yet: write +{key}=... to add it"
+    siblings = [v for v in valid if v.startswith(f"{section}.") and v.count(".") == 1]
+    if siblings:
+        return f"there is no key {key!r}; keys under {section}: {', '.join(siblings)}"
+    return f"there is no key {key!r}; --cfg prints every key with its default"
+
+
+OPEN = ("model.extra",)  # nodes to which a user may add keys of their own
+
+
+def _nearest(key: str, valid: list[str]) -> list[str]:
+    """At most three keys that look like it: the most similar one, those with the same last word, other similar ones."""
+    parents = [key.rsplit(".", n)[0] for n in range(1, key.count(".") + 1)]
+    if any(parent in OPEN for parent in parents):
+        return []
+    choices = [v for v in valid if v not in parents]
+    near = difflib.get_close_matches(key, choices, n=3, cutoff=0.7)
+    same_name = [v for v in choices if v.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
+    return list(dict.fromkeys(near[:1] + same_name + near[1:]))[:3]
+
+
+def other_variant(key: str, folders: Iterable[Path]) -> str | None:
+    """The message for a key that other options of its group have (optimizer.momentum with optimizer=adamw), or None."""
+    group, *path = key.split(".")
+    options = []
+    for file in sorted(f for d in folders for f in (d / group).glob("*.yaml") if f.stem != "base"):
+        node: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
+        for name in path:
+            node = node.get(name, _ABSENT) if isinstance(node, Mapping) else _ABSENT
+        if node is not _ABSENT:
+            options.append(f"{group}={file.stem}")
+    if not path or not options:
+        return None
+    return f"{key} has no meaning with the {group} chosen here; it belongs to {', '.join(options)}"
+
+
+_ABSENT = object()
+
+
+def _options(group: str, folders: Iterable[Path]) -> list[str]:
+    return sorted({f.stem for d in folders for f in (d / group).glob("*.yaml") if f.stem != "base"})
+
+
+def unknown_option(group: str, option: str, folders: Iterable[Path]) -> str:
+    """The message for `group=option` where no such yaml exists."""
+    options = _options(group, folders)
+    plain = option.lower().replace("-", "_")
+    near = [f"{group}={name}" for name in difflib.get_close_matches(plain, options, n=1)]
+    meant = OPTIONS.get(f"{group}={option.lower()}") or next(iter(near), None)
+    hint = f"did you mean {meant}? " if meant else ""
+    return f"there is no {group}={option}; {hint}options: {', '.join(options)}"
+
+
+def missing_config(error: MissingConfigException, folders: list[Path], overrides: list[str]) -> str:
+    """The message for a yaml that Hydra did not find."""
+    missing = error.missing_cfg_file or ""
+    for override in overrides:
+        group, _, option = override.lstrip("+").partition("=")
+        if missing == f"{group}/{option}" and any((d / group).is_dir() for d in folders):
+            return unknown_option(group, option, folders)
+    if missing.startswith("hydra/launcher/"):
+        extra = missing.removeprefix("hydra/launcher/").partition("_")[0]
+        return f'hydra/launcher={Path(missing).name} is not installed: pip install "lmtrain[{extra}]" (submitit, ray)'
+    if "/" not in missing:
+        return f"--config-name {missing}: no {missing}.yaml in {' or '.join(map(str, folders))}"
+    return str(error).split("\n\n")[0].strip()
+
+
+def unreadable(override: str) -> str:
+    """The message for an argument that Hydra's grammar rejects."""
+    override = override.removeprefix("++")  # which `mended` may have added
+    key, equals, value = override.partition("=")
+    if not equals:
+        return f"cannot read {override!r}: write key=value or group=option; a value that holds spaces needs quotes"
+    holds = "spaces, commas, brackets, quotes or ="
+    if value.startswith(("[", "{")):
+        return (
+            f"cannot read {override!r}: in a list or mapping each text that holds {holds} needs double quotes, and the "
+            f"whole single ones for the shell: 'optimizer.groups=[{{pattern: \"a|(b)\", lr: 1e-4}}]'"
+        )
+    return (
+        f"cannot read {override!r}: a value that holds {holds} needs quotes twice, for the shell and for Hydra: "
+        f"'{key}=\"{value}\"'"
+    )
+
+
+def unknown_flag(flag: str) -> str:
+    """The message for --something, as other programs write their settings."""
+    hydras = words.HYDRA_FLAGS.get(flag.partition("=")[0])
+    if hydras is not None:
+        return f"{flag} is no option: {hydras}"
+    key = flag.lstrip("-").partition("=")[0].replace("-", "_")
+    why = words.absent(key)
+    if why is not None:
+        return f"{flag} is no option: {why}"
+    here, _, with_ = (words.used_here(key, ()) or key).partition(" ")
+    example = f"{here}{'' if '=' in here else '=...'} {with_}".strip() if key else "trainer.max_steps=100"
+    return f"{flag} is no option: settings are written without dashes, {example} (--help lists options and keys)"
+
+
+def refuse_sweep_keys(overrides: list[str]) -> None:
+    """Raises UserError for hydra.* and sweep.* on a single run, where they would be ignored without a word."""
+    for override in overrides:
+        key = override.lstrip("+~").partition("=")[0]
+        if key.startswith(("hydra.", "hydra/", "sweep.")) or (key == "sweep" and "=" in override):
+            if key == "hydra.searchpath":
+                continue
+            here = f"; here it is {NEIGHBOURS[key]}" if key in NEIGHBOURS else " (a sweep, -m, reads it)"
+            raise UserError(f"{key} has no effect on a single run{here}")
+
+
+def refuse_deleted_groups(overrides: list[str], folders: list[Path]) -> None:
+    """Raises UserError for ~group: every group has an option, and where it can be off that has a name."""
+    for override in overrides:
+        group = override[1:].partition("=")[0]
+        if override.startswith("~") and any((d / group).is_dir() for d in folders):
+            options = _options(group, folders)
+            off = f"{group}=none turns it off; " if "none" in options else ""
+            raise UserError(f"~{group}: the group {group} can't be left out; {off}options: {', '.join(options)}")
+
+
+def refused(
+    error: Exception, folders: list[Path], overrides: list[str], compose: Callable[[list[str]], DictConfig]
+) -> str:
+    """The message for overrides that parse but cannot be applied: names the first such one.
+
+    Args:
+        compose: composes the config with some of the overrides.
+    """
+    groups = {g.name for d in folders for g in d.iterdir() if g.is_dir()}
+    parsed = [OverridesParser.create().parse_override(text) for text in overrides]
+    for override in parsed:
+        message = _wrong_group_value(override, groups, folders) or _sweep_outside_multirun(override)
+        said = _on_one_line(error)
+        if "DictConfig with ListConfig" in said and f"override {override.input_line}" in said:
+            key, _, value = str(override.input_line).partition("=")
+            return f"{key}={value}: a list is needed, {key}=[{value}]"
+        if message is not None:
+            return message
+        key = override.key_or_group
+        if override.is_add() and key in groups and "Multiple values for" in said:
+            return f"{override.input_line}: every config has the group {key}: write {key}={override.value()}"
+        if f"Could not override '{key}'" in str(error) and "No match in the defaults list" in str(error):
+            return f"{key}: this config is a run's own and offers no options: set single keys, {key}.<key>=<value>"
+    try:
+        base = compose([o.input_line or "" for o in parsed if o.key_or_group in groups])
+    except (HydraException, OmegaConfBaseException):  # the choices of options don't go together: Hydra says why
+        return _on_one_line(error)
+    for override in parsed:
+        key = override.key_or_group
+        if override.is_add() or key in groups or OmegaConf.select(base, key, default=_ABSENT) is not _ABSENT:
+            continue
+        if OmegaConf.select(base, f"{key.split('.')[0]}.name", default=None) == "custom":
+            return f"there is no key {key!r} yet: write +{key}=... to add it"
+        valid = flatten(OmegaConf.to_container(base, resolve=False))  # type: ignore[arg-type]
+        return other_variant(key, folders) or unknown_key(key, [*valid, *sorted(groups)])
+    return _on_one_line(error)
+
+
+def _wrong_group_value(override: Override, groups: set[str], folders: list[Path]) -> str | None:
+    group = override.key_or_group
+    if group not in groups:
+        return None
+    options = ", ".join(_options(group, folders))
+    if not override.is_sweep_override() and not isinstance(override.value(), str | list):
+        return (
+            f"{override.input_line}: {group} is a group, set by the name of an option ({options}); "
+            f"single keys are set as {group}.<key>=<value>"
+        )
+    return None
+
+
+def _sweep_outside_multirun(override: Override) -> str | None:
+    if not override.is_sweep_override():
+        return None
+    key, _, value = (override.input_line or "").partition("=")
+    return (
+        f"{key}={value}: several values are a sweep, started with -m; for one list write '{key}=[{value}]', for one "
+        f"text '{key}=\"{value}\"'"
+    )
+
+
+def _on_one_line(error: Exception) -> str:
+    cause = error.__cause__
+    text = str(error) if cause is None or str(cause) in str(error) else f"{error}: {cause}"
+    return "; ".join(line.strip().rstrip(".") for line in text.splitlines() if line.strip())
+
+
+_WANTED = {  # what omegaconf's message says -> what is needed
+    "to Integer": "a whole number is needed",
+    "to Float": "a number is needed",
+    "not a valid bool": "true or false is needed",
+    "not a ListConfig": "a list is needed, such as [a,b]",
+    "to string": "one text is needed",
+    "to Dict": "a mapping is needed, such as {key: value}",
+    "with type hint 'typing.Dict": "a mapping is needed, such as {key: value}",
+    "to Union[int, str]": "one value is needed",
+    "is not a subclass of": "this is a section: set its keys one by one",
+}
+
+
+_SHARES = {  # Lightning takes a share of these
+    "trainer.val_check_interval": "it counts optimizer steps, not a share of an epoch (250: every 250 steps)",
+    "trainer.limit_val_batches": "it counts micro-batches, not a share of the split (null: all of it)",
+}
+
+
+def wrong_type(error: OmegaConfBaseException, tree: Any, valid: Iterable[str]) -> str:
+    """The message for a value that the schema refuses; `valid` are all keys."""
+    key, message = str(getattr(error, "full_key", None) or ""), str(error).strip().split("\n")[0]
+    if "not in '" in message:
+        return unknown_key(key, valid)
+    if "missing mandatory" in message.lower():
+        return f"{key} has no value: set {key}=..."
+    if "'None' for field" in message:
+        pretrained = key == "data.seq_len" and OmegaConf.select(tree, "model.init") == "pretrained"
+        why = " (a pretrained model brings none; 1024 is usual)" if pretrained else ""
+        return f"{key} has no value here: set {key}=...{why}"
+    wanted = next((words for part, words in _WANTED.items() if part in message), None)
+    if not key:  # omegaconf doesn't know where: an entry of a list of mappings
+        return f"an entry of callbacks.extra or optimizer.groups: {wanted or message}"
+    if wanted is None:
+        return f"{key}: {message}"
+    value = OmegaConf.select(tree, key, default=None)
+    if isinstance(value, float) and key in _SHARES:
+        return f"{key}={value}: a whole number is needed: {_SHARES[key]}"
+    if key == "trainer.devices" and OmegaConf.is_list(value):
+        which = ",".join(map(str, value))
+        there = f"CUDA_VISIBLE_DEVICES={which} and {key}={len(value)}"
+        return f"{key}=[{which}]: a number of devices is needed; which ones: {there}"
+    value = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+    return f"{key}={value}: {wanted}, found {type(value).__name__} {value!r}"

@@ -1,0 +1,162 @@
+"""What a resumed run must share with its beginning: the settings that decide what is learned, and what files held.
+
+A fingerprint is plain containers in every checkpoint:
+  keys      the values of all keys of the config that shape the model or the trajectory
+  contents  what was found behind names and settings: the tokens ("data"), the tokenizer, the model's architecture, the
+            frozen base, an adapter's first weights, the reference
+  earlier   some contents in the form that checkpoints of earlier versions hold
+The checkpoint of one device is that of many: where and how a run is computed is no part of it, and is read, as what may
+change on resume, from the run's config.yaml.
+"""
+
+import difflib
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from lmtrain.config.constraints import MACHINE, MODEL, PREPARED, RATE, TRAJECTORY
+from lmtrain.config.keys import keys_in, keys_of, value_of, values
+from lmtrain.config.schema import Config
+from lmtrain.errors import UserError
+
+Fingerprint = dict[str, dict[str, Any]]
+
+
+def fingerprint(config: Config, contents: dict[str, Any], earlier: dict[str, Any]) -> Fingerprint:
+    """See the module; `config` has its `auto` values resolved."""
+    keys = values(config, MODEL, TRAJECTORY, by_content=False)
+    return json.loads(json.dumps({"keys": keys, "contents": contents, "earlier": earlier}, default=str))
+
+
+def short_hash(value: Any) -> str:
+    """16 digits of the SHA-256 of a value as JSON."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def of_model(config: Config) -> dict[str, Any]:
+    """The keys that the model's forward depends on, besides what its name stands for."""
+    return values(config, MODEL, by_content=False)
+
+
+@dataclass
+class Change:
+    """An entry that differs from the checkpoint's; `because` are keys that explain it, with both values."""
+
+    name: str
+    then: Any
+    now: Any
+    because: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        keys = "".join(f"; {key} then {then}, now {now}" for key, (then, now) in self.because.items())
+        return f"{self.name} (then {self.then}, now {self.now}{keys})"
+
+    def is_allowed(self, allowed: list[str]) -> bool:
+        return self.name in allowed or bool(self.because and all(key in allowed for key in self.because))
+
+
+def changes(theirs: dict[str, Any], ours: Fingerprint, before: dict[str, Any], config: Config) -> list[Change]:
+    """What makes `ours` another run than `theirs`, that of a checkpoint of any version.
+
+    Args:
+        before: the config the run was last started with, as `read_config` gives it.
+    """
+    known = theirs if "keys" in theirs else of_earlier_version(theirs)
+    now = ours["contents"] if known is theirs else {**ours["contents"], **ours["earlier"]}
+    found = [
+        Change(name, then, ours["keys"][name])
+        for name, then in known["keys"].items()
+        if name in ours["keys"] and then != ours["keys"][name]
+    ]
+    for name, then in known["contents"].items():
+        if name in now and then != now[name]:
+            found += _content(name, then, now[name], found, before, config)
+    return found
+
+
+def _content(
+    name: str, then: Any, now: Any, keys: list[Change], before: dict[str, Any], config: Config
+) -> list[Change]:
+    """The change of a content; none where changed keys say it already."""
+    if name == "model":
+        if any(change.name.startswith("model.") or _shapes(change.name, config) is MODEL for change in keys):
+            return []
+        if isinstance(then, dict):  # the architecture: the fields that differ
+            fields = [k for k in {**then, **now} if then.get(k) != now.get(k)]
+            then, now = {k: then.get(k) for k in fields}, {k: now.get(k) for k in fields}
+    section = name.split(".")[0]
+    behind = [
+        k.name for k in keys_in(config) if k.name.startswith(f"{section}.") and (k.by_content or k.shapes is PREPARED)
+    ]
+    pairs = {k: (before[k], value_of(config, k)) for k in behind if k in before}
+    return [Change(name, then, now, {k: pair for k, pair in pairs.items() if pair[0] != pair[1]})]
+
+
+def _shapes(name: str, config: Config) -> Any:
+    return next((key.shapes for key in keys_in(config) if key.name == name), None)
+
+
+def not_compared(theirs: dict[str, Any], ours: Fingerprint, config: Config) -> list[str]:
+    """Keys of ours, set to something, that a checkpoint says nothing about."""
+    known = theirs if "keys" in theirs else of_earlier_version(theirs)
+    told = {name.split(".")[0] for name, value in known["contents"].items() if value is not None}
+    return [
+        name
+        for name, value in ours["keys"].items()
+        if name not in known["keys"]
+        and value is not None
+        and not (_shapes(name, config) is MODEL and name.split(".")[0] in told)
+        and not name.endswith("._target_")  # which class it is, its section's name tells in checkpoints without it
+    ]
+
+
+def of_earlier_version(theirs: dict[str, Any]) -> Fingerprint:
+    """The fingerprint of a checkpoint whose entries were not named by keys."""
+    contents = {"data", "tokenizer", "model", "model.base", "peft", "reference"}
+    found: Fingerprint = {
+        "keys": {k: v for k, v in theirs.items() if k not in contents},
+        "contents": {k: theirs[k] for k in ("data", "tokenizer", "model", "reference") if k in theirs},
+    }
+    if "optimizer" in theirs:
+        found["keys"]["optimizer.name"] = found["keys"].pop("optimizer")
+    if theirs.get("model.base") is not None:
+        found["contents"]["model.name_or_path"] = theirs["model.base"]
+    peft = theirs.get("peft")
+    if peft is not None:
+        found["contents"]["peft.adapter"] = peft.get("adapter")
+        for key in keys_of(Config):
+            if key.name.startswith("peft.") and key.shapes in (MODEL, TRAJECTORY) and not key.by_content:
+                found["keys"][key.name] = peft.get(key.name.removeprefix("peft."))
+    return found
+
+
+def read_config(tree: Any, config: Config) -> dict[str, Any]:
+    """What a config.yaml of any version has for the keys of `config`; those it knows nothing of are left out."""
+    found = {}
+    for key in keys_in(config):
+        *path, last = key.name.split(".")
+        node = tree
+        for part in path:
+            node = node.get(part) if isinstance(node, dict) else None
+        if isinstance(node, dict) and (last in node or key.may_be_absent):
+            found[key.name] = node.get(last)
+    return found
+
+
+def said_aloud(before: dict[str, Any], config: Config) -> list[str]:
+    """What may change on resume and has, in words."""
+    now = values(config, RATE, MACHINE)
+    return [f"{key} {before[key]} -> {now[key]}" for key in now if key in before and before[key] != now[key]]
+
+
+def check_names(allowed: list[str], ours: Fingerprint, config: Config) -> None:
+    """Raises UserError for a name in run.allow_change that is neither a key nor a content."""
+    known = [*ours["contents"], *(key.name for key in keys_in(config))]
+    for name in allowed:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=2)
+            hint = (
+                f"; did you mean {' or '.join(near)}?" if near else f": a key, or one of {', '.join(ours['contents'])}"
+            )
+            raise UserError(f"run.allow_change: {name} is not known{hint}")

@@ -1,0 +1,63 @@
+"""Overrides as Hydra's grammar wants them, where the schema tells what is meant. Imports no torch."""
+
+import re
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
+from lmtrain.config.sections import all_keys
+
+
+def mended(override: str) -> str:
+    """An override with the quotes and plus signs that Hydra's grammar wants, where the schema tells what is meant.
+
+    A text that doesn't parse is quoted, as are the entries of a list of texts; a mapping of a user's own keys, or one
+    of these, is added to the config.
+    """
+    key, _, value = override.partition("=")
+    found = next((k for k in all_keys() if key == k.name or key.startswith(f"{k.name}.")), None)
+    if found is None or not value:
+        return override
+    type_ = str(found.type)
+    if found.name in _PROSE and key == found.name and value[0] not in "'\"" and not _is_one_word(value):
+        return as_typed(key, value)
+    if type_.startswith("dict[") and "." in found.name:
+        override = re.sub(r'([{,]\s*)(["\'])([^"\']*)\2(\s*:)', r"\1\3\4", override)  # Hydra's keys have no quotes
+        return f"++{override}" if key == found.name or "dict[str, str]" in type_ else override
+    if key == found.name and found.type is not str and "bool" in type_ and value.lower() in _BOOLEANS:
+        return f"{key}={_BOOLEANS[value.lower()]}"
+    if key != found.name or _parses(override):
+        return override
+    if "list[str]" in type_ and value.startswith("[") and value.endswith("]") and not re.search("[\"']", value):
+        return f"{key}=[{','.join(_quoted(entry.strip()) for entry in value[1:-1].split(','))}]"
+    return f"{key}={_quoted(value)}" if found.type in (str, str | None) else override
+
+
+_PROSE = ("generate.prompt", "generate.system_prompt", "data.system_prompt")  # texts that no sweep tries
+
+
+def _is_one_word(text: str) -> bool:
+    return re.fullmatch(r"[\w.-]*|\$\{.*\}", text, re.ASCII) is not None
+
+
+def as_typed(key: str, text: str) -> str:
+    """The override that sets a key to this very text, whatever it holds."""
+    escaped = text.replace(
+        "${", "\\\\\\${"
+    )  # interpolations are resolved twice, where it is composed and where it is checked
+    return f"{key}={_quoted(escaped)}"
+
+
+_BOOLEANS = {"yes": "true", "no": "false", "on": "true", "off": "false"}
+
+
+def _parses(override: str) -> bool:
+    try:
+        OverridesParser.create().parse_override(override)
+    except HydraException:
+        return False
+    return True
+
+
+def _quoted(text: str) -> str:
+    return '"' + re.sub(r'(\\*)("|$)', lambda m: 2 * m[1] + ('\\"' if m[2] else ""), text) + '"'

@@ -1,0 +1,247 @@
+"""The typed config: every key a user can set, with its type, its constraint and what it shapes. Defaults: conf/.
+
+    seq_len: Annotated[int, TRAJECTORY, at_least(1)]
+
+What a key shapes (constraints.py) decides what happens when it is changed: another folder of prepared data, a refusal
+to resume, a word about it, nothing. A field without a default must stand in the yaml; one that defaults to None may be
+absent from yamls it has no meaning for (AdamW has no `momentum`), and setting it there is refused. `Any` marks what
+omegaconf can't express. Rules between fields are in checks.py.
+"""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar
+
+from lmtrain.config.constraints import (
+    CONTENT,
+    MACHINE,
+    MODEL,
+    RATE,
+    SHOWN,
+    TRAJECTORY,
+    at_least,
+    between,
+    choice,
+    not_negative,
+    share,
+    up_to_one,
+)  # fmt: skip
+from lmtrain.config.schema_data import Data, Tokenizer
+from lmtrain.config.schema_trainer import Trainer
+from lmtrain.config.schema_verbs import Estimate, Evaluate, Generate, Inspect, Report, Tune
+
+
+@dataclass(kw_only=True)
+class Run:
+    name: Annotated[str | None, SHOWN]
+    dir: Annotated[str | None, SHOWN]  # resolved to an absolute path before anything is written
+    root: Annotated[str, SHOWN]
+    resume: Annotated[str | None, SHOWN]  # none, auto or a checkpoint; None: auto for a named run, else none
+    allow_change: Annotated[list[str], SHOWN]  # fingerprint entries that may differ on resume
+    schedule_on_resume: Annotated[str, RATE, choice("keep", "rescale")]
+    time_limit: Annotated[str | None, SHOWN]  # HH:MM:SS, measured from the start of the process
+    allow_target: Annotated[list[str], SHOWN]  # package names whose classes `_target_` may name besides the known ones
+
+
+@dataclass(kw_only=True)
+class Objective:
+    """What every objective has. Each adds options of its own in a subclass: objectives.py, or beside a user's class."""
+
+    rows: ClassVar[str] = "text"  # what it trains on: text, conversations, pairs, or the path of a row format's class
+
+    name: Annotated[str, TRAJECTORY]
+    _target_: Annotated[str, TRAJECTORY]
+    loss_chunk_tokens: Annotated[int | str, MACHINE]
+
+    def check(self, config: "Config") -> None:
+        """Raises UserError where keys don't go together; called when each has passed its own constraints."""
+
+    def why_on_every_rank(self) -> str | None:
+        """Why each rank has to build the whole model; None where the first one's is enough."""
+        return None
+
+
+@dataclass(kw_only=True)
+class Model:
+    """What every model has. models.py adds what one from scratch, a pretrained one and a class of one's own have."""
+
+    name: Annotated[str, SHOWN]
+    init: Annotated[str, MODEL, choice("scratch", "pretrained")]
+    trust_remote_code: Annotated[bool, MODEL]
+    attention: Annotated[str, MACHINE]
+    learning_rate: Annotated[float, RATE]
+    vocab_size: Annotated[int | None, MODEL]
+    vocab_multiple_of: Annotated[int, MODEL, at_least(1)]
+    dropout: Annotated[float, TRAJECTORY, share]
+    max_position_embeddings: Annotated[int | None, MODEL] = None
+    extra: Annotated[dict[str, Any], MODEL] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class Peft:
+    method: Annotated[str, MODEL, choice("none", "lora", "memory")]
+    adapter: Annotated[str | None, MODEL, CONTENT] = None  # folder or hub name of an adapter to go on training
+    r: Annotated[int | None, MODEL, at_least(1)] = None
+    alpha: Annotated[float | None, MODEL, at_least(1)] = None
+    dropout: Annotated[float | None, TRAJECTORY, share] = None
+    target_modules: Annotated[Any, MODEL] = None  # all-linear, a regular expression, or a list of names
+    modules_to_save: Annotated[list[str] | None, MODEL] = None
+    bias: Annotated[str | None, MODEL, choice("none", "all", "lora_only")] = None
+    use_rslora: Annotated[bool | None, MODEL] = None
+    use_dora: Annotated[bool | None, MODEL] = None
+    init_weights: Annotated[str | None, MODEL] = None  # default, pissa, pissa_niter_<n>, ...
+    quantization: Annotated[str | None, MODEL, choice("nf4", "fp4", "int8")] = None  # how the frozen base is stored
+    double_quant: Annotated[bool | None, MODEL] = None
+    learning_rate: Annotated[float | None, RATE] = None
+
+
+@dataclass(kw_only=True)
+class Memory:
+    num_chapters: Annotated[int | None, MODEL, at_least(1)] = None  # None: no memory
+    chapter_size: Annotated[int | None, MODEL, at_least(1)] = None
+    memory_dim: Annotated[int | None, MODEL, at_least(1)] = None
+    num_heads: Annotated[int | None, MODEL, at_least(1)] = None
+    top_k: Annotated[int | None, MODEL, at_least(1)] = None
+    layers: Annotated[Any, MODEL] = None  # every_<n>, or a list of numbers counted from 0
+    router: Annotated[str | None, MODEL, choice("top_k", "straight_through", "soft")] = None
+    router_noise: Annotated[float | None, TRAJECTORY, not_negative] = None
+    share_bank: Annotated[bool | None, MODEL] = None
+
+
+@dataclass(kw_only=True)
+class Router:
+    """Losses of routers, of a memory and of a mixture of experts."""
+
+    load_balance: Annotated[float | None, TRAJECTORY, not_negative]  # None: the mixture's router_aux_loss_coef
+    deviation: Annotated[float, TRAJECTORY, not_negative]
+    z_loss: Annotated[float, TRAJECTORY, not_negative]
+    over_layers: Annotated[str, TRAJECTORY, choice("sum", "mean")]
+
+
+@dataclass(kw_only=True)
+class Optimizer:
+    """What every optimizer has. optimizers.py adds what each reads besides, a user's class its arguments."""
+
+    name: Annotated[str, TRAJECTORY]
+    lr: Annotated[float, RATE, not_negative]
+    weight_decay: Annotated[float, RATE, not_negative]
+    groups: Annotated[list[dict[str, Any]], TRAJECTORY]  # [{pattern, lr, weight_decay, name}], first match wins
+    _target_: Annotated[str | None, TRAJECTORY] = None  # a class in place of those that `name` knows
+
+
+@dataclass(kw_only=True)
+class Schedule:
+    """What every schedule has. schedule.py adds what each reads besides, a user's class its `Options`."""
+
+    name: Annotated[str, RATE]
+    _target_: Annotated[str | None, RATE] = None
+    warmup_steps: Annotated[int | None, RATE, not_negative]
+    warmup_ratio: Annotated[float | None, RATE, up_to_one]
+
+
+@dataclass(kw_only=True)
+class EarlyStopping:
+    enabled: Annotated[bool, RATE]
+    monitor: Annotated[str, RATE]
+    mode: Annotated[str, RATE, choice("min", "max")]
+    patience: Annotated[int, RATE, at_least(1)]
+    threshold: Annotated[float, RATE]
+
+
+@dataclass(kw_only=True)
+class Ema:
+    """An average of the weights; the names of its settings are those of Lightning's EMAWeightAveraging."""
+
+    enabled: Annotated[bool, RATE]
+    decay: Annotated[float, RATE, share]
+    update_every_n_steps: Annotated[int, RATE, at_least(1)]
+    update_starting_at_step: Annotated[int, RATE, not_negative]
+
+
+@dataclass(kw_only=True)
+class Samples:
+    every_n_validations: Annotated[int, SHOWN, not_negative]
+    prompts: Annotated[list[str], SHOWN]
+    max_new_tokens: Annotated[int, SHOWN, at_least(1)]
+    temperature: Annotated[float, SHOWN, not_negative]
+    top_k: Annotated[int | None, SHOWN, at_least(1)]
+    rows: Annotated[int, SHOWN, not_negative]  # validation rows whose answers are written beside their references
+    metrics: Annotated[list[Any], SHOWN]  # bleu, rouge, exact_match, or {_target_: ...}, over those answers
+
+
+@dataclass(kw_only=True)
+class Progress:
+    style: Annotated[str, SHOWN, choice("auto", "rich", "plain", "none")]
+    plain_every_seconds: Annotated[float, SHOWN]
+
+
+@dataclass(kw_only=True)
+class Callbacks:
+    early_stopping: EarlyStopping
+    ema: Ema
+    samples: Samples
+    progress: Progress
+    extra: Annotated[list[dict[str, Any]], RATE]  # a user's own Lightning callbacks, each with its _target_
+
+
+@dataclass(kw_only=True)
+class Checkpoint:
+    keep_last: Annotated[int, SHOWN, at_least(1)]
+    keep_best: Annotated[int, SHOWN, not_negative]
+    keep_every: Annotated[int | None, SHOWN, at_least(1)]
+    async_save: Annotated[bool, SHOWN]
+    monitor: Annotated[str, SHOWN]
+    mode: Annotated[str, SHOWN, choice("min", "max")]
+
+
+@dataclass(kw_only=True)
+class Export:
+    checkpoint: Annotated[str, SHOWN]
+    enabled: Annotated[bool, SHOWN]
+    dtype: Annotated[str, SHOWN, choice("float32", "bfloat16", "float16")]
+    merge: Annotated[bool, SHOWN]
+    generation: Annotated[dict[str, Any] | None, SHOWN]  # fields of transformers' GenerationConfig
+    push_to: Annotated[str | None, SHOWN]
+    push_private: Annotated[bool, SHOWN]
+
+
+@dataclass(kw_only=True)
+class Sweep:
+    method: Annotated[str, SHOWN]  # grid or optuna
+    name: Annotated[str | None, SHOWN]
+    root: Annotated[str, SHOWN]
+    jobs: Annotated[int, SHOWN]
+    allow_failures: Annotated[bool, SHOWN]
+    space: Annotated[dict[str, Any], SHOWN]  # {a key: its values in Hydra's syntax for sweeps}
+    n_trials: Annotated[int | None, SHOWN] = None  # optuna only, as the rest
+    sampler: Annotated[str | None, SHOWN] = None  # tpe or random
+    startup_trials: Annotated[int | None, SHOWN] = None
+    seed: Annotated[int | None, SHOWN] = None
+
+
+@dataclass(kw_only=True)
+class Config:
+    run_dir: Annotated[str | None, SHOWN]
+    seed: Annotated[int, TRAJECTORY, between(0, 2**32 - 1)]
+    run: Run
+    objective: Objective
+    model: Model
+    data: Data
+    tokenizer: Tokenizer
+    peft: Peft
+    memory: Memory = field(default_factory=Memory)
+    router: Router
+    optimizer: Optimizer
+    schedule: Schedule
+    trainer: Trainer
+    callbacks: Callbacks
+    checkpoint: Checkpoint
+    logger: Annotated[dict[str, Any], SHOWN]
+    export: Export
+    generate: Generate
+    evaluate: Evaluate
+    estimate: Estimate
+    tune: Tune
+    report: Report
+    inspect: Inspect
+    sweep: Sweep
+    debug: Annotated[dict[str, Any], SHOWN] = field(default_factory=dict)

@@ -1,0 +1,100 @@
+"""The part of the typed config that says where text and tokens come from; see schema.py."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from lmtrain.config.constraints import (
+    CONTENT,
+    MACHINE,
+    PREPARED,
+    SHOWN,
+    TRAJECTORY,
+    above_zero,
+    at_least,
+    choice,
+    name_or_names,
+    not_negative,
+    share,
+)
+
+
+@dataclass(kw_only=True)
+class Data:
+    # text, conversations, pairs, or the path of a row format's class: what the rows are taken for
+    rows: Annotated[str, PREPARED, CONTENT]
+    source: Annotated[str, PREPARED, choice("hub", "files", "python_stdlib", "bins", "mixture")]
+    name: Annotated[str | None, PREPARED]
+    config_name: Annotated[str | None, PREPARED]
+    revision: Annotated[str | None, PREPARED]
+    path: Annotated[Any, PREPARED, CONTENT, name_or_names]  # a file, folder or glob, or a list of them
+    val_path: Annotated[Any, PREPARED, CONTENT, name_or_names]  # the same, held out for validation
+    format: Annotated[str, PREPARED, CONTENT, choice("auto", "text", "jsonl", "json", "csv", "tsv", "parquet", "arrow")]
+    train_split: Annotated[str, PREPARED]
+    val_split: Annotated[str | None, PREPARED]
+    val_fraction: Annotated[float, PREPARED, share]
+    num_samples: Annotated[int | None, PREPARED, at_least(1)]
+    streaming: Annotated[bool, SHOWN]
+    num_proc: Annotated[int | None, SHOWN, at_least(1)]
+    cache_dir: Annotated[str, SHOWN]
+    seq_len: Annotated[int, TRAJECTORY, at_least(1)]
+    global_batch_size: Annotated[int, TRAJECTORY, at_least(1)]
+    micro_batch_size: Annotated[int, MACHINE, at_least(1)]
+    num_workers: Annotated[int, SHOWN, not_negative]
+    isolate_documents: Annotated[bool, TRAJECTORY]
+    # Validated on beside the validation split: {name: {path or name, ...}}, see data/val_sets.py.
+    val_sets: Annotated[dict[str, Any], SHOWN] = field(default_factory=dict)
+    val_train_rows: Annotated[int, SHOWN, not_negative] = 0
+    # Text for pretraining only.
+    # a column or a list of columns, joined by column_separator
+    text_column: Annotated[Any, PREPARED, name_or_names] = None
+    column_separator: Annotated[str | None, PREPARED] = None
+    sample_by: Annotated[str | None, PREPARED, choice("document", "paragraph", "line")] = None
+    # rows are joined into one document until a row that matches this pattern
+    document_start: Annotated[str | None, PREPARED] = None
+    min_length: Annotated[int | None, PREPARED, not_negative] = None
+    append_eos: Annotated[bool | None, PREPARED] = None
+    shard_tokens: Annotated[int | None, PREPARED, at_least(1)] = None
+    # None: the weights of a mixture of text are its shares, whatever the sources' sizes
+    mixture_temperature: Annotated[float | None, TRAJECTORY, above_zero] = None
+    # [{path or name, config_name, train_split, weight}]
+    mixture: Annotated[list[dict[str, Any]] | None, PREPARED, CONTENT] = None
+    # Conversations (sft) and preferences (dpo) only.
+    conversation_format: Annotated[str | None, PREPARED] = None  # auto or one of data.conversations.FORMATS
+    # what a format's column is called in this data: {prompt: question}
+    columns: Annotated[dict[str, str] | None, PREPARED] = None
+    prompt_template: Annotated[str | None, PREPARED] = None  # text with {column} in it
+    response_template: Annotated[str | None, PREPARED] = None
+    system_prompt: Annotated[str | None, PREPARED] = None  # put before conversations that have none
+    # None: the tokenizer's own; a name of ours; a Jinja file
+    chat_template: Annotated[str | None, PREPARED, CONTENT] = None
+    allow_special_text: Annotated[bool | None, PREPARED] = (
+        None  # special tokens written in a row's text are those tokens
+    )
+    train_on: Annotated[str | None, PREPARED, choice("assistant", "last_assistant", "completion", "all")] = None
+    max_length: Annotated[int | None, PREPARED] = None
+    max_prompt_length: Annotated[int | None, PREPARED, at_least(1)] = None  # pairs
+    on_too_long: Annotated[
+        str | None, PREPARED, choice("truncate_left", "truncate_right", "drop", "split", "raise")
+    ] = None
+    on_bad_row: Annotated[str | None, PREPARED, choice("raise", "skip")] = None
+    # conversations that begin with the assistant
+    on_assistant_first: Annotated[str | None, PREPARED, choice("drop_turn", "skip", "raise")] = None
+    # share of rows without a trained token above which the run is refused
+    max_untrained: Annotated[float | None, SHOWN] = None
+    ranking: Annotated[str | None, PREPARED, choice("best_worst", "all")] = None
+    share_prompts: Annotated[bool | None, MACHINE] = None  # dpo
+    packing: Annotated[
+        str | None, TRAJECTORY, choice("off", "concat", "greedy", "first_fit", "best_fit_decreasing")
+    ] = None
+
+
+@dataclass(kw_only=True)
+class Tokenizer:
+    kind: Annotated[str, PREPARED, choice("hub", "bpe", "bytes", "char")]
+    name_or_path: Annotated[str | None, PREPARED, CONTENT] = None
+    revision: Annotated[str | None, PREPARED] = None
+    trust_remote_code: Annotated[bool, PREPARED] = False
+    vocab_size: Annotated[int | None, PREPARED] = None
+    min_frequency: Annotated[int | None, PREPARED] = None
+    train_characters: Annotated[int | None, PREPARED] = None
+    add_tokens: Annotated[list[str] | None, PREPARED] = None  # special tokens to add, such as <|im_start|>

@@ -1,0 +1,90 @@
+"""What goes with which strategy. Imports neither torch nor lightning."""
+
+from lmtrain.config.deepspeed import check_options
+from lmtrain.config.schema import Config, Trainer
+from lmtrain.errors import UserError
+
+SHARING = ("fsdp", "fsdp_tp", "deepspeed")  # a device holds a part of the model, of its gradients or of its state
+
+
+def ranks_per_part(t: Trainer) -> int:
+    """How many ranks read the same rows: those of a tensor-parallel group."""
+    return t.fsdp.tensor_parallel_size if t.strategy == "fsdp_tp" else 1
+
+
+def check_strategy(c: Config) -> None:
+    """Raises UserError for the first setting that can't work with trainer.strategy, with what can."""
+    strategy = c.trainer.strategy
+    if strategy not in SHARING:
+        return
+    key = f"trainer.strategy={strategy}"
+    if strategy == "deepspeed":
+        _check_deepspeed(c)
+    if strategy == "fsdp_tp":
+        _check_tensor_parallel(c)
+    precisions = ("auto", "32-true", "bf16-mixed", "bf16-true")
+    if c.trainer.precision not in precisions:
+        raise UserError(f"trainer.precision={c.trainer.precision} does not go with {key}: set one of {precisions}")
+    if c.callbacks.ema.enabled:
+        raise UserError(
+            f"callbacks.ema does not go with {key}: each device has only a part of the weights while it trains, and "
+            f"the average is kept whole. Set trainer.strategy=ddp, or callbacks.ema.enabled=false"
+        )
+    if c.optimizer.name == "adamw_8bit":
+        raise UserError(
+            f"optimizer=adamw_8bit does not go with {key}: its blocks of 256 values cross the borders of the parts. "
+            f"Set optimizer=adamw: its state is shared out over the devices too"
+        )
+    if c.peft.quantization is not None:
+        raise UserError(
+            f"peft.quantization={c.peft.quantization} does not go with {key}: set trainer.strategy=ddp, or peft=lora, "
+            f"whose frozen base is shared out over the devices"
+        )
+    if c.trainer.precision == "bf16-true" and c.peft.method != "none" and c.peft.modules_to_save:
+        raise UserError(
+            f"peft.modules_to_save with trainer.precision=bf16-true does not go with {key}, which wants all trained "
+            f"parameters of a block in one dtype: set trainer.precision=bf16-mixed"
+        )
+
+
+def check_devices(t: Trainer) -> None:
+    """Raises UserError where the devices of a node (known by now) don't form whole tensor-parallel groups."""
+    size, devices = ranks_per_part(t), int(t.devices)
+    if devices % size:
+        fits = [f"trainer.fsdp.tensor_parallel_size={d}" for d in range(2, devices + 1) if devices % d == 0]
+        raise UserError(
+            f"trainer.fsdp.tensor_parallel_size={size} does not divide trainer.devices={devices}, the devices of a "
+            f"node: set {' or '.join([*fits, 'trainer.strategy=fsdp' if fits else f'trainer.devices={size}'])}"
+        )
+
+
+def _check_tensor_parallel(c: Config) -> None:
+    """What the config alone tells; what the model's layers tell is in models/split.py."""
+    size, key = c.trainer.fsdp.tensor_parallel_size, "trainer.strategy=fsdp_tp"
+    if size < 2:
+        raise UserError(f"trainer.fsdp.tensor_parallel_size={size} with {key}: 2 or more, or set trainer.strategy=fsdp")
+    if c.trainer.fsdp.copy_per_node:
+        raise UserError(f"trainer.fsdp.copy_per_node=true does not go with {key}: set it to false")
+    if getattr(c.model, "num_experts", None) is not None:
+        raise UserError(f"{key} does not split a mixture of experts (model.num_experts): set trainer.strategy=fsdp")
+    if c.peft.use_dora:
+        raise UserError(f"peft.use_dora=true does not go with {key}: set it to false, or trainer.strategy=fsdp")
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(c.model, name, None)
+        if heads is not None and heads % size:
+            raise UserError(
+                f"trainer.fsdp.tensor_parallel_size={size} does not divide model.{name}={heads}: each device of a "
+                f"group computes whole heads. Change one of the two, or set trainer.strategy=fsdp"
+            )
+
+
+def _check_deepspeed(c: Config) -> None:
+    key = "trainer.strategy=deepspeed"
+    check_options(c.trainer.deepspeed)
+    if c.optimizer.name in ("muon", "adafactor"):
+        raise UserError(
+            f"optimizer={c.optimizer.name} does not go with {key}: ZeRO cuts parameters into flat pieces, and it needs "
+            f"whole matrices. Set optimizer=adamw or lion, or trainer.strategy=fsdp"
+        )
+    if c.trainer.spike_factor is not None:
+        raise UserError(f"trainer.spike_factor does not go with {key}, which can't leave out a step: set it to null")

@@ -1,0 +1,44 @@
+"""What `lmtrain VERB --help` says about the verb itself: its own keys, out of conf/<verb>/, and examples."""
+
+from pathlib import Path
+
+EXAMPLES = {
+    "train": (
+        "python -m lmtrain.train",
+        "python -m lmtrain.train run.name=book data.path=book.txt model=gpt_small",
+        "python -m lmtrain.train experiment=sft_smollm2_lora data.path=chats.jsonl",
+    ),
+    "prepare": ("python -m lmtrain.prepare data=wikitext tokenizer=gpt2",),
+    "inspect": (
+        "python -m lmtrain.inspect objective=sft data=chat_jsonl data.path=chats.jsonl inspect.html=rows.html",
+    ),
+    "export": ("python -m lmtrain.export run_dir=outputs/book export.checkpoint=last export.dtype=bfloat16",),
+    "generate": (
+        'python -m lmtrain.generate run_dir=outputs/book --prompt "Once upon a time, there"',
+        "python -m lmtrain.generate run_dir=outputs/book generate.prompt=Once generate.num_samples=3",
+        "cat prompt.txt | python -m lmtrain.generate run_dir=outputs/book --prompt -",
+    ),
+    "tune": ("python -m lmtrain.tune data.path=book.txt", "python -m lmtrain.tune data.path=book.txt tune.apply=true"),
+    "verify": ("python -m lmtrain.verify model=gpt_nano trainer.devices=2 trainer.accelerator=cpu",),
+}
+_RUN_DIR = ("export", "generate")
+
+
+def own_keys(verb: str, conf: Path) -> list[tuple[str, str]]:
+    """(key=default, what it is) of the verb's own section; empty where it has none."""
+    file = conf / verb / "default.yaml"
+    if not file.is_file():
+        return []
+    pairs = [line.partition(" # ") for line in file.read_text(encoding="utf-8").splitlines() if line[:1].isalpha()]
+    rows = [(f"{verb}.{set_.replace(': ', '=', 1).strip()}", about) for set_, _, about in pairs]
+    return [("run_dir=outputs/NAME", "a run's folder"), *rows] if verb in _RUN_DIR else rows
+
+
+def of_verb(verb: str, conf: Path) -> str:
+    """Its own keys and examples, each part with an empty line before it; '' where there is neither."""
+    keys = own_keys(verb, conf)
+    width = max((len(key) for key, _ in keys), default=0)
+    lines = ["", "its own keys:", *(f"  {key:<{width}}  {about}".rstrip() for key, about in keys)] if keys else []
+    if verb in EXAMPLES:
+        lines += ["", "examples:", *(f"  {example}" for example in EXAMPLES[verb])]
+    return "\n".join(lines) + ("\n" if lines else "")

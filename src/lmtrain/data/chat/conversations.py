@@ -1,0 +1,254 @@
+"""Reads rows of a dataset as conversations, or as plain prompt and completion texts.
+
+A format says which columns of a row hold what. `detect_format` tells it by the columns' names; data.columns names
+them where a dataset calls them otherwise.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lmtrain.config.schema import Data
+from lmtrain.data.chat.turns import BadRow, check, drop_first_answers, text_of, tools_of, turns_of
+from lmtrain.errors import UserError
+
+__all__ = ["FORMATS", "BadRow", "Completion", "Conversation", "UnfitColumns", "detect_format", "to_sample"]
+
+
+class UnfitColumns(UserError):
+    """The columns of a row are those of no format, or not those of the format that is asked for."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Turns in the form that chat templates read (turns.py), with the schemas of the tools they may call."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    where: str
+    given: int = 0  # messages of the prompt, where the row says which they are: their answers are not learned
+    dropped_turns: int = 0  # before the first user turn (data.on_assistant_first)
+
+
+@dataclass(frozen=True)
+class Completion:
+    """Plain text without a chat template: `completion` is learned, `prompt` is given."""
+
+    prompt: str
+    completion: str
+    where: str
+
+
+@dataclass(frozen=True)
+class Format:
+    """`required` and `optional` columns; a column that goes by several names has them joined by |."""
+
+    required: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+
+
+# In the order in which they are tried; `template` takes its columns from the templates.
+FORMATS = {
+    "messages": Format(("messages",), ("tools", "system")),
+    "conversations": Format(("conversations|conversation|dialog|dialogue",), ("tools", "system")),
+    "alpaca": Format(("instruction", "output|response"), ("input|context", "system", "history")),
+    "oasst_tree": Format(("prompt", "message_tree_id")),
+    "prompt_response": Format(("prompt|question", "response|answer"), ("system",)),
+    "prompt_completion": Format(("prompt", "completion"), ("tools",)),
+    "text": Format(("text",)),
+    "template": Format(()),
+}
+_BRACES = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")  # {column}, and {{ or }} for a brace
+
+
+def detect_format(columns: Iterable[str], cfg: Data) -> str:
+    """data.conversation_format, or where it is auto the first format whose columns are all there.
+
+    Raises:
+        UnfitColumns: no format fits, or data.columns names what isn't there.
+        UserError: data.conversation_format is unknown.
+    """
+    names = list(columns)
+    wanted = cfg.conversation_format or "auto"
+    if wanted != "auto" and wanted not in FORMATS:
+        raise UserError(f"data.conversation_format={wanted} is unknown; there are auto, {', '.join(FORMATS)}")
+    for column, name in (cfg.columns or {}).items():
+        if name not in names:
+            raise UnfitColumns(f"data.columns.{column}={name}: the rows have no such column, but {', '.join(names)}")
+    if wanted == "auto":
+        wanted = "template" if cfg.prompt_template or cfg.response_template else _first_fit(names, cfg)
+    absent = [c for c in _needed(wanted, cfg) if column_of(c, names, cfg) is None]
+    if absent:
+        raise UnfitColumns(
+            f"data.conversation_format={wanted} needs the column {' and '.join(absent)}, and the rows have "
+            f"{', '.join(names)}: name it with data.columns, for example data.columns={{{absent[0].split('|')[0]}: "
+            f"{names[0] if names else 'its_name'}}}"
+        )
+    known = {part for c in (*_needed(wanted, cfg), *FORMATS[wanted].optional) for part in c.split("|")}
+    for column in cfg.columns or {}:
+        if column not in known:
+            raise UserError(f"data.columns.{column}: the format {wanted} has no such column, but {', '.join(known)}")
+    return wanted
+
+
+def to_sample(row: Mapping[str, Any], format: str, cfg: Data, where: str) -> Conversation | Completion:
+    """A row of `format` (from detect_format) as a sample; data.system_prompt goes before turns without a system turn.
+
+    Raises:
+        BadRow: see turns.py, and a column that is absent, empty or not text.
+    """
+    if format == "template":
+        return _conversation(_template(row, cfg, where), None, cfg, where)
+    columns = FORMATS[format].required + FORMATS[format].optional
+    found = {c.split("|")[0]: column_of(c, row, cfg) for c in columns}
+    values = {c: row[name] for c, name in found.items() if name is not None and row[name] is not None}
+    for column in FORMATS[format].required:
+        if column.split("|")[0] not in values:
+            raise BadRow(where, f"there is no {column.replace('|', ' or ')} (the row has {', '.join(row)})")
+    if format == "text":
+        return Completion("", text_of(values["text"], "text", where), where)
+    if format == "prompt_completion" and isinstance(values["prompt"], str):
+        completion = text_of(values["completion"], "completion", where)
+        return Completion(text_of(values["prompt"], "prompt", where, may_be_empty=True), completion, where)
+    messages = _READERS[format](values, where)
+    given = len(turns_of(values["prompt"], where, "prompt")) if format == "prompt_completion" else 0
+    if _says_something(values.get("system")):
+        messages = [{"role": "system", "content": text_of(values["system"], "system", where)}, *messages]
+    return _conversation(messages, tools_of(values.get("tools"), where), cfg, where, given)
+
+
+def _conversation(messages: list[dict[str, Any]], tools: Any, cfg: Data, where: str, given: int = 0) -> Conversation:
+    if cfg.system_prompt and not any(turn["role"] == "system" for turn in messages):
+        messages, given = [{"role": "system", "content": cfg.system_prompt}, *messages], given + bool(given)
+    messages, dropped = drop_first_answers(messages, cfg.on_assistant_first, where)
+    given = max(0, given - dropped)
+    if not any(turn["role"] == "assistant" for turn in check(messages, where)[given:]):
+        raise BadRow(where, "there is no assistant turn in completion to learn from")
+    return Conversation(messages, tools, where, given, dropped)
+
+
+def _says_something(system: Any) -> bool:
+    return bool(system.strip() if isinstance(system, str) else system)
+
+
+def _first_fit(names: list[str], cfg: Data) -> str:
+    for name in FORMATS:
+        if name != "template" and all(column_of(c, names, cfg) for c in _needed(name, cfg)):
+            return name
+    flat = "message_id" in names and "parent_id" in names
+    raise UnfitColumns(
+        f"no conversation format fits the columns {', '.join(names)}. "
+        + (
+            "These are single messages of OpenAssistant trees: take the file of whole trees (*.trees.jsonl.gz). "
+            if flat
+            else ""
+        )
+        + "Formats: "
+        + "; ".join(f"{n} ({', '.join(f.required).replace('|', ' or ')})" for n, f in FORMATS.items() if f.required)
+        + ". Say what yours are called with data.columns={prompt: ..., response: ...}, or write "
+        "data.prompt_template and data.response_template with {column} in them"
+    )
+
+
+def _needed(format: str, cfg: Data) -> list[str]:
+    if format != "template":
+        return list(FORMATS[format].required)
+    if not cfg.prompt_template or not cfg.response_template:
+        raise UserError("data.conversation_format=template needs data.prompt_template and data.response_template")
+    return sorted(set(_BRACES.findall(cfg.prompt_template + cfg.response_template)) - {""})
+
+
+def column_of(column: str, there: Iterable[str], cfg: Data) -> str | None:
+    """What the data calls a column of a format: by data.columns, else the first of its usual names that is there."""
+    renamed = cfg.columns or {}
+    for name in column.split("|"):
+        if name in renamed:
+            return renamed[name] if renamed[name] in there else None
+    return next((name for name in column.split("|") if name in there), None)
+
+
+def _template(row: Mapping[str, Any], cfg: Data, where: str) -> list[dict[str, Any]]:
+    """A user turn and an assistant turn from data.prompt_template and data.response_template."""
+
+    def column(match: re.Match[str]) -> str:
+        if match[1] is None:
+            return match[0][0]
+        name = column_of(match[1], row, cfg)
+        if name is None or row[name] is None:
+            raise BadRow(where, f"there is no {match[1]} (the row has {', '.join(row)})")
+        return text_of(row[name], name, where, may_be_empty=True)
+
+    prompt = _BRACES.sub(column, cfg.prompt_template or "")
+    response = _BRACES.sub(column, cfg.response_template or "")
+    return _asked(text_of(prompt, "the prompt", where), text_of(response, "the response", where))
+
+
+def _messages(values: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    return turns_of(values["messages"], where)
+
+
+def _sharegpt(values: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    return turns_of(values["conversations"], where, "conversations")
+
+
+def _prompt_response(values: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    return _asked(text_of(values["prompt"], "prompt", where), text_of(values["response"], "response", where))
+
+
+def _prompt_completion(values: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    return turns_of(values["prompt"], where, "prompt") + turns_of(values["completion"], where, "completion")
+
+
+def _alpaca(values: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    """Instruction and input are one user turn, a blank line between them; history is [[asked, answered], ...]."""
+    turns: list[dict[str, Any]] = []
+    history = values.get("history") or []
+    for pair in history if isinstance(history, list | tuple) else [history]:
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise BadRow(where, "history must be a list of [instruction, output] pairs")
+        turns += _asked(text_of(pair[0], "history", where), text_of(pair[1], "history", where))
+    asked = text_of(values["instruction"], "instruction", where)
+    extra = text_of(values.get("input", ""), "input", where, may_be_empty=True)
+    return [*turns, instruction(asked, extra), *_asked(asked, text_of(values["output"], "output", where))[1:]]
+
+
+def instruction(asked: str, extra: str) -> dict[str, Any]:
+    """A user turn of an instruction and its input, both of which a template may also find apart (alpaca does)."""
+    if not extra.strip():
+        return {"role": "user", "content": asked}
+    return {"role": "user", "content": f"{asked}\n\n{extra}", "instruction": asked, "input": extra}
+
+
+def _oasst_tree(values: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    """The best-ranked reply at each level of an OpenAssistant tree, down to the last answer (arXiv:2304.07327)."""
+    names = {"prompter": "user", "assistant": "assistant"}
+    node: Any = values["prompt"]
+    turns: list[dict[str, Any]] = []
+    while node is not None:
+        if not isinstance(node, Mapping) or node.get("role") not in list(names):
+            raise BadRow(where, f"turn {len(turns) + 1} of the tree is no message with the role prompter or assistant")
+        turns.append({"role": names[node["role"]], "content": text_of(node.get("text"), "a text of the tree", where)})
+        replies = node.get("replies") or []
+        if not isinstance(replies, list) or not all(isinstance(reply, Mapping) for reply in replies):
+            raise BadRow(where, f"the replies to turn {len(turns)} of the tree are no list of messages")
+        if not all(isinstance(reply.get("rank") or 0, int | float) for reply in replies):
+            raise BadRow(where, f"a reply to turn {len(turns)} of the tree has a rank that is no number")
+        there = [reply for reply in replies if not reply.get("deleted")]
+        # Unranked replies (of trees with a single one, mostly) come after ranked ones, in the order written.
+        node = min(there, key=lambda r: (r.get("rank") is None, r.get("rank") or 0), default=None)
+    return turns[:-1] if turns[-1]["role"] == "user" else turns  # a question that nobody answered
+
+
+def _asked(prompt: str, response: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
+
+
+_READERS: dict[str, Callable[[dict[str, Any], str], list[dict[str, Any]]]] = {
+    "messages": _messages,
+    "conversations": _sharegpt,
+    "prompt_response": _prompt_response,
+    "prompt_completion": _prompt_completion,
+    "alpaca": _alpaca,
+    "oasst_tree": _oasst_tree,
+}

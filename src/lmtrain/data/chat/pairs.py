@@ -1,0 +1,296 @@
+"""Reads rows of a dataset as preference pairs: a prompt with a chosen and a rejected answer.
+
+Turns and plain texts are read as for fine-tuning (turns.py). What is the same in both answers is the prompt: where a
+row has no prompt of its own, or holds two whole conversations, their common beginning is.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+from lmtrain.config.schema import Data
+from lmtrain.data.chat.conversations import Format, UnfitColumns, column_of, instruction
+from lmtrain.data.chat.turns import BadRow, check, drop_first_answers, text_of, tools_of, turns_of
+from lmtrain.errors import UserError
+
+Turns = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two answers to one prompt: all three are turns, or all plain text without a chat template."""
+
+    prompt: Turns | str
+    chosen: Turns | str
+    rejected: Turns | str
+    tools: list[dict[str, Any]] | None
+    where: str
+    margin: float | None = None  # how much better the chosen answer was found, where the row says so
+    dropped_turns: int = 0  # before the first user turn (data.on_assistant_first)
+
+
+# In the order in which they are tried. Strings are turns of user and assistant, but in preference_text.
+PAIR_FORMATS = {
+    "ranked": Format(
+        ("prompt|question|instruction", "responses|completions|answers"),
+        ("scores", "ranks", "input", "system", "tools"),
+    ),
+    "preference": Format(
+        ("prompt|question|instruction|conversations|messages", "chosen", "rejected"),
+        ("score_chosen", "score_rejected", "input", "system", "tools"),
+    ),
+    "preference_text": Format(("prompt", "chosen", "rejected"), ("score_chosen", "score_rejected")),
+    "implicit_prompt": Format(("chosen", "rejected"), ("score_chosen", "score_rejected", "system", "tools")),
+}
+# How the conversations of hh-rlhf (Anthropic) are written: a blank line, then who speaks.
+_SPEAKER = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
+_SPEAKER_ROLES = {"Human": "user", "Assistant": "assistant"}
+
+
+def detect_pair_format(columns: Iterable[str], cfg: Data) -> str:
+    """data.conversation_format, or where it is auto the first format whose columns are all there.
+
+    Raises:
+        UnfitColumns: no format fits, or data.conversation_format needs a column that isn't there.
+        UserError: data.conversation_format is unknown.
+    """
+    names = list(columns)
+    wanted = cfg.conversation_format or "auto"
+    if wanted != "auto" and wanted not in PAIR_FORMATS:
+        raise UserError(
+            f"data.conversation_format={wanted}: pairs come as auto, {', '.join(PAIR_FORMATS)} (objective=dpo)"
+        )
+    for name in PAIR_FORMATS if wanted == "auto" else (wanted,):
+        absent = [c for c in _needed(name, cfg) if column_of(c, names, cfg) is None]
+        if not absent:
+            return name
+    formats = "; ".join(f"{n} ({', '.join(f.required).replace('|', ' or ')})" for n, f in PAIR_FORMATS.items())
+    raise UnfitColumns(
+        f"no format of pairs fits the columns {', '.join(names)}. Formats: {formats}. Say what yours are called with "
+        f"data.columns={{chosen: ..., rejected: ...}}"
+    )
+
+
+def to_pairs(row: Mapping[str, Any], format: str, cfg: Data, where: str) -> list[Pair]:
+    """The pairs of a row of `format` (from detect_pair_format): one, or several of ranked answers.
+
+    data.prompt_template makes the prompt from several columns; data.ranking says which ranked answers are compared.
+
+    Raises:
+        BadRow: the answers are equal or one is empty, two conversations share no beginning, see turns.py for turns.
+    """
+    values = _values(row, format, cfg, where)
+    if format == "ranked":
+        return _ranked(values, cfg, where)
+    margin = _margin(values, where)
+    if format == "preference_text":
+        prompt, chosen, rejected = (text_of(values[name], name, where) for name in ("prompt", "chosen", "rejected"))
+        return [_different(Pair(prompt, chosen, rejected, None, where, margin))]
+    chosen_turns, rejected_turns = (answer_turns(values[name], name, where) for name in ("chosen", "rejected"))
+    whole = "assistant" not in (chosen_turns[0]["role"], rejected_turns[0]["role"])
+    if whole or ("prompt" not in values and chosen_turns[0] == rejected_turns[0]):
+        given, chosen_turns, rejected_turns = _split(chosen_turns, rejected_turns, where)
+        _check_prompt(values, given, where)
+    elif "prompt" in values:
+        given = prompt_turns(values, where)
+    else:
+        raise BadRow(
+            where, "chosen and rejected are answers without a prompt: name its column with data.columns.prompt"
+        )
+    return [_pair(given, chosen_turns, rejected_turns, values, cfg, where, margin)]
+
+
+def _values(row: Mapping[str, Any], format: str, cfg: Data, where: str) -> dict[str, Any]:
+    """The row's columns under the format's first names, those that are null left out."""
+    columns = PAIR_FORMATS[format].required + PAIR_FORMATS[format].optional
+    found = {c.split("|")[0]: column_of(c, row, cfg) for c in columns}
+    values = {c: row[name] for c, name in found.items() if name is not None and row[name] is not None}
+    if cfg.prompt_template:
+        values["prompt"] = _filled(cfg.prompt_template, row, where)
+    for column in PAIR_FORMATS[format].required:
+        if column.split("|")[0] not in values:
+            raise BadRow(where, f"there is no {column.replace('|', ' or ')} (the row has {', '.join(row)})")
+    return values
+
+
+def _needed(format: str, cfg: Data) -> list[str]:
+    """The columns a format can't do without; data.prompt_template stands for the prompt's."""
+    return [c for c in PAIR_FORMATS[format].required if not (cfg.prompt_template and c.startswith("prompt"))]
+
+
+def _filled(template: str, row: Mapping[str, Any], where: str) -> str:
+    texts = {name: value or "" for name, value in row.items() if value is None or isinstance(value, str)}
+    try:
+        return template.format_map(texts)
+    except (KeyError, IndexError, ValueError, AttributeError, TypeError) as error:
+        raise BadRow(where, f"data.prompt_template needs the column {error}, which is absent or no text") from None
+
+
+def _check_prompt(values: dict[str, Any], given: Turns, where: str) -> None:
+    """Raises BadRow where the row has a prompt of its own, and the two whole conversations don't begin with it."""
+    if "prompt" not in values:
+        return
+    prompt = [(turn["role"], turn["content"].strip()) for turn in prompt_turns(values, where)]
+    shared = [(turn["role"], turn["content"].strip()) for turn in given]
+    begins = prompt[: len(shared)] == shared  # of a column that holds the whole conversation
+    if not begins and not any(shared[at : at + len(prompt)] == prompt for at in range(len(shared))):
+        said = prompt[-1][1]
+        raise BadRow(
+            where,
+            f"chosen and rejected are conversations that don't begin with the prompt of the row, "
+            f"{said[:60] + ('...' if len(said) > 60 else '')!r}: mend it, or leave that column out",
+        )
+
+
+def prompt_turns(values: dict[str, Any], where: str) -> Turns:
+    """The prompt's turns; a text is the user's, `input` (as of Alpaca) its second paragraph."""
+    prompt = values["prompt"]
+    if not isinstance(prompt, str):
+        return turns_of(prompt, where, "prompt")
+    if _SPEAKER.match(prompt):
+        return _spoken(prompt, "prompt", where)
+    extra = text_of(values.get("input", ""), "input", where, may_be_empty=True)
+    text = text_of(prompt, "prompt", where)
+    return [instruction(text, extra)]
+
+
+def answer_turns(value: Any, name: str, where: str) -> Turns:
+    """An answer or a whole conversation as turns: a list of them, one alone, or a string."""
+    if isinstance(value, Mapping):
+        return turns_of([value], where, name)
+    if not isinstance(value, str):
+        return turns_of(value, where, name)
+    if _SPEAKER.match(value):
+        return _spoken(value, name, where)
+    return [{"role": "assistant", "content": text_of(value, name, where)}]
+
+
+def _spoken(text: str, name: str, where: str) -> Turns:
+    """The turns of "\\n\\nHuman: ...\\n\\nAssistant: ..."; an unfinished last "Assistant:" of a prompt is left off."""
+    _, *parts = _SPEAKER.split(text)
+    turns = [(_SPEAKER_ROLES[who], said.strip()) for who, said in zip(parts[::2], parts[1::2], strict=True)]
+    if name == "prompt" and turns[-1] == ("assistant", ""):
+        turns.pop()
+    if not turns:
+        raise BadRow(where, f"{name} is empty")
+    return [
+        {"role": role, "content": text_of(said, f"{name}, turn {i}", where)} for i, (role, said) in enumerate(turns, 1)
+    ]
+
+
+def _split(chosen: Turns, rejected: Turns, where: str) -> tuple[Turns, Turns, Turns]:
+    """Two whole conversations as what they share and how each goes on."""
+    shared = 0
+    for a, b in zip(chosen, rejected, strict=False):
+        if a != b:
+            break
+        shared += 1
+    if shared == 0:
+        raise BadRow(where, "chosen and rejected are conversations that share no beginning, so there is no prompt")
+    if shared == len(chosen) == len(rejected):
+        raise BadRow(where, "chosen and rejected are the same")
+    return chosen[:shared], chosen[shared:], rejected[shared:]
+
+
+def _pair(
+    given: Turns, chosen: Turns, rejected: Turns, values: dict[str, Any], cfg: Data, where: str, margin: float | None
+) -> Pair:
+    answers = {"chosen": chosen, "rejected": rejected}
+    for name, turns in answers.items():
+        if not turns:
+            raise BadRow(where, f"{name} ends where the other goes on: it has no answer of its own")
+    for name, turns in answers.items():
+        if turns[0]["role"] != "assistant":
+            raise BadRow(where, f"{name} goes on with a turn from {turns[0]['role']}; two answers can be compared only")
+        if turns[-1]["role"] != "assistant":
+            raise BadRow(where, f"{name} ends with a turn from {turns[-1]['role']}, not with an answer")
+    given, dropped = drop_first_answers(given, cfg.on_assistant_first, where)
+    system = values.get("system") or cfg.system_prompt
+    if system and given[0]["role"] != "system":
+        given = [{"role": "system", "content": text_of(system, "system", where)}, *given]
+    check([*given, *chosen], where)
+    check([*given, *rejected], where)
+    return _different(Pair(given, chosen, rejected, tools_of(values.get("tools"), where), where, margin, dropped))
+
+
+def _different(pair: Pair) -> Pair:
+    if pair.chosen == pair.rejected:
+        raise BadRow(pair.where, "chosen and rejected are the same")
+    return pair
+
+
+def _margin(values: dict[str, Any], where: str) -> float | None:
+    """score_chosen - score_rejected, where the row has both.
+
+    Raises:
+        BadRow: a score is no finite number, or the rejected answer has the higher one.
+    """
+    scores = [values.get("score_chosen"), values.get("score_rejected")]
+    if None in scores:
+        return None
+    chosen, rejected = _number(scores[0], "score_chosen", where), _number(scores[1], "score_rejected", where)
+    if chosen < rejected:
+        raise BadRow(
+            where,
+            f"score_chosen is {chosen:g}, below score_rejected, {rejected:g}: the rejected answer is the better one. "
+            f"Swap the columns chosen and rejected, or, where lower scores are better, the scores with data.columns="
+            f"{{score_chosen: score_rejected, score_rejected: score_chosen}}",
+        )
+    return chosen - rejected
+
+
+def _number(value: Any, name: str, where: str) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.inf
+    if math.isnan(number):
+        raise BadRow(where, f"{name} is NaN: leave out the row, or give it a number")
+    if math.isinf(number) or isinstance(value, bool):
+        shown = repr(value)
+        raise BadRow(where, f"{name} must be a number and is {shown if len(shown) <= 60 else shown[:60] + '...'}")
+    return number
+
+
+def _ranked(values: dict[str, Any], cfg: Data, where: str) -> list[Pair]:
+    """Pairs of ranked answers: the best and the worst, or with data.ranking=all every two of different rank."""
+    answers = values["responses"]
+    if not isinstance(answers, list) or len(answers) < 2:
+        raise BadRow(where, "ranked answers must be a list of at least two")
+    scores = _scores(answers, values, where)
+    turns = [answer_turns(_answer(a, where), f"answer {i}", where) for i, a in enumerate(answers, 1)]
+    # Stable: of equal scores the first is the better.
+    order = sorted(range(len(answers)), key=lambda i: -scores[i])
+    couples = list(combinations(order, 2)) if cfg.ranking == "all" else [(order[0], order[-1])]
+    couples = [(a, b) for a, b in couples if scores[a] > scores[b]]
+    if not couples:
+        raise BadRow(where, "all answers have the same score: none is better")
+    given = prompt_turns(values, where)
+    return [_pair(given, turns[a], turns[b], values, cfg, where, scores[a] - scores[b]) for a, b in couples]
+
+
+def _scores(answers: list[Any], values: dict[str, Any], where: str) -> list[float]:
+    """A score for each answer, higher is better: `scores`, `ranks` (1 is best), those in the answers, or the order."""
+    for name, sign in (("score", 1.0), ("rank", -1.0)):
+        given = values.get(f"{name}s")
+        if given is None and all(isinstance(a, Mapping) and a.get(name) is not None for a in answers):
+            given = [a[name] for a in answers]
+        if given is None:
+            continue
+        if not isinstance(given, list | tuple):
+            raise BadRow(where, f"{name}s must be a list, one for each answer")
+        if len(given) != len(answers):
+            raise BadRow(where, f"there are {len(answers)} answers and {len(given)} {name}s")
+        return [sign * _number(value, name, where) for value in given]
+    return [-float(i) for i in range(len(answers))]
+
+
+def _answer(answer: Any, where: str) -> Any:
+    """The text of an answer that is a mapping with its score; turns and texts as they are."""
+    if isinstance(answer, Mapping) and not {"role", "from"} & set(answer):
+        text = next((answer[k] for k in ("response", "answer", "text", "content") if k in answer), None)
+        return text_of(text, "an answer", where)
+    return answer

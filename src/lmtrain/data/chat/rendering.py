@@ -1,0 +1,218 @@
+"""Renders a conversation to text with the character spans of the assistant's turns.
+
+Which characters are a turn's is found in one of two ways. A template with {% generation %} markers says so itself.
+Of any other, the conversation is rendered up to the turn, with the words that ask for an answer (the generation
+prompt), and once more with the turn: the answer is what lies between.
+
+Where all of these are beginnings of the whole conversation's text, that one text is learned from. A template that
+rewrites earlier turns (Qwen3 drops their thoughts) gives several: each answer is learned from the text that the model
+sees when it gives it, and answers whose texts begin one another share the longest.
+
+An answer's end-of-turn token belongs to it, for it is what the model must learn to stop with. What a template writes
+after that token (a newline, in ChatML) doesn't: no model is ever asked to say it.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from lmtrain.data.chat.conversations import Conversation
+from lmtrain.data.chat.jinja_rendering import ANSWER, CLOSE, OPEN, Span, Template, answers_of, thought_of
+from lmtrain.errors import UserError
+
+_MODES = ({"enable_thinking": False}, {"enable_thinking": True})  # one of them is a template's default
+_REWRITTEN = (
+    "answers whose history the chat template shows otherwise while it asks for them: learned from what it asks with"
+)
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A text with the `spans` of the assistant turns `turns`, and `borders`, the characters after which each ends.
+
+    shown: how many of the conversation's messages stand in the text.
+    remarks: what is worth saying about it, in the plan.
+    """
+
+    text: str
+    spans: list[Span]
+    borders: list[int]
+    turns: list[int]
+    shown: int
+    remarks: tuple[str, ...] = ()
+
+
+@dataclass(eq=False)
+class _Text:
+    """A text in the making: of the first `shown` messages, with the answers found in it, {turn: its span}."""
+
+    text: str
+    shown: int
+    answers: dict[int, Span]
+    marked: list[Span]
+    remarks: list[str]
+
+
+class ChatTemplate(Template):
+    """A chat template that says where in its text the answers are."""
+
+    def render(self, conversation: Conversation, turns: list[int]) -> list[Rendered]:
+        """Texts with the spans of the assistant turns whose positions in messages are `turns`, each of them once.
+
+        One, of the whole conversation, unless the template rewrites earlier turns.
+
+        Raises:
+            BadRow: the template refuses the conversation.
+            UserError: an answer can't be told from what is asked, or the template's markers miss turns.
+        """
+        messages = conversation.messages
+        whole = self._text(conversation, len(messages))
+        texts = [whole]
+        if turns and self.has_markers:
+            self._by_markers(texts, conversation, turns)
+        elif turns:
+            self._by_prefixes(texts, conversation, turns)
+        found = sorted((text for text in texts if text.answers), key=lambda text: text.shown)
+        return [self._finished(text, messages) for text in found or [whole]]
+
+    def render_one(self, conversation: Conversation, turns: list[int]) -> Rendered:
+        """The same where only one text will do, that of the whole conversation.
+
+        Raises:
+            UserError: the template rewrites earlier turns, besides.
+        """
+        texts = self.render(conversation, turns)
+        if len(texts) > 1 or texts[0].shown < len(conversation.messages):
+            raise UserError(self._rewrites(conversation, turns))
+        return texts[0]
+
+    def _finished(self, made: _Text, messages: list[dict[str, Any]]) -> Rendered:
+        text, spans, turns = made.text, [made.answers[turn] for turn in sorted(made.answers)], sorted(made.answers)
+        if self.added_end and messages[made.shown - 1]["role"] == "assistant":
+            end = len(text) - len(self.after_turn) if text.endswith(self.after_turn) else len(text)
+            text = text[:end] + self.added_end
+            if turns and turns[-1] == made.shown - 1:
+                spans[-1] = (spans[-1][0], len(text))
+        if any(not text[:end].rstrip().endswith(self.special_tokens) for _, end in spans):
+            made.remarks.append(
+                f"answers that the chat template ({self.label}) ends without a special token: the model doesn't learn "
+                f"to stop there"
+            )
+        borders = [end + len(self.after_turn) if text.startswith(self.after_turn, end) else end for _, end in spans]
+        return Rendered(text, spans, borders, turns, made.shown, tuple(made.remarks))
+
+    def _text(self, conversation: Conversation, shown: int) -> _Text:
+        text, marked = self.render_marked(conversation.messages[:shown], conversation.tools, conversation.where)
+        return _Text(text, shown, {}, marked, [])
+
+    def _by_markers(self, texts: list[_Text], conversation: Conversation, turns: list[int]) -> None:
+        """Finds each of `turns` in the first of `texts` that goes on from it; where none does its own text is added.
+
+        A marker that stops short of the end-of-turn token is carried over it.
+        """
+        for turn in reversed(turns):
+            own = self._text(conversation, turn + 1) if turn + 1 < texts[0].shown else texts[0]
+            text = self._first_that_continues(texts, own.text.removesuffix(self.after_turn)) or own
+            if text not in texts:
+                texts.append(text)
+            answers = answers_of(conversation.messages[: text.shown])
+            if len(text.marked) != len(answers):
+                raise UserError(
+                    f"{conversation.where}: the chat template ({self.label}) marks {len(text.marked)} stretches with "
+                    f"{{% generation %}} where the conversation has {len(answers)} assistant turns: mend its markers, "
+                    f"or choose another with data.chat_template"
+                )
+            start, end = text.marked[answers.index(turn)]
+            missing = self.end_of_turn and text.text.startswith(self.end_of_turn, end)
+            text.answers[turn] = (start, end + len(self.end_of_turn) if missing else end)
+
+    def _by_prefixes(self, texts: list[_Text], conversation: Conversation, turns: list[int]) -> None:
+        """The same for a template without markers: an answer is what its text has more than the words that ask."""
+        messages, tools, where = conversation.messages, conversation.tools, conversation.where
+        given = self.render_texts([messages[:i] for i in turns], tools, where, add_generation_prompt=True)
+        said = self.render_texts([messages[: i + 1] for i in turns], tools, where)
+        for turn, before, own in reversed(list(zip(turns, given, said, strict=True))):
+            remarks: list[str] = []
+            # Behind the end-of-turn token a template may write what only the end of a conversation has.
+            after = own.removesuffix(self.after_turn)
+            if not own.startswith(before):
+                before, own, remark = self._asked_otherwise(before, own, conversation, turn)
+                after = own.removesuffix(self.after_turn)
+                remarks.append(remark)
+            text = self._first_that_continues(texts, after)
+            if text is None:
+                text = _Text(own, turn + 1, {}, [], [])
+                texts.append(text)
+            text.answers[turn] = (len(before), len(after))
+            text.remarks += remarks
+
+    def _first_that_continues(self, texts: list[_Text], beginning: str) -> _Text | None:
+        return next((text for text in texts if text.text.startswith(beginning)), None)
+
+    def _asked_otherwise(self, before: str, own: str, conversation: Conversation, turn: int) -> tuple[str, str, str]:
+        """The words that ask for an answer and its text, where it isn't written as those words ask: and a remark.
+
+        Nemotron writes an answer without a thought as it asks for one with enable_thinking=false. DeepSeek-R1 asks with
+        an open <think>, which it leaves out of what was said: there the thought and its end are put behind it, as the
+        model writes them itself (arXiv:2501.12948, table 1).
+
+        Raises:
+            UserError: neither fits.
+        """
+        messages, tools, where = conversation.messages, conversation.tools, conversation.where
+        for mode in _MODES:
+            asked = self.render_texts([messages[:turn]], tools, where, True, mode)[0]
+            (answered,) = self.render_texts([messages[: turn + 1]], tools, where, more=mode)
+            if answered.startswith(asked):
+                words = "true" if mode["enable_thinking"] else "false"
+                return asked, answered, f"answers rendered with enable_thinking={words}, as they are written"
+        history = self.render_texts([messages[:turn]], tools, where)[0]
+        words = before.removeprefix(history) if before.startswith(history) else ""
+        answer = self._answer(own, words, conversation, turn) if words else ""
+        if answer:
+            return before, before + answer, _REWRITTEN
+        same = _common(before, own)
+        if before[same:].strip() != OPEN:
+            raise UserError(self._not_a_prefix(before, own, conversation, turn))
+        thought = thought_of(messages[turn])
+        remark = (
+            f"answers put behind the {OPEN} that the chat template asks with and doesn't write itself, after their "
+            f"{'thought' if thought else 'empty thought'} and {CLOSE}"
+        )
+        answer = own[same:].lstrip()
+        return before, before + (answer if CLOSE in answer else f"{thought}\n{CLOSE}\n\n{answer}"), remark
+
+    def _answer(self, own: str, words: str, conversation: Conversation, turn: int) -> str:
+        """What follows the words that ask for an answer, in the text that ends with it: another answer shows where.
+
+        "" where they don't stand there.
+        """
+        other = {"role": "assistant", "content": ANSWER}
+        messages = [*conversation.messages[:turn], other]
+        (text,) = self.render_texts([messages], conversation.tools, conversation.where)
+        at = own.rfind(words, 0, _common(own, text))
+        return own[at + len(words) :] if at >= 0 else ""
+
+    def _not_a_prefix(self, before: str, own: str, conversation: Conversation, turn: int) -> str:
+        """Says where an answer's text departs from the words that ask for it."""
+        at = _common(before, own)
+        return (
+            f"{conversation.where}: the chat template ({self.label}) asks for an answer with words that the answer "
+            f"isn't written with, so the model would learn from a text that it never sees. Before turn {turn + 1} it "
+            f"writes ...{before[max(0, at - 30) : at]!r}, then {before[at : at + 30]!r}; with the answer "
+            f"{own[at : at + 30]!r} stands there. Ways out: choose another with data.chat_template, or mark the "
+            f"answers in the template with {{% generation %}}"
+        )
+
+    def _rewrites(self, conversation: Conversation, turns: list[int]) -> str:
+        return (
+            f"{conversation.where}: the chat template ({self.label}) writes a conversation otherwise while it is going "
+            f"on than when it is over, so its {len(turns)} answers can't be learned from one text. Ways out: "
+            f"data.train_on=last_assistant, or for conversations assistant (each answer from a text of its own), or "
+            f"choose another with data.chat_template"
+        )
+
+
+def _common(one: str, other: str) -> int:
+    """How many characters two texts begin with alike."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))

@@ -1,0 +1,252 @@
+"""Encodes conversations and texts as token ids with a loss mask.
+
+A conversation goes through its chat template and is then tokenized as one text, without special tokens added: the
+template alone says whether a text begins with one (BOS). A plain text gets the beginning that the tokenizer gives any
+text, and the end of text after its completion.
+"""
+
+from bisect import bisect_left, bisect_right
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+
+from lmtrain.config.schema import Data
+from lmtrain.data.chat import named_templates
+from lmtrain.data.chat.conversations import Completion, Conversation
+from lmtrain.data.chat.fields import LABELS, check_tools, unshown
+from lmtrain.data.chat.jinja_rendering import answers_of
+from lmtrain.data.chat.lengths import Example, fit
+from lmtrain.data.chat.remarks import Remark
+from lmtrain.data.chat.rendering import ChatTemplate, Rendered
+from lmtrain.data.chat.special_text import PlainText, special_pattern
+from lmtrain.data.chat.turns import BadRow
+from lmtrain.errors import UserError
+
+__all__ = ["ChatEncoder", "Example"]
+
+_SAID = ("content", "reasoning_content")
+Encoding = tuple[list[int], list[bool], list[int]]  # ids, which are learned, borders where it may well be split
+
+
+class ChatEncoder:
+    """Tokens and labels of conversations and plain texts, by the settings of `cfg`.
+
+    Args:
+        tokenizer: a fast tokenizer.
+        cfg: chat_template, allow_special_text, train_on, max_length and on_too_long are read.
+
+    Attributes:
+        remarks: what is to be said of the row since `begin_row`.
+        texts: how many its conversation became, more than one where the template rewrites earlier turns.
+
+    Raises:
+        UserError: no template, an unknown one, or one that doesn't go with the tokenizer.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, cfg: Data) -> None:
+        self.tokenizer, self.cfg = tokenizer, cfg
+        # Plain texts can do without a template, so none is looked for where nothing names one.
+        self._template = self._chat if cfg.chat_template or tokenizer.chat_template else None
+        start = tokenizer("")["input_ids"][:1]
+        self._bos = start if start == [tokenizer.bos_token_id] else []
+        self._special = special_pattern(tokenizer)
+        self._plain = PlainText(tokenizer) if cfg.allow_special_text is False else None
+        self.begin_row()
+
+    @property
+    def template(self) -> str | None:
+        """The chat template, Jinja; None where neither the config nor the tokenizer names one."""
+        return self._template.text if self._template else None
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What shapes the tokens besides the rows, the settings and the tokenizer's rules."""
+        return {
+            "template": self.template,
+            "special_tokens": {k: str(v) for k, v in self.tokenizer.special_tokens_map.items()},
+        }
+
+    def begin_row(self) -> None:
+        """Forgets what was said of the row before."""
+        self.remarks: list[Remark] = []
+        self.texts = 1
+
+    def encode(self, sample: Conversation | Completion) -> list[Example]:
+        """The examples a sample makes: one, none where it is dropped for its length, several where it is split.
+
+        Raises:
+            BadRow: the template refuses the row, or it is too long and on_too_long is raise.
+            UserError: the template can't tell this conversation's answers from the rest (see chat_rendering.py).
+        """
+        if isinstance(sample, Completion):
+            found: list[Encoding] = [(*self._completion(sample), [])]
+        else:
+            found = self._conversation(sample)
+        examples = []
+        for ids, trained, borders in found:
+            trained[:1] = [False] * len(trained[:1])  # nothing comes before it to predict it from
+            examples += fit(ids, trained, borders, self.cfg, sample.where)
+        return examples
+
+    def pair(
+        self, prompt: list[dict[str, Any]], answer: list[dict[str, Any]], tools: Any = None, where: str = ""
+    ) -> tuple[list[int], list[bool]]:
+        """Token ids of a prompt and its answer, with which of them the answer is scored by; uncut.
+
+        By data.train_on these are the assistant turns after the prompt, the last of them, or (completion) all that the
+        template writes after the words that ask for the first.
+
+        Args:
+            prompt: turns before the first that an answer may differ in.
+            answer: the turns after them, an assistant's first.
+        """
+        conversation = self._masked(Conversation([*prompt, *answer], tools, where))
+        turns = [turn for turn in answers_of(conversation.messages) if turn >= len(prompt)]
+        turns = turns[-1:] if self.cfg.train_on == "last_assistant" else turns
+        check_tools(self._chat, conversation)
+        rendered = self._chat.render_one(conversation, turns)
+        self._note(conversation, [rendered], turns)
+        ids, trained, _ = self._encoded(rendered, conversation)
+        return ids, trained
+
+    def pair_of_texts(self, prompt: str, completion: str) -> tuple[list[int], list[bool]]:
+        """The same for plain texts: the prompt with the tokenizer's BOS, the completion with the end of text."""
+        return self._completion(Completion(prompt, completion, ""))
+
+    def prompt_ids(self, sample: Conversation | Completion) -> list[int]:
+        """What a model is given to write the last answer itself."""
+        if isinstance(sample, Completion):
+            return self._with_bos(self._tokens(self._plain.mask(sample.prompt) if self._plain else sample.prompt)[0])
+        asked = self._masked(sample)
+        messages = asked.messages[: answers_of(asked.messages)[-1]]
+        return self._tokens(self._chat.prompt(messages, asked.tools, asked.where))[0]
+
+    def reference(self, sample: Conversation | Completion) -> str:
+        """The answer that stands in the data where the model writes its own."""
+        if isinstance(sample, Completion):
+            return sample.completion
+        return str(sample.messages[answers_of(sample.messages)[-1]]["content"])
+
+    def end_of_turn_ids(self) -> list[int]:
+        """Ids that end an answer: the template's end-of-turn token and the tokenizer's end of text."""
+        return end_ids(self.tokenizer, self._template)
+
+    @cached_property
+    def _chat(self) -> ChatTemplate:
+        return ChatTemplate(self.tokenizer, *named_templates.find(self.cfg.chat_template, self.tokenizer))
+
+    def _conversation(self, sample: Conversation) -> list[Encoding]:
+        sample, answers = self._masked(sample), [i for i in answers_of(sample.messages) if i >= sample.given]
+        asked = {
+            "assistant": answers,
+            "last_assistant": answers[-1:],
+            "completion": answers[:1],
+            "all": [],
+        }
+        turns = asked[str(self.cfg.train_on)]
+        check_tools(self._chat, sample)
+        if self.cfg.train_on == "completion":
+            texts = [self._chat.render_one(sample, turns)]
+        else:
+            texts = self._chat.render(sample, turns)
+        if len(texts) > 1:  # those of answers that are not to be learned are but beginnings of others
+            texts = [text for text in texts if self._learned(text, sample)] or texts[-1:]
+        self.texts = len(texts)
+        self._note(sample, texts, turns if self.cfg.train_on in ("assistant", "last_assistant") else answers)
+        return [self._encoded(text, sample) for text in texts]
+
+    def _masked(self, sample: Conversation) -> Conversation:
+        """With special tokens in its texts masked, where they are to be read as text; a remark says there are some."""
+        self._note_special_text(" ".join(str(turn.get(key, "")) for turn in sample.messages for key in _SAID))
+        if self._plain is None:
+            return sample
+        messages, tools = self._plain.mask(sample.messages), self._plain.mask(sample.tools)
+        return replace(sample, messages=messages, tools=tools)
+
+    def _encoded(self, rendered: Rendered, sample: Conversation) -> Encoding:
+        ids, offsets = self._tokens(rendered.text)
+        trained = [False] * len(ids)
+        for span in self._learned(rendered, sample):
+            first, last = _tokens_of(offsets, span)
+            trained[first:last] = [True] * (last - first)
+        return ids, trained, [_tokens_of(offsets, (0, border))[1] for border in rendered.borders]
+
+    def _learned(self, rendered: Rendered, sample: Conversation) -> list[tuple[int, int]]:
+        if self.cfg.train_on == "all":
+            return [(0, len(rendered.text))]
+        if self.cfg.train_on == "completion":
+            return [(rendered.spans[0][0], len(rendered.text))]
+        pairs = zip(rendered.turns, rendered.spans, strict=True)
+        return [span for turn, span in pairs if sample.messages[turn].get("train", True)]
+
+    def _note(self, sample: Conversation, texts: list[Rendered], learned: list[int]) -> None:
+        """Adds what is to be said of a conversation to `remarks`."""
+        learned = [turn for turn in learned if sample.messages[turn].get("train", True)]
+        for name in unshown(self._chat, sample, texts, learned):
+            words = f"{name}, which the chat template ({self._chat.label}) never shows the model"
+            self.remarks.append(Remark(words, lost=name not in LABELS))
+        self.remarks += [Remark(words) for text in texts for words in text.remarks]
+
+    def _note_special_text(self, text: str) -> None:
+        found = sorted(set(self._special.findall(text)))
+        if found:
+            read = "as text" if self._plain else "as the tokens themselves (false: as text)"
+            words = f"special tokens written in their text ({' '.join(found)}), read {read} by data.allow_special_text"
+            self.remarks.append(Remark(words))
+
+    def _completion(self, sample: Completion) -> tuple[list[int], list[bool]]:
+        text = sample.prompt + sample.completion
+        self._note_special_text(text)
+        ids, offsets = self._tokens(self._plain.mask(text) if self._plain else text)
+        first, _ = _tokens_of(offsets, (len(sample.prompt), len(sample.prompt) + len(sample.completion)))
+        if self.cfg.train_on == "all":
+            first = 0
+        if self.tokenizer.eos_token_id is None:
+            raise UserError("the tokenizer has no end of text, so the model could never learn to stop: choose another")
+        whole = self._with_bos([*ids, self.tokenizer.eos_token_id])
+        first += len(whole) - len(ids) - 1
+        return whole, [i >= first for i in range(len(whole))]
+
+    def _with_bos(self, ids: list[int]) -> list[int]:
+        return ids if ids[:1] == self._bos else self._bos + ids
+
+    def _tokens(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Token ids, and the characters [start, end) that each stands for."""
+        if self._plain:
+            return self._plain.encode(text)
+        found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        return found["input_ids"], found["offset_mapping"]
+
+
+def own_template(tokenizer: PreTrainedTokenizerFast) -> ChatTemplate | None:
+    """The template a tokenizer comes with, as those of trained models do."""
+    return ChatTemplate(tokenizer, *named_templates.find(None, tokenizer)) if tokenizer.chat_template else None
+
+
+def end_ids(tokenizer: PreTrainedTokenizerFast, template: ChatTemplate | None) -> list[int]:
+    """Ids that end an answer: the template's end-of-turn token and the tokenizer's end of text."""
+    ends = tokenizer(template.end_of_turn, add_special_tokens=False)["input_ids"][-1:] if template else []
+    eos = tokenizer.eos_token_id
+    return ends + ([eos] if eos is not None and eos not in ends else [])
+
+
+def user_turn(tokenizer: PreTrainedTokenizerFast, template: ChatTemplate, text: str, system: str | None) -> list[int]:
+    """Token ids of a conversation that asks for the answer to `text`."""
+    messages = [{"role": "system", "content": system}] if system else []
+    try:
+        asked = template.prompt([*messages, {"role": "user", "content": text}], None, "prompt")
+    except BadRow as bad:
+        raise UserError(f"a prompt can't be put into a conversation: {bad.reason}") from None
+    return tokenizer(asked, add_special_tokens=False)["input_ids"]
+
+
+def _tokens_of(offsets: list[tuple[int, int]], span: tuple[int, int]) -> tuple[int, int]:
+    """The tokens [first, last) that hold a character of `span`; one that begins before it and reaches into it counts.
+
+    Both ends of the offsets rise with the token, so what is between needs no look: tokens of white space may have no
+    characters of their own there.
+    """
+    first = bisect_right(offsets, span[0], key=lambda offset: offset[1])
+    return first, bisect_left(offsets, span[1], lo=first, key=lambda offset: offset[0])

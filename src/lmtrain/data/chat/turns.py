@@ -1,0 +1,294 @@
+"""Normalises the turns of a conversation from the common spellings (OpenAI, ShareGPT, ...) and checks them.
+
+One turn becomes {"role", "content"} with the roles system, user, assistant and tool, and with tool_calls, name,
+tool_call_id and reasoning_content where the row has them: what Hugging Face chat templates read.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from lmtrain.data.chat.remarks import Remark
+
+
+class BadRow(Exception):
+    """A row that can't be learned from: `where` it stands and the `reason`, which says what to change.
+
+    skip: it is left out and counted whatever data.on_bad_row says.
+    """
+
+    def __init__(self, where: str, reason: str, skip: bool = False) -> None:
+        super().__init__(f"{where}: {reason}")
+        self.where, self.reason, self.skip = where, reason, skip
+
+
+# What datasets call the four roles: OpenAI's names, ShareGPT's, and those of tool calls.
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "function_call": "assistant",
+    "tool_call": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+    "tool_response": "tool",
+}
+_CALLS = ("function_call", "tool_call")  # their content is the call itself
+_HALF = re.compile("[\ud800-\udfff]")  # JSON can hold it, UTF-8 and so tokenizers can't
+_KEPT = ("name", "tool_call_id", "reasoning_content")
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # what an answer's thought is called
+_READ = {"role", "from", "content", "value", "tool_calls", "train", "weight", *_KEPT, *_THOUGHTS}
+
+
+def turns_of(value: Any, where: str, column: str = "messages") -> list[dict[str, Any]]:
+    """The turns of a row's list of messages; each is {"role", "content"} or ShareGPT's {"from", "value"}.
+
+    A list of strings is turns of user and assistant by turns. A turn with `train: false` or `weight: 0` keeps
+    "train": False: it is shown to the model and not learned.
+
+    Raises:
+        BadRow: what is no list of turns, or holds a turn without role or text or with an unknown role.
+    """
+    if isinstance(value, str):  # a list that was written as a string
+        value = _from_json(value)
+    if not isinstance(value, list | tuple) or not value:
+        raise BadRow(where, f"{column} must be a list of turns and is {_shown(value)}")
+    if all(isinstance(turn, str) for turn in value):
+        if len(value) == 1 and column not in ("messages", "conversations", "prompt"):
+            raise BadRow(
+                where, f"{column} is a list of one string, which doesn't say who speaks: write it without a list"
+            )
+        value = [{"role": ("user", "assistant")[i % 2], "content": said} for i, said in enumerate(value)]
+    return [_turn(turn, f"turn {i}", where) for i, turn in enumerate(value, start=1)]
+
+
+def check(messages: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
+    """The same turns, if they make a conversation: an optional system turn, then a user turn, and an answer somewhere.
+
+    Two user turns (or two assistant turns) in a row are let through: whether that is a conversation is for the chat
+    template to say.
+
+    Raises:
+        BadRow: a second system turn or one that isn't first, no user turn at the start, or no assistant turn.
+    """
+    systems = [i for i, turn in enumerate(messages, start=1) if turn["role"] == "system"]
+    if len(systems) > 1:
+        raise BadRow(where, f"turns {systems[0]} and {systems[1]} are both system turns; there can be one, the first")
+    if systems and systems[0] != 1:
+        raise BadRow(where, f"turn {systems[0]} is a system turn; it must be the first")
+    first = messages[1:] if systems else messages
+    if first and first[0]["role"] != "user":
+        number = len(systems) + 1
+        advice = "; data.on_assistant_first=drop_turn learns from what follows" if len(first) > 2 else ""
+        raise BadRow(where, f"turn {number} is from {first[0]['role']}, but the first turn must be the user's{advice}")
+    if not any(turn["role"] == "assistant" for turn in messages):
+        raise BadRow(where, "there is no assistant turn to learn from")
+    return messages
+
+
+def drop_first_answers(
+    messages: list[dict[str, Any]], policy: str | None, where: str
+) -> tuple[list[dict[str, Any]], int]:
+    """The conversation from its first user turn on, and how many turns before it were dropped, by `policy`.
+
+    policy: data.on_assistant_first. Nothing is changed where the first turn (after a system turn) is the user's, where
+    no user turn follows, or where the policy is raise: `check` then refuses it.
+
+    Raises:
+        BadRow: the policy is skip.
+    """
+    start = int(bool(messages) and messages[0]["role"] == "system")
+    roles = [turn["role"] for turn in messages]
+    if roles[start : start + 1] != ["assistant"] or policy in (None, "raise"):
+        return messages, 0
+    if policy == "skip":
+        raise BadRow(where, "the first turn is the assistant's (data.on_assistant_first=skip)", skip=True)
+    if "user" not in roles:
+        return messages, 0
+    user = roles.index("user")
+    return [*messages[:start], *messages[user:]], user - start
+
+
+def tools_of(value: Any, where: str) -> list[dict[str, Any]] | None:
+    """Tool schemas in OpenAI's form, from a list of them or a JSON string of one; bare functions are wrapped.
+
+    Raises:
+        BadRow: neither.
+    """
+    if isinstance(value, str):
+        if not value.strip():
+            return None
+        value = _from_json(value)
+    if value is None or value == []:
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise BadRow(where, f"tools must be a list of function descriptions (or JSON of one) and is {_shown(value)}")
+    wrapped = [tool if "function" in tool else {"type": "function", "function": tool} for tool in value]
+    return [_whole_text(_without_none(tool), "tools", where) for tool in wrapped]
+
+
+def text_of(value: Any, what: str, where: str, may_be_empty: bool = False) -> str:
+    """A text, or the joined texts of a list of parts [{"type": "text", "text": ...}].
+
+    Raises:
+        BadRow: anything else, an image say, or nothing but white space.
+    """
+    if isinstance(value, list | tuple):
+        for part in value:
+            if not isinstance(part, Mapping) or "type" not in part:
+                raise BadRow(where, f"{what} must be text and is a list with {_shown(part)} in it")
+            if part["type"] != "text" or not isinstance(part.get("text"), str):
+                raise BadRow(where, f"{what} has a part of type {part['type']!r}; only text can be learned")
+        value = "".join(part["text"] for part in value)
+    if not isinstance(value, str):
+        raise BadRow(where, f"{what} must be text and is {_shown(value)}")
+    if not value.strip() and not may_be_empty:
+        raise BadRow(where, f"{what} is empty")
+    return str(_whole_text(value, what, where))
+
+
+def _whole_text(value: Any, what: str, where: str) -> Any:
+    """The value, if all strings in it are text that UTF-8 can hold; raises BadRow otherwise."""
+    if isinstance(value, str) and _HALF.search(value):
+        raise BadRow(where, f"{what} holds half a surrogate pair (\\ud800 to \\udfff), which is no character")
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            _whole_text(key, what, where)
+            _whole_text(item, what, where)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _whole_text(item, what, where)
+    return value
+
+
+def unread(row: Mapping[str, Any]) -> list[Remark]:
+    """The keys of a row's turns that nothing reads."""
+    turns = [
+        turn
+        for value in row.values()
+        if isinstance(value, list | tuple)
+        for turn in value
+        if isinstance(turn, Mapping) and ("role" in turn or "from" in turn)
+    ]
+    keys = dict.fromkeys(str(key) for turn in turns for key, value in turn.items() if value is not None)
+    return [Remark(f"turns have the key {key}, which nothing reads") for key in keys if key not in _READ]
+
+
+def _turn(turn: Any, name: str, where: str) -> dict[str, Any]:
+    if not isinstance(turn, Mapping):
+        raise BadRow(where, f"{name} must be a mapping with role and content and is {_shown(turn)}")
+    found = {key: value for key, value in turn.items() if value is not None}
+    said = _either(found, "role", "from", name, where)
+    if said is None:
+        raise BadRow(where, f"{name} has no role (its keys: {_keys(turn)})")
+    role = ROLES.get(said.lower()) if isinstance(said, str) else None
+    if role is None:
+        raise BadRow(where, f"{name} has the unknown role {_shown(said)}; known are {', '.join(ROLES)}")
+    content = _either(found, "content", "value", name, where)
+    calls = found.get("tool_calls") or None
+    if said.lower() in _CALLS:
+        content, calls = "", content
+    if role == "tool" and not _is_text(content):
+        content = json.dumps(
+            _without_none(content), ensure_ascii=False, default=str
+        )  # a result of 0, false or {...} is one, too
+    if calls is not None:
+        calls = _tool_calls(calls, name, where)
+    if content is None and calls is None:
+        raise BadRow(where, f"{name} ({role}) has no content (its keys: {_keys(turn)})")
+    # A tool may well return nothing, and an assistant that calls one need not speak.
+    empty = calls is not None or role == "tool"
+    text = text_of("" if content is None else content, f"{name} ({role})", where, empty)
+    result: dict[str, Any] = {"role": role, "content": text}
+    if calls is not None:
+        result["tool_calls"] = calls
+    result.update({key: _whole_text(found[key], f"{name} ({role})", where) for key in _KEPT if key in found})
+    thought = next((found[key] for key in _THOUGHTS if found.get(key)), None)
+    if thought is not None:
+        result["reasoning_content"] = text_of(thought, f"{name} ({role}), its reasoning,", where, may_be_empty=True)
+    if not _is_learned(found, name, where):
+        result["train"] = False
+    return result
+
+
+def _either(found: Mapping[str, Any], ours: str, theirs: str, name: str, where: str) -> Any:
+    """The value of one of two keys; raises BadRow where both are there and differ."""
+    if ours in found and theirs in found and found[ours] != found[theirs]:
+        both = f"{_shown(found[ours])} and {_shown(found[theirs])}"
+        raise BadRow(where, f"{name} has {ours} and {theirs}, and they differ: {both}")
+    return found.get(ours, found.get(theirs))
+
+
+def _is_text(content: Any) -> bool:
+    """None, a string or a list of parts, as `text_of` reads it."""
+    parts = isinstance(content, list | tuple) and all(isinstance(p, Mapping) and "type" in p for p in content)
+    return content is None or isinstance(content, str) or (parts and len(content) > 0)
+
+
+def _is_learned(found: Mapping[str, Any], name: str, where: str) -> bool:
+    """What `train` and `weight` of a turn say; raises BadRow where that is neither yes nor no, or both."""
+    said = set()
+    for key in ("train", "weight"):
+        value = found.get(key, True)
+        plain = value.strip().lower() if isinstance(value, str) else value
+        if plain not in (0, 1, "false", "true", "0", "1"):
+            shown = f'"{key}": {_shown(value)}'
+            raise BadRow(where, f"{name} has {shown}; a turn is learned (true or 1) or not (false or 0)")
+        if key in found:
+            said.add(plain in (1, "true", "1"))
+    if len(said) > 1:
+        raise BadRow(where, f"{name} has train and weight, and they differ")
+    return said != {False}
+
+
+def _tool_calls(value: Any, name: str, where: str) -> list[dict[str, Any]]:
+    """Calls as {"type": "function", "function": {"name", "arguments": a mapping}}, with their id where there is one."""
+    if isinstance(value, str):
+        value = _from_json(value)
+    calls = []
+    for call in value if isinstance(value, list | tuple) else [value]:
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        arguments = function.get("arguments") if isinstance(function, Mapping) else None
+        if isinstance(arguments, str):  # as the API of OpenAI returns them; templates write JSON themselves
+            arguments = _from_json(arguments)
+        arguments = {} if arguments in (None, "") else arguments
+        called = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(arguments, Mapping) or not isinstance(called, str) or not called:
+            raise BadRow(where, f"{name} has a tool call that isn't {{name, arguments}}: {_shown(call)}")
+        made = {"type": "function", "function": {"name": called, "arguments": _without_none(arguments)}}
+        calls.append({"id": call["id"], **made} if call.get("id") else made)
+        _whole_text(calls[-1], f"{name}'s tool call", where)
+    return calls
+
+
+def _without_none(value: Any) -> Any:
+    """Without keys whose value is None: Arrow writes one for every key that any other row of the file has."""
+    if isinstance(value, Mapping):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return [_without_none(item) for item in value] if isinstance(value, list) else value
+
+
+def _from_json(text: str) -> Any:
+    """What a JSON string holds; the string itself where it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _shown(value: Any) -> str:
+    shown = repr(value)
+    return f"{shown[:60]}... ({type(value).__name__})" if len(shown) > 60 else f"{shown} ({type(value).__name__})"
+
+
+def _keys(turn: Mapping[str, Any]) -> str:
+    return ", ".join(map(str, turn)) or "none"

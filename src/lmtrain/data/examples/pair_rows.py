@@ -1,0 +1,236 @@
+"""The row encoder of DPO, and its micro-batches: chosen and rejected answers without padding, shared prompts once."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from lmtrain.config.schema import Config, Data
+from lmtrain.data.chat.conversations import Completion, Conversation
+from lmtrain.data.chat.pairs import Pair, detect_pair_format, to_pairs
+from lmtrain.data.chat.turns import BadRow, unread
+from lmtrain.data.examples.chat_rows import TemplateRows
+from lmtrain.data.examples.row_format import Encoded, Example
+from lmtrain.data.examples.rows import documents_at
+from lmtrain.data.examples.store import Examples
+
+Tokens = tuple[list[int], list[bool]]  # ids, and which of them the answer is scored by
+_ESTIMATED_FROM = 2000  # pairs read to tell how long prompts are, in a tenth of a second
+
+
+class PairRowEncoder(TemplateRows):
+    """A pair is two examples, the prompt with its chosen and with its rejected answer."""
+
+    group = 2
+
+    def __init__(self, tokenizer: Any, cfg: Data) -> None:
+        super().__init__(tokenizer, cfg)
+        self.identity = {**self.identity, "pairs": 1}
+
+    def encode(self, row: dict[str, Any], where: str, cfg: Data, question: bool) -> Encoded:
+        """The pairs of a row, chosen and rejected in turn.
+
+        Raises:
+            BadRow: see pairs.py and `fit_pair`, and what the chat template refuses.
+        """
+        self.chat.begin_row()
+        pairs = to_pairs(row, self.format_of(row, where, cfg, detect_pair_format), cfg, where)
+        examples: list[Example] = []
+        cut = 0
+        for pair in pairs:
+            chosen, rejected = self._tokens(pair, pair.chosen), self._tokens(pair, pair.rejected)
+            if chosen == rejected:
+                raise BadRow(where, "chosen and rejected are the same once the chat template has written them")
+            fitted, tokens_cut = fit_pair(chosen, rejected, cfg, where)
+            if fitted and fitted[0] == fitted[1]:
+                raise BadRow(where, f"chosen and rejected are the same within data.max_length={cfg.max_length} tokens")
+            examples += fitted
+            cut += tokens_cut
+        asked = self.question(self._preferred(pairs[0])) if question and examples else None
+        return Encoded(examples, cut, asked, pairs[0].dropped_turns, [*self.chat.remarks, *unread(row)])
+
+    @staticmethod
+    def make_rows(examples: Examples, config: Config, seed: int | None) -> tuple["PairRows", str]:
+        share = bool(config.data.share_prompts)
+        words = f"each pair is two examples{', its prompt there once' if share else ''}; no padding"
+        return PairRows(examples, share_prompts=share), words
+
+    def _tokens(self, pair: Pair, answer: Any) -> Tokens:
+        if isinstance(pair.prompt, str):
+            return self.chat.pair_of_texts(pair.prompt, answer)
+        return self.chat.pair(pair.prompt, answer, pair.tools, pair.where)
+
+    def _preferred(self, pair: Pair) -> Conversation | Completion:
+        """The prompt with its chosen answer."""
+        if isinstance(pair.prompt, str):
+            return Completion(pair.prompt, str(pair.chosen), pair.where)
+        return Conversation([*pair.prompt, pair.chosen[0]], pair.tools, pair.where)  # type: ignore[list-item]
+
+
+def fit_pair(chosen: Tokens, rejected: Tokens, cfg: Data, where: str) -> tuple[list[Tokens], int]:
+    """([chosen, rejected], tokens cut away), none longer than data.max_length; ([], 0) where the pair is dropped.
+
+    truncate_right cuts the ends of the answers; truncate_left cuts the same tokens off both prompts, so that the
+    answers are still answers to one prompt. So does data.max_prompt_length, first.
+
+    Raises:
+        BadRow: the prompt leaves no room for an answer; a pair is too long and on_too_long is raise.
+    """
+    if not (any(chosen[1]) and any(rejected[1])):
+        return [chosen, rejected], 0
+    chosen, rejected, lost = _fit_prompt(chosen, rejected, cfg.max_prompt_length)
+    most, policy = cfg.max_length, cfg.on_too_long
+    longest = max(len(chosen[0]), len(rejected[0]))
+    if most is None or longest <= most:
+        return [chosen, rejected], lost
+    if policy == "drop":
+        return [], 0
+    if policy == "raise":
+        raise BadRow(
+            where,
+            f"an answer with its prompt has {longest} tokens and data.max_length is {most}: raise it, shorten the row, "
+            f"or leave long pairs out with data.on_too_long=drop",
+        )
+    prompt = min(trained.index(True) for _, trained in (chosen, rejected))
+    over = longest - most
+    if policy == "truncate_left":
+        parts, room = slice(over, None), prompt > over
+    else:
+        parts, room = slice(0, most), prompt < most
+    if not room:
+        raise BadRow(where, f"the prompt leaves no room for the answers within data.max_length={most} tokens")
+    cut = [(ids[parts], trained[parts]) for ids, trained in (chosen, rejected)]
+    return cut, lost + sum(len(ids) for ids, _ in (chosen, rejected)) - sum(len(ids) for ids, _ in cut)
+
+
+def _fit_prompt(chosen: Tokens, rejected: Tokens, most: int | None) -> tuple[Tokens, Tokens, int]:
+    """Both with the same tokens cut off the beginning, so that no more than `most` come before an answer; how many."""
+    over = min(trained.index(True) for _, trained in (chosen, rejected)) - (most or 0)
+    if most is None or over <= 0:
+        return chosen, rejected, 0
+    return (chosen[0][over:], chosen[1][over:]), (rejected[0][over:], rejected[1][over:]), 2 * over
+
+
+class PairRows:
+    """Row i is pair i: examples 2i (chosen) and 2i + 1 (rejected). A micro-batch has no padding.
+
+    share_prompts: what both answers of a pair begin with is there once, and the rejected answer goes on from it.
+    reference: [n, 2] fp64, log-probabilities of the chosen and the rejected answers that were computed before
+        training; None where there are none.
+    padded: each answer is a row of its own, for models that can't keep several in a row apart.
+    """
+
+    group = 2
+
+    def __init__(self, examples: Examples, *, share_prompts: bool) -> None:
+        self.examples, self.share_prompts = examples, share_prompts
+        self.reference: np.ndarray | None = None
+        self.padded = False
+
+    def pad(self) -> None:
+        """From now on each answer is a row of its own, with its prompt, padded to the longest of its micro-batch."""
+        self.padded, self.share_prompts = True, False
+
+    def __len__(self) -> int:
+        return len(self.examples) // self.group
+
+    def title(self, example: int) -> str:
+        """What an example is, for inspect."""
+        return f"pair {example // 2 + 1:,} of {len(self):,}, {('chosen', 'rejected')[example % 2]}"
+
+    def read(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
+        """A micro-batch from (epoch, row) pairs [P, 2]: the 2P answers with their prompts, N tokens in one row.
+
+        Returns:
+            input_ids, position_ids int64 [1, N]; cu_seqlens int32 [2P + 1], the answers' starts; with shared prompts
+            prefix_lengths, kv_index and cu_kv as of `models.documents.Prefixes`;
+            scored int64 [C]: positions in N of the tokens that the answers are scored by; before int64 [C]: those of
+            the tokens just before them; answer int64 [C]: which answer each belongs to, 2p the chosen and 2p + 1 the
+            rejected one of pair p; lengths int64 [2P]: the number of each answer's; pairs, seen int64 []: P and N;
+            reference fp64 [P, 2] where there is one. Padded: input_ids [2P, T], positions in its 2P * T, and neither
+            position_ids nor cu_seqlens.
+        """
+        ids: list[np.ndarray] = []
+        scored: list[np.ndarray] = []
+        before: list[np.ndarray] = []
+        prefixes: list[int] = []
+        starts = [0]
+        for _, row in rows:
+            pair = [self.examples.read(2 * int(row) + i) for i in (0, 1)]
+            shared = common_prompt(*pair) if self.share_prompts else 0
+            for prefix, (tokens, trained) in zip((0, shared), pair, strict=True):
+                start = starts[-1] - prefix  # where token 0 would be, were the prefix there again
+                at = np.flatnonzero(trained)
+                scored.append(start + at)
+                # The token before the first that is not shared is the last of the prompt, in the answer before.
+                before.append(np.where(at > prefix, start + at - 1, starts[-2] + at - 1 if prefix else start + at - 1))
+                ids.append(tokens[prefix:])
+                prefixes.append(prefix)
+                starts.append(start + len(tokens))
+        lengths = np.array([len(at) for at in scored], dtype=np.int64)
+        batch = {
+            "input_ids": torch.from_numpy(np.concatenate(ids))[None],
+            **documents_at(starts[:-1], 1, starts[-1]),
+            "scored": torch.from_numpy(np.concatenate(scored)),
+            "before": torch.from_numpy(np.concatenate(before)),
+            "answer": torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)),
+            "lengths": torch.from_numpy(lengths),
+            "pairs": torch.tensor(len(rows)),
+            "seen": torch.tensor(starts[-1]),
+        }
+        if self.share_prompts:  # also where there are none: a compiled model would have a variant for each
+            _add_prefixes(batch, prefixes, starts)
+        if self.padded:
+            pad_answers(batch)
+        if self.reference is not None:
+            batch["reference"] = torch.from_numpy(self.reference[rows[:, 1]])
+        return batch
+
+    @property
+    def epoch_tokens(self) -> int:
+        """Tokens of all micro-batches of an epoch; of many pairs an estimate from some of them."""
+        total = self.examples.tokens
+        if not self.share_prompts:
+            return total
+        some = np.unique(np.linspace(0, len(self) - 1, min(len(self), _ESTIMATED_FROM)).astype(int))
+        shared = [common_prompt(self.examples.read(2 * i), self.examples.read(2 * i + 1)) for i in some]
+        return total - round(np.mean(shared) * len(self))
+
+    def empty(self) -> dict[str, torch.Tensor]:
+        """A pair that weighs nothing: the ranks of a step run equally many micro-batches."""
+        batch = self.read(np.zeros((1, 2), dtype=np.int64))
+        return {**batch, "pairs": torch.tensor(0), "seen": torch.tensor(0)}
+
+
+def common_prompt(chosen: tuple[np.ndarray, np.ndarray], rejected: tuple[np.ndarray, np.ndarray]) -> int:
+    """Tokens that both answers of a pair, (ids, trained) each, begin with and that neither is scored by."""
+    most = min(int(trained.argmax()) for _, trained in (chosen, rejected))
+    same = chosen[0][:most] == rejected[0][:most]
+    return most if same.all() else int(same.argmin())
+
+
+def pad_answers(batch: dict[str, torch.Tensor]) -> None:
+    """A row for each document; no mask is needed, as padding comes after and tokens see only those before them."""
+    starts = batch.pop("cu_seqlens").long()
+    lengths, column = torch.diff(starts), batch.pop("position_ids").flatten()
+    longest = int(lengths.max())
+    place = torch.repeat_interleave(torch.arange(len(lengths)), lengths) * longest + column  # [N] in the padded rows
+    padded = torch.zeros(len(lengths) * longest, dtype=torch.int64)
+    padded[place] = batch["input_ids"].flatten()
+    batch["input_ids"] = padded.view(len(lengths), longest)
+    batch["scored"], batch["before"] = place[batch["scored"]], place[batch["before"]]
+
+
+def _add_prefixes(batch: dict[str, torch.Tensor], prefixes: list[int], starts: list[int]) -> None:
+    parts = []
+    for i, prefix in enumerate(prefixes):
+        batch["position_ids"][0, starts[i] : starts[i + 1]] += prefix
+        if prefix:
+            parts.append(np.arange(starts[i - 1], starts[i - 1] + prefix))
+        parts.append(np.arange(starts[i], starts[i + 1]))
+    ends = np.cumsum(
+        [0, *(prefix + stop - start for prefix, start, stop in zip(prefixes, starts, starts[1:], strict=False))]
+    )
+    batch["prefix_lengths"] = torch.tensor(prefixes, dtype=torch.int32)
+    batch["kv_index"] = torch.from_numpy(np.concatenate(parts))
+    batch["cu_kv"] = torch.from_numpy(ends.astype(np.int32))

@@ -1,0 +1,231 @@
+"""From rows (conversations, preferences) to tokenized examples on disk, found again by a hash of what shaped them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerFast
+
+from lmtrain.config.schema import Data, Tokenizer
+from lmtrain.data import contents, tokenizers
+from lmtrain.data.chat.conversations import BadRow
+from lmtrain.data.examples.row_counts import Counts, check_lost, check_untrained, short, summary
+from lmtrain.data.examples.row_format import Encoded, Example, RowEncoder
+from lmtrain.data.examples.store import Examples, earlier_fingerprints
+from lmtrain.data.folder_key import folder_key, settings
+from lmtrain.data.order import Repeats
+from lmtrain.data.progress import PrepareProgress
+from lmtrain.data.sources.records import Part, open_parts, split_records
+from lmtrain.data.text import bins
+from lmtrain.data.text.bin_writer import BinWriter
+from lmtrain.data.text.prepared import PreparedData, fill_once, folder_of, new_meta, open_folder
+from lmtrain.errors import UserError
+
+# Raised when the same rows and settings come to give another folder, so that one made before is not used any more.
+EXAMPLES_VERSION = 6
+_SHARD_TOKENS = 2**30  # in one file
+MAX_QUESTIONS = 256  # validation rows kept in words, for answers to be written beside their references
+
+
+@dataclass(frozen=True)
+class PreparedExamples(PreparedData):
+    """A folder of examples, and how often those of each source are seen in an epoch; the fingerprint names both."""
+
+    weights: list[Fraction]
+
+    @property
+    def counts(self) -> dict[str, dict[str, Any]]:
+        """What became of the rows of each split."""
+        return {name: split["counts"] for name, split in self.meta["splits"].items()}
+
+    @property
+    def is_weighted(self) -> bool:
+        return any(weight != 1 for weight in self.weights)
+
+    def split(self, name: str) -> Examples | None:
+        found = self.bins(name)
+        if found is None:
+            return None
+        group = self.meta["group"]
+        repeats = Repeats([n // group for n in self.meta["splits"][name]["parts"]], self.weights)
+        return Examples(found.shards, repeats if self.is_weighted else None, group)
+
+    def earlier_fingerprints(self) -> list[str]:
+        return earlier_fingerprints({name: self.split(name) for name in self.counts})  # type: ignore[misc]
+
+
+def prepare_examples(
+    cfg: Data, tokenizer_cfg: Tokenizer, make_encoder: Callable[[Any, Data], RowEncoder], progress: bool = True
+) -> PreparedExamples:
+    """Tokenizes the rows that `cfg` names into <cache_dir>/<label>-<hash>, or finds them there.
+
+    Safe to call from several processes at once and to kill at any moment.
+
+    Raises:
+        UserError: no such rows, a bad row (data.on_bad_row=raise), too many rows without a learned token, a template
+            that doesn't fit, a cache that can't be written.
+        RunError: the disk is full.
+    """
+    show = PrepareProgress(progress)
+    try:
+        return _prepare(cfg, tokenizer_cfg, make_encoder, show)
+    finally:
+        show.stop()
+
+
+def _prepare(
+    cfg: Data, tokenizer_cfg: Tokenizer, make_encoder: Callable[[Any, Data], RowEncoder], show: PrepareProgress
+) -> PreparedExamples:
+    if tokenizer_cfg.kind == "bpe":
+        raise UserError(
+            "tokenizer=bpe is trained on text, conversations need a tokenizer that exists: tokenizer=hub "
+            "tokenizer.name_or_path=..., tokenizer=gpt2 or tokenizer=bytes; model=pretrained brings its own"
+        )
+    parts, named = open_parts(cfg), tokenizers.identity(tokenizer_cfg)
+    tokenizer = tokenizers.load_or_train(tokenizer_cfg, lambda _: iter(()), named)
+    encoder = make_encoder(tokenizer, cfg)
+    key = folder_key(
+        cfg,
+        tokenizer_cfg,
+        version=EXAMPLES_VERSION,
+        parts=[{"source": p.source.settings, "resolved": p.source.resolved, "data": settings(p.cfg)} for p in parts],
+        tokenizer_hash=tokenizers.tokenizer_hash(tokenizer),
+        encoder=encoder.identity,
+    )
+    target = folder_of(cfg, f"{parts[0].source.label}-{named.label}", key)
+    fill_once(target, lambda folder: _fill(folder, cfg, parts, encoder, tokenizer, key, show), cfg, show)
+    made, notes = tokenizers.load_folder(target / "tokenizer"), [note for part in parts for note in part.source.notes]
+    found = dict(vars(open_folder(target, bins.load_meta(target), made, notes, cfg, show)))
+    weights = [part.weight for part in parts]
+    if any(weight != 1 for weight in weights):
+        found["fingerprint"] = contents.fingerprint([found["fingerprint"], [str(weight) for weight in weights]])
+    prepared = PreparedExamples(**found, weights=weights)
+    for name, counts in prepared.counts.items():
+        check_untrained(Counts(**counts), cfg, name)
+        check_lost(Counts(**counts), cfg, name)
+    return prepared
+
+
+def _fill(
+    folder: Path,
+    cfg: Data,
+    parts: list[Part],
+    encoder: RowEncoder,
+    tokenizer: PreTrainedTokenizerFast,
+    key: dict[str, Any],
+    show: PrepareProgress,
+) -> None:
+    """Fills an empty folder: examples, tokenizer, and meta.json last."""
+    questions: list[dict[str, Any]] = []  # of the validation rows
+    meta: Any = new_meta(tokenizer, key)
+    for name in ("train", "val"):
+        asked = questions if name == "val" else None
+        split = _write_split(folder, cfg, parts, name, encoder, meta["dtype"], asked, show)
+        if split is not None:
+            meta["splits"][name] = split
+    encoder.finish_tokenizer(tokenizer)
+    tokenizers.save(tokenizer, folder / "tokenizer")
+    meta |= {"group": encoder.group, "words": encoder.words, "questions": questions}
+    bins.save_meta(meta, folder)
+
+
+def _write_split(
+    folder: Path,
+    cfg: Data,
+    parts: list[Part],
+    name: str,
+    encoder: RowEncoder,
+    dtype: str,
+    questions: list[dict[str, Any]] | None,
+    show: PrepareProgress,
+) -> dict[str, Any] | None:
+    """Tokenizes one split of all parts; None where there is no such split or nothing is left of it.
+
+    questions: filled with the first MAX_QUESTIONS of the split, where it is given.
+    """
+    counts, written = Counts(), [0]
+    writer = BinWriter(folder, name, dtype, _SHARD_TOKENS, masked=True)
+    show.start(name, None)
+    try:
+        for part in parts:
+            _write_part(part, split_records(part, name) or (), encoder, writer, counts, questions, show)
+            written.append(writer.documents)
+        split = writer.close()
+    finally:
+        writer.abort()
+    if counts.examples == 0:
+        _check_empty(counts, cfg, name, parts)
+        return None
+    show.say("\n".join(summary(name, counts)))
+    return {**split, "bytes": None, "counts": counts.__dict__, "parts": np.diff(written).tolist()}
+
+
+def _write_part(
+    part: Part,
+    rows: Any,
+    encoder: RowEncoder,
+    writer: BinWriter,
+    counts: Counts,
+    questions: list[dict[str, Any]] | None,
+    show: PrepareProgress,
+) -> None:
+    """Writes each row's examples."""
+    for where, row in rows:
+        counts.rows += 1
+        try:
+            asked = questions is not None and len(questions) < MAX_QUESTIONS
+            encoded = _encode(row, where, part.cfg, encoder, asked)
+        except BadRow as bad:
+            if part.cfg.on_bad_row == "raise" and not bad.skip:
+                raise UserError(
+                    f"{bad.where}: {bad.reason}; mend the row, or set data.on_bad_row=skip to leave such rows out"
+                ) from None
+            counts.add_bad(bad.reason, bad.where)
+            continue
+        counts.assistant_first += encoded.dropped_turns > 0
+        counts.dropped += not encoded.examples
+        counts.shortened += encoded.cut > 0
+        counts.note(encoded.remarks, encoded.texts, where)
+        groups = [encoded.examples[i : i + encoder.group] for i in range(0, len(encoded.examples), encoder.group)]
+        for group in groups:
+            if not all(any(example[1]) for example in group):
+                counts.untrained += 1
+                if counts.untrained_at is None:
+                    counts.untrained_at, counts.untrained_text = where, short(encoder.decode(group[-1][0]))
+                continue
+            show.advance(0, sum(len(example[0]) for example in group))
+            _write(group, writer, counts)
+        if groups and questions is not None and encoded.question is not None:
+            questions.append(encoded.question)
+
+
+def _encode(row: dict[str, Any] | str, where: str, cfg: Data, encoder: RowEncoder, question: bool) -> Encoded:
+    """The row's examples; raises BadRow where it can't be read, or makes none."""
+    if isinstance(row, str):
+        raise BadRow(where, row)
+    try:
+        return encoder.encode(row, where, cfg, question)
+    except RecursionError:
+        raise BadRow(where, "the row is nested too deep") from None
+
+
+def _write(group: list[Example], writer: BinWriter, counts: Counts) -> None:
+    for ids, trained, *label in group:
+        array = np.array(ids, dtype=writer.dtypes["bin"])
+        writer.append(array, np.array(trained), ends_document=True, label=label[0] if label else None)
+        counts.examples += 1
+        counts.tokens += len(ids)
+        counts.trained += sum(trained)
+        counts.longest = max(counts.longest, len(ids))
+
+
+def _check_empty(counts: Counts, cfg: Data, name: str, parts: list[Part]) -> None:
+    """Raises UserError where a split that is needed has nothing left to train on."""
+    check_untrained(counts, cfg, name)
+    if name == "train" and counts.rows == 0:
+        raise UserError(f"{parts[0].source.label} holds no rows to train on")
+    if name == "train":
+        raise UserError(f"no row is left to train on: {'; '.join(summary(name, counts))}")

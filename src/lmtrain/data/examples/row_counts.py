@@ -1,0 +1,155 @@
+"""Counts of the rows of a split: how many were used, shortened, dropped or skipped, and why."""
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+
+from lmtrain.config.schema import Data
+from lmtrain.data.chat.remarks import Remark
+from lmtrain.errors import UserError
+
+_SHOWN = 8  # reasons that have a line of their own
+_KINDS = 100  # reasons that are told apart
+_VARIES = [
+    (re.compile(r": .*", re.DOTALL), ""),
+    (re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL), "'...'"),
+    (re.compile(r"\b(and is|is a list with|fits the columns|the rows have|unknown role) .*", re.DOTALL), r"\1 ..."),
+    (re.compile(r"\((its keys|the row has|[^()]*column)\b[^()]*\)"), "(...)"),
+    (re.compile(r"\d[\d.,]*"), "N"),
+]
+
+
+@dataclass
+class Counts:
+    """What became of a split's rows."""
+
+    rows: int = 0
+    examples: int = 0
+    tokens: int = 0
+    trained: int = 0
+    shortened: int = 0
+    dropped: int = 0
+    untrained: int = 0
+    untrained_at: str | None = None
+    untrained_text: str | None = None  # the beginning and end of that row
+    assistant_first: int = 0  # rows whose turns before the first of the user were dropped
+    bad: dict[str, int] = field(default_factory=dict)  # skipped rows by kind of reason
+    bad_at: dict[str, str] = field(default_factory=dict)  # where the first of a kind stands,
+    bad_first: dict[str, str] = field(default_factory=dict)  # and its reason in full
+    longest: int = 0
+    split: int = 0  # conversations that became several examples, for the chat template rewrites earlier turns
+    split_into: int = 0  # so many
+    remarks: dict[str, int] = field(default_factory=Counter)  # rows that it can be said of
+    remarks_at: dict[str, str] = field(default_factory=dict)
+    lost: dict[str, int] = field(default_factory=Counter)  # those remarks that tell of a field nobody sees
+
+    def note(self, remarks: list[Remark], texts: int, where: str) -> None:
+        """Counts what is to be said of one row, and that it became so many texts."""
+        if texts > 1:
+            self.split += 1
+            self.split_into += texts
+        for remark in dict.fromkeys(remarks):
+            self.remarks[remark.text] = self.remarks.get(remark.text, 0) + 1
+            self.remarks_at.setdefault(remark.text, where)
+            if remark.lost:
+                self.lost[remark.text] = self.lost.get(remark.text, 0) + 1
+
+    def add_bad(self, reason: str, where: str) -> None:
+        """Counts a skipped row; rows whose reasons differ only in numbers and quoted values are of one kind."""
+        kind = _kind(reason)
+        if kind not in self.bad and len(self.bad) >= _KINDS:
+            kind = "other"
+        self.bad[kind] = self.bad.get(kind, 0) + 1
+        self.bad_at.setdefault(kind, where)
+        self.bad_first.setdefault(kind, reason)
+
+
+def short(text: str, characters: int = 160) -> str:
+    """Beginning and end of a text, in quotes."""
+    if len(text) <= 2 * characters:
+        return repr(text)
+    return f"{text[:characters]!r} ... {text[-characters:]!r}"
+
+
+def too_many_untrained(counts: Counts, cfg: Data) -> bool:
+    """Whether more than data.max_untrained of the rows have nothing to learn."""
+    seen = counts.examples + counts.untrained
+    return cfg.max_untrained is not None and counts.untrained > cfg.max_untrained * max(1, seen)
+
+
+def check_untrained(counts: Counts, cfg: Data, name: str) -> None:
+    """Raises UserError where more than data.max_untrained of the rows have nothing to learn."""
+    if too_many_untrained(counts, cfg):
+        seen = counts.examples + counts.untrained
+        raise UserError(
+            f"{counts.untrained:,} of {seen:,} {name} rows have no learned token, the first is {counts.untrained_at}: "
+            f"{counts.untrained_text}. Is data.max_length={cfg.max_length} too short (data.on_too_long="
+            f"{cfg.on_too_long}), or data.train_on={cfg.train_on} wrong for this data? python -m lmtrain.inspect shows "
+            f"the rows that are left; data.max_untrained={cfg.max_untrained} is the share allowed"
+        )
+
+
+def too_many_lost(counts: Counts, cfg: Data) -> str | None:
+    """What more than data.max_untrained of the rows lose on their way through the chat template."""
+    taken = counts.rows - sum(counts.bad.values())
+    if cfg.max_untrained is None:
+        return None
+    return next((text for text, number in counts.lost.items() if number > cfg.max_untrained * max(1, taken)), None)
+
+
+def check_lost(counts: Counts, cfg: Data, name: str) -> None:
+    """Raises UserError where more than data.max_untrained of the rows hold what the model never sees."""
+    lost = too_many_lost(counts, cfg)
+    if lost is not None:
+        raise UserError(
+            f"{counts.lost[lost]:,} of {counts.rows:,} {name} rows: {lost}, the first is {counts.remarks_at[lost]}. "
+            f"Choose a template that shows it with data.chat_template, take it out of the rows, or allow it with "
+            f"data.max_untrained=1 (now {cfg.max_untrained}, the share of rows that may lose something)"
+        )
+
+
+def remark_lines(counts: Counts) -> list[str]:
+    """What is to be said of rows that were taken, a line each."""
+    lines = []
+    if counts.split:
+        lines.append(
+            f"{counts.split:,} conversations became {counts.split_into:,} examples, for the chat template writes "
+            f"earlier turns otherwise once a conversation goes on: each answer is learned from the text that the model "
+            f"sees when it gives it"
+        )
+    return lines + [f"{n:,} rows: {text}; first {counts.remarks_at[text]}" for text, n in counts.remarks.items()]
+
+
+def summary(name: str, counts: Counts) -> list[str]:
+    """What became of a split's rows: a line of numbers, then one for each reason why rows were skipped."""
+    share = counts.trained / max(1, counts.tokens)
+    words = [
+        f"{name}: {counts.rows:,} rows -> {counts.examples:,} examples, {counts.tokens:,} tokens, {share:.0%} learned"
+    ]
+    for number, what in ((counts.shortened, "shortened"), (counts.dropped, "too long and dropped"),
+                         (counts.untrained, "without a learned token, left out"),
+                         (counts.assistant_first, "began with the assistant, whose first turns were dropped"),
+                         (sum(counts.bad.values()), "bad rows skipped")):  # fmt: skip
+        if number:
+            words.append(f"{number:,} {what}")
+    return [", ".join(words), *(f"{name}: {number}, {reason}" for number, reason in bad_lines(counts))]
+
+
+def bad_lines(counts: Counts) -> list[tuple[str, str]]:
+    """("12 rows skipped", "first FILE, line 3: why") for each reason, the most frequent first; the rarest together."""
+    ranked = sorted(counts.bad.items(), key=lambda item: -item[1])
+    lines = [
+        (f"{number:,} row{'s' if number > 1 else ''} skipped", f"first {counts.bad_at[kind]}: {counts.bad_first[kind]}")
+        for kind, number in ranked[:_SHOWN]
+    ]
+    rest = [number for _, number in ranked[_SHOWN:]]
+    if rest:
+        lines.append((f"{sum(rest):,} rows skipped", f"for {len(rest):,} other reasons"))
+    return lines
+
+
+def _kind(reason: str) -> str:
+    """What is the same in the reasons of alike rows: without numbers, quoted values and what follows a colon."""
+    for pattern, instead in _VARIES:
+        reason = pattern.sub(instead, reason)
+    return reason

@@ -1,0 +1,80 @@
+"""What a row format is: how rows of a dataset become examples, and examples the rows of micro-batches."""
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from lmtrain.config.schema import Config, Data
+from lmtrain.data.chat.remarks import Remark
+from lmtrain.data.examples.store import Examples
+from lmtrain.data.modules import Rows
+
+# Token ids and loss mask; a third entry, a whole number, is kept beside them as the example's label (Examples.labels).
+Example = tuple[list[int], list[bool]] | tuple[list[int], list[bool], int]
+
+
+@dataclass
+class Encoded:
+    """What an encoder makes of a row: nothing where it is dropped for its length."""
+
+    examples: list[Example]  # a pair's chosen and rejected stand one after another
+    cut: int = 0  # tokens taken away
+    question: dict[str, Any] | None = None  # {"prompt_ids", "prompt", "reference", "chat": by the chat template}
+    dropped_turns: int = 0  # before the first user turn
+    remarks: list[Remark] = field(default_factory=list)  # what the plan says of it
+    texts: int = 1  # that its conversation became, for the chat template rewrites earlier turns
+
+
+class RowEncoder(Protocol):
+    """A row format: from a row to its examples, and from the examples on disk to the rows of micro-batches.
+
+    It is built from (tokenizer, config.data). data.rows names it: conversations, pairs, or the path of its class. For
+    rows {"question", "answer"} whose answers are learned:
+
+        class QuestionRows:
+            identity, group, words = {"format": "questions", "version": 1}, 1, "questions and answers"
+
+            def __init__(self, tokenizer, cfg):
+                self.tokenizer = tokenizer
+
+            def encode(self, row, where, cfg, question):
+                if not row.get("answer"):
+                    raise BadRow(where, "there is no answer")
+                given, learned = (self.tokenizer(row[k])["input_ids"] for k in ("question", "answer"))
+                ids = [*given, *learned, self.tokenizer.eos_token_id][: cfg.seq_len + 1]
+                return Encoded([(ids, [at >= len(given) for at in range(len(ids))])])
+
+    with `decode`, `make_rows` and `finish_tokenizer` as in data/examples/chat_rows.py.
+    """
+
+    # What shapes the examples besides the rows, the settings and the tokenizer's rules; for a class of a user's also
+    # a version, raised when the same rows come to make other examples: it is in the key of prepared data.
+    identity: dict[str, Any]
+    group: int  # examples that belong together and are dropped together: 1, or 2 for a pair
+
+    @property
+    def words(self) -> str:
+        """What it took the rows for, for the plan."""
+
+    def encode(self, row: dict[str, Any], where: str, cfg: Data, question: bool) -> Encoded:
+        """The examples of a row, a multiple of `group` of them; none where it is dropped.
+
+        Args:
+            where: file and line, for messages.
+            question: whether the row's prompt and reference answer are wanted too.
+
+        Raises:
+            BadRow: the row can't be read; data.on_bad_row says what follows.
+        """
+
+    def decode(self, ids: list[int]) -> str: ...
+
+    @staticmethod
+    def make_rows(examples: Examples, config: Config, seed: int | None) -> tuple[Rows, str]:
+        """What the loader reads micro-batches from, and in words how the examples are laid out, for the plan.
+
+        Args:
+            seed: of the data order; None for validation.
+        """
+
+    def finish_tokenizer(self, tokenizer: Any) -> None:
+        """Leaves in the tokenizer what those who use the trained model need: the chat template."""

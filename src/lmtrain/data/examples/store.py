@@ -1,0 +1,99 @@
+"""Tokenized examples: the documents of token bins that have a loss mask, each source's as often as its weight says."""
+
+import hashlib
+from collections.abc import Iterator
+from functools import cached_property
+
+import numpy as np
+
+from lmtrain.data import contents
+from lmtrain.data.order import Repeats
+from lmtrain.data.text.shards import Shard
+
+
+class Examples:
+    """A split's examples, read from disk as they are asked for."""
+
+    def __init__(self, shards: list[Shard], repeats: Repeats | None = None, group: int = 1) -> None:
+        """repeats: how often the examples of each source stand in it, `group` of them together; None: each once."""
+        self.shards, self.repeats, self.group = shards, repeats, group
+        self._starts = _starts(shards)  # int64 [stored + 1], over the tokens of all shards
+        self._shard_starts = np.cumsum([0, *(shard.tokens for shard in shards)])
+        stored = len(self._starts) - 1
+        self._stored = None if repeats is None else self._stored_index(np.arange(len(repeats) * group))
+        self._length = stored if self._stored is None else len(self._stored)
+
+    def _stored_index(self, index: np.ndarray) -> np.ndarray:
+        assert self.repeats is not None
+        return self.repeats.stored(index // self.group) * self.group + index % self.group
+
+    def __len__(self) -> int:
+        return self._length
+
+    def _of(self, stored: np.ndarray) -> np.ndarray:
+        """What is known of each stored example, of each example."""
+        return stored if self._stored is None else stored[self._stored]
+
+    @cached_property
+    def labels(self) -> np.ndarray:
+        """What the row format said of each example besides its tokens, int64 [n]."""
+        return self._of(np.concatenate([shard.read_labels() for shard in self.shards]))
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each example, int64 [n]."""
+        return self._of(np.diff(self._starts))
+
+    @property
+    def tokens(self) -> int:
+        return int(self.lengths.sum())
+
+    def learned(self) -> np.ndarray:
+        """Learned tokens of each example, int64 [n]; reads all of their masks."""
+        places = map(self._place, range(len(self._starts) - 1))
+        counts = [np.count_nonzero(shard.read_mask(*span)) for shard, span in places]
+        return self._of(np.array(counts, dtype=np.int64))
+
+    def read(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """An example's ids, int64 [T], and which of them are learned, bool [T]."""
+        shard, span = self._place(index if self._stored is None else int(self._stored[index]))
+        return shard.read(*span).astype(np.int64), shard.read_mask(*span)
+
+    def _place(self, stored: int) -> tuple[Shard, tuple[int, int]]:
+        """The shard of a stored example; its first token there, and how many they are."""
+        start, stop = int(self._starts[stored]), int(self._starts[stored + 1])
+        number = int(np.searchsorted(self._shard_starts, start, side="right")) - 1
+        return self.shards[number], (start - int(self._shard_starts[number]), stop - start)
+
+
+def _starts(shards: list[Shard]) -> np.ndarray:
+    """Where each document starts, counted over all shards, and where the last one ends."""
+    first, ends = 0, [np.zeros(1, dtype=np.int64)]
+    for shard in shards:
+        ends.append(shard.document_ends(1, shard.tokens + 1) + first)
+        first += shard.tokens
+    return np.concatenate(ends)
+
+
+def earlier_fingerprints(splits: dict[str, Examples]) -> list[str]:
+    """What checkpoints of earlier versions call these tokens: by the files that held them then, of fixed types."""
+    as_one = hashlib.sha256()
+    by_file = []
+    for name, examples in splits.items():
+        starts = np.concatenate([[0], np.cumsum(examples.lengths)]).astype("<i8").tobytes()
+        ids, masks = hashlib.sha256(), hashlib.sha256()
+        as_one.update(starts)
+        for part in _parts(examples, 0, "<u4"):
+            as_one.update(part)
+            ids.update(part)
+        for part in _parts(examples, 1, "u1"):
+            as_one.update(part)
+            masks.update(part)
+        labelled = all(shard.labels is not None for shard in examples.shards)
+        labels = [hashlib.sha256(examples.labels.astype("<i8").tobytes()).hexdigest()] if labelled else []
+        by_file.append([name, ids.hexdigest(), masks.hexdigest(), hashlib.sha256(starts).hexdigest(), *labels])
+    return [contents.fingerprint(by_file), as_one.hexdigest()[:16]]
+
+
+def _parts(examples: Examples, which: int, dtype: str) -> Iterator[bytes]:
+    return (examples.read(i)[which].astype(dtype).tobytes() for i in range(len(examples)))

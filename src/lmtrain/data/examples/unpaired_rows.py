@@ -1,0 +1,146 @@
+"""Unpaired preferences {prompt, completion, label}: an answer, and whether it is a desirable one."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from lmtrain.config.schema import Config, Data
+from lmtrain.data.chat.conversations import UnfitColumns, column_of
+from lmtrain.data.chat.lengths import fit
+from lmtrain.data.chat.pairs import answer_turns, prompt_turns
+from lmtrain.data.chat.turns import BadRow, check, unread
+from lmtrain.data.examples.chat_rows import TemplateRows
+from lmtrain.data.examples.pair_rows import pad_answers
+from lmtrain.data.examples.row_format import Encoded
+from lmtrain.data.examples.rows import documents_at
+from lmtrain.data.examples.store import Examples
+
+COLUMNS = ("prompt|question|instruction", "completion|response|answer", "label")
+
+
+class UnpairedRowEncoder(TemplateRows):
+    """One example a row, the prompt with its answer; its label is 1 where the answer is desirable, else 0."""
+
+    group = 1
+
+    def __init__(self, tokenizer: Any, cfg: Data) -> None:
+        super().__init__(tokenizer, cfg)
+        self.identity = {**self.identity, "unpaired": 1}
+
+    def encode(self, row: dict[str, Any], where: str, cfg: Data, question: bool) -> Encoded:
+        """Texts are turns of the user and the assistant; lists of turns are taken as they are.
+
+        Raises:
+            BadRow: a column is missing or null, the label is neither true nor false, what the chat template refuses.
+        """
+        self.chat.begin_row()
+        self.format_of(row, where, cfg, _detect)
+        names = [column_of(column, row, cfg) for column in COLUMNS]
+        prompt, completion, label = (row.get(name or "") for name in names)
+        if prompt is None or completion is None:
+            raise BadRow(where, "the prompt or the completion is null")
+        if label not in (True, False):  # 1 and 0 are equal to them
+            raise BadRow(where, f"label must be true (desirable) or false, and is {label!r}")
+        turns = prompt_turns({"prompt": prompt}, where)
+        answer = answer_turns(completion, "completion", where)
+        check([*turns, *answer], where)
+        ids, trained = self.chat.pair(turns, answer, where=where)
+        fitted = fit(ids, trained, [], cfg, where)
+        asked = {
+            "prompt_ids": ids[: trained.index(True)] if any(trained) else ids,
+            "prompt": turns[-1]["content"],
+            "reference": str(answer[0]["content"]),
+            "chat": True,
+        }
+        examples = [(e.input_ids, e.trained, int(label)) for e in fitted]
+        shown = asked if question and label else None
+        remarks = [*self.chat.remarks, *unread(row)]
+        return Encoded(examples, sum(e.cut for e in fitted), shown, remarks=remarks)  # type: ignore[arg-type]
+
+    @staticmethod
+    def make_rows(examples: Examples, config: Config, seed: int | None) -> tuple["UnpairedRows", str]:
+        good = int(examples.labels.sum())
+        words = f"{good:,} desirable and {len(examples) - good:,} undesirable answers; no padding"
+        return UnpairedRows(examples), words
+
+
+def _detect(columns: Any, cfg: Data) -> str:
+    absent = [c.replace("|", " or ") for c in COLUMNS if column_of(c, columns, cfg) is None]
+    if absent:
+        raise UnfitColumns(
+            f"there is no {', no '.join(absent)} (the row has {', '.join(columns)}); say what yours are called with "
+            f"data.columns={{prompt: ..., completion: ..., label: ...}}"
+        )
+    return "unpaired"
+
+
+class UnpairedRows:
+    """Row i is answer i. A micro-batch has no padding, unless each answer is to be a row of its own (`pad`)."""
+
+    def __init__(self, examples: Examples) -> None:
+        self.examples, self.padded = examples, False
+
+    def pad(self) -> None:
+        self.padded = True
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    @property
+    def epoch_tokens(self) -> int:
+        return self.examples.tokens
+
+    def title(self, example: int) -> str:
+        label = "desirable" if self.examples.labels[example] else "undesirable"
+        return f"answer {example + 1:,} of {len(self):,}, {label}"
+
+    def read(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
+        """A micro-batch from (epoch, row) pairs [A, 2].
+
+        Returns:
+            input_ids, position_ids, cu_seqlens, scored, before, answer and lengths as of `PairRows.read`, of A answers;
+            the same under kl_... of the micro-batch's prompts, each with the completion of the row before it, the
+            first with the last one's; label bool [A]; answers, seen int64 []: A and the tokens.
+        """
+        index = rows[:, 1]
+        own = [self.examples.read(int(row)) for row in index]
+        others = [_with_completion(prompt, other) for prompt, other in zip(own, [own[-1], *own[:-1]], strict=True)]
+        return {
+            **self._lay(own),
+            **{f"kl_{name}": value for name, value in self._lay(others).items()},
+            "label": torch.from_numpy(self.examples.labels[index] == 1),
+            "answers": torch.tensor(len(rows)),
+            "seen": torch.tensor(sum(len(ids) for ids, _ in own)),
+        }
+
+    def empty(self) -> dict[str, torch.Tensor]:
+        """An answer that weighs nothing: the ranks of a step run equally many micro-batches."""
+        batch = self.read(np.zeros((1, 2), dtype=np.int64))
+        return {**batch, "answers": torch.tensor(0), "seen": torch.tensor(0)}
+
+    def _lay(self, examples: list[tuple[np.ndarray, np.ndarray]]) -> dict[str, torch.Tensor]:
+        starts = np.cumsum([0, *(len(ids) for ids, _ in examples)])
+        at = [np.flatnonzero(trained) for _, trained in examples]
+        lengths = np.array([len(places) for places in at], dtype=np.int64)
+        scored = np.concatenate([start + places for start, places in zip(starts, at, strict=False)])
+        batch = {
+            "input_ids": torch.from_numpy(np.concatenate([ids for ids, _ in examples]))[None],
+            **documents_at(starts[:-1].tolist(), 1, int(starts[-1])),
+            "scored": torch.from_numpy(scored),
+            "before": torch.from_numpy(scored - 1),
+            "answer": torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)),
+            "lengths": torch.from_numpy(lengths),
+        }
+        if self.padded:
+            pad_answers(batch)
+        return batch
+
+
+def _with_completion(
+    prompt: tuple[np.ndarray, np.ndarray], other: tuple[np.ndarray, np.ndarray]
+) -> tuple[np.ndarray, np.ndarray]:
+    """The prompt of one example with all that follows the prompt of another."""
+    (ids, trained), (other_ids, other_trained) = prompt, other
+    end, start = int(trained.argmax()), int(other_trained.argmax())
+    return np.concatenate([ids[:end], other_ids[start:]]), np.concatenate([trained[:end], other_trained[start:]])

@@ -1,0 +1,171 @@
+"""Local files of data: which there are, of what format, and their documents and rows."""
+
+import glob
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lmtrain.config.schema import Data
+from lmtrain.data.sources.lines import COMPRESSED, raw_lines, text_blocks, uncompressed_name
+from lmtrain.data.sources.pieces import Piece, join_rows
+from lmtrain.data.sources.rows import columns_of, text_of
+from lmtrain.data.sources.tables import Record, read_table
+from lmtrain.errors import UserError
+
+FORMATS = {
+    ".txt": "text",
+    ".text": "text",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
+_ALIKE = (["json", "jsonl"], ["csv", "tsv"])  # formats that one folder may hold together
+_NOT_DATA = ("dataset_info.json", "state.json")  # beside the Arrow files of datasets' save_to_disk
+_BLOCK = 1 << 20  # characters of text read at a time
+_NAMED = 5  # files that are named where more are not read
+
+
+def find_files(path: Any, wanted: str, key: str = "data.path") -> tuple[list[tuple[Path, str]], list[str]]:
+    """The files of a file, folder, glob or a list of them, each with its format, in a stable order.
+
+    Returns:
+        the files, and for each folder that holds others a line that counts and names those.
+
+    Raises:
+        UserError: nothing there, an empty file, a format that can't be told, or several formats in one folder.
+    """
+    found: list[tuple[Path, str]] = []
+    notes: list[str] = []
+    for part in [path] if isinstance(path, str | Path) else list(path):
+        files, unread = _expand(str(part), wanted, key)
+        found += files
+        if unread:
+            notes.append(_unread(str(part), unread))
+    formats = sorted({format for _, format in found})
+    if len(formats) > 1 and formats not in _ALIKE:
+        raise UserError(f"{key}={path} holds {' and '.join(formats)} files: choose with data.format or a glob")
+    if not found:
+        raise UserError(f"{key} is empty: name a file, a folder, a glob or a list of them")
+    return found, notes
+
+
+def _expand(part: str, wanted: str, key: str) -> tuple[list[tuple[Path, str]], list[Path]]:
+    """The files to read, and those of a folder or glob that are not read."""
+    path = Path(part).expanduser()
+    if path.is_file():
+        if path.stat().st_size == 0:
+            raise UserError(f"{key}={part} is empty: there is nothing to train on")
+        return [(path, _format_of(path, wanted))], []
+    if path.is_dir():
+        if (path / "dataset_dict.json").exists():
+            splits = sorted(p.name for p in path.iterdir() if p.is_dir())
+            raise UserError(f"{part} holds the splits {', '.join(splits)}: set {key}={part}/{splits[0]}")
+        files = [(p, _suffix_format(p)) for p in sorted(path.rglob("*")) if _is_data(p, path)]
+        known = [(p, f) for p, f in files if f is not None and wanted in ("auto", f) and p.stat().st_size]
+        if not known:
+            raise UserError(
+                f"{key}={part} holds no {'file with a known suffix' if wanted == 'auto' else f'{wanted} file'} "
+                f"(known: {', '.join(FORMATS)}); for other names give a glob and data.format=text"
+            )
+        read = {p for p, _ in known}
+        return known, [p for p, _ in files if p not in read]
+    if path.exists():
+        raise UserError(f"{key}={part} is a device, pipe or socket: name a file, a folder or a glob")
+    matches = sorted(Path(m) for m in glob.glob(str(path), recursive=True) if Path(m).is_file())
+    if not matches:
+        raise UserError(f"{key}={part}: no such file or folder, and as a glob it matches nothing")
+    full = [p for p in matches if p.stat().st_size]
+    return [(p, _format_of(p, wanted)) for p in full], [p for p in matches if p not in full]
+
+
+def _is_data(path: Path, folder: Path) -> bool:
+    """Hidden files and folders (.git, .cache) and what `datasets` keeps beside its tables are no data."""
+    hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+    return path.is_file() and not hidden and path.name not in _NOT_DATA and not path.name.startswith("cache-")
+
+
+def _unread(folder: str, files: list[Path]) -> str:
+    """One line that counts and names the files of a folder that are not read."""
+    names = [f"{p.name}{'' if p.stat().st_size else ' (empty)'}" for p in files[:_NAMED]]
+    more = f" and {len(files) - _NAMED:,} more" if len(files) > _NAMED else ""
+    are = "file is" if len(files) == 1 else "files are"
+    return f"{folder}: {len(files):,} {are} not read: {', '.join(names)}{more}"
+
+
+def _suffix_format(path: Path) -> str | None:
+    suffix = Path(uncompressed_name(path)).suffix.lower()
+    format = FORMATS.get(suffix)
+    compressed = path.suffix.lower() in COMPRESSED
+    return None if compressed and format in ("parquet", "arrow") else format
+
+
+def _format_of(path: Path, wanted: str) -> str:
+    if wanted != "auto":
+        return wanted
+    format = _suffix_format(path)
+    if format is None:
+        raise UserError(
+            f"{path}: the format can't be told from the suffix (known: {', '.join(FORMATS)}, and of those that are "
+            f"text {', '.join(COMPRESSED)}); set data.format=text, jsonl, json, csv, tsv, parquet or arrow"
+        )
+    return format
+
+
+def read_pieces(files: list[tuple[Path, str]], cfg: Data) -> Iterator[Piece]:
+    """The documents of the files, in order."""
+    if cfg.document_start:
+        yield from join_rows(_all_rows(files, cfg), cfg.document_start)
+        return
+    for path, format in files:
+        if format == "text" and cfg.sample_by == "document":
+            yield from (Piece(block, False) for block in text_blocks(path, _BLOCK))
+            yield Piece("", True)
+        else:
+            yield from (Piece(row, True) for row in _rows(path, format, cfg))
+
+
+def _all_rows(files: list[tuple[Path, str]], cfg: Data) -> Iterator[str]:
+    for path, format in files:
+        yield from _rows(path, format, cfg)
+
+
+def _rows(path: Path, format: str, cfg: Data) -> Iterator[str]:
+    if format == "text":
+        # Lines keep their ends where they are to be joined again.
+        yield from _paragraphs(path) if cfg.sample_by == "paragraph" else _lines(path, keep=bool(cfg.document_start))
+        return
+    columns = columns_of(cfg.text_column)
+    for where, row in read_table(path, format, columns):
+        if isinstance(row, str):
+            raise UserError(f"{where}: {row}")
+        yield text_of(row, columns, cfg.column_separator or "", where)
+
+
+def _lines(path: Path, keep: bool) -> Iterator[str]:
+    for line in raw_lines(path):
+        yield line if keep else line.rstrip("\r\n")
+
+
+def _paragraphs(path: Path) -> Iterator[str]:
+    """Stretches between blank lines."""
+    held: list[str] = []
+    for line in raw_lines(path):
+        if line.strip():
+            held.append(line)
+        elif held:
+            yield "".join(held).rstrip("\r\n")
+            held = []
+    if held:
+        yield "".join(held).rstrip("\r\n")
+
+
+def read_records(files: list[tuple[Path, str]]) -> Iterator[Record]:
+    """Every row of the files with all its columns and its place; instead of one that can't be read, what is wrong."""
+    for path, format in files:
+        if format == "text":
+            raise UserError(f"{path}: rows with columns are needed (.jsonl, .json, .csv, .parquet), not plain text")
+        yield from read_table(path, format)

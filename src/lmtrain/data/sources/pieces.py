@@ -1,0 +1,96 @@
+"""Streams of documents: a document is a run of pieces of text, so that none has to fit into memory."""
+
+import math
+import re
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+
+class Piece(NamedTuple):
+    """A stretch of a document's text; `ends` where the document is complete with it."""
+
+    text: str
+    ends: bool
+
+
+def join_rows(rows: Iterable[str], document_start: str) -> Iterator[Piece]:
+    """Joins rows, adding nothing between them, into documents that each begin with a row matching the pattern.
+
+    Wikitext, for one, has a row for each line of an article; rows before the first match are a document too.
+    """
+    starts = re.compile(document_start)
+    is_open = False
+    for row in rows:
+        if is_open and starts.search(row):
+            yield Piece("", True)
+        is_open = True
+        yield Piece(row, False)
+    if is_open:
+        yield Piece("", True)
+
+
+def at_least(pieces: Iterable[Piece], min_length: int) -> Iterator[Piece]:
+    """Drops documents of fewer than max(1, min_length) characters."""
+    held: list[str] = []
+    length, kept = 0, False
+    for piece in pieces:
+        if not kept:
+            held.append(piece.text)
+            length += len(piece.text)
+            if length >= max(1, min_length):
+                kept, piece = True, Piece("".join(held), piece.ends)
+                held.clear()
+        if kept:
+            yield piece
+        if piece.ends:
+            length, kept = 0, False
+            held.clear()
+
+
+def first(pieces: Iterable[Piece], num_documents: int) -> Iterator[Piece]:
+    """The first `num_documents` documents."""
+    if num_documents <= 0:
+        return
+    done = 0
+    for piece in pieces:
+        yield piece
+        done += piece.ends
+        if done == num_documents:
+            return
+
+
+def plan_cut(pieces: Iterable[Piece], fraction: float) -> int | None:
+    """How to hold out `fraction` of a corpus: None for whole documents, else the character at which to cut its text.
+
+    Every (1 / fraction)-th document is held out where there are that many. Of fewer documents (one book, say) the last
+    part of their text is, as nanoGPT cuts tiny shakespeare. Reads no more than it needs to.
+    """
+    documents = length = 0
+    for piece in pieces:
+        length += len(piece.text)
+        documents += piece.ends
+        if documents >= math.ceil(1 / fraction):
+            return None
+    return int(length * (1 - fraction))
+
+
+def split(pieces: Iterable[Piece], fraction: float, cut: int | None, held_out: bool) -> Iterator[Piece]:
+    """The part of a corpus that `plan_cut` holds out, or the rest of it; documents of it may be empty."""
+    index = position = 0
+    for piece in pieces:
+        if cut is not None:
+            before = max(0, cut - position)
+            yield Piece(piece.text[before:] if held_out else piece.text[:before], piece.ends)
+            position += len(piece.text)
+        elif is_held_out(index, fraction) == held_out:
+            yield piece
+        index += piece.ends
+
+
+def is_held_out(index: int, fraction: float) -> bool:
+    """Whether item `index` is held out: where index * fraction passes a whole number, so evenly and exactly so many."""
+    return _passed(index + 1, fraction) > _passed(index, fraction)
+
+
+def _passed(documents: int, fraction: float) -> int:
+    return math.floor(documents * fraction + 1e-9)  # 49 * (1 / 49) is a little less than 1

@@ -1,0 +1,93 @@
+"""Rows with columns (conversations, preferences) from the hub, from files, or from a mixture of both."""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator
+from fractions import Fraction
+from typing import Any, Protocol
+
+from lmtrain.config.schema import Data
+from lmtrain.data.sources.choose import open_source
+from lmtrain.data.sources.pieces import is_held_out
+from lmtrain.data.sources.tables import Record
+from lmtrain.errors import UserError
+
+_MIXTURE_KEYS = ("path", "val_path", "name", "config_name", "revision", "format", "train_split", "val_split",
+                 "num_samples", "conversation_format", "columns", "weight")  # fmt: skip
+
+
+class Records(Protocol):
+    """A source of rows; `settings` and `resolved` are its identity, as of `data.sources.Source`."""
+
+    label: str
+    settings: dict[str, Any]
+    resolved: str | None
+    notes: list[str]
+
+    def records(self, name: str) -> Iterator[Record] | None:
+        """The rows of split "train" or "val"; None where there is no validation split of its own."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One source of a mixture, or the only one: its config and how often its rows are seen in an epoch."""
+
+    cfg: Data
+    source: Records
+    weight: Fraction
+
+
+def open_parts(cfg: Data) -> list[Part]:
+    """The sources that `cfg` names: one, or those of data.mixture.
+
+    Raises UserError for text sources, missing files, unknown keys in the mixture.
+    """
+    if cfg.source == "mixture":
+        if not cfg.mixture:
+            raise UserError("data.mixture is empty: list sources, data.mixture=[{path: a.jsonl, weight: 2}, {name: b}]")
+        return [_part(cfg, entry, number) for number, entry in enumerate(cfg.mixture)]
+    questions = cfg.source == "python_stdlib" and cfg.rows in ("conversations", "pairs")
+    if cfg.source not in ("hub", "files") and not questions:
+        raise UserError(f"data.source={cfg.source} holds text, not rows: choose data=chat_jsonl data.path=..., say")
+    return [Part(cfg, open_source(cfg), Fraction(1))]  # type: ignore[arg-type]
+
+
+def _part(cfg: Data, entry: dict[str, Any], number: int) -> Part:
+    where = f"data.mixture[{number}]"
+    unknown = [key for key in entry if key not in _MIXTURE_KEYS]
+    if unknown:
+        raise UserError(f"{where}.{unknown[0]} is not known (keys: {', '.join(_MIXTURE_KEYS)})")
+    if ("path" in entry) == ("name" in entry):
+        raise UserError(f"{where}: give either path (files) or name (a dataset of the hub)")
+    weight = entry.get("weight", 1.0)
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+        raise UserError(f"{where}.weight={weight!r}: a number above 0, how often its rows are seen in an epoch")
+    own = {key: value for key, value in entry.items() if key != "weight"}
+    part = dataclasses.replace(cfg, **{"source": "files" if "path" in entry else "hub", "mixture": None, **own})
+    return Part(part, open_source(part), Fraction(str(weight)).limit_denominator(10**6))  # type: ignore[arg-type]
+
+
+def split_records(part: Part, name: str) -> Iterator[Record] | None:
+    """The rows of split "train" or "val"; where the source has no validation split, every (1 / val_fraction)-th row.
+
+    None where there is to be no validation split. data.num_samples counts rows of the source's own split.
+    """
+    own = _first(part.source.records("val"), part.cfg.num_samples)
+    if own is not None:
+        return own if name == "val" else _first(part.source.records("train"), part.cfg.num_samples)
+    train = _first(part.source.records("train"), part.cfg.num_samples)
+    if part.cfg.val_fraction == 0 or train is None:
+        return train if name == "train" else None
+    return _held_out(train, part.cfg.val_fraction, name == "val")
+
+
+def _first(rows: Iterator[Record] | None, number: int | None) -> Iterator[Record] | None:
+    if rows is None or number is None:
+        return rows
+    return (row for _, row in zip(range(number), rows, strict=False))
+
+
+def _held_out(rows: Iterable[Record], fraction: float, held_out: bool) -> Iterator[Record]:
+    for index, row in enumerate(rows):
+        if is_held_out(index, fraction) == held_out:
+            yield row

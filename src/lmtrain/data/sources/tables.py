@@ -1,0 +1,231 @@
+"""Rows with columns from one file: JSON lines, a JSON list, CSV, TSV, Parquet, Arrow.
+
+Each reader yields (place, row) in bounded memory, but for a JSON list, which can be read only as a whole. Where one row
+can't be read and those after it can, a string that says what is wrong with it is yielded in place of the row.
+"""
+
+import csv
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lmtrain.data.sources.lines import BROKEN, data_lines, open_binary
+from lmtrain.data.sources.rows import check_columns
+from lmtrain.errors import UserError
+
+if TYPE_CHECKING:  # 150 MB on disk, and only columnar files need it: imported where one is read
+    import pyarrow as pa
+
+# A row's place (for errors) and the row, or a string that says why the row can't be read.
+Record = tuple[str, dict[str, Any] | str]
+_ROWS = 256  # rows of a columnar file read at a time
+_BLANK = re.compile(r"[ \t\n\r]*")
+
+
+def read_table(path: Path, format: str, columns: list[str] | None = None) -> Iterator[Record]:
+    """The rows of a file of `format`, a key of READERS.
+
+    columns: of columnar files these are read, the others left out; None reads all.
+
+    Raises:
+        UserError: the file can't be read, or has no such column.
+    """
+    yield from READERS[format](path, columns)
+
+
+def _json_lines(path: Path, columns: list[str] | None) -> Iterator[Record]:
+    decoder = _Decoder(checked=columns is None)
+    for number, line in enumerate(data_lines(path), start=1):
+        if line.strip():
+            yield f"{path}, line {number}", _row_of(line, decoder)
+
+
+def _row_of(line: str, decoder: "_Decoder") -> dict[str, Any] | str:
+    """The object in a line of JSON, or what is wrong with it."""
+    try:
+        row, end = decoder.read(line, _start(line, 0))
+    except json.JSONDecodeError as error:
+        return f"malformed JSON ({error.msg}, column {error.colno}): {_excerpt(line)}"
+    except (ValueError, RecursionError) as error:
+        return f"{_unreadable(error)}: {_excerpt(line)}"
+    after = _start(line, end)
+    return row if after == len(line) else f"malformed JSON (Extra data, column {after + 1}): {_excerpt(line)}"
+
+
+def _json(path: Path, columns: list[str] | None) -> Iterator[Record]:
+    """A list of objects, or one object per line."""
+    if _has_lines(path):
+        yield from _json_lines(path, columns)
+        return
+    text, decoder = "".join(data_lines(path)), _Decoder(checked=columns is None)
+    at = _start(text, 0)
+    if not text.startswith("[", at):
+        raise UserError(f"{path} holds {_excerpt(text[:200])}; a list of objects, or an object per line, is needed")
+    number, line, counted = 0, 1, 0
+    at = _start(text, at + 1)
+    while not (text.startswith("]", at) and number == 0):
+        line, counted = line + text.count("\n", counted, at), at
+        where = f"{path}, entry {number} (line {line})"
+        try:
+            row, at = decoder.read(text, at)
+            at = _start(text, at)
+            if text[at : at + 1] not in (",", "]"):
+                raise json.JSONDecodeError("Expecting ',' or ']'", text, at)
+        except json.JSONDecodeError as error:
+            reason = f"malformed JSON ({error.msg}): {_excerpt(text.split(chr(10))[error.lineno - 1])}"
+            raise UserError(f"{path}, line {error.lineno}: {reason}") from None
+        except (ValueError, RecursionError) as error:  # where the entry ends, and the next begins, isn't known
+            raise UserError(f"{where}: {_unreadable(error)}") from None
+        yield where, row
+        if text[at] == "]":
+            break
+        number, at = number + 1, _start(text, at + 1)
+    if text[at + 1 :].strip():
+        raise UserError(f"{path}: malformed JSON (after the list there is more): {_excerpt(text[at + 1 :][:200])}")
+
+
+def _has_lines(path: Path) -> bool:
+    """Whether a .json file holds an object per line instead of one list."""
+    with open_binary(path) as file:
+        try:
+            return file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{")
+        except BROKEN as error:
+            raise UserError(f"{path} can't be read: {error}") from None
+
+
+def _start(text: str, at: int) -> int:
+    """Where the next character that is no white space of JSON stands."""
+    found = _BLANK.match(text, at)
+    return found.end() if found else at
+
+
+class _Decoder:
+    """Reads JSON objects; where `checked`, one with the same key twice is refused, for one of the two would be lost."""
+
+    def __init__(self, checked: bool) -> None:
+        self._twice: list[str] = []
+        self._decoder = json.JSONDecoder(object_pairs_hook=self._object if checked else None)
+
+    def read(self, text: str, at: int) -> tuple[dict[str, Any] | str, int]:
+        """The object that begins at `at`, or what is wrong with it, and where it ends."""
+        self._twice.clear()
+        row, end = self._decoder.raw_decode(text, at)
+        if self._twice:
+            return f"the key {self._twice[0]!r} stands twice in one object", end
+        if not isinstance(row, dict):
+            return f"a JSON object with columns is needed, found {_excerpt(text[at : min(end, at + 200)])}", end
+        return row, end
+
+    def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = [name for name, _ in pairs]
+            self._twice += [name for name in names if names.count(name) > 1]
+        return found
+
+
+def _unreadable(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "JSON that is nested too deep to be read"
+    if "integer string conversion" in str(error):
+        return f"JSON with a number of more than {sys.get_int_max_str_digits():,} digits"
+    return str(error)
+
+
+def _excerpt(line: str) -> str:
+    line = line.strip()
+    return line if len(line) <= 80 else line[:77] + "..."
+
+
+def _csv(path: Path, columns: list[str] | None, delimiter: str = ",") -> Iterator[Record]:
+    """Every value is a string. The first line names the columns; quotes are read as RFC 4180 has them."""
+    csv.field_size_limit(sys.maxsize)
+    reader = csv.reader(data_lines(path), delimiter=delimiter, strict=True)
+    names: list[str] | None = None
+    while True:
+        start = reader.line_num + 1
+        where = f"{path}, line {start}"
+        try:
+            values = next(reader, None)
+        except csv.Error as error:
+            if names is None or "unexpected end of data" in str(error):  # the quote swallowed all lines after it
+                raise UserError(f"{where}: malformed CSV ({error}): is a quote opened and never closed?") from None
+            lines = reader.line_num - start + 1
+            swallowed = f"; a quote in it isn't closed, so {lines} lines are lost" if lines > 1 else ""
+            yield where, f"malformed CSV ({error}){swallowed}"
+            continue
+        if values is None:
+            return
+        if names is None:
+            names = _header(values, where)
+            check_columns(columns or [], names, str(path))
+        elif len(values) == len(names):
+            yield where, dict(zip(names, values, strict=True))
+        elif values:
+            yield where, f"the line has {len(values)} fields, and the first line names {len(names)} columns"
+
+
+def _header(names: list[str], where: str) -> list[str]:
+    twice = next((name for name in names if names.count(name) > 1 or not name.strip()), None)
+    if twice is not None or not names:
+        raise UserError(
+            f"{where}: the first line must name the columns, each by a name of its own, and is {_excerpt(str(names))}"
+        )
+    return names
+
+
+def _tsv(path: Path, columns: list[str] | None) -> Iterator[Record]:
+    yield from _csv(path, columns, delimiter="\t")
+
+
+def _parquet(path: Path, columns: list[str] | None) -> Iterator[Record]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            check_columns(columns or [], file.schema_arrow.names, str(path))
+            yield from _numbered(path, file.iter_batches(batch_size=_ROWS, columns=columns))
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{path} can't be read as parquet: {error}") from None
+
+
+def _arrow(path: Path, columns: list[str] | None) -> Iterator[Record]:
+    """Arrow streams, which `datasets` writes, and Arrow files."""
+    import pyarrow as pa
+
+    try:
+        with pa.OSFile(str(path)) as source:
+            is_file = source.read(6) == b"ARROW1"
+            source.seek(0)
+            if is_file:
+                reader = pa.ipc.open_file(source)
+                batches: Iterator[pa.RecordBatch] = (reader.get_batch(i) for i in range(reader.num_record_batches))
+            else:
+                reader = pa.ipc.open_stream(source)
+                batches = iter(reader)
+            check_columns(columns or [], reader.schema.names, str(path))
+            yield from _numbered(path, (batch.select(columns or reader.schema.names) for batch in batches))
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{path} can't be read as Arrow: {error}") from None
+
+
+def _numbered(path: Path, batches: "Iterator[pa.RecordBatch]") -> Iterator[Record]:
+    number = 0
+    for batch in batches:
+        for row in batch.to_pylist():
+            yield f"{path}, row {number}", row
+            number += 1
+
+
+READERS: dict[str, Callable[[Path, list[str] | None], Iterator[Record]]] = {
+    "jsonl": _json_lines,
+    "json": _json,
+    "csv": _csv,
+    "tsv": _tsv,
+    "parquet": _parquet,
+    "arrow": _arrow,
+}

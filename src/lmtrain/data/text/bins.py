@@ -1,0 +1,194 @@
+"""Prepared tokens on disk: the format of text and of tokenized examples alike, and what opens it.
+
+A folder of token bins holds
+    meta.json            format version, dtype, vocab_size, tokenizer_hash, eos_id; each split's counts and shards, with
+                         the SHA-256 of their files
+    train_00000.bin      token ids, little endian uint16 or uint32, documents one after the other
+    train_00000.docs     uint64, little endian: where each document that ends in this shard ends (exclusive, in tokens)
+    train_00000.mask     examples only: one byte for each token, 1 where it is learned
+    train_00000.labels   examples of some row formats only: int64, little endian, one for each document
+    tokenizer/           the tokenizer, as save_pretrained writes it
+A document lies in one shard unless it is longer than a whole shard. nanoGPT's folders (train.bin and val.bin, no
+sidecar) are read too.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NotRequired, TypedDict, cast
+
+import numpy as np
+
+from lmtrain.data.text.shards import SIDES, Shard
+from lmtrain.errors import UserError
+
+FORMAT_VERSION = 1
+META = "meta.json"
+
+
+class ShardMeta(TypedDict):
+    """One file of a split, by its name in the folder; the SHA-256 of it and of what lies beside it, where recorded."""
+
+    file: str
+    tokens: int
+    documents: int
+    sha256: NotRequired[str]
+    docs_sha256: NotRequired[str]
+    mask_sha256: NotRequired[str]  # examples only
+    labels_sha256: NotRequired[str]  # examples with labels only
+
+
+class SplitMeta(TypedDict):
+    """Counts of one split; `bytes` are UTF-8 bytes of its text (bits per byte divide by them)."""
+
+    tokens: int
+    documents: int | None  # None, as `bytes`, for bins without a sidecar
+    bytes: int | None
+    shards: list[ShardMeta]
+    counts: NotRequired[dict[str, Any]]  # examples: what became of the rows
+    parts: NotRequired[list[int]]  # examples: how many came from each source, one source after the other
+
+
+class Meta(TypedDict):
+    """The sidecar meta.json. `key` is everything that shaped the tokens (see prepare.py)."""
+
+    format_version: int
+    dtype: str
+    vocab_size: int
+    tokenizer_hash: str
+    eos_id: int | None
+    splits: dict[str, SplitMeta]
+    key: dict[str, Any]
+    group: NotRequired[int]  # examples: how many belong together, 2 for pairs
+    words: NotRequired[str]  # examples: what the rows were taken for
+    questions: NotRequired[list[dict[str, Any]]]  # examples: of the validation rows, see examples.row_format.Encoded
+
+
+def save_meta(meta: Meta, folder: Path) -> None:
+    """Writes meta.json, the last file of a folder of bins."""
+    (folder / META).write_text(json.dumps(meta, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def load_meta(folder: Path) -> Meta:
+    """Raises UserError where meta.json can't be read or is of another format version."""
+    path = folder / META
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+        version = meta["format_version"]
+        missing = set(Meta.__required_keys__) - set(meta)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{path} can't be read as the sidecar of token bins: {error!r}") from None
+    if version != FORMAT_VERSION or missing:
+        raise UserError(
+            f"{path} has format version {version}, this lmtrain reads version {FORMAT_VERSION}: prepare the data again"
+        )
+    return cast(Meta, meta)
+
+
+@dataclass(frozen=True)
+class SplitBins:
+    """The shards of one split; `documents` and `bytes` are None where there is no sidecar."""
+
+    shards: list[Shard]
+    tokens: int
+    documents: int | None
+    bytes: int | None
+    dtype: str
+    meta: Meta | None
+
+
+def has_split(path: Path | str, split: str) -> bool:
+    """Whether a folder of bins, ours or nanoGPT's, has that split."""
+    folder = Path(path).expanduser()
+    if (folder / META).exists():
+        return split in load_meta(folder)["splits"]
+    return (folder / f"{split}.bin").exists()
+
+
+def open_bins(path: Path | str, split: str, *, seq_len: int | None = None, dtype: str = "uint16") -> SplitBins:
+    """The bins of split "train" or "val" in a folder of ours or of nanoGPT's.
+
+    Args:
+        path: the folder.
+        split: one that the folder has (`has_split`).
+        seq_len: where given, a split without room for one row (seq_len tokens and the label of the last) is refused.
+        dtype: of plain .bin files without a sidecar (nanoGPT writes uint16).
+
+    Raises:
+        UserError: no bins there, a file that disagrees with the sidecar, or too few tokens.
+    """
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise UserError(f"data.path={path}: no such folder; give the folder that holds train.bin or {META}")
+    if not has_split(folder, split):
+        names = ", ".join(sorted(p.name for p in folder.iterdir())[:10]) or "nothing"
+        raise UserError(f"{folder} holds no {split} bins, neither in {META} nor as {split}.bin (it holds {names})")
+    found = _open_prepared(folder, split) if (folder / META).exists() else _open_plain(folder, split, dtype)
+    longest = max((s.tokens for s in found.shards), default=0)
+    if seq_len is not None and longest < seq_len + 1:
+        raise UserError(
+            f"{folder}: the {split} split has {found.tokens} tokens (longest shard {longest}), fewer than one row of "
+            f"data.seq_len={seq_len} and the label of its last token: set data.seq_len={max(1, longest - 1)} or less, "
+            f"or use more text"
+        )
+    return found
+
+
+def _open_prepared(folder: Path, split: str) -> SplitBins:
+    meta = load_meta(folder)
+    counts = meta["splits"][split]
+    shards = open_shards(folder, meta["dtype"], counts)
+    return SplitBins(shards, counts["tokens"], counts["documents"], counts["bytes"], meta["dtype"], meta)
+
+
+def open_shards(folder: Path, dtype: str, split: SplitMeta) -> list[Shard]:
+    """The files of a split that a BinWriter wrote."""
+    shards = []
+    for entry in split["shards"]:
+        shards.append(Shard(folder / entry["file"], dtype, entry["tokens"], **side_files(folder, entry)))
+        if shards[-1].documents != entry["documents"]:
+            raise UserError(f"{shards[-1].docs} and {folder / META} disagree: delete {folder} and prepare again")
+    return shards
+
+
+def side_files(folder: Path, entry: ShardMeta) -> dict[str, Path]:
+    """What lies beside a shard's tokens: its document ends, and its loss mask and labels where it has them."""
+    return {
+        side: (folder / entry["file"]).with_suffix(f".{side}")
+        for side in SIDES
+        if side == "docs" or f"{side}_sha256" in entry
+    }
+
+
+def _open_plain(folder: Path, split: str, dtype: str) -> SplitBins:
+    file = folder / f"{split}.bin"
+    tokens, rest = divmod(file.stat().st_size, np.dtype(dtype).itemsize)
+    if rest:
+        raise UserError(f"{file} is not a whole number of {dtype} tokens ({file.stat().st_size} bytes)")
+    if tokens == 0:
+        raise UserError(f"{file} is empty")
+    return SplitBins([Shard(file, dtype, tokens)], tokens, None, None, dtype, None)
+
+
+def largest_token(bins: SplitBins, chunk: int = 1 << 22) -> int:
+    """The largest token id, read chunk by chunk."""
+    return max(
+        int(shard.read(start, min(chunk, shard.tokens - start)).max())
+        for shard in bins.shards
+        for start in range(0, shard.tokens, chunk)
+    )
+
+
+def check_tokenizer(made_with: str, found: tuple[str, ...], where: Path | str, tokenizer_name: str) -> None:
+    """Raises UserError where bins were made with another tokenizer: training on them would be training on noise.
+
+    Args:
+        made_with: the hash of the bins' tokenizer.
+        found: hashes that it may be, the first of which is shown.
+    """
+    if made_with not in found:
+        raise UserError(
+            f"the bins in {where} were made with another tokenizer (hash {made_with[:12]}) than "
+            f"{tokenizer_name} (hash {found[0][:12]}): use the one they came with, tokenizer=hub "
+            f"tokenizer.name_or_path={where}/tokenizer, or prepare them again"
+        )

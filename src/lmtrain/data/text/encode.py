@@ -1,0 +1,108 @@
+"""From documents to token ids, with bounded memory, on all cores (the tokenizers library's own threads).
+
+A long document is cut into segments that are tokenized apart. A cut is made only where tokenizers end a word anyway
+(after a single newline before a letter or digit, or before a single space between two), and only where tokenizing the
+surroundings whole and in two gives the same ids. A segment after a cut is tokenized with a newline before it, whose
+ids are then dropped: so it starts in the middle of a text for tokenizers that treat a text's start specially (Llama's
+puts a space there).
+"""
+
+import copy
+import re
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+from transformers import PreTrainedTokenizerFast
+
+from lmtrain.data.sources.pieces import Piece
+
+SEGMENT = 1 << 14  # characters; long enough that checking a cut costs nothing, short enough to feed many threads
+BATCH = 1 << 20  # characters tokenized at a time; the library needs about 100 bytes for each of their tokens
+_SURROUNDINGS = 48  # characters on either side of a cut: more than any token is long
+_TRIES = 8
+_CUT = re.compile(r"(?<=\S)\n(?=[^\W_])|(?<=[^\W_])(?= [^\W_])")
+
+
+class Segment(NamedTuple):
+    """Text that is tokenized as a whole; `continues` after a cut, `ends` at a document's end."""
+
+    text: str
+    continues: bool
+    ends: bool
+
+
+class Encoded(NamedTuple):
+    """Token ids [n] of a segment, and how many UTF-8 bytes of text they are."""
+
+    ids: np.ndarray
+    text_bytes: int
+    ends: bool
+
+
+class Encoder:
+    """Tokenizes streams of documents; special tokens are never read out of the text itself."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, eos_id: int | None) -> None:
+        """eos_id: the token put after each document, or None for nothing."""
+        self.backend = copy.deepcopy(tokenizer.backend_tokenizer)
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        # "<|endoftext|>" written in a document is text, not the end of it.
+        self.backend.encode_special_tokens = True
+        self.eos = [] if eos_id is None else [eos_id]
+        self.newline = self._ids("\n")
+
+    def encode(self, pieces: Iterable[Piece]) -> Iterator[Encoded]:
+        """Token ids of the documents, in order."""
+        batch: list[Segment] = []
+        size = 0
+        for segment in self.segments(pieces):
+            batch.append(segment)
+            size += len(segment.text)
+            if size >= BATCH:
+                yield from self._encode_batch(batch)
+                batch, size = [], 0
+        yield from self._encode_batch(batch)
+
+    def segments(self, pieces: Iterable[Piece]) -> Iterator[Segment]:
+        """Documents cut where it doesn't change their tokens, into segments of SEGMENT characters or somewhat more."""
+        text, continues = "", False
+        done = searched = 0  # text[:done] has been handed out; no cut fits before `searched`
+        for piece in pieces:
+            text, searched, done = text[done:] + piece.text, max(0, searched - done), 0
+            while len(text) - done >= 2 * SEGMENT:
+                cut = self._find_cut(text, max(done + SEGMENT, searched))
+                if cut is None:  # wait for more text rather than change the tokens
+                    searched = len(text) - _SURROUNDINGS
+                    break
+                yield Segment(text[done:cut], continues, ends=False)
+                done, continues = cut, True
+            if piece.ends:
+                yield Segment(text[done:], continues, ends=True)
+                text, continues, done, searched = "", False, 0, 0
+
+    def _find_cut(self, text: str, start: int) -> int | None:
+        """Where to cut, at `start` or later; None where no cut is safe."""
+        for _, match in zip(range(_TRIES), _CUT.finditer(text, start, len(text) - _SURROUNDINGS), strict=False):
+            cut = match.end()
+            left, right = text[cut - _SURROUNDINGS : cut], text[cut : cut + _SURROUNDINGS]
+            after = self._ids("\n" + right)
+            starts_alike = after[: len(self.newline)] == self.newline
+            if starts_alike and self._ids(left + right) == self._ids(left) + after[len(self.newline) :]:
+                return cut
+        return None
+
+    def _ids(self, text: str) -> list[int]:
+        return self.backend.encode(text, add_special_tokens=False).ids
+
+    def _encode_batch(self, batch: list[Segment]) -> Iterator[Encoded]:
+        texts = ["\n" + s.text if s.continues else s.text for s in batch]
+        encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
+        for segment, encoding in zip(batch, encodings, strict=True):
+            ids = encoding.ids
+            if segment.continues:
+                ids = ids[len(self.newline) :]
+            if segment.ends:
+                ids = ids + self.eos
+            yield Encoded(np.array(ids, dtype=np.uint32), len(segment.text.encode()), segment.ends)

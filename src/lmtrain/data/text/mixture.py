@@ -1,0 +1,168 @@
+"""Several sources of text for one run: each prepared on its own, all by one tokenizer."""
+
+import copy
+import dataclasses
+import difflib
+import itertools
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lmtrain.config.schema import Data, Tokenizer
+from lmtrain.data import contents, tokenizers
+from lmtrain.data.cache import build_once
+from lmtrain.data.folder_key import folder_key, settings
+from lmtrain.data.mixing import check_weights
+from lmtrain.data.progress import PrepareProgress
+from lmtrain.data.sources import choose as sources
+from lmtrain.data.text.prepare import prepare
+from lmtrain.data.text.prepared import PreparedData, folder_of
+from lmtrain.errors import UserError
+
+_MIXED = ("weight", "max_epochs")
+_KEYS = ("path", "val_path", "name", "config_name", "revision", "source", "format", "train_split", "val_split",
+         "val_fraction", "num_samples", "streaming", "text_column", "column_separator", "sample_by", "document_start",
+         "min_length", "append_eos", *_MIXED)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class TextSource:
+    """One source of a mixture: its config, its weights by the step from which they hold, its epochs at most."""
+
+    cfg: Data
+    label: str
+    weights: dict[int, float]
+    max_epochs: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class PreparedMixture:
+    sources: list[TextSource]
+    parts: list[PreparedData]
+
+    @property
+    def fingerprint(self) -> str:
+        """Names the tokens of all sources, and how they are mixed."""
+        mixed = [[sorted(s.weights.items()), s.max_epochs] for s in self.sources]
+        return contents.fingerprint([*(part.fingerprint for part in self.parts), mixed])
+
+
+def text_sources(cfg: Data) -> list[TextSource]:
+    """The sources of data.mixture, none of them opened yet.
+
+    Raises:
+        UserError: there is none, an entry has an unknown key, not one place to read from, or a wrong weight; the
+            weights are all 0 from some step on.
+    """
+    if not cfg.mixture:
+        raise UserError("data.mixture is empty: list sources, data.mixture=[{path: a.txt, weight: 3}, {name: b}]")
+    found: list[TextSource] = []
+    for number, entry in enumerate(cfg.mixture):
+        where = f"data.mixture[{number}]"
+        part = _config(cfg, entry, where)
+        label = Path(str(part.path or part.name or part.source)).name
+        same = sum(s.label.split("#")[0] == label for s in found)
+        label = f"{label}#{same + 1}" if same else label
+        found.append(TextSource(part, label, _weights(entry, where), _max_epochs(entry, where)))
+    check_weights([source.weights for source in found])
+    return found
+
+
+def _config(cfg: Data, entry: dict[str, Any], where: str) -> Data:
+    """The config of one source: that of the mixture, with what the entry says of its own."""
+    unknown = [key for key in entry if key not in _KEYS]
+    if unknown:
+        near = difflib.get_close_matches(str(unknown[0]), _KEYS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise UserError(f"{where}.{unknown[0]} is not known{hint} (keys: {', '.join(_KEYS)})")
+    own = {key: value for key, value in entry.items() if key not in _MIXED}
+    if ("path" in own) + ("name" in own) + (own.get("source") == "python_stdlib") != 1:
+        raise UserError(f"{where}: give one of path (files), name (a dataset of the hub) or source: python_stdlib")
+    if own.get("source") not in (None, "python_stdlib", "bins", "files", "hub"):
+        raise UserError(f"{where}.source={own['source']}: files, hub, bins or python_stdlib")
+    place = {"source": "files" if "path" in own else "hub", "mixture": None, "mixture_temperature": None}
+    return dataclasses.replace(cfg, **{**place, **own})
+
+
+def _weights(entry: dict[str, Any], where: str) -> dict[int, float]:
+    """By step: a plain number holds from step 0."""
+    given = entry.get("weight", 1.0)
+    weights = given if isinstance(given, dict) else {0: given}
+    for step, weight in weights.items():
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise UserError(f"{where}.weight={given}: {step!r} is no step; by step it is {{0: 1.0, 8000: 0.2}}")
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
+            raise UserError(f"{where}.weight={given}: a weight is a number from 0 up")
+    if 0 not in weights:
+        raise UserError(
+            f"{where}.weight={given}: say what it is from step 0 on, {{0: 0, {min(weights, default=1)}: ...}}"
+        )
+    return {int(step): float(weight) for step, weight in weights.items()}
+
+
+def _max_epochs(entry: dict[str, Any], where: str) -> float | None:
+    most = entry.get("max_epochs")
+    if most is not None and (isinstance(most, bool) or not isinstance(most, int | float) or not 0 < most < math.inf):
+        raise UserError(f"{where}.max_epochs={most}: a number above 0, how often its rows are seen at most")
+    return most
+
+
+def prepare_mixture(cfg: Data, tokenizer_cfg: Tokenizer, progress: bool = True) -> PreparedMixture:
+    """Prepares each source in a folder of its own, which another mixture with it, or it alone, finds again.
+
+    Raises:
+        UserError: as of `prepare`; sources that are bins of different tokenizers.
+    """
+    found = text_sources(cfg)
+    tokenizer_cfg = _shared_tokenizer(cfg, tokenizer_cfg, found, progress)
+    parts = [prepare(source.cfg, tokenizer_cfg, progress) for source in found]
+    for source, part in zip(found, parts, strict=True):
+        if part.meta["tokenizer_hash"] != parts[0].meta["tokenizer_hash"]:
+            raise UserError(
+                f"data.mixture: {source.label} has tokens of another tokenizer than {found[0].label}: prepare both "
+                f"with one"
+            )
+    return PreparedMixture(found, parts)
+
+
+def _shared_tokenizer(cfg: Data, tokenizer_cfg: Tokenizer, found: list[TextSource], progress: bool) -> Tokenizer:
+    """A tokenizer that is made from text is made from all sources, their documents in turn, once."""
+    if tokenizer_cfg.kind not in ("bpe", "char"):
+        return tokenizer_cfg
+    opened = [(sources.open_source(s.cfg), s.cfg) for s in found if s.cfg.source != "bins"]
+    if not opened:
+        return tokenizer_cfg
+    named = tokenizers.identity(tokenizer_cfg)
+    key = folder_key(cfg, tokenizer_cfg, tokenizer_of=[[s.settings, s.resolved, settings(part)] for s, part in opened])
+    target = folder_of(cfg, f"mixture-{named.label}", key)
+
+    def texts(name: str) -> Iterator[str]:
+        streams = [sources.pieces(source, part, name) or iter(()) for source, part in opened]
+        in_turn = itertools.chain.from_iterable(itertools.zip_longest(*streams))
+        return (piece.text for piece in in_turn if piece is not None)
+
+    def build(folder: Path) -> None:
+        tokenizers.save(tokenizers.load_or_train(tokenizer_cfg, texts, named), folder)
+
+    show = PrepareProgress(progress)
+    try:
+        if not (target / "tokenizer.json").exists():
+            show.say(f"making the tokenizer of {len(opened)} sources: {', '.join(s.label for s, _ in opened)}")
+        build_once(target, lambda folder: (folder / "tokenizer.json").exists(), build, show.say)
+    finally:
+        show.stop()
+    made = copy.copy(tokenizer_cfg)
+    made.kind, made.name_or_path, made.add_tokens = "hub", str(target), None
+    made.vocab_size = made.min_frequency = made.train_characters = None
+    return made
+
+
+def documents_of(cfg: Data, name: str) -> Iterator[Any]:
+    """The documents of a split of all sources, one source after the other."""
+    for source in text_sources(cfg):
+        if source.cfg.source == "bins":
+            raise UserError(
+                f"{source.label} of data.mixture is token bins: evaluate on text, data=text data.val_path=..."
+            )
+        yield from sources.pieces(sources.open_source(source.cfg), source.cfg, name) or ()

@@ -1,0 +1,122 @@
+"""A folder of prepared tokens, of text or of examples: filled once, found again by its key, opened and checked."""
+
+import contextlib
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+
+from lmtrain.config.schema import Data
+from lmtrain.data import contents, tokenizers
+from lmtrain.data.cache import build_once
+from lmtrain.data.folder_key import key_hash
+from lmtrain.data.progress import PrepareProgress
+from lmtrain.data.text import bin_identity, bins
+from lmtrain.data.text.bin_writer import dtype_for
+from lmtrain.errors import RunError, disk_full
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """A folder of bins and its tokenizer; `fingerprint` names the tokens themselves, wherever the folder lies.
+
+    notes: what of the source is not read, a line each.
+    """
+
+    folder: Path
+    meta: bins.Meta
+    tokenizer: PreTrainedTokenizerFast
+    fingerprint: str
+    notes: list[str]
+
+    def bins(self, split: str) -> bins.SplitBins | None:
+        """The split's tokens; None where there is no such split."""
+        return bins.open_bins(self.folder, split) if bins.has_split(self.folder, split) else None
+
+    def earlier_fingerprints(self) -> list[str]:
+        """What checkpoints of earlier versions call the tokens."""
+        return [bin_identity.sampled_fingerprint([bins.open_bins(self.folder, name) for name in self.meta["splits"]])]
+
+
+def folder_of(cfg: Data, label: str, key: dict[str, Any]) -> Path:
+    """Where what has this key is kept, <cache_dir>/<label>-<hash>."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", label)
+    return Path(cfg.cache_dir).expanduser() / f"{name}-{key_hash(key)[:12]}"
+
+
+def is_complete(folder: Path) -> bool:
+    return (folder / bins.META).exists()
+
+
+def fill_once(target: Path, fill: Callable[[Path], None], cfg: Data, show: PrepareProgress) -> None:
+    """Makes the folder by fill(empty folder), which writes meta.json last, unless it is complete already.
+
+    Raises:
+        RunError: the disk is full.
+    """
+    if is_complete(target):
+        return
+
+    def checked(folder: Path) -> None:
+        with _full_disk_explained(folder, show):
+            fill(folder)
+
+    build_once(target, is_complete, checked, show.say)
+    written = bin_identity.recorded_hashes(bins.load_meta(target))
+    contents.remember(target, {name: digest for name, digest in written.items() if digest}, cfg.cache_dir)
+
+
+def open_folder(
+    folder: Path,
+    meta: bins.Meta,
+    tokenizer: PreTrainedTokenizerFast,
+    notes: list[str],
+    cfg: Data,
+    show: PrepareProgress,
+) -> PreparedData:
+    """UserError where a file is missing, was cut short or changed after it was prepared."""
+    for name in meta["splits"]:
+        bins.open_bins(folder, name)
+    hashes = contents.check(folder, bin_identity.recorded_hashes(meta), cfg.cache_dir, show.say)
+    return PreparedData(folder, meta, tokenizer, bin_identity.fingerprint(meta, hashes), notes)
+
+
+def new_meta(tokenizer: PreTrainedTokenizerFast, key: dict[str, Any]) -> bins.Meta:
+    """The sidecar of a folder without splits yet."""
+    size = tokenizers.vocab_size(tokenizer)
+    return {
+        "format_version": bins.FORMAT_VERSION,
+        "dtype": dtype_for(size),
+        "vocab_size": size,
+        "tokenizer_hash": tokenizers.tokenizer_hash(tokenizer),
+        "eos_id": tokenizer.eos_token_id,
+        "splits": {},
+        "key": key,
+    }
+
+
+@contextlib.contextmanager
+def _full_disk_explained(folder: Path, show: PrepareProgress) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if disk_full(error):
+            raise RunError(_explain_full(folder, show)) from None
+        raise
+
+
+def _explain_full(folder: Path, show: PrepareProgress) -> str:
+    written = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
+    need = f"more than the {written / 1e6:,.1f} MB written so far"
+    if show.total and show.text_bytes:
+        need = f"about {written * max(1.0, show.total / show.text_bytes) / 1e6:,.1f} MB"
+    free = shutil.disk_usage(folder).free
+    return (
+        f"the disk is full: preparing needs {need} in {folder.parent}, where {free / 1e6:,.1f} MB are left. "
+        f"Free some space, or set data.cache_dir to a folder on another disk; what was written is "
+        f"removed"
+    )

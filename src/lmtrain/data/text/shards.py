@@ -1,0 +1,142 @@
+"""One file of tokens with what lies beside it, read where it is asked for: `pread`, never mapped, never loaded whole.
+
+Resident memory doesn't grow with what was touched, as it does with a memory map, and a file that was cut short is an
+error message instead of a SIGBUS.
+"""
+
+import os
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from lmtrain.errors import RunError, UserError
+
+SIDES = ("docs", "mask", "labels")  # what may lie beside a file of tokens, by suffix
+END_BYTES = 8  # one uint64 per document
+_OPEN_FILES = 256  # well under the usual limit of 1024 per process, whatever the number of shards
+_BLOCK_ENDS = 512  # document ends per read: 4 KiB
+
+
+class _File:
+    """An open file descriptor, closed when nobody refers to it any more."""
+
+    def __init__(self, path: str) -> None:
+        self.fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+
+    def __del__(self) -> None:
+        fd = getattr(self, "fd", None)
+        if fd is not None:
+            os.close(fd)
+
+
+@lru_cache(maxsize=_OPEN_FILES)
+def _open(path: str, _version: tuple[int, ...]) -> _File:
+    # Descriptors survive a fork and pread has no position to share, so loader workers need no care.
+    return _File(path)
+
+
+def _pread(path: Path, version: tuple[int, ...], offset: int, size: int) -> bytes:
+    try:
+        file = _open(str(path), version)
+        parts = []
+        while size > 0 and (part := os.pread(file.fd, size, offset)):
+            parts.append(part)
+            offset, size = offset + len(part), size - len(part)
+    except OSError as error:
+        raise RunError(f"{path} can't be read any more: {error}") from None
+    if size > 0:
+        raise RunError(f"{path} ends at byte {offset}, {size} bytes before it should: it was changed while in use")
+    return b"".join(parts)
+
+
+def _version(path: Path) -> tuple[int, ...]:
+    stat = path.stat()
+    return (stat.st_ino, stat.st_size, stat.st_mtime_ns)
+
+
+class Shard:
+    """One file of tokens. Small, picklable, and safe to use after a fork: files are opened where they are read."""
+
+    def __init__(
+        self,
+        path: Path | str,
+        dtype: str,
+        tokens: int,
+        docs: Path | None = None,
+        mask: Path | None = None,
+        labels: Path | None = None,
+    ) -> None:
+        """Raises UserError where a file is missing or its size is not what `tokens` says."""
+        self.path, self.tokens, self.docs, self.mask, self.labels = Path(path), tokens, docs, mask, labels
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        try:
+            self._versions = {file: _version(file) for file in (self.path, docs, mask, labels) if file is not None}
+        except OSError as error:
+            raise UserError(f"token bin {error.filename} is missing or unreadable: {error.strerror}") from None
+        self.documents, rest = divmod(self._versions[docs][1], END_BYTES) if docs else (0, 0)
+        if rest:
+            raise UserError(f"{docs} was cut short: delete its folder and prepare again")
+        self._check_size(self.path, f"{tokens} {dtype} tokens", tokens * self.dtype.itemsize)
+        self._check_size(mask, f"the loss mask of {tokens} tokens", tokens)
+        self._check_size(labels, f"labels of {self.documents} documents", self.documents * END_BYTES)
+
+    def _check_size(self, file: Path | None, holds: str, wanted: int) -> None:
+        found = wanted if file is None else self._versions[file][1]
+        if found != wanted:
+            raise UserError(
+                f"{file} has {found} bytes, but {holds} take {wanted}: the file was cut short or "
+                f"belongs to other data; delete its folder and prepare again"
+            )
+
+    def _array(self, file: Path, dtype: np.dtype | str, start: int, count: int) -> np.ndarray:
+        size = np.dtype(dtype).itemsize
+        return np.frombuffer(_pread(file, self._versions[file], start * size, count * size), dtype=dtype)
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """Tokens start .. start + count - 1, as an array [count] of the shard's dtype."""
+        if start < 0 or count < 0 or start + count > self.tokens:
+            raise IndexError(f"tokens {start}..{start + count} of {self.path}, which has {self.tokens}")
+        return self._array(self.path, self.dtype, start, count)
+
+    def read_mask(self, start: int, count: int) -> np.ndarray:
+        """Which of the tokens start .. start + count - 1 are learned, bool [count]; of a shard with a mask."""
+        assert self.mask is not None
+        return self._array(self.mask, "u1", start, count).astype(bool)
+
+    def read_labels(self) -> np.ndarray:
+        """The label of each document that ends in the shard, int64; of a shard with labels."""
+        assert self.labels is not None
+        return self._array(self.labels, "<i8", 0, self.documents).astype(np.int64)
+
+    def document_ends(self, start: int, stop: int) -> np.ndarray:
+        """Ends (exclusive token offsets in this shard, int64, ascending) of documents with start <= end < stop."""
+        if self.docs is None:
+            raise UserError(
+                f"{self.path} comes without document borders (a .docs file): set data.isolate_documents=false, or "
+                f"prepare the text with lmtrain"
+            )
+        first = self._first_end_at_least(start)
+        found = []
+        while first < self.documents:
+            ends = self._ends(first, min(_BLOCK_ENDS, self.documents - first))
+            found.append(ends[ends < stop])
+            if len(found[-1]) < len(ends):
+                break
+            first += len(ends)
+        return np.concatenate(found) if found else np.empty(0, dtype=np.int64)
+
+    def _ends(self, first: int, count: int) -> np.ndarray:
+        assert self.docs is not None
+        return self._array(self.docs, "<u8", first, count).astype(np.int64)
+
+    def _first_end_at_least(self, value: int) -> int:
+        """Index of the first document whose end is >= value, by bisection over blocks of the .docs file."""
+        low, high = 0, self.documents
+        while high - low > _BLOCK_ENDS:
+            middle = (low + high) // 2
+            if int(self._ends(middle, 1)[0]) < value:
+                low = middle + 1
+            else:
+                high = middle
+        return low + int(np.searchsorted(self._ends(low, high - low), value)) if high > low else low

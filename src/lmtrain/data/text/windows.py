@@ -1,0 +1,109 @@
+"""Rows of token bins: window i of `seq_len` tokens with its labels, and the document borders inside it."""
+
+import numpy as np
+import torch
+
+from lmtrain.data.mixing import Mixture
+from lmtrain.data.order import mix64
+from lmtrain.data.text.bins import Shard
+from lmtrain.errors import UserError
+
+IGNORE = -100  # a label that is not trained on, torch's own default
+
+
+class Windows:
+    """All windows of a split.
+
+    Each shard with T tokens is cut into windows of `seq_len` inputs; the label of a token is the one after it, so a
+    window reads seq_len + 1 tokens. In training the cut points move by an offset that each epoch draws anew (less than
+    a window), so that repeated epochs do not always cut the same sentences; every window appears exactly once an epoch.
+    """
+
+    def __init__(self, shards: list[Shard], seq_len: int, *, seed: int | None, isolate_documents: bool) -> None:
+        self.shards, self.seq_len, self.seed, self.isolate_documents = (
+            shards,
+            seq_len,
+            seed,
+            isolate_documents,
+        )
+        self.mixture: Mixture | None = None  # where the shards are of several sources: which rows make up a step
+        counts = [self._windows_in(s.tokens) for s in shards]
+        self.first_row = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        if len(self) == 0:
+            tokens = max((s.tokens for s in shards), default=0)
+            more = "use more text" if seed is not None else "hold out more with data.val_fraction"
+            raise UserError(
+                f"{shards[0].path if shards else 'the split'} holds {tokens} tokens, fewer than one row of "
+                f"data.seq_len={seq_len} (plus the label of its last token): "
+                f"set data.seq_len={max(1, tokens - 1)} or less, or {more}"
+            )
+
+    def __len__(self) -> int:
+        return int(self.first_row[-1])
+
+    def _shifts(self, tokens: int) -> bool:
+        return self.seed is not None and tokens >= 4 * self.seq_len
+
+    def _windows_in(self, tokens: int) -> int:
+        usable = tokens - 1 - (self.seq_len - 1 if self._shifts(tokens) else 0)
+        return max(0, usable // self.seq_len)
+
+    def _offset(self, shard: int, epoch: int) -> int:
+        if self.seed is None or not self._shifts(self.shards[shard].tokens):
+            return 0
+        return mix64(self.seed, 0x0FF5E7, epoch, shard) % self.seq_len
+
+    def read(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
+        """A micro-batch from (epoch, row) pairs [B, 2].
+
+        Returns:
+            input_ids int64 [B, T]; labels int64 [B, T], already shifted: labels[b, t] follows input_ids[b, t]. With
+            isolated documents also position_ids int64 [B, T], restarting at each document, and cu_seqlens int32
+            [n + 1], the document starts over the B * T flattened tokens; the label that would cross a border is IGNORE.
+        """
+        block = np.empty((len(rows), self.seq_len + 1), dtype=np.int64)
+        ends = []
+        for b, (epoch, row) in enumerate(rows):
+            shard, start = self._locate(int(epoch), int(row))
+            block[b] = self.shards[shard].read(start, self.seq_len + 1)
+            if self.isolate_documents:
+                ends.append(self.shards[shard].document_ends(start, start + self.seq_len + 1) - start)
+        tokens = torch.from_numpy(block)
+        # Copies, also of one row, which is contiguous as it is: labels are written to.
+        batch = {
+            "input_ids": tokens[:, :-1].clone(memory_format=torch.contiguous_format),
+            "labels": tokens[:, 1:].clone(memory_format=torch.contiguous_format),
+        }
+        if self.isolate_documents:
+            batch |= _isolate(batch["labels"], ends)
+        return batch
+
+    def _locate(self, epoch: int, row: int) -> tuple[int, int]:
+        """(shard, first token) of a row."""
+        shard = int(np.searchsorted(self.first_row, row, side="right")) - 1
+        return shard, (row - int(self.first_row[shard])) * self.seq_len + self._offset(shard, epoch)
+
+    def empty(self) -> dict[str, torch.Tensor]:
+        """A row that trains nothing, for ranks that have none left on the last step."""
+        batch = {
+            "input_ids": torch.zeros(1, self.seq_len, dtype=torch.int64),
+            "labels": torch.full((1, self.seq_len), IGNORE, dtype=torch.int64),
+        }
+        return batch | (_isolate(batch["labels"], [np.empty(0, dtype=np.int64)]) if self.isolate_documents else {})
+
+
+def _isolate(labels: torch.Tensor, ends: list[np.ndarray]) -> dict[str, torch.Tensor]:
+    """Masks, in place, labels that cross a document border; returns position_ids and cu_seqlens."""
+    rows, seq_len = labels.shape
+    starts = []
+    for b, row_ends in enumerate(ends):
+        borders = np.unique(row_ends[(row_ends > 0) & (row_ends < seq_len + 1)])
+        labels[b, torch.from_numpy(borders - 1)] = IGNORE  # the target there is another document's first token
+        starts.append(b * seq_len + np.concatenate([[0], borders[borders < seq_len]]))
+    flat = np.concatenate([*starts, [rows * seq_len]]).astype(np.int32)
+    lengths = np.diff(flat)
+    positions = np.arange(rows * seq_len) - np.repeat(flat[:-1], lengths)
+    return {
+        "position_ids": torch.from_numpy(positions.astype(np.int64)).view(rows, seq_len),
+        "cu_seqlens": torch.from_numpy(flat),
+    }

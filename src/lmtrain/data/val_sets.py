@@ -1,0 +1,107 @@
+"""Further sets to validate on, each with numbers of its own: data.val_sets, and fixed rows of the training data."""
+
+import copy
+import dataclasses
+import difflib
+import re
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lmtrain.config.schema import Config, Data, Tokenizer
+from lmtrain.data import tokenizers
+from lmtrain.data.corpus import Corpus, row_format
+from lmtrain.data.examples.prepare import prepare_examples
+from lmtrain.data.modules import MicroBatch, Rows
+from lmtrain.data.text import bins
+from lmtrain.data.text.prepare import prepare
+from lmtrain.data.text.windows import Windows
+from lmtrain.errors import UserError
+
+TRAIN_ROWS = "train_rows"  # the name of the set of training rows
+# Keys of `data` that a set may have of its own; `split` is which split of a hub dataset it is.
+KEYS = ("path", "name", "config_name", "revision", "split", "format", "text_column", "document_start", "num_samples",
+        "conversation_format", "columns", "prompt_template", "response_template", "system_prompt")  # fmt: skip
+
+
+class ValSet(NamedTuple):
+    rows: Rows
+    bytes_per_token: float | None  # of text
+
+
+class SpreadRows:
+    """`count` of some rows, evenly spread over them, as epoch 0 has them."""
+
+    def __init__(self, rows: Rows, count: int) -> None:
+        self.rows, self.count = rows, min(count, len(rows))
+
+    def __len__(self) -> int:
+        return self.count
+
+    def read(self, rows: np.ndarray) -> MicroBatch:
+        chosen = rows[:, 1] * len(self.rows) // self.count
+        return self.rows.read(np.stack([np.zeros_like(chosen), chosen], axis=1))
+
+    def empty(self) -> MicroBatch:
+        return self.rows.empty()
+
+
+def build_val_sets(config: Config, corpus: Corpus) -> dict[str, ValSet]:
+    """The sets of data.val_sets, tokenized as the run's own data, and the rows of data.val_train_rows.
+
+    Raises:
+        UserError: a set's name or keys can't be, or its data is missing or empty.
+    """
+    found = {}
+    for name, keys in config.data.val_sets.items():
+        _check(name, keys)
+        try:
+            found[name] = _open(config, _data_of(config.data, keys), corpus)
+        except UserError as error:
+            raise UserError(f"data.val_sets.{name}: {error}") from None
+    if config.data.val_train_rows:
+        found[TRAIN_ROWS] = ValSet(SpreadRows(corpus.train, config.data.val_train_rows), None)
+    return found
+
+
+def _check(name: str, keys: Any) -> None:
+    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name) or name == TRAIN_ROWS:
+        raise UserError(
+            f"data.val_sets.{name}: a name of letters, digits and _ is needed, other than {TRAIN_ROWS}: its loss is "
+            f"val/<name>/loss"
+        )
+    if not isinstance(keys, dict) or not (keys.get("path") or keys.get("name")):
+        raise UserError(f"data.val_sets.{name}={keys}: name its data, {{path: file.txt}} or {{name: wikitext}}")
+    for key in keys:
+        if key not in KEYS:
+            near = difflib.get_close_matches(key, KEYS, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise UserError(f"data.val_sets.{name}.{key} is not known{hint} (keys: {', '.join(KEYS)})")
+
+
+def _data_of(data: Data, keys: dict[str, Any]) -> Data:
+    """The run's settings with a set's own source, all of which is prepared as if to be trained on."""
+    keys = dict(keys)
+    split = keys.pop("split", data.val_split or data.train_split)
+    own = copy.deepcopy(data)
+    source = {"source": "files" if keys.get("path") else "hub", "path": None, "name": None, "config_name": None,
+              "revision": None, "mixture": None, "format": "auto"}  # fmt: skip
+    whole = {"val_path": None, "val_split": None, "val_fraction": 0.0, "train_split": split}
+    return dataclasses.replace(own, **(source | whole | keys))
+
+
+def _open(config: Config, data: Data, corpus: Corpus) -> ValSet:
+    tokenizer, trained = config.tokenizer, corpus.folder / "tokenizer"
+    if tokenizer.kind in ("bpe", "char"):  # made from the run's own data
+        tokenizer = Tokenizer(kind="hub", name_or_path=str(trained))
+    if data.rows == "text":
+        prepared = prepare(data, tokenizer)
+        if tokenizers.tokenizer_hash(prepared.tokenizer) != tokenizers.tokenizer_hash(corpus.tokenizer):
+            raise UserError("it can't be tokenized as the run's own data: tokenizer.kind=hub names the tokenizer")
+        found = bins.open_bins(prepared.folder, "train")
+        rows = Windows(found.shards, config.data.seq_len, seed=None, isolate_documents=config.data.isolate_documents)
+        return ValSet(rows, found.bytes / found.tokens if found.bytes else None)
+    encoder = row_format(config)
+    examples = prepare_examples(data, tokenizer, encoder).split("train")
+    assert examples is not None  # prepare_examples refuses data without it
+    return ValSet(encoder.make_rows(examples, config, None)[0], None)

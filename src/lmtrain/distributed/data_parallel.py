@@ -1,0 +1,31 @@
+"""The data-parallel layout: which rank reads which rows, and how sums are reduced over ranks.
+
+Without tensor parallelism each rank reads rows of its own. The ranks of a tensor-parallel group read the same rows and
+have the same losses: what they count must count once.
+"""
+
+from typing import NamedTuple
+
+import lightning.pytorch as pl
+from torch import Tensor
+
+
+class DataParallel(NamedTuple):
+    """Where a rank stands among those that read different rows."""
+
+    size: int  # parts that the rows of a step are split into
+    rank: int  # the part this rank reads
+    copies: int  # ranks that read one part
+
+
+def data_parallel(trainer: pl.Trainer) -> DataParallel:
+    """Neighbouring ranks form a group, as in the mesh of the strategy."""
+    copies = getattr(trainer.strategy, "tensor_parallel_size", 1)
+    return DataParallel(trainer.world_size // copies, trainer.global_rank // copies, copies)
+
+
+def total(trainer: pl.Trainer, sums: Tensor) -> Tensor:
+    """Sums (floating point) over all rows from sums over each rank's; every rank must call it."""
+    if trainer.world_size == 1:
+        return sums
+    return trainer.strategy.reduce(sums, reduce_op="sum") / data_parallel(trainer).copies

@@ -1,0 +1,109 @@
+"""What `auto` means on this machine: accelerator, number of devices, precision, compile."""
+
+import importlib.util
+import os
+import platform
+import shutil
+
+import torch
+
+from lmtrain.config.deepspeed import adopt_file
+from lmtrain.config.schema import Config, Trainer
+from lmtrain.config.strategies import SHARING
+from lmtrain.errors import UserError
+
+
+def resolve_auto(config: Config) -> None:
+    """Replaces what config.trainer leaves to this machine, or to a file, by what it is: config.yaml says what ran."""
+    t = config.trainer
+    if t.accelerator in ("auto", "gpu", "cuda"):
+        if t.accelerator != "auto" and not torch.cuda.is_available():
+            advice = why_not_used() or "set trainer.accelerator=cpu, or install a CUDA build of torch"
+            raise UserError(
+                f"trainer.accelerator={t.accelerator}, but torch {torch.__version__} sees no CUDA device here: {advice}"
+            )
+        t.accelerator = "cuda" if torch.cuda.is_available() else "cpu"
+    if t.devices == "auto":
+        t.devices = torch.cuda.device_count() if t.accelerator == "cuda" else 1
+    t.devices = int(t.devices)
+    if t.accelerator == "cuda" and t.devices > torch.cuda.device_count():
+        raise UserError(f"trainer.devices={t.devices}, but this machine has {torch.cuda.device_count()}")
+    if t.precision == "auto":
+        t.precision = best_precision(t.accelerator)
+        if t.strategy in SHARING and t.precision == "16-mixed":
+            t.precision = "32-true"  # parts have no gradient scaler
+    if t.strategy == "deepspeed":
+        adopt_file(t)
+    obstacle = why_not_compiled(t)
+    if t.compile == "auto":
+        t.compile = obstacle is None
+    elif t.compile and t.accelerator == "cuda" and obstacle is not None and t.strategy != "deepspeed":
+        raise UserError(f"trainer.compile=true: {obstacle}; trainer.compile=false trains without, slower")
+    if t.activation_checkpointing == "auto":
+        t.activation_checkpointing = False
+
+
+def why_not_used() -> str | None:
+    """Why a GPU that is there can't be used: its driver is older than torch's CUDA. None where nothing is known."""
+    if torch.version.cuda is None or torch.cuda.is_available():
+        return None
+    try:
+        torch.cuda.init()
+    except RuntimeError as error:
+        if "driver" in str(error) and "too old" in str(error):
+            return (
+                f"the NVIDIA driver is too old for this torch, which is built with CUDA {torch.version.cuda}: update "
+                f"the driver, or install a torch of an older CUDA (nvidia-smi shows the newest that the driver takes)"
+            )
+    return None
+
+
+def why_not_compiled(t: Trainer) -> str | None:
+    """Why trainer.compile=auto compiles nothing under these settings and on this machine; None where it does."""
+    if t.accelerator != "cuda":
+        return "gains nothing on a CPU"
+    if t.strategy == "deepspeed" and t.deepspeed.stage == 3:
+        return "ZeRO-3 gathers parameters in the middle of a block, which takes its graph apart"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed (pip install triton)"
+    compilers = [os.environ["CC"]] if os.environ.get("CC") else ["cc", "gcc", "clang"]
+    if not any(map(shutil.which, compilers)):
+        return f"there is no C compiler for Triton ({', '.join(compilers)}): apt install gcc, or set CC"
+    major, minor = torch.cuda.get_device_capability()
+    if major < 7:
+        return f"Triton needs a GPU of compute capability 7.0 or newer (here {major}.{minor})"
+    return None
+
+
+def best_precision(accelerator: str) -> str:
+    """bf16-mixed where the hardware multiplies bf16 natively, else 32-true (on CUDA without bf16: 16-mixed)."""
+    if accelerator == "cuda":
+        return "bf16-mixed" if torch.cuda.is_bf16_supported(including_emulation=False) else "16-mixed"
+    return "bf16-mixed" if accelerator == "cpu" and cpu_multiplies_bf16() else "32-true"
+
+
+def cpu_multiplies_bf16() -> bool:
+    """Whether this CPU has bf16 dot products (AVX512-BF16 or AMX)."""
+    capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") or capabilities.get("amx"))
+
+
+def set_threads(num_threads: int | None, processes: int) -> None:
+    """CPU threads of this process: as asked, else this machine's cores shared out over its processes."""
+    if num_threads is None and processes > 1:
+        num_threads = max(1, (os.cpu_count() or 1) // processes)
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+
+
+def set_matmul_precision(t: Trainer) -> None:
+    """What fp32 matrices are rounded to before a GPU multiplies them; a CPU always multiplies them as they are."""
+    torch.set_float32_matmul_precision(t.float32_matmul_precision if t.accelerator == "cuda" else "highest")
+
+
+def device_name(accelerator: str) -> str:
+    """What people call the device."""
+    if accelerator == "cuda":
+        return torch.cuda.get_device_name(0)
+    count = torch.get_num_threads()
+    return f"CPU ({platform.machine()}, {count} thread{'s' if count > 1 else ''})"

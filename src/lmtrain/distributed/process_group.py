@@ -1,0 +1,75 @@
+"""The process group before Lightning connects it: rendezvous, broadcasts from rank 0, errors raised on all ranks."""
+
+import os
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+
+from lmtrain.errors import RunError, UserError
+
+T = TypeVar("T")
+# Tells ranks of one launcher the folder of the file in which they find each other; unlike a port, nobody takes it.
+MEETING = "LMTRAIN_MEETING"
+
+
+def connect(accelerator: str) -> None:
+    """Makes the process group where this process is one rank of many; Lightning takes the one that is there.
+
+    Args:
+        accelerator: resolved, cpu or cuda.
+    """
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks == 1 or dist.is_initialized():
+        return
+    backend = "cpu:gloo,cuda:nccl" if accelerator == "cuda" else "gloo"
+    meeting = os.environ.get(MEETING)
+    if meeting is None:  # torchrun's or SLURM's
+        dist.init_process_group(backend)
+        return
+    # A file for each start: ranks that start again must not find the addresses of those that failed.
+    store = dist.FileStore(f"{meeting}/{os.environ['TORCHELASTIC_RESTART_COUNT']}", ranks)
+    store.set_timeout(default_pg_timeout)
+    dist.init_process_group(backend, store=store, rank=int(os.environ["RANK"]), world_size=ranks)
+
+
+def size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def together(make: Callable[[], T]) -> T:
+    """What `make` gives on this rank, when all ranks have called it.
+
+    Raises:
+        UserError, RunError, OSError: of the first rank that met one, on all of them: none waits for one that
+            has given up.
+    """
+    made: T | None = None
+    mistake: Exception | None = None
+    try:
+        made = make()
+    except (UserError, RunError, OSError) as error:
+        mistake = error
+    if size() > 1:
+        found: list[Exception | None] = [None] * size()
+        dist.all_gather_object(found, mistake)
+        mistake = next((error for error in found if error is not None), None)
+        if isinstance(mistake, RunError):
+            mistake.shared = True
+    if mistake is not None:
+        raise mistake
+    return made  # type: ignore[return-value]
+
+
+def from_first(make: Callable[[], T]) -> T:
+    """What `make` gives on rank 0, on every rank; only rank 0 calls it. Rank 0's errors are raised everywhere."""
+    made = together(lambda: make() if rank() == 0 else None)
+    box = [made]
+    if size() > 1:
+        dist.broadcast_object_list(box, src=0)
+    return box[0]  # type: ignore[return-value]

@@ -1,0 +1,122 @@
+"""Which rank of how many this process is, as torchrun or SLURM has told it, and how a rank leaves. Imports no torch."""
+
+import atexit
+import os
+import shlex
+import sys
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
+from typing import NoReturn
+
+from lmtrain import errors
+from lmtrain.distributed.parent_death import is_first
+from lmtrain.errors import RunError, UserError
+
+TYPED = "LMTRAIN_TYPED"  # the environment variable that tells ranks the command line their parent was given
+TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets
+
+
+_here: list[str] | None = None  # what the command line of this process was given
+
+
+def note_typed(argv: list[str]) -> None:
+    """Keeps the words that a verb was given, for messages that repeat them."""
+    global _here
+    _here = list(argv)
+
+
+def typed() -> list[str]:
+    """The words of the command line; of a rank, those that its parent was given."""
+    if TYPED in os.environ:
+        return shlex.split(os.environ[TYPED])
+    return sys.argv[1:] if _here is None else list(_here)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the ranks lie on the nodes."""
+
+    rank: int
+    nodes: int
+    per_node: int
+    by: str  # torchrun or SLURM
+
+
+def started_by(environ: MutableMapping[str, str] = os.environ) -> str | None:
+    """torchrun or SLURM, where this process may be one of several that were given the same command line."""
+    if "RANK" in environ:
+        return "torchrun"
+    return "SLURM" if int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1 else None  # of srun, not of sbatch
+
+
+def find(environ: MutableMapping[str, str] = os.environ) -> Layout | None:
+    """The ranks this process is one of, None where it was started by itself. SLURM's are given torchrun's variables.
+
+    Raises:
+        UserError: the nodes don't have the same number of ranks each.
+    """
+    by = started_by(environ)
+    if by == "SLURM":
+        _translate_slurm(environ)
+    if by is None or not all(name in environ for name in TORCH):
+        return None
+    world = int(environ["WORLD_SIZE"])
+    per_node = int(environ.get("LOCAL_WORLD_SIZE", world))
+    if world % per_node != 0:
+        raise UserError(f"{world} ranks with {per_node} on this node: start the same number on every node")
+    return Layout(int(environ["RANK"]), world // per_node, per_node, by)
+
+
+def _translate_slurm(environ: MutableMapping[str, str]) -> None:
+    from lightning.pytorch.plugins.environments import SLURMEnvironment
+
+    tasks, nodes = int(environ["SLURM_STEP_NUM_TASKS"]), int(environ.get("SLURM_STEP_NUM_NODES", "1"))
+    if tasks % nodes != 0:
+        raise UserError(f"SLURM runs {tasks} tasks on {nodes} nodes: ask for as many on each with --ntasks-per-node")
+    per_node = tasks // nodes
+    node_list = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST", "127.0.0.1")
+    found = {
+        "RANK": environ["SLURM_PROCID"],
+        "WORLD_SIZE": str(tasks),
+        "LOCAL_RANK": environ["SLURM_LOCALID"],
+        "LOCAL_WORLD_SIZE": str(per_node),
+        "GROUP_RANK": environ.get("SLURM_NODEID", "0"),
+        "MASTER_ADDR": environ.get("MASTER_ADDR") or SLURMEnvironment.resolve_root_node_address(node_list),
+        # Jobs that share a node must not share a port, and every rank has to find the same one.
+        "MASTER_PORT": environ.get("MASTER_PORT") or str(15000 + int(environ.get("SLURM_JOB_ID", "0")) % 10000),
+    }
+    environ.update(found)
+
+
+def was_restarted() -> bool:
+    """Whether the launcher has started these ranks again after one failed: they go on from the newest checkpoint."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def leave(code: int) -> NoReturn:
+    """Ends this process, one rank of many, without taking Python apart.
+
+    A thread of the process group that asks for Python meanwhile, to let go of a tensor, is ended by it in the middle of
+    C++, which then aborts the process: "terminate called without an active exception".
+    """
+    atexit._run_exitfuncs()  # W&B's, multiprocessing's
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def leave_after(job: Callable[[], int]) -> NoReturn:
+    """Leaves with the exit code that `job` gives, or after its traceback."""
+    try:
+        code = job()
+    except Exception:
+        sys.excepthook(*sys.exc_info())  # torch's names the rank
+        code = errors.FAILED
+    leave(code)
+
+
+def print_from_rank(error: UserError | RunError) -> None:
+    """Prints the error of one rank of many, or of all of them, once."""
+    only_here = isinstance(error, RunError) and not error.shared  # all ranks find the same wrong input
+    if only_here or is_first():
+        errors.print_error(str(error))

@@ -1,0 +1,106 @@
+"""Where values come from: `python -m lmtrain.explain data.seq_len model=gpt_small`; without a key, all of them."""
+
+import sys
+from collections.abc import Sequence
+
+from omegaconf import OmegaConf
+
+from lmtrain import cli, errors
+from lmtrain.config import compose as config
+from lmtrain.config import origins
+from lmtrain.config.explain import unknown_key
+from lmtrain.config.keys import keys_of
+from lmtrain.config.schema import Config
+from lmtrain.errors import UserError
+from lmtrain.terminal import visible
+
+_WHEN_CHANGED = {
+    "prepared": "other prepared data (the tokens themselves are compared on resume)",
+    "model": "another model: refused on resume",
+    "trajectory": "what is learned: refused on resume",
+    "rate": "how fast and how long: may change on resume",
+    "machine": "where and how the same is computed: may change on resume",
+    "shown": "nothing that is learned",
+}
+
+
+def explain(words: Sequence[str], config_dir: str | None, config_name: str) -> int:
+    """Prints value, origin and meaning of the keys among `words`; the others are overrides, as for training."""
+    keys = [w for w in words if "=" not in w and not w.startswith("~")]
+    overrides = [w for w in words if w not in keys]
+    composed = config.compose(overrides, config_dir, config_name)
+    parts = origins.parts(overrides, config_dir, config_name)
+    known = {key.name: key for key in keys_of(Config)}
+    if not keys:
+        return _all(composed, parts, overrides)
+    for key in keys:
+        value = OmegaConf.select(composed, key, default=_ABSENT)
+        if value is _ABSENT:
+            valid = [*known, *(str(k) for k in composed)]
+            raise UserError(unknown_key(key, valid) if key not in known else f"{key} has no meaning with these options")
+        if OmegaConf.is_dict(value) and key not in known:
+            inside = [k for k in known if k.startswith(f"{key}.") and OmegaConf.select(composed, k, default=_ABSENT)
+                      is not _ABSENT]  # fmt: skip
+            _table(composed, parts, overrides, inside)
+            continue
+        _one(key, composed, parts, overrides)
+        if key in known:
+            print(f"  changes   {_WHEN_CHANGED[known[key].shapes.value]}")
+    return errors.FINISHED
+
+
+_ABSENT = object()
+
+
+def _shown(value: object) -> str:
+    plain = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+    return visible("null" if plain is None else str(plain).lower() if isinstance(plain, bool) else str(plain))
+
+
+def _one(key: str, composed: object, parts: Sequence[origins.Part], overrides: Sequence[str]) -> None:
+    found = origins.origins(key, parts, overrides)
+    print(f"{key}={_shown(OmegaConf.select(composed, key))}")  # type: ignore[arg-type]
+    if not found:
+        print("  from      a rule of lmtrain's, that follows from other keys")
+        return
+    *before, last = found
+    refers = f": {last.text}" if "${" in last.text else ""
+    print(f"  from      {last}{visible(refers)}")
+    for origin in reversed(before):
+        print(f"  instead of {visible(origin.text)} in {origin}")
+    about = next((o.comment for o in reversed(found) if o.comment), "")
+    if about:
+        print(f"  about     {visible(about)}")
+
+
+def _table(composed: object, parts: Sequence[origins.Part], overrides: Sequence[str], keys: Sequence[str]) -> None:
+    for key in keys:
+        found = origins.origins(key, parts, overrides)
+        value = _shown(OmegaConf.select(composed, key))  # type: ignore[arg-type]
+        print(f"{key}={value}".ljust(48), f" {found[-1] if found else 'a rule'}")
+
+
+def _all(composed: object, parts: Sequence[origins.Part], overrides: Sequence[str]) -> int:
+    print("composed of, the later wins:")
+    for part in parts:
+        print(f"  {part.package or '(root)':<12} {part.path}")
+    print(f"  {'(all)':<12} the command line: {' '.join(overrides) or 'nothing'}\n")
+    there = [k.name for k in keys_of(Config) if OmegaConf.select(composed, k.name, default=_ABSENT) is not _ABSENT]  # type: ignore[arg-type]
+    _table(composed, parts, overrides, there)
+    return errors.FINISHED
+
+
+def _read_and_explain(argv: list[str]) -> int:
+    args = cli.parse("explain", argv)
+    if args.help:
+        print(__doc__)
+        return errors.FINISHED
+    return explain(args.overrides, args.config_dir, args.config_name)
+
+
+def main(argv: list[str] | None = None) -> int:
+    return cli.plain(lambda: _read_and_explain(sys.argv[1:] if argv is None else argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

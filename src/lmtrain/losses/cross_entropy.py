@@ -1,0 +1,284 @@
+"""Cross-entropy as a function of tensors, from hidden states in chunks.
+
+Full logits of a language model are its largest tensor: 64 rows of 1,024 tokens over 50,304 words are 13 GB in fp32,
+held two or three times by the usual loss. Here the logits of one chunk of tokens exist at a time, and the gradient is
+taken while they are there, so backward computes nothing again: three matrix products in all, as with full logits.
+"""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import torch._dynamo
+from torch import Tensor
+from torch.nn import functional as F
+
+IGNORE_INDEX = -100
+# fp32 copies of logits are made in blocks of rows of this size, so that on a CPU they stay in its cache. On other
+# devices each block is a round of kernel launches, so there they are larger. Logits that fit in one block of a CPU
+# take the usual path, which is up to 0.2 ms faster there.
+CPU_BLOCK_BYTES = 8 * 2**20
+DEVICE_BLOCK_BYTES = 128 * 2**20
+
+
+class CrossEntropy(NamedTuple):
+    """Sums over the tokens that carry a label; divide by `n_tokens` for means."""
+
+    loss_sum: Tensor  # 0-dim fp32, differentiable: negative log-likelihood, smoothing and z-loss
+    nll_sum: Tensor  # 0-dim fp32, detached: negative log-likelihood alone, what perplexity is made of
+    n_tokens: Tensor  # 0-dim int64
+
+
+class Terms(NamedTuple):
+    """What the loss of a row of logits is made of, beside its label."""
+
+    z_loss: float
+    label_smoothing: float
+    logit_softcap: float | None
+
+
+@torch.compiler.disable
+def chunked_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    chunk_tokens: int,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+    logit_softcap: float | None = None,
+    logit_scale: float = 1.0,
+    compiled: bool = False,
+) -> CrossEntropy:
+    """Cross-entropy of `logit_scale * (hidden @ weight.T) + bias` against `labels`, never holding all the logits.
+
+    Per labelled token, with logits x, label y and `lse = logsumexp(x)`:
+    `(1 - label_smoothing) * (lse - x[y]) + label_smoothing * (lse - mean(x)) + z_loss * lse**2`
+    (label smoothing: Szegedy et al. 2016; z-loss: PaLM, Chowdhery et al. 2022, section 5).
+
+    The gradient is made in the forward and scaled in the backward, which can therefore run once only. Matrix products
+    follow autocast; the softmax, the sums over tokens and the sum of the weight's gradient over chunks are fp32.
+
+    Args:
+        hidden: [N, D], any float dtype.
+        weight: [V, D], the output embedding.
+        labels: [N] int64 in 0..V-1, or -100 for a token that is not trained on.
+        bias: [V].
+        chunk_tokens: tokens whose logits are held at once.
+        logit_softcap: logits become `cap * tanh(x / cap)` (Gemma 2).
+        logit_scale: logits are multiplied by it before the bias (Cohere's logit_scale, 1 / Granite's logits_scaling).
+        compiled: run the part between the matrix products through torch.compile, one kernel instead of ten.
+    """
+    terms = Terms(z_loss, label_smoothing, logit_softcap)
+    n_tokens = (labels != IGNORE_INDEX).sum()
+    if 4 * hidden.shape[0] * weight.shape[0] <= CPU_BLOCK_BYTES and bias is None and terms == Terms(0.0, 0.0, None):
+        logits = F.linear(hidden if logit_scale == 1.0 else hidden * logit_scale, weight)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        loss_sum = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
+        return CrossEntropy(loss_sum, loss_sum.detach(), n_tokens)
+    dtype = matmul_dtype(hidden, weight)
+    with_grad = torch.is_grad_enabled()
+    with torch.autocast(hidden.device.type, enabled=False):
+        loss_sum, nll_sum = _ChunkedCrossEntropy.apply(
+            hidden, weight, bias, labels, terms, logit_scale, chunk_tokens, dtype, compiled, with_grad
+        )
+    return CrossEntropy(loss_sum, nll_sum, n_tokens)
+
+
+def equal_chunk(rows: int, chunk_tokens: int) -> int:
+    """Rows of a chunk where `rows` are cut into chunks of one size, none larger than asked for."""
+    return -(-rows // max(1, -(-rows // chunk_tokens)))
+
+
+def matmul_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    """The dtype the logits are multiplied in: autocast's where it is on."""
+    device_type = hidden.device.type
+    if torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return torch.promote_types(hidden.dtype, weight.dtype)
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        terms: Terms,
+        logit_scale: float,
+        chunk_tokens: int,
+        dtype: torch.dtype,
+        compiled: bool,
+        with_grad: bool,
+    ) -> tuple[Tensor, Tensor]:
+        rows, vocab = hidden.shape[0], weight.shape[0]
+        need_hidden, need_weight, need_bias = (with_grad and need for need in ctx.needs_input_grad[:3])
+        gradient = need_hidden or need_weight or need_bias
+        chunk_rows = equal_chunk(rows, chunk_tokens)
+        w = weight.to(dtype)
+        logits_buffer = hidden.new_empty(chunk_rows, vocab, dtype=dtype)
+        grad_hidden = hidden.new_empty(hidden.shape, dtype=dtype) if need_hidden else None
+        grad_weight = WeightGradient(weight) if need_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if need_bias and bias is not None else None
+        sum_dtype = torch.promote_types(dtype, torch.float32)
+        losses = hidden.new_empty(2, rows, dtype=sum_dtype)  # row 0: loss, row 1: negative log-likelihood
+
+        for start in range(0, rows, max(1, chunk_rows)):
+            chunk = slice(start, min(start + chunk_rows, rows))
+            h = (hidden[chunk] * logit_scale if logit_scale != 1.0 else hidden[chunk]).to(dtype)  # [c, D]
+            # A row without a label has loss and gradient 0. Its gradient is masked in [c, D], not in [c, V].
+            labelled = (labels[chunk] != IGNORE_INDEX).unsqueeze(1)  # [c, 1]
+            logits = torch.mm(h, w.t(), out=logits_buffer[: h.shape[0]])  # [c, V]
+            if bias is not None:
+                logits += bias
+            losses_and_gradient(logits, labels[chunk], terms, losses[:, chunk], gradient, compiled)
+            # From here on `logits` holds d loss / d logits.
+            if grad_hidden is not None:
+                grad = torch.mm(logits, w, out=grad_hidden[chunk])
+                grad *= labelled * logit_scale
+            if grad_weight is not None:
+                grad_weight.add_product(logits, h * labelled)
+            if grad_bias is not None:
+                grad_bias += labelled[:, 0].to(dtype) @ logits
+
+        ctx.gradients = (
+            None if grad_hidden is None else grad_hidden.to(hidden.dtype),
+            None if grad_weight is None else grad_weight.total.to(weight.dtype),
+            None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
+        )
+        sums = losses.masked_fill_(labels == IGNORE_INDEX, 0.0).sum(1)
+        loss_sum, nll_sum = sums[0].clone(), sums[1].clone()
+        ctx.mark_non_differentiable(nll_sum)
+        return loss_sum, nll_sum
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise RuntimeError("chunked_cross_entropy keeps its gradients for one backward; run the forward again")
+        # In place: these tensors are ours, and a second [V, D] would be the largest allocation of the backward.
+        scaled = [None if g is None else g.mul_(grad_loss) for g in gradients]
+        return (*scaled, None, None, None, None, None, None, None)
+
+
+class WeightGradient:
+    """The sum of `gradient.T @ h` over chunks, in fp32 (fp64 for fp64 weights)."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.dtype = torch.promote_types(weight.dtype, torch.float32)
+        self.total = weight.new_empty(0)
+        self.product: Tensor | None = None
+
+    def add_product(self, gradient: Tensor, h: Tensor) -> None:
+        """Adds the product of [c, V] and [c, D]."""
+        if h.dtype != self.dtype and adds_in_fp32(h.device, h.dtype):
+            if self.total.numel() == 0:
+                self.total = torch.mm(gradient.t(), h, out_dtype=self.dtype)
+            else:
+                torch.addmm(self.total, gradient.t(), h, out_dtype=self.dtype, out=self.total)
+        elif self.total.numel() == 0:
+            self.total = torch.mm(gradient.t(), h).to(self.dtype)
+        elif h.dtype == self.dtype:
+            self.total.addmm_(gradient.t(), h)
+        else:
+            self.product = torch.mm(gradient.t(), h, out=self.product)
+            # Mixed dtypes add at a quarter of the speed on a CPU; a block at a time is converted in its cache.
+            block = _block_rows(h.shape[1], h.device)
+            for total, product in zip(self.total.split(block), self.product.split(block), strict=True):
+                total += product.to(self.dtype)
+
+
+@cache
+def adds_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the product of half-precision matrices can be added to fp32 in one kernel, never rounded in between.
+
+    On CUDA, from some release of torch on: it is tried once, on numbers.
+    """
+    if device.type != "cuda":
+        return False
+    ones, total = torch.ones(16, 16, device=device, dtype=dtype), torch.ones(16, 16, device=device, dtype=torch.float32)
+    try:
+        torch.addmm(total, ones, ones, out_dtype=torch.float32, out=total)
+    except (RuntimeError, TypeError):
+        return False
+    return bool((total == 17).all())
+
+
+def _block_rows(columns: int, device: torch.device) -> int:
+    block_bytes = CPU_BLOCK_BYTES if device.type == "cpu" else DEVICE_BLOCK_BYTES
+    return max(1, block_bytes // (4 * columns))
+
+
+def losses_and_gradient(
+    logits: Tensor, labels: Tensor, terms: Terms, losses: Tensor, gradient: bool, compiled: bool
+) -> None:
+    """Writes the rows' losses into `losses` [2, c] and, if asked for, their gradient over `logits` [c, V].
+
+    Row 0 of `losses` is the loss with all its terms, row 1 the negative log-likelihood; labels below 0 count as 0.
+    """
+    rows = logits.shape[0] if compiled else _block_rows(logits.shape[1], logits.device)
+    blocks = zip(logits.split(rows), labels.clamp(min=0).split(rows), losses.split(rows, dim=1), strict=True)
+    for x, y, out in blocks:
+        out[0], out[1] = (_compiled_block if compiled else _block)(x, y, terms, gradient)
+
+
+def _compiled_block(logits: Tensor, labels: Tensor, terms: Terms, gradient: bool) -> tuple[Tensor, Tensor]:
+    """One kernel for any number of rows: each micro-batch has its own, and a step's last chunk is shorter."""
+    torch._dynamo.maybe_mark_dynamic(logits, 0)
+    torch._dynamo.maybe_mark_dynamic(labels, 0)
+    with torch.autocast(logits.device.type, enabled=False):  # which forward has switched off already, backward not
+        return _compile_block()(logits, labels, terms, gradient)
+
+
+@cache
+def _compile_block() -> Any:
+    return torch.compile(_block)
+
+
+def _block(logits: Tensor, labels: Tensor, terms: Terms, gradient: bool) -> tuple[Tensor, Tensor]:
+    """(losses, negative log-likelihoods) of rows [b, V], each [b]; puts the gradient in the logits' place if asked."""
+    y = labels.unsqueeze(1)  # [b, 1]
+    x = logits.to(torch.promote_types(logits.dtype, torch.float32))  # [b, V]
+    if terms.logit_softcap is not None:
+        x = terms.logit_softcap * torch.tanh(x / terms.logit_softcap)
+    p, lse = _softmax(x)
+    nll = lse - x.gather(1, y)
+    eps = terms.label_smoothing
+    loss = nll
+    if eps:
+        loss = (1 - eps) * nll + eps * (lse - x.mean(1, keepdim=True))
+    if terms.z_loss:
+        loss = loss + terms.z_loss * lse.square()
+    if not gradient:
+        return loss[:, 0], nll[:, 0]
+    if terms.z_loss:
+        p = p * (1 + 2 * terms.z_loss * lse)
+    if eps:
+        p = p - eps / x.shape[1]
+    if torch.compiler.is_compiling():
+        p = p - (1 - eps) * (torch.arange(x.shape[1], device=x.device) == y).to(p.dtype)
+    else:
+        p.scatter_(1, y, p.gather(1, y) - (1 - eps))
+    if terms.logit_softcap is not None:
+        p = p * (1 - (x / terms.logit_softcap).square())
+    logits.copy_(p)
+    return loss[:, 0], nll[:, 0]
+
+
+def _softmax(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(softmax [b, V], logsumexp [b, 1]) of fp32 [b, V].
+
+    Compiled, it is written so that nothing of [b, V] is stored: the sums take two passes over the logits and the
+    gradient, computed again, a third. Eagerly that would be three tensors of [b, V], where softmax is one.
+    """
+    if torch.compiler.is_compiling():
+        largest = x.amax(1, keepdim=True)
+        total = (x - largest).exp().sum(1, keepdim=True)
+        return (x - largest).exp() / total, largest + total.log()
+    p = torch.softmax(x, dim=1)
+    # The largest probability is at least 1 / V, so this log is exact where log(p[y]) may underflow.
+    return p, x.amax(1, keepdim=True) - p.amax(1, keepdim=True).log()

@@ -1,0 +1,134 @@
+"""Log-probabilities of tokens from hidden states in chunks, with a gradient of their own for each token.
+
+A preference loss weighs every answer differently, and only once all log-probabilities are known, so the gradient can't
+be finished in the forward as cross-entropy's is. But a token's log-probability depends on its own hidden state only:
+that gradient is made in the forward, up to a factor, and costs backward nothing. Only an output embedding that is
+trained makes backward compute the logits again.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lmtrain.losses.cross_entropy import Terms, WeightGradient, equal_chunk, losses_and_gradient, matmul_dtype
+
+
+@torch.compiler.disable
+def chunked_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    chunk_tokens: int,
+    logit_softcap: float | None = None,
+    logit_scale: float = 1.0,
+    compiled: bool = False,
+) -> Tensor:
+    """`log_softmax(logit_scale * (hidden @ weight.T) + bias)` at `targets`, never holding all the logits.
+
+    Matrix products follow autocast; the softmax and the sum of the weight's gradient over chunks are fp32.
+
+    Args:
+        hidden: [N, D], any float dtype.
+        weight: [V, D], the output embedding.
+        targets: [N] int64 in 0..V-1.
+        bias: [V].
+        chunk_tokens: tokens whose logits are held at once.
+        logit_softcap: logits become `cap * tanh(x / cap)` (Gemma 2).
+        logit_scale: logits are multiplied by it before the bias (Cohere's logit_scale, 1 / Granite's logits_scaling).
+        compiled: run the part between the matrix products through torch.compile, one kernel instead of ten.
+
+    Returns: [N] fp32 (fp64 for fp64 inputs), differentiable in hidden, weight and bias.
+    """
+    logits = _Logits(Terms(0.0, 0.0, logit_softcap), logit_scale, chunk_tokens, matmul_dtype(hidden, weight), compiled)
+    with_grad = torch.is_grad_enabled()
+    with torch.autocast(hidden.device.type, enabled=False):
+        return _ChunkedLogProbs.apply(hidden, weight, bias, targets, logits, with_grad)
+
+
+class _Logits:
+    """How logits are computed from hidden states, a chunk at a time."""
+
+    def __init__(self, terms: Terms, scale: float, chunk_tokens: int, dtype: torch.dtype, compiled: bool) -> None:
+        self.terms, self.scale, self.dtype, self.compiled = terms, scale, dtype, compiled
+        self.chunk_tokens = chunk_tokens
+
+    def chunks(self, rows: int) -> list[slice]:
+        size = max(1, equal_chunk(rows, self.chunk_tokens))
+        return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+
+    def inputs(self, hidden: Tensor) -> Tensor:
+        """What the output embedding is multiplied with, [c, D]."""
+        return (hidden * self.scale if self.scale != 1.0 else hidden).to(self.dtype)
+
+    def nll(self, h: Tensor, w: Tensor, bias: Tensor | None, targets: Tensor, losses: Tensor, gradient: bool) -> Tensor:
+        """Writes negative log-likelihoods into `losses` [2, c]; returns their gradient by the logits [c, V] if asked.
+
+        Without `gradient` what is returned has no meaning.
+        """
+        logits = torch.mm(h, w.t())  # [c, V]
+        if bias is not None:
+            logits += bias
+        losses_and_gradient(logits, targets, self.terms, losses, gradient, self.compiled)
+        return logits
+
+
+class _ChunkedLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        logits: _Logits,
+        with_grad: bool,
+    ) -> Tensor:
+        rows = hidden.shape[0]
+        need_hidden = with_grad and ctx.needs_input_grad[0]
+        w = weight.to(logits.dtype)
+        unit_grad = hidden.new_empty(hidden.shape, dtype=logits.dtype) if need_hidden else None
+        losses = hidden.new_empty(2, rows, dtype=torch.promote_types(logits.dtype, torch.float32))
+        for chunk in logits.chunks(rows):
+            h = logits.inputs(hidden[chunk])
+            grad_logits = logits.nll(h, w, bias, targets[chunk], losses[:, chunk], need_hidden)
+            if unit_grad is not None:
+                torch.mm(grad_logits, w, out=unit_grad[chunk])
+        ctx.logits = logits
+        # Cast weights are made again in backward: a second [V, D] must not live from forward to backward.
+        ctx.save_for_backward(hidden, weight, bias, targets, unit_grad)
+        return losses[1].neg_()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, unit_grad = ctx.saved_tensors
+        logits: _Logits = ctx.logits
+        grad_hidden = None
+        if unit_grad is not None:
+            factor = (-logits.scale * grad).unsqueeze(1)  # [N, 1]
+            grad_hidden = (unit_grad * factor).to(hidden.dtype)
+        if not any(ctx.needs_input_grad[1:3]):
+            return grad_hidden, None, None, None, None, None
+        grad_weight, grad_bias = WeightGradient(weight), torch.zeros(weight.shape[0], device=weight.device)
+        w = weight.to(logits.dtype)
+        losses = hidden.new_empty(2, hidden.shape[0], dtype=torch.promote_types(logits.dtype, torch.float32))
+        for chunk in logits.chunks(hidden.shape[0]):
+            h = logits.inputs(hidden[chunk])
+            grad_logits = logits.nll(h, w, bias, targets[chunk], losses[:, chunk], gradient=True)
+            g = -grad[chunk].to(logits.dtype)
+            grad_weight.add_product(grad_logits, h * g.unsqueeze(1))
+            if bias is not None:
+                grad_bias = grad_bias + g @ grad_logits
+        if hidden.shape[0] == 0:
+            grad_weight.total = torch.zeros_like(weight)
+        return (
+            grad_hidden,
+            grad_weight.total.to(weight.dtype),
+            None if bias is None else grad_bias.to(bias.dtype),
+            None,
+            None,
+            None,
+        )

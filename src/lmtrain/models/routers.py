@@ -1,0 +1,107 @@
+"""Router logits of a mixture of experts, recorded by forward hooks, and of a memory; and the losses made of them.
+
+transformers records them too (`output_router_logits`), but its recording breaks the graph of every compiled block five
+times; a hook that stores a tensor on its module does not.
+"""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils.output_capturing import OutputRecorder
+
+from lmtrain.config.schema import Router
+from lmtrain.losses.router import over_layers, router_terms
+
+KEPT = "last_router_logits"
+REPORTED = ("deviation", "z_loss", "entropy", "dead")  # besides the loss of load balancing
+Logits = dict[str, tuple[Tensor, ...]]  # of a forward, by the kind of router (router, memory), per layer [B * T, C]
+
+
+class Routers:
+    """The routers of a model, in order; none where it has neither a mixture of experts nor a memory.
+
+    Modules that keep their logits themselves (a memory's blocks) say so: `keeps_router_logits`, `top_k`.
+
+    `by_transformers` is true where transformers finds router logits in a way that is not known here: then they are to
+    be asked for with `output_router_logits`.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        recorder = (getattr(model.base_model, "_can_record_outputs", None) or {}).get("router_logits")
+        self.modules: list[Any] = []
+        if isinstance(recorder, OutputRecorder) and isinstance(recorder.target_class, type):
+            self.modules = [
+                module
+                for name, module in model.base_model.named_modules()
+                if isinstance(module, recorder.target_class) and (recorder.layer_name or "") in name
+            ]
+            for module in self.modules:
+                module.register_forward_hook(_keep(recorder.index))
+        self.by_transformers = recorder is not None and not self.modules
+        self.memories: list[Any] = [m for m in model.modules() if getattr(m, "keeps_router_logits", False)]
+
+    @property
+    def of_experts(self) -> bool:
+        return bool(self.modules) or self.by_transformers
+
+    def take(self, output: Any) -> Logits:
+        """The logits of the forward just made, whose output this is; they are kept no longer.
+
+        A memory that is turned off gives none.
+        """
+        experts = tuple(module.__dict__.pop(KEPT) for module in self.modules) or getattr(output, "router_logits", None)
+        found = {"router": experts or (), "memory": tuple(m.__dict__.pop(KEPT) for m in self.memories if m.enabled)}
+        return {kind: logits for kind, logits in found.items() if logits}
+
+
+class _Kind(NamedTuple):
+    """How the routers of one kind are trained."""
+
+    top_k: int
+    load_balance: float  # the loss's weight
+
+
+class RouterLosses:
+    """What routers add to the mean loss, and what is reported of them.
+
+    Args:
+        settings: the router section of the config; None: a mixture's own weight of load balancing, and no more.
+    """
+
+    def __init__(self, model: PreTrainedModel, routers: Routers, settings: Router | None) -> None:
+        config = model.config.get_text_config()
+        own = getattr(config, "router_aux_loss_coef", None) or 0.0
+        wanted = settings.load_balance if settings is not None else None
+        self.kinds: dict[str, _Kind] = {}
+        if routers.of_experts:
+            self.kinds["router"] = _Kind(getattr(config, "num_experts_per_tok", 0), own if wanted is None else wanted)
+        if routers.memories:
+            self.kinds["memory"] = _Kind(routers.memories[0].top_k, wanted or 0.0)
+        self.deviation = settings.deviation if settings is not None else 0.0
+        self.z_loss = settings.z_loss if settings is not None else 0.0
+        self.over_layers = settings.over_layers if settings is not None else "sum"
+
+    def names(self) -> list[str]:
+        """Of the means that are reported."""
+        return [f"aux/{kind}_{name}" for kind in self.kinds for name in ("loss", *REPORTED)]
+
+    def __call__(self, found: Logits) -> tuple[Tensor, dict[str, Tensor]]:
+        """(what is added to the mean loss, means that are reported); load balancing is reported as 1 where even."""
+        parts, aux = list[Tensor](), dict[str, Tensor]()
+        for kind, logits in found.items():
+            top_k, weight = self.kinds[kind]
+            terms = over_layers([router_terms(x, top_k) for x in logits], self.over_layers)
+            parts.append(weight * terms.load_balance)
+            parts += [w * term for w, term in ((self.deviation, terms.deviation), (self.z_loss, terms.z_loss)) if w]
+            layers = len(logits) if self.over_layers == "sum" else 1
+            aux[f"aux/{kind}_loss"] = terms.load_balance.detach() / (layers * top_k)
+            aux |= {f"aux/{kind}_{name}": getattr(terms, name).detach() for name in REPORTED}
+        return sum(parts[1:], parts[0]), aux
+
+
+def _keep(index: int) -> Any:
+    def hook(module: nn.Module, _inputs: Any, output: Any) -> None:
+        setattr(module, KEPT, output[index] if isinstance(output, tuple) else output)
+
+    return hook

@@ -1,0 +1,131 @@
+"""What objectives that hold the model to a reference share: log-probabilities of answers under both."""
+
+import contextlib
+import sys
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lmtrain.adapters.trainable import adapter_of
+from lmtrain.config.deepspeed import check_frozen_copy
+from lmtrain.config.fingerprint import of_model
+from lmtrain.config.schema import Config
+from lmtrain.distributed import process_group as world
+from lmtrain.errors import UserError
+from lmtrain.models.documents import Prefixes
+from lmtrain.models.language_model import LogProbs
+from lmtrain.objectives.base import Objective
+from lmtrain.objectives.reference import FrozenCopy, Precomputed, choose, evaluating, first_values_hash
+
+
+class ReferenceObjective(Objective):
+    """A row is one answer to a prompt, or `answers` of them; `prepare` calls `settle_reference`."""
+
+    loss_is_nll = False
+    answers: int
+
+    def settle_reference(self, wanted: str, config: Config) -> None:
+        """Sets `reference`, auto resolved: the model as it is now, before a checkpoint is read.
+
+        Args:
+            wanted: auto, frozen_copy, adapter_off, precomputed or none.
+
+        Raises:
+            UserError: see `reference.choose`.
+        """
+        self.reference = world.from_first(lambda: choose(wanted, self.model.model))
+        if self.reference == "frozen_copy":
+            check_frozen_copy(config.trainer)
+        self.frozen_copy: FrozenCopy | None = None
+        self.precomputed: Precomputed | None = None
+        if self.reference == "precomputed":
+            if config.data.val_sets:
+                raise UserError(
+                    "objective.reference=precomputed knows the rows of data.path and data.val_path alone: set "
+                    "objective.reference=frozen_copy for data.val_sets"
+                )
+            contents = {name: self.fingerprint["contents"][name] for name in ("data", "model")}
+            self.precomputed = Precomputed(config.data.cache_dir, {**contents, **of_model(config)})
+        # On resume the model is built anew: it has to be the one the run started with.
+        if self.reference != "none":
+            self.fingerprint["contents"]["reference"] = world.from_first(lambda: first_values_hash(self.model))
+
+    @abstractmethod
+    def check_start(self, batch: dict[str, Tensor]) -> None:
+        """Raises RunError unless model and reference agree; `batch` is the first micro-batch of the run."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        if self.trainer.global_step == 0 and self.reference != "none":
+            self.check_start(batch["micro_batches"][0])
+        super().training_step(batch, batch_idx)
+
+    def setup(self, stage: str) -> None:
+        """Computes the reference's log-probabilities, before a checkpoint is read into the model."""
+        if self.precomputed is None:
+            return
+        datamodule: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        splits = {"train": datamodule.train_rows, "val": datamodule.val_rows}
+        splits = {name: rows for name, rows in splits.items() if rows is not None}
+        say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
+        self.precomputed.find(
+            self.model, splits, lambda rows: self._reference_of_all(rows, datamodule.micro_batch_size), say
+        )
+
+    def _reference_of_all(self, rows: Any, micro_batch_size: int) -> np.ndarray:
+        """Log-probabilities of all rows' answers under the model as it is, [n, answers] fp64."""
+        precision: Any = self.trainer.precision_plugin
+        device = self.trainer.strategy.root_device
+        model = precision.convert_module(self.model).to(device)
+        found = []
+        with torch.no_grad(), evaluating(model), precision.forward_context():
+            for start in range(0, len(rows), micro_batch_size):
+                index = np.arange(start, min(start + micro_batch_size, len(rows)))
+                batch = rows.read(np.stack([np.zeros_like(index), index], axis=1))
+                found.append(self.answer_log_probs({k: v.to(device) for k, v in batch.items()})[0].cpu())
+        return torch.cat(found).numpy()
+
+    def on_placed(self) -> None:
+        if self.reference == "frozen_copy":
+            self.frozen_copy = FrozenCopy(self.model)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        adapter = adapter_of(self.model.model)
+        if self.frozen_copy is not None and adapter is not None:
+            # Another machine's PiSSA differs in its last bits; base and first values have to be of one machine.
+            self.frozen_copy.replace({f"model.{name}": value for name, value in adapter.start.items()})
+
+    def answer_log_probs(self, batch: dict[str, Tensor]) -> tuple[Tensor, LogProbs]:
+        """Summed log-probabilities [rows, answers] fp64 under the model as it is, and those of all tokens."""
+        inputs: dict[str, Any] = {name: batch[name] for name in ("input_ids", "scored", "before")}
+        inputs |= {name: batch.get(name) for name in ("position_ids", "cu_seqlens")}  # absent where rows are padded
+        prefixes = Prefixes(batch["prefix_lengths"], batch["kv_index"], batch["cu_kv"]) if "kv_index" in batch else None
+        out = self.model.log_probs(**inputs, prefixes=prefixes)
+        # One by one, hundreds of terms lose 1e-3 in fp32, and a sum of hundreds is itself known to 3e-5 only.
+        exact = out.tokens.double()
+        sums = torch.zeros(len(batch["lengths"]), device=exact.device, dtype=exact.dtype)
+        return sums.index_add(0, batch["answer"], exact).view(-1, self.answers), out
+
+    def reference_log_probs(self, batch: dict[str, Tensor]) -> Tensor | None:
+        """Summed log-probabilities [rows, answers] under the reference, None for losses without one."""
+        if self.reference == "none":
+            return None
+        if self.reference == "precomputed":
+            return batch["reference"]
+        with torch.no_grad(), evaluating(self.model), self._reference_weights():
+            return self.answer_log_probs(batch)[0]
+
+    @contextlib.contextmanager
+    def _reference_weights(self) -> Iterator[None]:
+        if self.frozen_copy is not None:
+            with self.frozen_copy.in_place():
+                yield
+        else:
+            from lmtrain.adapters.disabled import disabled
+
+            with disabled(self.model.model):
+                yield

@@ -1,0 +1,44 @@
+"""Skips an update that the device found to be bad (not finite, a spike), without a host sync.
+
+torch's fused optimizers read a tensor `found_inf` from themselves: where it is 1, a step changes neither weights nor
+state. lmtrain's own optimizers do the same; `can_skip` says which can.
+"""
+
+import torch
+from torch import Tensor
+
+
+def can_skip(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step of the optimizer leaves everything as it is where its `found_inf` is 1."""
+    return bool(optimizer.defaults.get("fused")) or bool(getattr(optimizer, "takes_found_inf", False))
+
+
+def factor(optimizer: torch.optim.Optimizer) -> Tensor | float:
+    """What a change is multiplied by: 0-dim fp32, 0 where the step is to be left out; 1.0 where nobody asked."""
+    found_inf = getattr(optimizer, "found_inf", None)
+    return 1.0 if found_inf is None else 1.0 - found_inf
+
+
+def or_else(optimizer: torch.optim.Optimizer, gradients: list[Tensor], instead: list[Tensor]) -> list[Tensor]:
+    """The gradients, or where the step is to be left out `instead`: a gradient that isn't finite stays so times 0."""
+    found_inf = getattr(optimizer, "found_inf", None)
+    if found_inf is None:
+        return gradients
+    bad = found_inf.bool()
+    return [torch.where(bad, other, gradient) for gradient, other in zip(gradients, instead, strict=True)]
+
+
+def change(
+    weights: list[Tensor],
+    directions: list[Tensor] | tuple[Tensor, ...],
+    lr: Tensor | float,
+    weight_decay: float,
+    scale: float = 1.0,
+) -> None:
+    """`weights * (1 - lr * weight_decay) - lr * scale * directions`, in place; `directions` may be overwritten."""
+    torch._foreach_mul_(weights, 1 - lr * weight_decay)
+    if isinstance(lr, Tensor):
+        torch._foreach_mul_(directions, lr * scale)
+        torch._foreach_sub_(weights, directions)
+    else:
+        torch._foreach_add_(weights, directions, alpha=-lr * scale)

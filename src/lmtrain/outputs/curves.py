@@ -1,0 +1,60 @@
+"""Rows of metrics.jsonl as curves to draw: grouped into charts, thinned so that no peak is lost. Imports no torch."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+MAX_POINTS = 1500  # of a curve: about three for each pixel of a chart
+# No curves: what a row stands at, and what only makes sense as a sum.
+_LEFT_OUT = ("step", "tokens_seen", "rows", "bad_steps", "time", "step_ms", "data_wait_ms")
+# Charts that come first, in this order; their titles.
+FIRST = {"loss": "Loss", "lr": "Learning rate", "grad_norm": "Gradient norm", "tokens_per_s": "Speed, tokens/s",
+         "memory_gib": "Memory, GiB", "mfu": "Share of peak FLOP/s", "perplexity": "Perplexity",
+         "bits_per_byte": "Bits per byte"}  # fmt: skip
+
+
+@dataclass
+class Curve:
+    """Values `y` at steps `x`, ascending."""
+
+    name: str
+    x: list[int] = field(default_factory=list)
+    y: list[float] = field(default_factory=list)
+
+
+def charts(rows: Iterable[dict[str, Any]]) -> dict[str, list[Curve]]:
+    """{chart: its curves}, without numbers that are not finite; train/loss and val/loss are two of the chart `loss`."""
+    curves: dict[str, Curve] = {}
+    for row in rows:
+        for key, value in row.items():
+            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            if number and key not in _LEFT_OUT:
+                curve = curves.setdefault(key, Curve(key))
+                curve.x.append(int(row["step"]))
+                curve.y.append(float(value))
+    found: dict[str, list[Curve]] = {}
+    for key, curve in curves.items():
+        found.setdefault(_chart_of(key), []).append(thinned(curve))
+    order = [*FIRST, *sorted(set(found) - set(FIRST))]
+    return {name: found[name] for name in order if name in found}
+
+
+def _chart_of(key: str) -> str:
+    """val/loss, train/loss and val/wiki/loss of a set of its own stand in the chart `loss`."""
+    name = key.removeprefix("train/").removeprefix("val/")
+    last = name.rpartition("/")[2]
+    return last if key.startswith("val/") and last in FIRST else name
+
+
+def thinned(curve: Curve, most: int = MAX_POINTS) -> Curve:
+    """At most about `most` points: of each stretch the least and the greatest value, and the ends."""
+    count = len(curve.x)
+    if count <= most:
+        return curve
+    stretches, kept = most // 2, {0, count - 1}
+    for i in range(stretches):
+        part = range(i * count // stretches, (i + 1) * count // stretches)
+        kept |= {min(part, key=curve.y.__getitem__), max(part, key=curve.y.__getitem__)}
+    chosen = sorted(kept)
+    return Curve(curve.name, [curve.x[i] for i in chosen], [curve.y[i] for i in chosen])

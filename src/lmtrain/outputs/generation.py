@@ -1,0 +1,80 @@
+"""Text from a model: a prompt in, its continuation out."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from lmtrain.models.attention import generation_mode
+
+
+def positions(model: PreTrainedModel) -> int:
+    """Tokens the model can take; without a bound where it has no positions (Mamba)."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31
+
+
+def sample_text(model: PreTrainedModel, tokenizer: Any, prompt: str | list[int], **settings: Any) -> str:
+    """The continuation of one prompt; settings as of `sample_texts`."""
+    return sample_texts(model, tokenizer, [prompt], **settings)[0]
+
+
+def sample_texts(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    prompts: Sequence[str | list[int]],
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.8,
+    top_k: int | None = 50,
+    seed: int = 0,
+    end_ids: list[int] | None = None,
+    together: bool = False,
+) -> list[str]:
+    """Continuations of prompts (without them), at most max_new_tokens tokens each; temperature 0 is greedy.
+
+    One batch, padded on the left behind a mask: greedy texts are those of each prompt alone. Prompts are cut from the
+    left so that prompt and continuation fit the model's positions. The global random generators are left as they were
+    found.
+
+    Args:
+        prompts: text, or token ids.
+        end_ids: tokens that end a text; None for those the model's own generation config names.
+        together: all ranks generate the same texts, each holding a part of the model.
+    """
+    room = max(1, positions(model) - max_new_tokens)
+    rows = [prompt_tokens(tokenizer, prompt)[-room:] for prompt in prompts]
+    longest = max(map(len, rows))
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
+    input_ids = torch.tensor([[pad] * (longest - len(row)) + row for row in rows], device=model.device)
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=model.device)
+    devices = [model.device] if model.device.type == "cuda" else []
+    was_training = model.training
+    model.eval()
+    with torch.random.fork_rng(devices), torch.no_grad(), generation_mode(model):
+        torch.manual_seed(seed)
+        output = model.generate(
+            input_ids,
+            attention_mask=mask,
+            max_new_tokens=max(1, min(max_new_tokens, positions(model) - longest)),
+            pad_token_id=tokenizer.eos_token_id,
+            remove_invalid_values=True,  # a model whose loss went to nan still gives (meaningless) text, not an error
+            synced_gpus=together,  # none may stop before the others: they need its part
+            **sampling(temperature, top_k, end_ids),
+        )
+    model.train(was_training)
+    return [tokenizer.decode(row, skip_special_tokens=True) for row in output[:, longest:]]
+
+
+def prompt_tokens(tokenizer: Any, prompt: str | list[int]) -> list[int]:
+    """Ids of a prompt; an empty one is the beginning of a document."""
+    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"] if isinstance(prompt, str) else prompt
+    return ids or [tokenizer.eos_token_id]
+
+
+def sampling(temperature: float, top_k: int | None, end_ids: list[int] | None) -> dict[str, Any]:
+    """Arguments of `generate`: temperature 0 is greedy; end_ids None leaves the ends to the model's own config."""
+    settings: dict[str, Any] = {"do_sample": False}
+    if temperature > 0:
+        settings = {"do_sample": True, "temperature": temperature, "top_k": top_k or 0, "top_p": 1.0}
+    return settings | ({"eos_token_id": end_ids} if end_ids is not None else {})

@@ -1,0 +1,71 @@
+"""Stages after one another, each an lmtrain.train: `python -m lmtrain.pipeline pipeline=laptop`."""
+
+import argparse
+import sys
+
+from lmtrain import cli, errors, terminal
+from lmtrain.distributed import spinning
+
+HELP = """{what}
+
+usage: python -m lmtrain.pipeline pipeline=NAME [STAGE.key=value ...] [key=value ...] [--config-dir DIR] [--cfg]
+
+  pipeline=laptop             one of conf/pipeline/ ({known}), or a file of yours: pipeline=my_stages.yaml
+  sft.optimizer.lr=1e-4       a key of one stage, or of one evaluation
+  trainer.accelerator=cpu     a key of all stages
+  run.name=first              the folder, outputs/first; run.root and run.dir as of a run
+  -m sft.optimizer.lr=a,b     a stage for each value, and what follows it; what comes before is shared
+  --cfg                       print the plan and each stage's config; nothing is started
+
+The same command again skips what has finished and goes on with what has not; a stage that changed runs again, and
+those that begin with what it exports. More: docs/pipeline.md"""
+
+
+def run(words: list[str], config_dir: str | None, *, show: bool = False, several: bool = False) -> int:
+    """Runs the pipeline that the words name, or only shows it; returns the exit code."""
+    terminal.status.say("reading the config")
+    from lmtrain.config import compose as config
+    from lmtrain.stages import definition, plan, sweep
+    from lmtrain.stages import run as stages
+    from lmtrain.stages import words as command
+
+    pipeline = definition.read(definition.find(command.pipeline_of(words), config_dir))
+    typed = command.sort(words, pipeline)
+    if several:
+        pipeline, typed = sweep.expand(pipeline, typed)
+    made = plan.make(pipeline, typed, config_dir)
+    terminal.status.stop()
+    if show:
+        for one in made.stages:
+            print(f"# stage {one.name}, in {one.run}: lmtrain.train {' '.join(one.words)}\n{config.dump(one.config)}")
+        return errors.FINISHED
+    flags = ["--config-dir", config_dir] if config_dir else []
+    return stages.run(made, [*(["-m"] if several else []), *words, *flags])
+
+
+def main(argv: list[str] | None = None) -> int:
+    spinning.limit()
+    parser = argparse.ArgumentParser(prog="python -m lmtrain.pipeline", add_help=False, allow_abbrev=False)
+    parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("--cfg", "-c", action="store_true")
+    parser.add_argument("--multirun", "-m", action="store_true")
+    parser.add_argument("--config-dir", "-cd")
+    parser.add_argument("overrides", nargs="*")
+    args = parser.parse_intermixed_args(argv)
+    if args.help:
+        from lmtrain.config.folders import conf_dir
+
+        known = ", ".join(sorted(path.stem for path in (conf_dir() / "pipeline").glob("*.yaml")))
+        print(HELP.format(what=cli.OTHERS["pipeline"], known=known))
+        return errors.FINISHED
+    try:
+        return cli.plain(lambda: run(args.overrides, args.config_dir, show=args.cfg, several=args.multirun))
+    except KeyboardInterrupt:
+        errors.print_error("interrupted (Ctrl-C); no stage was running, the same command starts again")
+        return 130
+    finally:
+        terminal.status.stop()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

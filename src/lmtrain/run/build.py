@@ -1,0 +1,285 @@
+"""From config to objects, in one order: data, model, optimizer, objective, callbacks, loggers, trainer.
+
+Nothing else in lmtrain instantiates these.
+"""
+
+import logging
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import transformers
+from lightning.pytorch.plugins.environments import ClusterEnvironment, LightningEnvironment, TorchElasticEnvironment
+from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
+from rich.console import Console
+
+from lmtrain.adapters.finetune import build_trainable_model, starting_weights
+from lmtrain.callbacks.metrics import Metrics
+from lmtrain.callbacks.preemption import Preemption
+from lmtrain.callbacks.records import Records
+from lmtrain.callbacks.samples import Samples
+from lmtrain.checkpoints.checkpoint_io import FolderCheckpointIO
+from lmtrain.config.checks import time_limit_seconds
+from lmtrain.config.compose import horizon
+from lmtrain.config.fingerprint import Fingerprint, fingerprint, short_hash
+from lmtrain.config.schema import Config
+from lmtrain.config.strategies import SHARING
+from lmtrain.config.targets import building, find_class
+from lmtrain.data.corpus import Corpus, build_corpus, fit_to_model
+from lmtrain.data.modules import FirstRows, Rows, TokenDataModule
+from lmtrain.data.tokenizers import plain_text_hash, tokenizer_hash
+from lmtrain.data.val_sets import ValSet, build_val_sets
+from lmtrain.distributed import devices, ranks
+from lmtrain.distributed import process_group as world
+from lmtrain.distributed.stop_request import StopRequest
+from lmtrain.errors import UserError
+from lmtrain.models import flops
+from lmtrain.models.blocks import enable_activation_checkpointing
+from lmtrain.models.compiling import compile_model
+from lmtrain.models.language_model import LanguageModel
+from lmtrain.objectives.base import Objective
+from lmtrain.objectives.guard import StepGuard
+from lmtrain.optim.optimizers import build_optimizer
+from lmtrain.optim.schedules import build_schedule
+from lmtrain.outputs.prompts import prompts_of
+from lmtrain.outputs.text_metrics import TextMetrics
+from lmtrain.run.build_callbacks import build_callbacks, check_monitors
+from lmtrain.run.folder import RunDir
+from lmtrain.run.loggers import build_loggers
+from lmtrain.strategies import lightning_private, loading
+from lmtrain.strategies.choose import build_strategy
+from lmtrain.strategies.precision import AdapterHalfPrecision
+
+
+@dataclass
+class Run:
+    """Everything a run needs, built."""
+
+    config: Config
+    dir: RunDir
+    console: Console
+    corpus: Corpus
+    objective: Objective
+    datamodule: TokenDataModule
+    metrics: Metrics
+    preemption: Preemption
+    trainer: pl.Trainer
+    total_steps: int
+
+
+def build(config: Config, run_dir: RunDir, console: Console, started: float) -> Run:
+    """Builds every object of a run; UserError for what only data or model can tell."""
+    quiet_libraries()
+    corpus = world.together(lambda: build_corpus(config))
+    rows = len(rows_to_train(config, corpus))
+    total_steps = horizon(config.trainer.max_steps, config.trainer.max_epochs, rows, config.data.global_batch_size)
+    check_mixture(config, rows_to_train(config, corpus), total_steps)
+    stop = StopRequest(time_limit_seconds(config.run.time_limit), started)
+    val_sets = world.together(lambda: build_val_sets(config, corpus))
+    objective = build_objective(config, corpus, total_steps, stop)
+    fit_to_model(config, corpus, objective.model.unpacked_because, [s.rows for s in val_sets.values()])
+    datamodule = build_datamodule(config, corpus, total_steps, val_sets)
+    metrics = build_metrics(config, run_dir, corpus, objective, val_sets)
+    samples = build_samples(config, run_dir, corpus, console)
+    check_monitors(config, corpus, objective, samples, val_sets)
+    preemption = Preemption(stop)
+    callbacks = build_callbacks(config, run_dir, metrics, samples, preemption, console, total_steps)
+    trainer = build_trainer(config, run_dir, callbacks, metrics.records, total_steps)
+    return Run(config, run_dir, console, corpus, objective, datamodule, metrics, preemption, trainer, total_steps)
+
+
+def quiet_libraries() -> None:
+    """Lightning's and transformers' tips and progress bars: what matters is said by the plan, once."""
+    libraries = ("lightning.pytorch", "lightning.fabric", "lightning", "transformers", "datasets", "httpx")
+    for name in (*libraries, "bitsandbytes"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    transformers.utils.logging.disable_progress_bar()
+    # Saving a model imports DeepSpeed where it is installed, and it sets its logger's level itself.
+    logging.getLogger("DeepSpeed").addFilter(_is_error)
+    warnings.filterwarnings("ignore", module="lightning")
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
+
+
+def rows_to_train(config: Config, corpus: Corpus) -> Rows:
+    """All of the training rows, or those of trainer.overfit_batches steps."""
+    steps = config.trainer.overfit_batches
+    return FirstRows(corpus.train, steps * config.data.global_batch_size) if steps else corpus.train
+
+
+def check_mixture(config: Config, rows: Rows, total_steps: int) -> None:
+    """Raises UserError where the sources of a mixture are used up before the run ends."""
+    mixture = getattr(rows, "mixture", None)
+    if mixture is None or mixture.end is None:
+        return
+    steps = mixture.end // config.data.global_batch_size
+    needed = len(rows) * config.trainer.max_epochs if config.trainer.max_epochs is not None else math.inf
+    if min(total_steps * config.data.global_batch_size, needed) > mixture.end:
+        raise UserError(
+            f"data.mixture: every source that has a weight is used up after {steps:,} of {total_steps:,} steps (each "
+            f"was seen max_epochs times): set trainer.max_steps={steps}, or raise or leave out a max_epochs"
+        )
+
+
+def build_datamodule(
+    config: Config, corpus: Corpus, total_steps: int, val_sets: dict[str, ValSet] | None = None
+) -> TokenDataModule:
+    return TokenDataModule(
+        rows_to_train(config, corpus),
+        corpus.val,
+        seed=config.seed,
+        global_batch_size=config.data.global_batch_size,
+        micro_batch_size=config.data.micro_batch_size,
+        total_steps=total_steps,
+        max_epochs=config.trainer.max_epochs,
+        limit_val_batches=config.trainer.limit_val_batches,
+        num_workers=config.data.num_workers,
+        val_sets={name: val_set.rows for name, val_set in (val_sets or {}).items()},
+    )
+
+
+def build_objective(config: Config, corpus: Corpus, total_steps: int, stop: StopRequest | None = None) -> Objective:
+    tokenizer = corpus.tokenizer
+    pl.seed_everything(config.seed, verbose=False)
+    model = loading.build(config, lambda: build_language_model(config, tokenizer))
+    hf_model = model.model
+    if config.trainer.activation_checkpointing:
+        enable_activation_checkpointing(hf_model)
+    if config.trainer.compile:
+        compile_model(hf_model, changing_lengths=config.data.rows != "text" or config.data.packing == "off")
+    allowed = config.run.allow_target
+    make_optimizer = lambda model: build_optimizer(model.named_parameters(), config.optimizer, allowed)  # noqa: E731
+    target = config.objective._target_
+    cls = find_class(target, "objective", Objective, allowed)  # type: ignore[type-abstract]
+    with building("objective", target):
+        objective = cls(
+            model,
+            make_optimizer,
+            build_schedule(config.schedule, total_steps, allowed),
+            seed=config.seed,
+            total_steps=total_steps,
+            gradient_clip_val=config.trainer.gradient_clip_val,
+            guard=StepGuard(config.trainer.spike_factor, config.trainer.spike_window),
+            fingerprint=world.from_first(lambda: run_fingerprint(config, corpus, hf_model)),
+            stop=stop,
+        )
+        objective.prepare(config, corpus)
+    return objective
+
+
+def build_language_model(config: Config, tokenizer: Any) -> LanguageModel:
+    return LanguageModel(build_trainable_model(config, tokenizer), config.objective, config.router)
+
+
+def run_fingerprint(config: Config, corpus: Corpus, hf_model: Any) -> Fingerprint:
+    """What a resumed run must share with its beginning to continue it exactly."""
+    architecture = {k: v for k, v in hf_model.config.to_dict().items() if k != "_name_or_path"}
+    contents = {
+        "data": corpus.fingerprint,
+        "tokenizer": tokenizer_hash(corpus.tokenizer),
+        "model": {k: v for k, v in architecture.items() if k != "transformers_version"},
+        **starting_weights(config, hf_model),
+    }
+    earlier = {"tokenizer": plain_text_hash(corpus.tokenizer), "model": short_hash(architecture)}
+    return fingerprint(config, contents, earlier)
+
+
+def build_metrics(
+    config: Config, run_dir: RunDir, corpus: Corpus, objective: Objective, val_sets: dict[str, ValSet]
+) -> Metrics:
+    hf_model = objective.model.model
+    device = torch.device(config.trainer.accelerator)
+    return Metrics(
+        Records(run_dir.metrics),
+        log_every_n_steps=config.trainer.log_every_n_steps,
+        rows_per_step=config.data.global_batch_size,
+        bytes_per_token={"": corpus.val_bytes_per_token, **{n: s.bytes_per_token for n, s in val_sets.items()}},
+        flops_per_token=flops.flops_per_token(hf_model, config.data.seq_len),
+        peak=flops.peak_flops(device, config.trainer.precision),
+        tokens_by_source=tokens_by_source(config, rows_to_train(config, corpus)),
+    )
+
+
+def tokens_by_source(config: Config, rows: Rows) -> Callable[[int], dict[str, int]] | None:
+    """For rows of a mixture: how many tokens of each source the first `step` steps read."""
+    mixture = getattr(rows, "mixture", None)
+    if mixture is None:
+        return None
+    last = len(rows) * config.trainer.max_epochs if config.trainer.max_epochs is not None else math.inf
+
+    def count(step: int) -> dict[str, int]:
+        given = mixture.rows_given(int(min(step * config.data.global_batch_size, last)))
+        return {s.name: int(n) * config.data.seq_len for s, n in zip(mixture.sources, given, strict=True)}
+
+    return count
+
+
+def build_samples(config: Config, run_dir: RunDir, corpus: Corpus, console: Console) -> Samples | None:
+    cfg = config.callbacks.samples
+    if cfg.every_n_validations == 0 or corpus.val is None:
+        return None
+    prompts = prompts_of(config, corpus)
+    scores = TextMetrics(cfg.metrics, config.run.allow_target)
+    return Samples(run_dir.samples, corpus.tokenizer, prompts, corpus.end_ids, cfg, scores, console, config.seed)
+
+
+def cluster_environment() -> ClusterEnvironment:
+    """Where a rank finds the others: in the variables that the elastic launcher, torchrun or ranks.py have set."""
+    return TorchElasticEnvironment() if ranks.find() is not None else LightningEnvironment()
+
+
+def build_profiler(name: str | None, run_dir: RunDir) -> Profiler | None:
+    """Lightning's; its report, or its trace, is written to profile* in the run's folder."""
+    makers = {"simple": SimpleProfiler, "advanced": AdvancedProfiler, "pytorch": PyTorchProfiler}
+    return makers[name](dirpath=run_dir.path, filename="profile") if name is not None else None
+
+
+def build_trainer(
+    config: Config, run_dir: RunDir, callbacks: list[pl.Callback], records: Records | None, total_steps: int
+) -> pl.Trainer:
+    """Lightning's Trainer; without `records` it logs and saves nothing."""
+    t = config.trainer
+    devices.set_matmul_precision(t)
+    half = t.precision in ("bf16-true", "16-true") and config.peft.method != "none"
+    plugins = [AdapterHalfPrecision(t.precision, t.accelerator)] if half else []
+    trainer = pl.Trainer(
+        accelerator=t.accelerator,
+        devices=t.devices,
+        num_nodes=t.num_nodes,
+        strategy=build_strategy(t),
+        precision=None if plugins else t.precision,  # type: ignore[arg-type]
+        max_steps=total_steps,
+        max_epochs=-1,
+        # The Validation callback says when; this keeps Lightning's own trigger from firing.
+        val_check_interval=2**62,
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,  # the loader already gives each rank its share
+        enable_checkpointing=records is not None,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        logger=False if records is None else build_loggers(config, run_dir, records),
+        log_every_n_steps=t.log_every_n_steps,
+        callbacks=callbacks,
+        # Named, or Lightning takes any process of a SLURM job for a rank, and saves inside its signal handler.
+        plugins=[FolderCheckpointIO(background=config.checkpoint.async_save), cluster_environment(), *plugins],
+        default_root_dir=Path(run_dir.path),
+        benchmark=t.benchmark,
+        deterministic=t.deterministic or None,  # type: ignore[arg-type]
+        detect_anomaly=t.detect_anomaly,
+        profiler=build_profiler(t.profiler, run_dir),
+        # Tensors gathered in it could not be used in training.
+        inference_mode=t.inference_mode and t.strategy not in SHARING,
+    )
+    lightning_private.broadcast_no_sigterm(trainer)
+    lightning_private.leave_signals_alone(trainer)
+    return trainer

@@ -1,0 +1,123 @@
+"""Builds a run's callbacks in the order they run, and checks that the metrics they monitor exist."""
+
+import lightning.pytorch as pl
+from rich.console import Console
+
+from lmtrain.callbacks import foreign
+from lmtrain.callbacks.average import WeightAverage
+from lmtrain.callbacks.bad_steps import BadSteps
+from lmtrain.callbacks.checkpoints import Checkpoints
+from lmtrain.callbacks.metrics import Metrics, WriteRecords
+from lmtrain.callbacks.preemption import Preemption
+from lmtrain.callbacks.progress import PlainLines, RichBar
+from lmtrain.callbacks.samples import Samples
+from lmtrain.callbacks.validation import EarlyStopping, Validation
+from lmtrain.config.schema import Config
+from lmtrain.config.targets import build_target
+from lmtrain.data.corpus import Corpus
+from lmtrain.data.val_sets import ValSet
+from lmtrain.errors import UserError
+from lmtrain.objectives.base import Objective
+from lmtrain.run.folder import RunDir
+
+
+def check_monitors(
+    config: Config, corpus: Corpus, objective: Objective, samples: Samples | None, val_sets: dict[str, ValSet]
+) -> None:
+    """Raises UserError where the best checkpoint, or early stopping, would wait for a number that never comes."""
+    stopping = config.callbacks.early_stopping
+    if stopping.enabled and corpus.val is None and not val_sets:
+        raise UserError(
+            "callbacks.early_stopping.enabled=true, but there is no validation split: "
+            f"{corpus.how_to_validate(config.data)}"
+        )
+    scores = samples.text_metrics.names() if samples is not None else []
+    own = [*_reported(objective, corpus.val_bytes_per_token), *scores] if corpus.val is not None else []
+    known = [f"val/{name}" for name in own]
+    for name, (_, bytes_per_token) in val_sets.items():
+        known += [f"val/{name}/{number}" for number in _reported(objective, bytes_per_token)]
+    monitors = {"checkpoint.monitor": config.checkpoint.monitor}
+    if stopping.enabled:
+        monitors["callbacks.early_stopping.monitor"] = stopping.monitor
+    every = config.callbacks.samples.every_n_validations
+    for key, name in monitors.items():
+        if every > 1 and name in [f"val/{score}" for score in scores]:
+            raise UserError(f"{key}={name} is needed at every validation: set callbacks.samples.every_n_validations=1")
+        if known and name not in known and not config.callbacks.extra:  # which may log others
+            raise UserError(f"{key}={name}: this run's validations report {', '.join(known)}")
+
+
+def _reported(objective: Objective, bytes_per_token: float | None) -> list[str]:
+    """Names of what the validation of one set reports."""
+    names = objective.validation_names()
+    if not objective.loss_is_nll:
+        return names
+    return [*names, "perplexity", *(["bits_per_byte"] if bytes_per_token else [])]
+
+
+def build_callbacks(
+    config: Config,
+    run_dir: RunDir,
+    metrics: Metrics,
+    samples: Samples | None,
+    preemption: Preemption,
+    console: Console,
+    total_steps: int,
+) -> list[pl.Callback]:
+    """In the order they run: numbers, validation, samples, screen, a user's own, the record, the checkpoint last."""
+    cb, t = config.callbacks, config.trainer
+    average = WeightAverage(cb.ema) if cb.ema.enabled else None
+    validation = Validation(
+        metrics,
+        samples,
+        average,
+        every_n_steps=t.val_check_interval,
+        total_steps=total_steps,
+        before_training=t.val_before_training,
+    )
+    bad_steps = BadSteps(run_dir.path, t.max_bad_steps, t.log_every_n_steps)
+    callbacks: list[pl.Callback] = [metrics, bad_steps, *([average] if average is not None else []), validation]
+    if cb.early_stopping.enabled:
+        es = cb.early_stopping
+        callbacks.append(
+            EarlyStopping(
+                monitor=es.monitor,
+                mode=es.mode,
+                patience=es.patience,
+                min_delta=es.threshold,
+                check_on_train_epoch_end=False,
+            )
+        )
+    if samples is not None:
+        callbacks.append(samples)
+    bar = progress_bar(config, console, total_steps)
+    if bar is not None:
+        metrics.listeners.append(bar.listen)
+        callbacks.append(bar)
+    entries = map(foreign.fitted, cb.extra)
+    own = [build_target(entry, "callbacks.extra", pl.Callback, config.run.allow_target) for entry in entries]
+    foreign.check(own)
+    callbacks += own
+    # A request to stop is obeyed once all have logged: some Lightning callbacks log an extra time when they see it.
+    callbacks += [preemption, WriteRecords(metrics.records)]
+    callbacks.append(
+        Checkpoints(
+            run_dir.checkpoints,
+            metrics,
+            config.checkpoint,
+            every_n_steps=t.save_every_n_steps,
+            total_steps=total_steps,
+        )
+    )
+    return callbacks
+
+
+def progress_bar(config: Config, console: Console, total_steps: int) -> RichBar | PlainLines | None:
+    style = config.callbacks.progress.style
+    if style == "auto":
+        style = "rich" if console.is_terminal else "plain"
+    if style == "rich":
+        return RichBar(console, total_steps)
+    if style == "plain":
+        return PlainLines(console, total_steps, config.callbacks.progress.plain_every_seconds)
+    return None

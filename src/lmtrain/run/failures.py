@@ -1,0 +1,83 @@
+"""Explains exceptions raised while training in one message: what happened, and what to change."""
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from lmtrain.distributed.data_parallel import data_parallel
+from lmtrain.errors import RunError, disk_full, first_line
+from lmtrain.models import flops
+
+if TYPE_CHECKING:
+    from lmtrain.run.build import Run
+
+GIB = 2**30
+
+
+def explain(error: BaseException, run: "Run") -> RunError | None:
+    """What a user can do about `error`, or None where only a traceback helps."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error):
+        return out_of_memory(error, run)
+    if not isinstance(error, RunError) and disk_full(error):
+        where = getattr(error, "filename", None) or run.dir.path
+        return RunError(f"the disk is full ({where}): free space or set run.dir elsewhere; {last_good(run)}")
+    if lost_worker(error, run):
+        return RunError(
+            f"a data loading process ended unexpectedly ({first_line(error)}): most often memory; set "
+            f"data.num_workers=0 to load in the training process and see its own error; {last_good(run)}"
+        )
+    if isinstance(error, MisconfigurationException) or "self.log(" in str(error):  # Lightning's words
+        return RunError(f"{' '.join(str(error).split())}; {last_good(run)}")
+    return None
+
+
+def refuse_lost_model(run: "Run") -> None:
+    """Raises RunError where the last validation has no finite loss: such a run has not finished anything."""
+    last = run.metrics.last_val
+    loss = last.get("val/loss", 0.0)
+    if not math.isfinite(loss):
+        raise RunError(
+            f"val/loss is {loss} at step {last['step']:,}: the model is lost, and nothing is exported. What helps most "
+            f"often: a lower optimizer.lr, a longer schedule.warmup_steps, trainer.precision=32-true; {last_good(run)}"
+        )
+
+
+def lost_worker(error: BaseException, run: "Run") -> bool:
+    """Whether a loader worker died: torch says so, or the pipe to it broke in the middle of a batch."""
+    if isinstance(error, RuntimeError) and "DataLoader worker" in str(error):
+        return True
+    return run.config.data.num_workers > 0 and isinstance(error, ConnectionError | EOFError)
+
+
+def last_good(run: "Run") -> str:
+    """Where the run can go on from."""
+    from lmtrain.checkpoints import store
+
+    newest = store.scan(run.dir.checkpoints)
+    if not newest:
+        return "no checkpoint had been written yet"
+    return f"the last checkpoint is untouched ({newest[-1].name}); go on with run.dir={run.dir.path} run.resume=auto"
+
+
+def out_of_memory(error: BaseException, run: "Run") -> RunError:
+    """What took the memory, and three overrides that need less of it."""
+    c = run.config
+    parts = flops.memory_estimate(run.objective.model.model, c)
+    took = ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in sorted(parts.items(), key=lambda p: -p[1]))
+    smaller = max(1, c.data.micro_batch_size // 2)
+    while c.data.global_batch_size % (smaller * data_parallel(run.trainer).size) != 0:
+        smaller -= 1
+    fixes = []
+    if smaller < c.data.micro_batch_size:
+        fixes.append(f"data.micro_batch_size={smaller} (same numbers, more accumulation)")
+    if not c.trainer.activation_checkpointing:
+        fixes.append("trainer.activation_checkpointing=true")
+    fixes.append(f"data.seq_len={max(1, c.data.seq_len // 2)}")
+    if c.optimizer.name == "adamw":
+        fixes.append("optimizer=adafactor")
+    return RunError(
+        f"out of memory ({first_line(error)}). Estimated need: {took}. What needs less: {', or '.join(fixes[:3])}; "
+        f"{last_good(run)}"
+    )

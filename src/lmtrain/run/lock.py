@@ -1,0 +1,79 @@
+"""One process at a time trains in a run's folder: rank 0, or the only one, holds the lock of the file `.lock` in it.
+
+Ranks whose launcher was killed are still saving when the same command is started again; and commands are started twice
+by mistake. The operating system gives the lock back when its holder has ended, however it ended; the file stays.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from lmtrain.errors import RunError
+
+NAME = ".lock"
+_PATIENCE_SECONDS = 300  # what a launcher gives its ranks to save (launch.py)
+
+
+def taken(folder: Path) -> bool:
+    """Whether a process trains there now. Looking leaves nothing behind."""
+    try:
+        if (folder / NAME).exists():
+            with FileLock(folder / NAME, timeout=0):
+                return False
+    except Timeout:
+        return True
+    except OSError:  # someone else's folder, or a file system without locks
+        pass
+    return False
+
+
+@contextlib.contextmanager
+def held(folder: Path, patience: float = _PATIENCE_SECONDS) -> Iterator[None]:
+    """Waits until no other process trains in the folder, and keeps others out; not on a file system without locks.
+
+    Raises:
+        RunError: the other one is still there after `patience` seconds, or has removed the folder: its config was
+            refused.
+    """
+    lock = FileLock(folder / NAME)
+    with contextlib.suppress(OSError):
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            _wait(lock, folder, patience)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _wait(lock: FileLock, folder: Path, patience: float) -> None:
+    try:
+        opened = os.open(folder, os.O_RDONLY)  # no new folder gets this one's inode while it is open
+    except FileNotFoundError:
+        raise _removed(folder) from None
+    print(f"another process is still training in {folder}: waiting for it to end", flush=True)
+    try:
+        lock.acquire(timeout=patience, poll_interval=0.2)
+        if folder.stat().st_ino != os.fstat(opened).st_ino:  # acquiring made it anew
+            (folder / NAME).unlink()
+            lock.release()
+            with contextlib.suppress(OSError):  # not empty: another process is in it
+                folder.rmdir()
+            raise _removed(folder)
+    except Timeout:
+        raise RunError(
+            f"another process has been training in {folder} for {patience:.0f} s while this one waited: "
+            f"let it finish or end it, or give this run another run.name"
+        ) from None
+    except FileNotFoundError:
+        raise _removed(folder) from None
+    finally:
+        os.close(opened)
+
+
+def _removed(folder: Path) -> RunError:
+    return RunError(f"the run that this one waited for did not begin, and removed {folder}: start this one again")

@@ -1,0 +1,212 @@
+"""TensorBoard, CSV, W&B and MLflow, each in the run's folder, and metrics.jsonl, which is written in any case.
+
+All get the same records, at the same steps (callbacks/records.py).
+"""
+
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+
+from lmtrain.callbacks.records import Joined, Records, Row
+from lmtrain.config.schema import Config
+from lmtrain.distributed import process_group as world
+from lmtrain.errors import RunError, UserError, disk_full, first_line, reason
+from lmtrain.files import read_jsonl, write_atomic
+from lmtrain.run import wandb_history
+from lmtrain.run.cut_back import of_validation, readable_rows
+from lmtrain.run.folder import RunDir
+from lmtrain.strategies import lightning_private
+
+
+class TensorBoard(Joined, TensorBoardLogger):
+    """In <run>/tensorboard."""
+
+    params: dict[str, Any]  # of the run, for the hparams page
+    _validated: Row | None = None
+    _ends = False
+
+    def write_record(self, row: Row, validation: bool) -> None:
+        super().write_record(row, validation)
+        if validation:
+            self._validated = row
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        if self._ends:
+            TensorBoardLogger.log_metrics(self, dict(metrics), step)
+        else:
+            super().log_metrics(metrics, step)
+
+    def finalize(self, status: str = "success") -> None:
+        """The hparams page: the config beside the last validation's numbers."""
+        if status == "success" and self._validated is not None and self in self.records.joined:
+            final = {f"final/{k}": v for k, v in self._validated.items() if k.startswith("val/")}
+            self._ends = True
+            with self.records.outliving(self):
+                self.log_hyperparams(self.params, final, step=self._validated["step"])
+            self._ends, self._validated = False, None
+        super().finalize(status)
+
+    def go_on_from(self, step: int) -> None:
+        """What earlier processes logged from `step` on is not shown: it is logged again."""
+        lightning_private.purge_from(self, step)
+
+
+class CSV(Joined, CSVLogger):
+    """<run>/csv/metrics.csv."""
+
+
+class WandB(Joined, WandbLogger):
+    """What was sent can't be taken back: a resumed run, whose records are the same again, doesn't repeat it."""
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Numbers join the record; what only W&B takes (tables, images, which its other methods send) goes there."""
+        plain = {k: v for k, v in metrics.items() if isinstance(v, Real | str | torch.Tensor)}
+        super().log_metrics(plain, step)
+        media = {k: v for k, v in metrics.items() if k not in plain}
+        if media:
+            WandbLogger.log_metrics(self, media, self.records.step)
+
+    def log_texts(self, columns: list[str], rows: list[list[str]]) -> None:
+        self.log_text("samples", columns=columns, data=rows)
+
+    def open_run(self, tell: Callable[[str], None]) -> None:
+        """Opens the run, on rank 0; without a login or a network one that is kept here, to be sent later."""
+        import wandb
+
+        try:
+            _ = self.experiment
+        except Exception as error:
+            if self._offline or lightning_private.wandb_options(self).get("mode") in ("offline", "disabled"):
+                raise
+            wandb.teardown()  # its process believes that the run has begun
+            lightning_private.wandb_options(self)["mode"] = "offline"
+            _ = self.experiment
+            tell(
+                f"logger.wandb: {first_line(error).rstrip('.')}; this run is logged to {self.save_dir}/wandb, and "
+                f"`wandb sync` sends it (logger.wandb.mode=offline asks for that)"
+            )
+
+
+def build_loggers(config: Config, run_dir: RunDir, records: Records) -> list[Logger]:
+    """The loggers of config.logger, and `records`; nothing is written or asked of a server yet."""
+    makers = {"tensorboard": _tensorboard, "csv": _csv, "wandb": _wandb, "mlflow": _mlflow}
+    loggers: list[Any] = []
+    for name, options in config.logger.items():
+        if name not in makers:
+            raise UserError(f"logger.{name} is not known (options: {', '.join(makers)})")
+        try:
+            loggers.append(makers[name](options or {}, run_dir))
+        except TypeError as error:
+            raise UserError(f"logger.{name}: {error}") from None
+        except ModuleNotFoundError as error:
+            raise UserError(f'logger={name} needs a package: pip install "lmtrain[{name}]"') from error
+        except OSError as error:
+            raise UserError(f"logger.{name}: cannot write {error.filename}: {reason(error)}") from error
+    for logger in loggers:
+        logger.records = records
+    records.joined = loggers
+    return [*loggers, records]
+
+
+def _tensorboard(options: dict[str, Any], run_dir: RunDir) -> Logger:
+    return TensorBoard(save_dir=str(run_dir.path), name="", version="tensorboard", default_hp_metric=False, **options)
+
+
+def _csv(options: dict[str, Any], run_dir: RunDir) -> Logger:
+    # Each row at once: Lightning's interval counts steps, and none of the logged ones may fall on it.
+    return CSV(save_dir=str(run_dir.path), name="", version="csv", flush_logs_every_n_steps=1, **options)
+
+
+def _wandb(options: dict[str, Any], run_dir: RunDir) -> Logger:
+    """W&B with an id kept in the run's folder, so that a resumed run continues the same one."""
+    folder = run_dir.path / "wandb"
+    folder.mkdir(exist_ok=True)
+    run_id = world.from_first(lambda: _run_id(folder / "run_id"))
+    options = {**options, "name": options.get("name") or run_dir.path.name}
+    return WandB(id=run_id, save_dir=str(run_dir.path), resume="allow", **options)
+
+
+def _mlflow(options: dict[str, Any], run_dir: RunDir) -> Logger:
+    from lmtrain.run.mlflow import MLflow
+
+    return MLflow(run_dir.path, **{**options, "run_name": options.get("run_name") or run_dir.path.name})
+
+
+def _run_id(file: Path) -> str:
+    if not file.exists():
+        write_atomic(file, uuid.uuid4().hex[:12])
+    return file.read_text()
+
+
+def start_loggers(loggers: Iterable[Logger], step: int, tell: Callable[[str], None]) -> None:
+    """Opens files and connections, which loggers put off until they are needed; the run goes on after `step` steps.
+
+    `tell` gets what the user should know.
+
+    Raises:
+        UserError: an option that the logger doesn't have, a server that doesn't answer.
+        RunError: the disk is full.
+    """
+    for logger in loggers:
+        if isinstance(logger, TensorBoard):
+            logger.go_on_from(step)
+        try:
+            _open(logger, tell)
+        except Exception as error:  # W&B's errors, MLflow's and the network's share no base class
+            name = type(logger).__name__.lower()
+            if disk_full(error):
+                raise RunError(f"logger.{name}: the disk is full; free space or set run.dir elsewhere") from error
+            raise UserError(f"logger.{name} can't start: {str(error).rstrip('.')}") from error
+
+
+def _open(logger: Any, tell: Callable[[str], None]) -> None:
+    if isinstance(logger, WandB):
+        logger.open_run(tell)
+    elif hasattr(logger, "open_run"):
+        if world.rank() == 0:
+            logger.open_run()
+    else:
+        _ = logger.experiment
+
+
+def log_config(loggers: Iterable[Logger], config: dict[str, Any]) -> None:
+    """The resolved config as hyperparameters: W&B's config, hparams.yaml of TensorBoard and csv, MLflow's params."""
+    for logger in loggers:
+        if isinstance(logger, TensorBoard):
+            logger.params = config
+        logger.log_hyperparams(config)
+
+
+def note_sent(loggers: Iterable[Logger], run_dir: RunDir) -> None:
+    """Tells W&B and MLflow what earlier processes have sent; called before metrics.jsonl is cut back."""
+    rows = readable_rows(run_dir.metrics)
+    if not rows:
+        return
+    logged: dict[str, set[int]] = {}
+    for row in rows:
+        for name in row:
+            logged.setdefault(name, set()).add(row["step"])
+    for logger in loggers:
+        if isinstance(logger, WandB):
+            found = wandb_history.steps_by_name(run_dir.path / "wandb")
+            logger.sent = found if found is not None else logged
+        elif isinstance(logger, Joined):
+            logger.sent = logger.read_sent()
+
+
+def write_again(loggers: Iterable[Logger], run_dir: RunDir, step: int) -> None:
+    """Puts back what goes when a run is resumed after `step`, or what was not sent when it was killed.
+
+    Lightning's CSV file begins anew: all records. TensorBoard drops what it had from `step` on: that step's.
+    """
+    for logger in loggers:
+        if isinstance(logger, Joined):
+            first = step if isinstance(logger, TensorBoard) else 0
+            for row in read_jsonl(run_dir.metrics):
+                if row["step"] >= first:
+                    logger.write_record({k: v for k, v in row.items() if k != "time"}, of_validation(row))

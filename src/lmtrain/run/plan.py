@@ -1,0 +1,187 @@
+"""What a user reads before training: the plan of the run and the first row as the model will see it."""
+
+import io
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from lmtrain import terminal
+from lmtrain.adapters.memory_adapter import describe_memory, memory_of
+from lmtrain.adapters.trainable import adapter_of, describe_adapter
+from lmtrain.config.compose import split_over
+from lmtrain.config.schema import Config
+from lmtrain.distributed import devices
+from lmtrain.files import write_atomic
+from lmtrain.models import flops
+from lmtrain.models.blocks import decoder_blocks
+from lmtrain.optim.groups import table_rows
+from lmtrain.outputs.inspection import row_mask
+from lmtrain.outputs.token_view import has_colour, legend, marked, pieces, visible
+from lmtrain.run import advice, plan_time
+
+if TYPE_CHECKING:
+    from lmtrain.config.schema import Config
+    from lmtrain.run.build import Run
+
+_SHOWN = 160  # tokens of the first row
+_SI = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def si(value: float, unit: str = "") -> str:
+    """1234567 -> '1.23 M'."""
+    for size, letter in _SI:
+        if abs(value) >= size:
+            return f"{value / size:.3g} {letter}{unit}"
+    return f"{value:.3g} {unit}".strip()
+
+
+def gib(value: float) -> str:
+    return f"{value / 2**30:.2f} GiB" if value >= 2**28 else f"{value / 2**20:.0f} MiB"
+
+
+def show(run: "Run", resumed_from: str | None, done: int, notes: list[str]) -> None:
+    """Prints the plan, the parameter groups and the decoded first row; `done` steps lie behind."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, value in plan_rows(run, resumed_from, done):
+        table.add_row(name, value)
+    parts: list[Any] = [table, Text(), groups_table(run)]
+    parts += [Text(f"note: {note}", style="yellow") for note in [*notes, *advice.of_run(run)]]
+    text, legend = first_row(run)
+    panels = [Panel(Group(*parts), title="plan", title_align="left"), Panel(text, title=legend, title_align="left")]
+    run.console.print(*panels, sep="\n")
+    if run.trainer.is_global_zero:
+        write_atomic(run.dir.plan, as_text(panels))
+
+
+def as_text(panels: list[Panel]) -> str:
+    """What is shown, as plain text 120 columns wide."""
+    file = io.StringIO()
+    terminal.console(file=file, width=120, color_system=None, force_terminal=False).print(*panels, sep="\n")
+    return file.getvalue()
+
+
+def plan_rows(run: "Run", resumed_from: str | None, done: int) -> list[tuple[str, str]]:
+    c, corpus = run.config, run.corpus
+    model = run.objective.model.model
+    total, trainable, embedding = flops.parameter_counts(model)
+    split = split_over(c, run.trainer.world_size)
+    tokens_per_step = round(corpus.epoch_tokens / len(corpus.train) * c.data.global_batch_size)
+    tokens = run.total_steps * tokens_per_step
+    per_token = flops.flops_per_token(model, c.data.seq_len)
+    memory = flops.memory_estimate(model, c)
+    val = validation_words(run)
+    rows = [
+        ("model", f"{c.model.name}: {si(total)} parameters ({si(trainable)} trained, {si(embedding)} in embeddings)"),
+        *(("adapter", describe_adapter(found, c.peft)) for found in [adapter_of(model)] if found),
+        *(("memory", describe_memory(found)) for found in [memory_of(model)] if found),
+        *(("attention", f"the model's own: {why}") for why in [getattr(model, "own_attention_because", None)] if why),
+        ("data", "\n".join([*corpus.words, *corpus.notes])),
+        ("tokenizer", f"{c.tokenizer.kind}, {len(corpus.tokenizer):,} tokens"),
+        ("batch", f"{split} = {tokens_per_step:,} tokens a step"),
+        ("length", f"{run.total_steps:,} steps x {tokens_per_step:,} = {si(tokens)} tokens"
+                   f" = {tokens / corpus.epoch_tokens:.2f} epochs of {si(corpus.epoch_tokens)}"),
+        ("time", plan_time.words(run, (run.total_steps - done) * tokens_per_step, per_token)),
+        *run.objective.plan_rows(),
+        ("validation", val),
+        *([("average", average_words(c))] if c.callbacks.ema.enabled else []),
+        *([("early stopping", stopping_words(c))] if c.callbacks.early_stopping.enabled else []),
+        ("compute", f"{si(per_token, 'FLOP')} a token, {si(per_token * tokens, 'FLOP')} in all"),
+        ("memory", f"about {gib(sum(memory.values()))} a device: "
+                   + ", ".join(f"{name} {gib(size)}" for name, size in memory.items())),
+        ("precision", f"{c.trainer.precision} on {run.trainer.world_size} x "
+                      f"{devices.device_name(c.trainer.accelerator)}{matmul_words(c)}{compile_words(run)}"
+                      f"{', activation checkpointing' if c.trainer.activation_checkpointing else ''}"),
+        *(("no GPU", why) for why in [devices.why_not_used()] if why),
+        ("schedule", f"{c.schedule.name}, peak lr {c.optimizer.lr:g}, {c.optimizer.name}"),
+        ("run", str(run.dir.path)),
+        ("start", resumed_from or ("from scratch" if c.model.init == "scratch" else "pretrained weights")),
+    ]  # fmt: skip
+    return rows
+
+
+def compile_words(run: "Run") -> str:
+    """What torch.compile is applied to, or why nothing on a GPU."""
+    t = run.config.trainer
+    if t.compile:
+        return f", compiled: {len(decoder_blocks(run.objective.model.model))} blocks and the loss"
+    if t.accelerator != "cuda":
+        return ""
+    return f", not compiled: {devices.why_not_compiled(t) or 'trainer.compile=false'}"
+
+
+def matmul_words(c: "Config") -> str:
+    words = {"high": ", fp32 products in TF32", "medium": ", fp32 products in bf16"}
+    return words.get(c.trainer.float32_matmul_precision, "")
+
+
+def average_words(c: Config) -> str:
+    """What callbacks.ema does."""
+    ema = c.callbacks.ema
+    since = f" from step {ema.update_starting_at_step:,} on" if ema.update_starting_at_step else ""
+    steps = "every step" if ema.update_every_n_steps == 1 else f"every {ema.update_every_n_steps:,} steps"
+    return f"of the weights, decay {ema.decay:g}, {steps}{since}: validated and exported; training goes on from its own"
+
+
+def stopping_words(c: Config) -> str:
+    """When the run ends before its last step."""
+    es = c.callbacks.early_stopping
+    by = f" by more than {es.threshold:g}" if es.threshold else ""
+    return f"when {es.monitor} ({es.mode}) has not improved{by} for {es.patience} validations"
+
+
+def validation_words(run: "Run") -> str:
+    """How many of how many rows, and when."""
+    c, rows = run.config, run.corpus.val
+    if rows is None:
+        return "none"
+    limit = c.trainer.limit_val_batches
+    seen = len(rows) if limit is None else min(len(rows), limit * c.data.micro_batch_size)
+    every = c.trainer.val_check_interval or run.total_steps
+    first = "before the first step, " if c.trainer.val_before_training else ""
+    return f"{seen:,} of {len(rows):,} rows, {first}every {every:,} steps and after the last"
+
+
+def groups_table(run: "Run") -> Table:
+    table = Table(box=None, padding=(0, 2), header_style="dim")
+    for header, justify in (("parameter group", "left"), ("tensors", "right"), ("parameters", "right"),
+                            ("lr", "right"), ("weight decay", "right")):  # fmt: skip
+        table.add_column(header, justify=justify)  # type: ignore[arg-type]
+    for name, tensors, parameters, lr, decay in table_rows(run.objective._optimizer.param_groups):
+        table.add_row(name, f"{tensors:,}", f"{parameters:,}", f"{lr:g}", f"{decay:g}")
+    return table
+
+
+def first_row(run: "Run") -> tuple[Text, Text]:
+    """A decoded part of the first row, and what it shows: text with its documents, or answers with what is learned."""
+    from lmtrain.data.modules import rows_of_step
+
+    c = run.config
+    rows = rows_of_step(run.corpus.train, 0, global_batch_size=c.data.global_batch_size, seed=c.seed)
+    batch, tokenizer = run.corpus.train.read(rows[:1]), run.corpus.tokenizer
+    title = Text("first training row  ")
+    if c.data.rows == "text":
+        return documents(tokenizer, batch["input_ids"][0, :_SHOWN].tolist()), title.append("(│ ends a document)")
+    ids, learned = row_mask(batch)
+    # From where a learned token is seen with what comes before it.
+    start = max(0, int(learned.argmax()) - _SHOWN // 2)
+    part, colour = slice(start, start + _SHOWN), has_colour(run.console)
+    shown = marked(pieces(tokenizer, ids[part].tolist(), learned[part].tolist()), colour)
+    return Text("... " if start else "") + shown, title + legend(colour)
+
+
+def documents(tokenizer: Any, ids: list[int]) -> Text:
+    """The decoded tokens, with a bar where a document ends."""
+    text, piece = Text(), list[int]()
+    for token in ids:
+        piece.append(token)
+        if token == tokenizer.eos_token_id:
+            text.append(visible(tokenizer.decode(piece)))
+            text.append("│", style="bold red")
+            piece = []
+    text.append(visible(tokenizer.decode(piece)))
+    return text

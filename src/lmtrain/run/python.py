@@ -1,0 +1,127 @@
+"""A run from Python: `lmtrain.compose` and `lmtrain.build`, which do what the command line does, step by step.
+
+    config = lmtrain.compose(["model=gpt_nano", "data.path=book.txt", "trainer.max_steps=100"])
+    run = lmtrain.build(config)
+    run.fit()
+
+`run.objective` and `run.datamodule` are a LightningModule and a LightningDataModule: they work under a Trainer of your
+own too. Importing this module imports no torch.
+"""
+
+import contextlib
+import copy
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from lmtrain.config import compose as rules
+from lmtrain.config.schema import Config
+from lmtrain.distributed import ranks
+from lmtrain.errors import UserError
+from lmtrain.run import folder as run_dir
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+    from lmtrain.data.modules import TokenDataModule
+    from lmtrain.objectives.base import Objective
+    from lmtrain.run.session import Session
+
+
+def compose(overrides: Sequence[str] = (), config_dir: str | None = None) -> Config:
+    """The config that the command line would make of the same words; UserError where one is wrong."""
+    ranks.note_typed(list(overrides))  # for messages that repeat them: a notebook's own command line is another
+    return rules.check(rules.compose(list(overrides), config_dir))
+
+
+def build(config: Config) -> "PythonRun":
+    """Data, model, objective and Trainer of a run on one device, in its folder, which other processes are kept out of.
+
+    A run that is there continues as it does on the command line: by run.name, or run.resume.
+
+    Raises:
+        UserError: what the command line refuses, or more than one device.
+    """
+    from lmtrain.distributed import devices
+    from lmtrain.run.session import Session
+
+    config = copy.deepcopy(config)
+    if ranks.find() is not None:
+        raise UserError("lmtrain.build makes a run of one process: give torchrun or srun -m lmtrain.train ...")
+    existed = run_dir.existing_part(run_dir.locate(config))
+    folder = run_dir.open_run(config)
+    fresh = not folder.config.exists()
+    try:
+        devices.resolve_auto(config)
+        if int(config.trainer.devices) > 1:
+            raise UserError(
+                f"trainer.devices={config.trainer.devices}: a run from Python has one process. Set trainer.devices=1, "
+                f"or start python -m lmtrain.train, which starts a process for each device"
+            )
+        rules.split_over(config, 1)
+        return PythonRun(Session(config, folder))
+    except BaseException:
+        if fresh:
+            folder.discard_if_unused(existed)
+        raise
+
+
+class PythonRun:
+    """A run, built: train it with `fit`, look at it with `validate` and `sample`."""
+
+    def __init__(self, session: "Session") -> None:
+        self._session, self._held = session, contextlib.ExitStack()
+        try:
+            self._run = session.build(self._held)
+        except BaseException:
+            self._held.close()
+            raise
+        self.config = session.config
+        self.path = session.folder.path
+        self.objective: Objective = self._run.objective
+        self.datamodule: TokenDataModule = self._run.datamodule
+        self.trainer: pl.Trainer = self._run.trainer
+        self._fitted = run_dir.is_finished(session.config)
+
+    def fit(self) -> dict[str, Any]:
+        """Trains to the end, or to a request to stop, and exports; returns what summary.json holds.
+
+        A run that has finished is left as it is.
+        """
+        if not self._fitted:
+            self._fitted = True
+            with self._held:
+                self._session.train(self._run)
+            self._session.checkpoint = None  # the weights are here now
+        return self._session.folder.read_summary() or {}
+
+    def validate(self) -> dict[str, float]:
+        """val/loss and the rest, of the weights as they are, or of the checkpoint the run will continue from.
+
+        Nothing is written to the run's folder.
+        """
+        metrics = self._run.metrics
+        before = metrics.last_val
+        self.trainer.validate(
+            self.objective,
+            datamodule=self.datamodule,
+            ckpt_path=self._session.checkpoint,
+            weights_only=True,
+            verbose=False,
+        )
+        metrics.records.forget_validation()
+        found, metrics.last_val = metrics.last_val, before
+        return {name: value for name, value in found.items() if name != "step"}
+
+    def sample(self, prompt: str, **settings: Any) -> str:
+        """What the model continues `prompt` with; `settings` are those of config.generate, such as max_new_tokens."""
+        from lmtrain.outputs.generation import sample_text
+
+        g = self.config.generate
+        chosen = {
+            "max_new_tokens": g.max_new_tokens,
+            "temperature": g.temperature,
+            "top_k": g.top_k,
+            "seed": self.config.seed,
+        }
+        model, tokenizer = self.objective.model.model, self._run.corpus.tokenizer
+        return sample_text(model, tokenizer, prompt, **{**chosen, **settings})

@@ -1,0 +1,187 @@
+"""Resuming: finds the checkpoint, checks that it belongs to this run, and cuts the logs back to its step."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from lmtrain.callbacks.metrics import Metrics
+from lmtrain.checkpoints import store
+from lmtrain.config.fingerprint import Fingerprint, changes, check_names, not_compared, read_config, said_aloud
+from lmtrain.config.schema import Config
+from lmtrain.data.corpus import Corpus
+from lmtrain.distributed import process_group as world
+from lmtrain.errors import RunError, UserError, reason
+from lmtrain.run import folder as run_dir
+from lmtrain.run.cut_back import cut_back
+from lmtrain.run.folder import RunDir
+from lmtrain.run.loggers import note_sent, write_again
+
+if TYPE_CHECKING:
+    from lmtrain.run.build import Run
+
+
+def find(config: Config, folder: RunDir, tell: Callable[[str], None]) -> Path | None:
+    """The checkpoint run.resume asks for, undamaged; `tell` gets what the user should know.
+
+    Raises:
+        UserError: a path given by hand does not exist or is damaged; of run.resume=auto, all checkpoints are.
+        RunError: the disk does not give a checkpoint's files.
+    """
+    mode = run_dir.resume_mode(config)
+    if mode == "none":
+        return None
+    if mode == "auto":
+        newest = store.newest_complete(folder.checkpoints, tell)
+        if newest is None and config.run.resume == "auto":
+            tell(f"run.resume=auto: no checkpoint in {folder.checkpoints} yet, so this is a fresh start")
+        return newest
+    path = Path(mode).expanduser().resolve()
+    if not path.is_dir():
+        raise UserError(f"run.resume={mode}: no such checkpoint folder; run.resume=auto takes the newest of run.dir")
+    if (path / "checkpoints").is_dir():
+        raise UserError(f"run.resume={mode} is a run: continue it with run.dir={mode} run.resume=auto")
+    problem = store.damage(path)
+    if problem is not None:
+        raise UserError(
+            f"run.resume={mode} is not a complete checkpoint ({problem}); run.resume=auto takes the newest one"
+        )
+    newer = [p for p in store.scan(folder.checkpoints) if store.step_of(p) > store.step_of(path)]
+    good = next((p for p in reversed(newer) if store.damage(p) is None), None)
+    if good is not None:
+        raise UserError(
+            f"run.resume={mode}: the run in {folder.path} has gone on to {good.name}, which would be taken for its "
+            f"newest checkpoint. Continue it with run.resume=auto, give the new branch another run.name, or remove "
+            f"what comes after {path.name} from {folder.checkpoints}"
+        )
+    return path
+
+
+def read_trainer_state(checkpoint: Path) -> dict[str, Any]:
+    """trainer.pt of a checkpoint; its tensors are mapped, not read."""
+    return store.load_trainer_state(checkpoint, mmap=True)
+
+
+def named_alike(ours: Fingerprint, theirs: dict[str, Any], corpus: Corpus) -> Fingerprint:
+    """A run's fingerprint, with its data called what the checkpoint calls it, where an earlier version would have."""
+    contents = theirs["contents"] if "keys" in theirs else theirs
+    data = contents.get("data")
+    if data == ours["contents"]["data"] or data not in corpus.earlier_fingerprints():
+        return ours
+    return {kind: {**values, "data": data} if kind != "keys" else values for kind, values in ours.items()}
+
+
+def check_fingerprint(
+    checkpoint: Path, theirs: dict[str, Any], ours: Fingerprint, config: Config, tell: Callable[[str], None]
+) -> None:
+    """Refuses to continue a run whose data, tokenizer, model or anything else that is learned by changed.
+
+    `tell` gets what changed that may, and what the checkpoint doesn't say.
+
+    Raises:
+        UserError: what changed is not in run.allow_change, or what is there is not known.
+    """
+    allowed = config.run.allow_change
+    check_names(allowed, ours, config)
+    before = _last_start(checkpoint, config)
+    refused = [c for c in changes(theirs, ours, before, config) if not c.is_allowed(allowed)]
+    if refused:
+        raise UserError(
+            f"{checkpoint} was trained with other settings: {'; '.join(map(str, refused))}. Put them back to continue "
+            f"it exactly, give this run another run.name, or, knowing that it is not the same run any more, set "
+            f"run.allow_change=[{','.join(c.name for c in refused)}]"
+        )
+    aloud = said_aloud(before, config)
+    if aloud:
+        tell(f"changed since this run's last start: {', '.join(aloud)}")
+    unknown = not_compared(theirs, ours, config)
+    if unknown:
+        tell(f"{checkpoint.name} is of an earlier version: what it had for {', '.join(unknown)} could not be compared")
+
+
+def _last_start(checkpoint: Path, config: Config) -> dict[str, Any]:
+    """What the config.yaml beside the checkpoints has for the keys of `config`; nothing where it can't be read."""
+    try:
+        return read_config(yaml.safe_load((checkpoint.parents[1] / "config.yaml").read_text(encoding="utf-8")), config)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return {}
+
+
+def fit_schedule(run: "Run", schedule_steps: int, tell: Callable[[str], None]) -> None:
+    """When the run was made longer or shorter: keep the schedule it began with, or stretch it; said aloud."""
+    if schedule_steps == run.total_steps:
+        return
+    rule = run.config.run.schedule_on_resume
+    if rule == "keep":
+        run.objective.schedule_steps = schedule_steps
+        tell(
+            f"the run now has {run.total_steps:,} steps; its learning rate keeps the schedule planned for "
+            f"{schedule_steps:,} (run.schedule_on_resume=rescale stretches it)"
+        )
+    else:
+        tell(f"the learning rate's schedule, planned for {schedule_steps:,} steps, now spans {run.total_steps:,}")
+
+
+def knows_validation(checkpoint: Path) -> bool:
+    """Whether its step was validated before it was saved. If one was due there, the resumed run begins with it."""
+    state = read_trainer_state(checkpoint)["callbacks"][Metrics.__name__]
+    return state["last_val"].get("step") == store.step_of(checkpoint)
+
+
+def let_last_validation_run(run: "Run", checkpoint: Path | None) -> None:
+    """Lightning skips a fit whose steps are done: it is told of one more, and callbacks/validation.py takes it back."""
+    if checkpoint is not None and store.step_of(checkpoint) == run.total_steps and not knows_validation(checkpoint):
+        run.trainer.fit_loop.epoch_loop.max_steps = run.total_steps + 1
+
+
+def rewind(run: "Run", checkpoint: Path | None, tell: Callable[[str], None]) -> str | None:
+    """Sweeps leftovers and cuts the run's logs back to the checkpoint's step; returns where it continues, in words.
+
+    Every rank must call it; `tell` gets on rank 0 what the user should know.
+    """
+    world.from_first(lambda: _rewind(run, checkpoint, tell))
+    if checkpoint is None:
+        return None
+    return f"continues after step {store.step_of(checkpoint):,} ({checkpoint})"
+
+
+def _rewind(run: "Run", checkpoint: Path | None, tell: Callable[[str], None]) -> None:
+    step = store.step_of(checkpoint) if checkpoint is not None else -1  # nothing stays
+    validated = checkpoint is not None and knows_validation(checkpoint)
+    try:
+        store.sweep(run.dir.path)
+        store.sweep(run.dir.checkpoints)
+        _set_damaged_aside(run.dir.checkpoints, checkpoint, tell)
+        note_sent(run.trainer.loggers, run.dir)
+        run.metrics.records.rows = cut_back(run.dir.metrics, step, validated, tell)
+        cut_back(run.dir.samples, step, validated, tell)
+        run.dir.summary.unlink(missing_ok=True)
+        write_again(run.trainer.loggers, run.dir, step)
+    except OSError as error:
+        raise RunError(f"cannot prepare {error.filename or run.dir.path} for going on: {reason(error)}") from error
+    if checkpoint is not None and checkpoint.resolve().parent == run.dir.checkpoints.resolve():
+        _tell_of_lost_rows(run, checkpoint, tell)
+
+
+def _set_damaged_aside(folder: Path, checkpoint: Path | None, tell: Callable[[str], None]) -> None:
+    """None after `checkpoint` is whole (see `find`): they must not count for what is kept, and nothing is removed."""
+    if checkpoint is None:
+        return
+    for path in store.scan(folder):
+        passed_over = store.step_of(path) > store.step_of(checkpoint)
+        in_its_way = store.step_of(path) == store.step_of(checkpoint) and path.resolve() != checkpoint.resolve()
+        if passed_over or (in_its_way and store.damage(path) is not None):
+            tell(f"the damaged {path.name} is kept as {store.set_aside(path).name} and counts no more")
+
+
+def _tell_of_lost_rows(run: "Run", checkpoint: Path, tell: Callable[[str], None]) -> None:
+    state = read_trainer_state(checkpoint)["callbacks"][Metrics.__name__]
+    written, found = state.get("rows"), run.metrics.records.rows  # older checkpoints don't know how many there were
+    if found == 0 or (written is not None and found < written):
+        of = f" of {written:,}" if written is not None else ""
+        lost = f"has {found:,}{of} records" if run.dir.metrics.exists() else "is missing"
+        tell(
+            f"{run.dir.metrics.name} {lost} up to step {store.step_of(checkpoint):,}: what was logged there is lost, "
+            f"what was trained is not; the run goes on exactly"
+        )

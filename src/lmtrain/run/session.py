@@ -1,0 +1,129 @@
+"""One process of a run, from its resolved config to its exit code: the whole run on one device, or one rank of it.
+
+`start.py` makes it for a run on one device and for ranks that torchrun or SLURM started, `launch.py` for the ranks it
+starts itself.
+"""
+
+import contextlib
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from lmtrain import errors, terminal
+from lmtrain.checkpoints import store
+from lmtrain.config import compose as rules
+from lmtrain.config.freeze import freeze
+from lmtrain.config.schema import Config
+from lmtrain.distributed import devices
+from lmtrain.distributed import process_group as world
+from lmtrain.errors import RunError
+from lmtrain.outputs import hf_folder, hub_upload
+from lmtrain.run import build, failures, lock, loggers, plan, resume, summary
+from lmtrain.run import folder as run_dir
+from lmtrain.run.build import Run
+from lmtrain.run.folder import RunDir
+
+
+class Session:
+    """Builds a run, trains it and ends it: `Session(config, folder).run()`, or `build` and `train`."""
+
+    def __init__(self, config: Config, folder: RunDir) -> None:
+        self.config, self.folder = config, folder
+        self.started = time.time()
+        self.notes: list[str] = []  # what the plan says besides
+        self.checkpoint: Path | None = None  # where it continues
+
+    def run(self) -> int:
+        """Trains in `folder`; returns the exit code."""
+        with contextlib.ExitStack() as stack:
+            return self.train(self.build(stack))
+
+    def build(self, stack: contextlib.ExitStack) -> Run:
+        """Everything the run needs; other processes are kept out of its folder until `stack` ends."""
+        freeze(self.config)
+        world.connect(self.config.trainer.accelerator)
+        world.together(lambda: self._lock(stack) if world.rank() == 0 else None)
+        return self._build()
+
+    def train(self, run: Run) -> int:
+        """Trains what `build` gave; returns the exit code."""
+        world.from_first(lambda: self._write_what_runs(run.corpus.tokenizer))
+        return self._fit(run)
+
+    def _lock(self, stack: contextlib.ExitStack) -> None:
+        """Keeps other processes out of the folder until `stack` ends."""
+        stack.enter_context(lock.held(self.folder.path))
+        # A run that was waited for began after this command had looked.
+        run_dir.refuse_to_overwrite(self.folder, self.config)
+
+    def _build(self) -> Run:
+        """Builds everything and finds the checkpoint to continue from, before anything is written to the folder."""
+        config, notes = self.config, self.notes
+        devices.set_threads(config.trainer.num_threads, int(config.trainer.devices))
+        # Read whole to be checked: once.
+        self.checkpoint = world.from_first(lambda: resume.find(config, self.folder, notes.append))
+        console = terminal.console(quiet=os.environ.get("RANK", "0") != "0")
+        run = build.build(config, self.folder, console, self.started)
+        # A wrong field of export.generation, or a missing token, ends the command here, not after the training.
+        hub_upload.check(config.export)
+        hf_folder.generation_config(run.objective.model.model, run.corpus.tokenizer, None, config.export.generation)
+        if self.checkpoint is not None:
+            saved = resume.read_trainer_state(self.checkpoint)
+            ours = resume.named_alike(run.objective.fingerprint, saved["fingerprint"], run.corpus)
+            resume.check_fingerprint(self.checkpoint, saved["fingerprint"], ours, config, notes.append)
+            resume.fit_schedule(run, saved["schedule_steps"], notes.append)
+        after = store.step_of(self.checkpoint) if self.checkpoint is not None else 0
+        world.together(lambda: loggers.start_loggers(run.trainer.loggers, after, notes.append))
+        return run
+
+    def _write_what_runs(self, tokenizer: Any) -> None:
+        run_dir.write_config(self.folder, self.config)
+        run_dir.write_tokenizer(self.folder, tokenizer)
+
+    def _fit(self, run: Run) -> int:
+        """Trains from the checkpoint (or the start), then ends the run."""
+        resumed_from = resume.rewind(run, self.checkpoint, self.notes.append)
+        resume.let_last_validation_run(run, self.checkpoint)
+        loggers.log_config(run.trainer.loggers, rules.to_plain(self.config))
+        plan.show(run, resumed_from, store.step_of(self.checkpoint) if self.checkpoint else 0, self.notes)
+        if world.rank() == 0:
+            run_dir.note_start(self.folder, self.checkpoint)
+        with contextlib.closing(run.preemption.stop.signals):
+            try:
+                run.trainer.fit(run.objective, datamodule=run.datamodule, ckpt_path=self.checkpoint, weights_only=True)
+            except BaseException as error:
+                summary.note_failure(run, self.started, error)
+                explained = failures.explain(error, run)
+                if explained is None:
+                    raise
+                raise explained from error
+            return self._end(run)
+
+    def _end(self, run: Run) -> int:
+        """Exports, writes summary.json and says how the run went."""
+        status = ending(run)
+        if not run.trainer.is_global_zero:
+            return errors.PREEMPTED if status == "preempted" else errors.FINISHED
+        if status == "preempted":
+            summary.write_summary(run, status, self.started)
+            summary.say_how_to_go_on(run)
+            return errors.PREEMPTED
+        try:
+            failures.refuse_lost_model(run)
+            exported = summary.export(run) if run.config.export.enabled else []
+        except RunError as error:
+            summary.note_failure(run, self.started, error)
+            raise
+        summary.show(run, summary.write_summary(run, status, self.started), exported)
+        if exported and run.config.export.push_to is not None:  # the run has finished, whatever becomes of this
+            message = f"{run.dir.path.name}, step {run.trainer.global_step}"
+            print(f"uploaded to {hub_upload.push(exported[-1], run.config.export, message)}")
+        return errors.FINISHED
+
+
+def ending(run: Run) -> str:
+    """finished, preempted or stopped_early."""
+    if run.trainer.global_step >= run.total_steps and not run.preemption.interrupted_validation:
+        return "finished"
+    return "preempted" if run.preemption.stopped else "stopped_early"

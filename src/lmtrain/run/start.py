@@ -1,0 +1,127 @@
+"""What `lmtrain.train` does with a config: a run on one device, on ranks that it starts, or as one of started ranks.
+
+Torch is imported here, where the run is known to begin, not before.
+"""
+
+import os
+from pathlib import Path
+
+import yaml
+
+from lmtrain import errors
+from lmtrain.config import compose as rules
+from lmtrain.config.schema import Config
+from lmtrain.distributed import ranks
+from lmtrain.distributed.ranks import Layout
+from lmtrain.errors import UserError
+from lmtrain.run import folder as run_dir
+from lmtrain.run.folder import RunDir
+from lmtrain.terminal import status
+
+
+def start(config: Config) -> int:
+    """Trains as `config` says, in this process or in one per device; returns the exit code."""
+    if config.debug.get("mode") == "replay":
+        return _replay(config)
+    layout = ranks.find()
+    if layout is not None:
+        return _as_rank(config, layout)
+    if config.trainer.num_nodes > 1:
+        raise UserError(
+            f"trainer.num_nodes={config.trainer.num_nodes}: start one command per node, with torchrun --nnodes="
+            f"{config.trainer.num_nodes} -m lmtrain.train ... or srun (docs/multi_node.md has both)"
+        )
+    if run_dir.is_finished(config):
+        return errors.FINISHED
+    existed = run_dir.existing_part(run_dir.locate(config))
+    folder = run_dir.open_run(config)
+    fresh = not folder.config.exists()
+    try:
+        status.say("loading torch")
+        from lmtrain.distributed import devices
+
+        devices.resolve_auto(config)
+        processes = int(config.trainer.devices)
+        rules.split_over(config, processes)
+        if processes == 1:
+            return _session(config, folder)
+        status.say(f"starting {processes} ranks")
+        from lmtrain.run import launch
+
+        status.stop()
+        return launch.launch(folder, config, processes)
+    finally:
+        if fresh:
+            folder.discard_if_unused(existed)
+
+
+def _replay(config: Config) -> int:
+    from lmtrain.distributed import devices
+    from lmtrain.run import replay
+
+    devices.resolve_auto(config)
+    return replay.replay(config)
+
+
+def _session(config: Config, folder: RunDir) -> int:
+    status.say("loading transformers and lightning")
+    from lmtrain.run.session import Session
+
+    status.say("opening data and building the model")
+    return Session(config, folder).run()
+
+
+def _as_rank(config: Config, layout: Layout) -> int:
+    """Trains as one rank of torchrun's or SLURM's; the exit code is the same on all where nothing fails."""
+    import torch.distributed as dist
+
+    from lmtrain.distributed import process_group as world
+
+    _place(config, layout)
+    if ranks.was_restarted():
+        config.run.resume = "auto"
+    world.connect(config.trainer.accelerator)
+    existed = run_dir.existing_part(run_dir.locate(config))
+    opened = world.from_first(lambda: _open_for_all(config))
+    if isinstance(opened, int):
+        code = opened
+    else:
+        text, path = opened
+        code = _train_as_told(text, path, existed if layout.rank == 0 else None)
+    dist.destroy_process_group()
+    if code == errors.PREEMPTED and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
+        return errors.FINISHED  # torchrun would start the ranks again, past the time limit; summary.json tells
+    return code
+
+
+def _place(config: Config, layout: Layout) -> None:
+    """Sets devices and nodes to what was started; UserError where the command line says otherwise."""
+    from lmtrain.distributed import devices
+
+    t = config.trainer
+    wanted = {"trainer.devices": (t.devices, layout.per_node), "trainer.num_nodes": (t.num_nodes, layout.nodes)}
+    for key, (asked, there) in wanted.items():
+        if str(asked) not in ("auto", "1", str(there)):
+            raise UserError(f"{key}={asked}, but {layout.by} has started {there}: leave {key} out or start as many")
+    t.devices, t.num_nodes = layout.per_node, layout.nodes
+    devices.resolve_auto(config)
+    rules.split_over(config, layout.per_node * layout.nodes)
+
+
+def _open_for_all(config: Config) -> tuple[str, str] | int:
+    """(config as YAML, folder) of the run to train, or the exit code where it has finished."""
+    if run_dir.is_finished(config):
+        return errors.FINISHED
+    folder = run_dir.open_run(config)
+    return rules.dump(config), str(folder.path)
+
+
+def _train_as_told(config: str, path: str, existed: Path | None) -> int:
+    """Trains in the folder; where `existed` is given, a new folder in which no training began is removed again."""
+    folder = RunDir(Path(path))
+    fresh = not folder.config.exists()
+    try:
+        return _session(rules.check(yaml.safe_load(config)), folder)
+    finally:
+        if existed is not None and fresh:
+            folder.discard_if_unused(existed)

@@ -1,0 +1,180 @@
+"""How a run ended: summary.json, the table on the screen, the export."""
+
+import contextlib
+import importlib.util
+import platform
+import shlex
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from rich.table import Table
+
+from lmtrain.callbacks.progress import duration
+from lmtrain.callbacks.system import peak_resident_bytes
+from lmtrain.checkpoints import retention, store
+from lmtrain.distributed.ranks import typed
+from lmtrain.errors import RunError, UserError
+from lmtrain.outputs import model_card
+from lmtrain.run import report
+from lmtrain.run.folder import asked
+from lmtrain.run.plan_time import speed_of
+from lmtrain.run.provenance import command, longer, provenance
+
+if TYPE_CHECKING:
+    from lmtrain.run.build import Run
+
+
+def versions() -> dict[str, str]:
+    names = ("lmtrain", "torch", "lightning", "transformers", "datasets", "tokenizers", "peft", "hydra-core")
+    found = {"python": platform.python_version()}
+    for name in names:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def write_summary(run: "Run", status: str, started: float, error: BaseException | None = None) -> dict[str, Any]:
+    """summary.json: written last, so its presence says that the run has ended and how."""
+    checkpoints = store.scan(run.dir.checkpoints)
+    scores = retention.scores(run.dir.checkpoints, run.config.checkpoint.monitor)
+    best = retention.best_of(scores, run.config.checkpoint.mode)
+    metrics = run.metrics
+    summary = {
+        "status": status,
+        "step": run.trainer.global_step,
+        "tokens": int(metrics.tokens_seen),
+        "asked": asked(run.config),
+        "last": f"checkpoints/{checkpoints[-1].name}" if checkpoints else None,
+        "best": f"checkpoints/{store.name_of(best)}" if best is not None else None,
+        "best_metric": {run.config.checkpoint.monitor: dict(scores)[best]} if best is not None else None,
+        "validation": metrics.last_val,
+        "tokens_per_s": round(metrics.train_tokens / metrics.train_seconds, 1) if metrics.train_seconds else None,
+        "speed_of": speed_of(run),
+        "wall_seconds": round(time.time() - started, 1),
+        "device": f"{run.trainer.world_size} x {run.config.trainer.accelerator}",
+        "precision": run.config.trainer.precision,
+        "peak_memory_gib": round(peak_memory() / 2**30, 3),
+        **provenance(),
+        "versions": versions(),
+    }
+    if error is not None:
+        summary["error"] = f"{type(error).__name__}: {error}"
+    run.dir.write_summary(summary)
+    if run.config.report.enabled:
+        with contextlib.suppress(OSError, UserError, RunError):  # a full disk is said where it matters
+            report.write_own(run.dir)
+    return summary
+
+
+def peak_memory() -> int:
+    """The most bytes of GPU memory that were allocated; without a GPU, of memory that this process held."""
+    if torch.cuda.is_available() and torch.cuda.max_memory_allocated():
+        return torch.cuda.max_memory_allocated()
+    return peak_resident_bytes()
+
+
+def note_failure(run: "Run", started: float, error: BaseException) -> None:
+    """summary.json of a run that failed."""
+    if run.trainer.is_global_zero:
+        with contextlib.suppress(RunError):  # the disk may be what failed; `error` is what the user should read
+            write_summary(run, "failed", started, error=error)
+
+
+def export(run: "Run") -> list[Path]:
+    """Writes <run>/export and, where there is an adapter to merge (export.merge), <run>/export_merged."""
+    from lmtrain.adapters.memory_adapter import reads_memory
+    from lmtrain.adapters.trainable import adapter_of
+    from lmtrain.outputs.hf_folder import export_model
+    from lmtrain.run.trained import from_run
+    from lmtrain.strategies import sharding
+
+    rows, cfg = run.corpus.val or run.corpus.train, run.config.export
+    example = rows.read(np.zeros((1, 2), dtype=np.int64))["input_ids"][:, : run.config.data.seq_len]
+    model: Any = run.objective.model.model
+    if sharding.is_sharded(run.objective.model):  # the same weights, in one piece
+        model, _, _ = from_run(run.dir, "last")
+    folders = [(run.dir.export, False)]
+    if cfg.merge and adapter_of(model) is not None and not reads_memory(model):
+        folders.append((run.dir.export_merged, True))  # last: it changes the model
+    return [
+        export_model(
+            model,
+            run.corpus.tokenizer,
+            folder,
+            dtype=cfg.dtype,
+            run_config=run.dir.config,
+            example=example,
+            merge=merge,
+            eos_token_ids=run.corpus.end_ids,
+            generation=cfg.generation,
+            step=run.trainer.global_step,
+        )
+        for folder, merge in folders
+    ]
+
+
+def reader(folder: Path) -> str:
+    """What loads an exported folder."""
+    if (folder / "modeling_memory.py").exists():
+        return "AutoModelForCausalLM.from_pretrained with trust_remote_code=True"
+    adapter = (folder / "adapter_config.json").exists()
+    trust = " with trust_remote_code=True" if model_card.brings_code(folder) else ""
+    return f"{'peft.AutoPeftModelForCausalLM' if adapter else 'AutoModelForCausalLM'}.from_pretrained{trust}"
+
+
+def say_how_to_go_on(run: "Run") -> None:
+    """The command that continues this run, after its checkpoint was written."""
+    words = [w for w in typed() if not w.startswith(("run.resume=", "run.dir="))]
+    command = shlex.join(["python", "-m", "lmtrain.train", *words, f"run.dir={run.dir.path}", "run.resume=auto"])
+    step = run.trainer.global_step
+    saved = "the checkpoint is written" if step > 0 else "there is no checkpoint yet"
+    run.console.print(
+        f"stopped by {run.preemption.stop.why()} at step {step:,} of {run.total_steps:,}; {saved}. Go on with:"
+    )
+    print(f"  {command}", flush=True)
+
+
+def show(run: "Run", summary: dict[str, Any], exported: list[Path]) -> None:
+    """A small table: loss, best step, tokens/s, memory, time, where curves and exports are; then what to type next."""
+    table = Table(
+        title=f"{summary['status'].replace('_', ' ')} at step {summary['step']:,}", title_justify="left", box=None
+    )
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    val = run.metrics.last_val
+    for key in ("val/loss", "val/perplexity", "val/bits_per_byte", "val/rewards/accuracy", "val/rewards/margin"):
+        if key in val:
+            table.add_row(key, f"{val[key]:.4f}")
+    for monitor, value in (summary["best_metric"] or {}).items():
+        table.add_row("best", f"{monitor} {value:.4f} at step {int(summary['best'].rpartition('_')[2]):,}")
+    table.add_row("tokens", f"{summary['tokens']:,}")
+    if summary["tokens_per_s"]:
+        table.add_row("tokens/s", f"{summary['tokens_per_s']:,.0f}")
+    table.add_row("wall time", duration(summary["wall_seconds"]))
+    table.add_row("peak memory", f"{summary['peak_memory_gib']:.2f} GiB")
+    table.add_row("run", str(run.dir.path))
+    table.add_row("curves", str(run.dir.report if run.dir.report.exists() else run.dir.metrics))
+    for folder in exported:
+        table.add_row("export", f"{folder}  ({reader(folder)} reads it)")
+    run.console.print(table)
+    run.console.print("next:")
+    for line in next_commands(run):
+        run.console.print(f"  {line}", soft_wrap=True, highlight=False, markup=False)
+
+
+def next_commands(run: "Run") -> list[str]:
+    """What people type after a run: text from it, its scores, and to go on with it."""
+    here = f"run_dir={run.dir.path}"
+    lines = [command("generate", [here, "--prompt", "Once upon a time"])]
+    if importlib.util.find_spec("lmtrain.evaluate") is not None:
+        lines.append(command("evaluate", [here]))
+    t = run.config.trainer
+    by_epochs = t.max_steps is None
+    key, end = ("trainer.max_epochs", t.max_epochs) if by_epochs else ("trainer.max_steps", t.max_steps)
+    return [*lines, longer(typed(), str(run.dir.path), key, 2 * int(end or 1))]

@@ -1,0 +1,130 @@
+"""A trained model and its tokenizer: from a run's checkpoint, from an exported folder or from the hub."""
+
+import difflib
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from lmtrain.adapters import memory_export
+from lmtrain.adapters.finetune import build_trainable_model
+from lmtrain.adapters.trainable import check_names, restore_start, trainable_names
+from lmtrain.callbacks.average import set_average
+from lmtrain.checkpoints import store
+from lmtrain.config import compose as rules
+from lmtrain.data import hub
+from lmtrain.errors import RunError, UserError, first_line
+from lmtrain.run.folder import RunDir
+from lmtrain.run.resume import read_trainer_state
+
+_TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "merges.txt")  # transformers makes an empty one without them
+_PREFIX = "model.model."  # LightningModule.model (LanguageModel) .model (transformers)
+
+
+def from_run(run: RunDir, which: str) -> tuple[PreTrainedModel, Any, Path]:
+    """Model, tokenizer and the checkpoint's folder; `which` is best, last or a checkpoint's name.
+
+    With callbacks.ema the model has the average.
+
+    The model is fp32 and on the CPU; one with a quantised base is where its training was, if that is here.
+    """
+    config = rules.load(run.config)
+    checkpoint = find_checkpoint(run, which)
+    tokenizer = AutoTokenizer.from_pretrained(run.tokenizer)
+    if config.peft.quantization is None or not torch.cuda.is_available():
+        config.trainer.accelerator = "cpu"
+    pl.seed_everything(config.seed, verbose=False)  # what is drawn for a vocabulary that grew
+    model = build_trainable_model(config, tokenizer)
+    weights = {name.removeprefix(_PREFIX): tensor for name, tensor in store.load_weights(checkpoint).items()}
+    check_names(model, weights)
+    model.load_state_dict(weights, strict=trainable_names(model) is None)
+    state = read_trainer_state(checkpoint)
+    restore_start(model, state.get("adapter_start", {}))
+    set_average(model, state, _PREFIX)
+    return model, tokenizer, checkpoint
+
+
+def find_checkpoint(run: RunDir, which: str) -> Path:
+    """The undamaged checkpoint called `which`; best falls back to last where nothing was validated."""
+    candidates = [which, "last"] if which == "best" else [which]
+    path = next((p for c in candidates if (p := run.checkpoints / c).exists()), None)
+    if path is None and candidates[-1] == "last":  # a file system without links
+        path = next(reversed(store.scan(run.checkpoints)), None)
+    if path is None:
+        there = ", ".join(p.name for p in store.scan(run.checkpoints)) or "none"
+        raise UserError(f"{run.path} has no checkpoint {which!r} (there are: {there})")
+    path = path.resolve()
+    problem = store.damage(path)
+    if problem is not None:
+        raise RunError(f"{path} is damaged ({problem}); choose another checkpoint")
+    return path
+
+
+def load(name: str, which: str, trust_remote_code: bool = False) -> tuple[PreTrainedModel, Any]:
+    """Model and tokenizer from a run's folder, a Hugging Face folder or a hub name.
+
+    Args:
+        which: checkpoint of a run.
+        trust_remote_code: whether code that comes with the weights may run (model.trust_remote_code).
+
+    Raises:
+        UserError: there is no such model, or it needs its own code, which may not run.
+    """
+    path = Path(name).expanduser()
+    if (path / "config.yaml").exists():
+        model, tokenizer, _ = from_run(RunDir(path.absolute()), which)
+        return model, tokenizer
+    is_adapter = (path / "adapter_config.json").exists()
+    if path.exists() and not is_adapter and not (path / "config.json").exists():
+        raise UserError(f"{path} is neither a run (config.yaml) nor a Hugging Face folder (config.json)")
+    offline = not path.exists() and not _on_hub(name, path)
+    options: dict[str, Any] = {"local_files_only": offline, "trust_remote_code": trust_remote_code}
+    try:
+        if is_adapter:
+            from peft import AutoPeftModelForCausalLM
+
+            model = AutoPeftModelForCausalLM.from_pretrained(path).get_base_model()
+        elif path.exists() and memory_export.is_exported(path):
+            model = memory_export.load(path)
+            options["config"] = model.config  # else the tokenizer asks to run the folder's code
+        else:
+            model = AutoModelForCausalLM.from_pretrained(name, **options)
+        if not path.exists() or any(any(path.glob(names)) for names in _TOKENIZER_FILES):
+            return model, AutoTokenizer.from_pretrained(name, **options)
+    except UserError:
+        raise
+    except Exception as error:  # the hub's, transformers', safetensors' and pickle's errors share no base class
+        if not trust_remote_code and "trust_remote_code" in str(error):
+            raise UserError(f"{name} brings its own code: if you trust it, set model.trust_remote_code=true") from error
+        if path.exists():
+            found = f"{type(error).__name__}: {first_line(error)}"
+            if isinstance(error, SafetensorError):
+                raise RunError(
+                    f"the weights in {name} are damaged ({found}), nothing in it was run: export or download it again"
+                ) from error
+            raise UserError(f"{name} holds no model that can be loaded ({found}); nothing in it was run") from error
+        raise UserError(f"{name} is no folder here and can't be had from the hub: {first_line(error)}") from error
+    raise UserError(f"{path} has no tokenizer (tokenizer.json): copy the one its model was trained with there")
+
+
+def _on_hub(name: str, path: Path) -> bool:
+    """Whether the hub answers that it has `name`; False where it can't be asked, and a cached copy may do.
+
+    Raises:
+        UserError: `name` is a mistyped folder, or no name of the hub's.
+    """
+    if name.startswith(("/", ".", "~")) or (path.parent != Path() and (path.parent.exists() or name.count("/") > 1)):
+        there = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        near = difflib.get_close_matches(path.name, there, n=1)
+        hint = (
+            f"; did you mean {path.parent / near[0]}?" if near else "; python -m lmtrain.runs lists the runs there are"
+        )
+        raise UserError(f"{name}: no such folder{hint}")
+    try:
+        hub.commit_of("model", name, None)
+    except hub.Unreachable:
+        return False
+    return True

@@ -1,0 +1,163 @@
+"""What can be found wrong with a stage's data before the stages it needs have run: files, rows, lengths, templates."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from lmtrain.config.schema import Config, Data
+from lmtrain.errors import UserError
+from lmtrain.stages.definition import REFERENCE
+from lmtrain.stages.plan import Plan, PlannedEvaluation, PlannedStage
+from lmtrain.stages.words import key_of
+
+
+def check(plan: Plan, begun: set[str]) -> None:
+    """Raises UserError for the first stage or evaluation that could not be trained on its data.
+
+    Notes the rows counted and the files' digests in each stage. Rows are not read again of what is in `begun`.
+    """
+    for one in plan.stages:
+        _told_of(f"stage {one.name}", lambda one=one: _check_stage(plan, one, one.name in begun))  # type: ignore[misc]
+    for name, scored in {e.evaluation.name: e for e in plan.evaluations}.items():
+        _told_of(f"evaluation {name}", lambda scored=scored: _check_evaluation(scored, begun))  # type: ignore[misc]
+
+
+def _told_of(what: str, do: Callable[[], None]) -> None:
+    try:
+        do()
+    except UserError as error:
+        raise UserError(f"{what}: {error}") from None
+
+
+def _check_stage(plan: Plan, one: PlannedStage, begun: bool) -> None:
+    c = one.config
+    if c.objective.rows != c.data.rows:
+        from lmtrain.data.corpus import check_rows
+
+        check_rows(c)
+    one.data = _digests(c.data)
+    base = _base(plan, one)
+    if base is not None:
+        _check_length(c, base)
+        _check_template(plan, one)
+    if not begun and c.data.rows in ("conversations", "pairs"):
+        one.rows = {name: count for name in ("train", "val") if (count := _read_all(c.data, name)) is not None}
+        if not one.rows.get("train"):
+            raise UserError("its data has no rows to train on")
+
+
+def _check_evaluation(one: PlannedEvaluation, begun: set[str]) -> None:
+    data = one.config.data
+    _digests(data)
+    if one.name not in begun and data.rows in ("conversations", "pairs"):
+        _read_all(data, "val")
+
+
+def _digests(data: Data) -> list[str]:
+    """What the files hold that are read, also checked to be there; of data of the hub nothing, which is not asked."""
+    if data.source == "bins":
+        folder = Path(str(data.path)).expanduser()
+        if not folder.is_dir():
+            raise UserError(f"data.path={data.path}: no such folder of bins")
+        return []
+    if data.source == "hub" and not data.path:
+        return []
+    if data.rows == "text":
+        from lmtrain.data.sources.choose import open_source
+
+        return [str(open_source(data).resolved)]
+    from lmtrain.data.sources.records import open_parts
+
+    return [str(part.source.resolved) for part in open_parts(data) if part.cfg.source != "hub"]
+
+
+def _read_all(data: Data, split: str) -> int | None:
+    """The rows of a split, each read as the conversation or the pairs it holds; None where there is no such split.
+
+    Raises:
+        UserError: a row can't be read, and data.on_bad_row=raise.
+    """
+    from lmtrain.data.chat.turns import BadRow
+    from lmtrain.data.sources.records import open_parts, split_records
+
+    count: int | None = None
+    for part in open_parts(data):
+        found = split_records(part, split)
+        for where, row in found or ():
+            count = (count or 0) + 1
+            try:
+                _read_row(row, where, part.cfg)
+            except BadRow as bad:
+                if part.cfg.on_bad_row == "raise" and not bad.skip:
+                    raise UserError(
+                        f"{bad.where}: {bad.reason}; mend the row, or set data.on_bad_row=skip to leave such rows out"
+                    ) from None
+    return count
+
+
+def _read_row(row: dict[str, Any] | str, where: str, data: Data) -> None:
+    from lmtrain.data.chat.conversations import UnfitColumns, detect_format, to_sample
+    from lmtrain.data.chat.pairs import detect_pair_format, to_pairs
+    from lmtrain.data.chat.turns import BadRow
+
+    if isinstance(row, str):
+        raise BadRow(where, row)
+    try:
+        if data.rows == "pairs":
+            to_pairs(row, detect_pair_format(row, data), data, where)
+        else:
+            to_sample(row, detect_format(row, data), data, where)
+    except UnfitColumns as error:
+        raise BadRow(where, str(error)) from None
+
+
+def _base(plan: Plan, one: PlannedStage) -> PlannedStage | None:
+    """The stage whose export is the model this one begins with."""
+    for word in reversed(one.stage.words):
+        match = REFERENCE.search(word)
+        if key_of(word) == "model.name_or_path":
+            return next(s for s in plan.stages if s.name == match[1]) if match is not None else None
+    return None
+
+
+def _lineage(plan: Plan, one: PlannedStage) -> Iterator[PlannedStage]:
+    """The stage, the one it begins with, and so on to the first."""
+    found: PlannedStage | None = one
+    while found is not None:
+        yield found
+        found = _base(plan, found)
+
+
+def _check_length(c: Config, base: PlannedStage) -> None:
+    positions = base.config.model.max_position_embeddings
+    if base.config.model.init == "scratch" and positions is not None and c.data.seq_len > positions:
+        raise UserError(
+            f"data.seq_len={c.data.seq_len} exceeds the {positions} positions of the model that {base.name} trains: "
+            f"lower it, or raise {base.name}.model.max_position_embeddings"
+        )
+
+
+def _check_template(plan: Plan, one: PlannedStage) -> None:
+    """Raises UserError where a chat template is missing, or is made of tokens that no stage has added."""
+    data = one.config.data
+    if data.rows == "text":
+        return
+    lineage = list(_lineage(plan, one))
+    if lineage[-1].config.tokenizer.kind == "hub":
+        return  # one that may bring tokens and template of its own: the stage itself tells
+    templates = [s.config.data.chat_template for s in lineage if s.config.data.chat_template]
+    columns = {"prompt_completion", "text", "preference_text"}
+    if not templates and data.conversation_format not in columns:
+        raise UserError(
+            f"the tokenizer that {lineage[-1].name} trains has no chat template: choose one with data.chat_template "
+            f"(alpaca, vicuna and zephyr need no tokens of their own)"
+        )
+    from lmtrain.data.chat.named_templates import NAMED
+
+    added = {token for s in lineage for token in s.config.tokenizer.add_tokens or []}
+    missing = [token for token in NAMED.get(templates[0] if templates else "", ()) if token not in added]
+    if missing:
+        raise UserError(
+            f"data.chat_template={templates[0]} is made of tokens that the tokenizer of {lineage[-1].name} lacks: add "
+            f"them with 'tokenizer.add_tokens=[{','.join(missing)}]', or choose alpaca, vicuna or zephyr"
+        )

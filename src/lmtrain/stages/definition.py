@@ -1,0 +1,180 @@
+"""A pipeline as it is written: stages and evaluations, each a list of overrides, out of conf/pipeline/<name>.yaml.
+
+    stages:
+      pretrain:
+        overrides: [data=text, data.path=book.txt]
+      sft:
+        overrides: [objective=sft, model=pretrained, 'model.name_or_path=${stage.pretrain.export}', ...]
+    evaluations:
+      answers:
+        of: [pretrain, sft]
+        overrides: [data=chat_jsonl, data.val_path=held_out.jsonl]
+
+`${stage.NAME.export}` is the folder that stage exports, `export_merged` that of its merged adapter, `run` its run's
+folder. A stage needs those it names so, and those under `needs`. Imports no torch.
+"""
+
+import dataclasses
+import difflib
+import re
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lmtrain.config.folders import conf_dir
+from lmtrain.config.schema import Config
+from lmtrain.errors import UserError
+
+REFERENCE = re.compile(r"\$\{stage\.([^.}]*)\.?([^}]*)\}")
+FOLDERS = ("export", "export_merged", "run")  # what of a stage can be named
+_NAME = re.compile(r"[a-z][a-z0-9_]*")
+_SECTIONS = {field.name for field in dataclasses.fields(Config)} | {"stage", "experiment", "evaluations", "stages"}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A run of lmtrain.train, of overrides as written."""
+
+    name: str
+    words: tuple[str, ...]
+    needs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """lmtrain.evaluate on what each of the stages `of` has exported."""
+
+    name: str
+    words: tuple[str, ...]
+    of: tuple[str, ...]
+    needs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Stages in an order in which each comes after those it needs."""
+
+    name: str
+    stages: tuple[Stage, ...]
+    evaluations: tuple[Evaluation, ...]
+
+    def stage(self, name: str) -> Stage:
+        return next(stage for stage in self.stages if stage.name == name)
+
+
+def find(name: str, config_dir: str | None) -> Path:
+    """The file of a pipeline: of lmtrain's own, of --config-dir, or a path; UserError where there is none."""
+    folders = [*([Path(config_dir)] if config_dir else []), conf_dir()]
+    places = [folder / "pipeline" / f"{name}.yaml" for folder in folders]
+    if name.endswith((".yaml", ".yml")):
+        places = [Path(name).expanduser()]
+    found = next((place for place in places if place.is_file()), None)
+    if found is None:
+        known = sorted({path.stem for folder in folders for path in (folder / "pipeline").glob("*.yaml")})
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise UserError(f"pipeline={name}: there is no such pipeline{hint} (there are {', '.join(known)}, or a file)")
+    return found
+
+
+def read(path: Path) -> Pipeline:
+    """The pipeline that a file holds.
+
+    Raises:
+        UserError: it can't be read, or a stage needs one that isn't there, or itself, by whatever way round.
+    """
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"{path} can't be read: {' '.join(str(error).split())}") from None
+    _check_keys(tree, ("stages", "evaluations"), str(path))
+    stages = {name: _stage(name, node) for name, node in _named(tree, "stages", str(path)).items()}
+    if not stages:
+        raise UserError(f"{path} has no stages: write them under `stages:`, a name each")
+    evaluations = [_evaluation(name, node, stages) for name, node in _named(tree, "evaluations", str(path)).items()]
+    for one in evaluations:
+        if one.name in stages:
+            raise UserError(f"evaluation {one.name} has the name of a stage: choose another")
+    _check_needs([*stages.values(), *evaluations], stages)
+    return Pipeline(path.stem, tuple(in_order(stages)), tuple(evaluations))
+
+
+def in_order(stages: dict[str, Stage]) -> list[Stage]:
+    """Each after those it needs, else as written; UserError where they need one another in a circle."""
+    sorter: TopologicalSorter[str] = TopologicalSorter({name: stage.needs for name, stage in stages.items()})
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        raise UserError(f"stages need one another in a circle: {' needs '.join(reversed(error.args[1]))}") from None
+    written, done = list(stages), list[str]()
+    while sorter.is_active():
+        ready = sorted(sorter.get_ready(), key=written.index)
+        done += ready
+        sorter.done(*ready)
+    return [stages[name] for name in done]
+
+
+def _named(tree: dict[str, Any], key: str, where: str) -> dict[str, Any]:
+    found = tree.get(key) or {}
+    if not isinstance(found, dict):
+        raise UserError(f"{where}: {key} must be names with what belongs to each below it")
+    for name in found:
+        if not _NAME.fullmatch(str(name)) or name in _SECTIONS:
+            why = "is a part of the config" if name in _SECTIONS else "use a-z, 0-9 and _, a letter first"
+            raise UserError(f"{where}: {key} can't have one called {name}: {why}")
+    return found
+
+
+def _check_keys(node: Any, known: tuple[str, ...], where: str) -> None:
+    if not isinstance(node, dict):
+        raise UserError(f"{where} holds no keys; it may have {', '.join(known)}")
+    for key in node:
+        if key not in known:
+            raise UserError(f"{where}: {key} is not known (keys: {', '.join(known)})")
+
+
+def _strings(node: dict[str, Any], key: str, where: str) -> tuple[str, ...]:
+    value = node.get(key) or []
+    if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
+        raise UserError(f"{where}.{key} must be a list of texts, such as [objective=sft, trainer.max_steps=100]")
+    return tuple(value)
+
+
+def _stage(name: str, node: Any) -> Stage:
+    _check_keys(node, ("overrides", "needs"), f"stage {name}")
+    words = _strings(node, "overrides", f"stage {name}")
+    return Stage(name, words, _all_needs(words, _strings(node, "needs", f"stage {name}")))
+
+
+def _evaluation(name: str, node: Any, stages: dict[str, Stage]) -> Evaluation:
+    _check_keys(node, ("overrides", "of"), f"evaluation {name}")
+    words, of = _strings(node, "overrides", name), _strings(node, "of", name) or tuple(stages)
+    return Evaluation(name, words, of, _all_needs(words, of))
+
+
+def _all_needs(words: tuple[str, ...], named: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys([*named, *needs_of(words)]))
+
+
+def needs_of(words: tuple[str, ...]) -> list[str]:
+    """The stages that overrides name; UserError where one names nothing that a stage has."""
+    found = [match for word in words for match in REFERENCE.finditer(word)]
+    for match in found:
+        if match[2] not in FOLDERS:
+            raise UserError(f"{match[0]}: of a stage there are {', '.join(FOLDERS)}: ${{stage.{match[1]}.export}}")
+    return [match[1] for match in found]
+
+
+def _check_needs(all_of_them: list[Stage | Evaluation], stages: dict[str, Stage]) -> None:
+    for one in all_of_them:
+        kind = "stage" if isinstance(one, Stage) else "evaluation"
+        for needed in one.needs:
+            if needed == one.name:
+                raise UserError(f"{kind} {one.name} needs itself: name a stage before it")
+            if needed not in stages:
+                near = difflib.get_close_matches(needed, stages, n=1)
+                hint = f"; did you mean {near[0]}?" if near else ""
+                raise UserError(f"{kind} {one.name} needs {needed}, which is no stage{hint} ({', '.join(stages)})")

@@ -1,0 +1,187 @@
+"""Every stage and evaluation of a pipeline composed and checked, before the first of them begins. Imports no torch."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from lmtrain.config import compose as rules
+from lmtrain.config import effect
+from lmtrain.config.constraints import MACHINE, SHOWN
+from lmtrain.config.fingerprint import short_hash
+from lmtrain.config.keys import keys_in, value_of
+from lmtrain.config.schema import Config
+from lmtrain.errors import UserError
+from lmtrain.stages import words as command
+from lmtrain.stages.definition import REFERENCE, Evaluation, Pipeline, Stage, needs_of
+from lmtrain.stages.words import Typed
+from lmtrain.sweeps.trials import quoted
+
+# What is shown of a run decides nothing in the next stage, but for what is exported of it.
+_SHAPES_EXPORT = ("export.enabled", "export.dtype", "export.merge", "export.generation", "checkpoint.monitor")
+
+
+@dataclass
+class PlannedStage:
+    stage: Stage
+    words: list[str]  # of its lmtrain.train
+    config: Config
+    run: Path
+    rows: dict[str, int] = field(default_factory=dict)  # of each split, where they were counted
+    data: list[str] = field(default_factory=list)  # digests of the files it reads
+
+    @property
+    def name(self) -> str:
+        return self.stage.name
+
+    @property
+    def export(self) -> Path:
+        return self.run / "export"
+
+    def settings(self, folder: Path) -> dict[str, object]:
+        """What shapes the stage's export; other stages' folders by their names, wherever the pipeline lies."""
+        found = {}
+        for key in keys_in(self.config):
+            if key.shapes not in (SHOWN, MACHINE) or key.name in _SHAPES_EXPORT:
+                value = value_of(self.config, key.name)
+                found[key.name] = value.replace(str(folder), "") if isinstance(value, str) else value
+        return found
+
+
+@dataclass
+class PlannedEvaluation:
+    """One evaluation of one stage's export."""
+
+    evaluation: Evaluation
+    of: str
+    words: list[str]  # of its lmtrain.evaluate
+    config: Config
+    file: Path
+
+    @property
+    def name(self) -> str:
+        return f"{self.evaluation.name}-{self.of}"
+
+    @property
+    def needs(self) -> set[str]:
+        """The stages whose exports it reads."""
+        return {self.of, *needs_of(self.evaluation.words)}
+
+
+@dataclass
+class Plan:
+    pipeline: Pipeline
+    folder: Path
+    flags: list[str]
+    stages: list[PlannedStage]
+    evaluations: list[PlannedEvaluation]
+
+    def identity(self, one: PlannedStage, exports: dict[str, str]) -> str:
+        """Of a stage: its settings, the files it reads, and what the stages it needs have exported."""
+        inputs = {name: exports[name] for name in one.stage.needs}
+        return short_hash([one.settings(self.folder), one.data, inputs])
+
+    def identity_of_scores(self, one: PlannedEvaluation, exports: dict[str, str]) -> str:
+        """Of an evaluation: its words and the models it reads."""
+        needed = {name: exports[name] for name in one.needs}
+        return short_hash([[word.replace(str(self.folder), "") for word in one.words], needed])
+
+
+def make(pipeline: Pipeline, typed: Typed, config_dir: str | None) -> Plan:
+    """Composes and checks every stage and evaluation.
+
+    Raises:
+        UserError: the first mistake in any of them, and in which.
+    """
+    pipeline = command.extended(pipeline, typed)
+    folder = typed.folder(pipeline.name)
+    flags = [] if config_dir is None else ["--config-dir", config_dir]
+    stages = [_stage(one, typed, folder, config_dir) for one in pipeline.stages]
+    _refuse_common_without_effect(typed, stages, config_dir)
+    by_name = {one.name: one for one in stages}
+    for one in stages:
+        _check_uses(one.name, one.stage.words, by_name)
+    evaluations = [made for one in pipeline.evaluations for made in _evaluation(one, typed, folder, config_dir)]
+    for name, written in {e.evaluation.name: e.evaluation.words for e in evaluations}.items():
+        _check_uses(name, written, by_name)
+    for made in evaluations:
+        if not by_name[made.of].config.export.enabled:
+            raise UserError(
+                f"evaluation {made.evaluation.name} needs what {made.of} exports: {made.of}.export.enabled=true"
+            )
+    return Plan(pipeline, folder, flags, stages, evaluations)
+
+
+def _default(config_dir: str | None) -> Callable[[str], object]:
+    tree: list[DictConfig] = []
+
+    def of(key: str) -> object:
+        if not tree:
+            tree.append(rules.compose([], config_dir))
+        return effect.default_in(tree[0])(key)
+
+    return of
+
+
+def _composed(what: str, verb: str, words: list[str], own: list[str], config_dir: str | None) -> Config:
+    """The checked config; mistakes name the stage, and of its own words (not those of all stages) none is ignored."""
+    try:
+        config = rules.check(rules.compose(words, config_dir))
+        for message in effect.without_effect(verb, own, config, _default(config_dir)):
+            raise UserError(message)
+        return config
+    except UserError as error:
+        raise UserError(f"{what}: {error}") from None
+
+
+def _stage(one: Stage, typed: Typed, folder: Path, config_dir: str | None) -> PlannedStage:
+    words = command.of_stage(one.name, one.words, typed, folder)
+    own = command.resolved(one.words, folder)
+    config = _composed(f"stage {one.name}", "train", words, own, config_dir)
+    return PlannedStage(one, words, config, folder / one.name)
+
+
+def _evaluation(one: Evaluation, typed: Typed, folder: Path, config_dir: str | None) -> list[PlannedEvaluation]:
+    """Of each stage it is of; they differ in the model alone, so they are composed once."""
+    scores, found = folder / "evaluations", list[PlannedEvaluation]()
+    shared = [*command.of_evaluation(one.words, typed, folder), f"evaluate.dir={quoted(str(scores))}"]
+    composed = ["model.max_position_embeddings=1000000", *shared]  # as lmtrain.evaluate composes them
+    own = command.resolved(one.words, folder)
+    config = _composed(f"evaluation {one.name}", "evaluate", composed, own, config_dir)
+    for of in one.of:
+        name, model = f"{one.name}-{of}", quoted(str(folder / of / "export"))
+        words = [*shared, f"run_dir={model}", f"evaluate.name={name}"]
+        found.append(PlannedEvaluation(one, of, words, config, scores / f"{name}.json"))
+    return found
+
+
+def _refuse_common_without_effect(typed: Typed, stages: list[PlannedStage], config_dir: str | None) -> None:
+    """Raises UserError for a word of all stages that has no effect in any."""
+    if os.environ.get(effect.TRIAL):
+        return
+    found = [effect.without_effect("train", typed.common, one.config, _default(config_dir)) for one in stages]
+    for message in found[0]:
+        if all(message in others for others in found):
+            raise UserError(message)
+
+
+def _check_uses(what: str, words: tuple[str, ...], stages: dict[str, PlannedStage]) -> None:
+    """Raises UserError where a stage is asked for a folder that it won't have, or an adapter is taken for a model."""
+    for word in words:
+        for match in REFERENCE.finditer(word):
+            used, other = match[2], stages[match[1]]
+            export, key = other.config.export, command.key_of(word)
+            if used == "export" and not export.enabled:
+                raise UserError(f"{what} needs what {other.name} exports: {other.name}.export.enabled=true")
+            adapter = other.config.peft.method != "none"
+            if used == "export_merged" and not (adapter and export.merge):
+                why = "set export.merge=true there" if adapter else "it has no adapter: use .export"
+                raise UserError(f"{what}: {match[0]} will not be there ({why})")
+            if used == "export" and adapter and key == "model.name_or_path":
+                raise UserError(
+                    f"{what}: {other.name} exports an adapter, not a model: go on training it with "
+                    f"peft.adapter={match[0]} and its base as model.name_or_path, or name "
+                    f"${{stage.{other.name}.export_merged}} and set export.merge=true in {other.name}"
+                )

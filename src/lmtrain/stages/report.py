@@ -1,0 +1,141 @@
+"""The plan of a pipeline before it begins, and its report: what each stage was and scored, side by side."""
+
+import io
+import json
+import math
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from lmtrain import terminal
+from lmtrain.errors import UserError
+from lmtrain.files import write_atomic
+from lmtrain.run.folder import RunDir
+from lmtrain.stages.plan import Plan, PlannedStage
+from lmtrain.stages.state import State
+from lmtrain.terminal import visible
+
+Row = list[str]
+
+
+def show_plan(plan: Plan, statuses: dict[str, str]) -> None:
+    """Prints what each stage is, on what data, and whether it will run; keeps it as plan.txt."""
+    header = ["stage", "what happens", "objective", "model", "data", "rows (train, val)", "steps x rows"]
+    rows = [_planned(one, statuses[one.name]) for one in plan.stages]
+    title = f"pipeline {plan.pipeline.name} in {plan.folder}"
+    lines = [f"evaluation {e.name}: {', '.join(e.of)}" for e in plan.pipeline.evaluations]
+    text = io.StringIO()
+    for console in (terminal.console(), terminal.console(file=text, width=160)):
+        console.print(_table(title, header, rows))
+        for line in lines:
+            console.print(line, markup=False, highlight=False)
+    write_atomic(plan.folder / "plan.txt", text.getvalue())
+
+
+def _planned(one: PlannedStage, status: str) -> Row:
+    c = one.config
+    steps = f"{c.trainer.max_steps:,}" if c.trainer.max_steps is not None else f"{c.trainer.max_epochs} epochs"
+    begins = list(one.stage.needs)
+    model = (
+        f"of {', '.join(begins)}"
+        if c.model.init == "pretrained" and begins
+        else str(getattr(c.model, "name_or_path", None) or c.model.name)
+    )
+    counted = " and ".join(f"{one.rows[name]:,}" for name in ("train", "val") if name in one.rows)
+    data = Path(str(c.data.path)).name if c.data.path else str(c.data.name or c.data.source)
+    what = f"{c.objective.name}, {c.peft.method}" if c.peft.method != "none" else c.objective.name
+    return [one.name, status, what, model, data, counted, f"{steps} x {c.data.global_batch_size}"]
+
+
+def _table(title: str, header: list[str], rows: list[Row]) -> Any:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    made = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in header:
+        made.add_column(name, overflow="fold")
+    for row in rows:
+        made.add_row(*map(Text, row))
+    return made
+
+
+def write(plan: Plan, state: State) -> Path:
+    """Prints the tables and writes report.html and report.json; returns the first."""
+    stages, scores = _stages(plan, state), _scores(plan)
+    names = [one.name for one in plan.stages]
+    console = terminal.console()
+    console.print(_table("stages", ["stage", "status", "steps", "tokens", "val/loss", "minutes"], stages))
+    cells = [[what, score, *(_number(found.get(name)) for name in names)] for (what, score), found in scores.items()]
+    if cells:
+        console.print(_table("scores of what each exported", ["evaluation", "score", *names], cells))
+    page = plan.folder / "report.html"
+    write_atomic(page, _page(plan, stages, names, cells))
+    tree = {f"{what}/{score}": found for (what, score), found in scores.items()}
+    write_atomic(plan.folder / "report.json", json.dumps({"stages": names, "scores": tree}, indent=2) + "\n")
+    console.print(f"written: {page}", markup=False, highlight=False, soft_wrap=True)
+    return page
+
+
+def _stages(plan: Plan, state: State) -> list[Row]:
+    rows = []
+    for one in plan.stages:
+        summary = RunDir(one.run).read_summary() or {}
+        row = state.rows.get(one.name)
+        minutes = f"{row.seconds / 60:.1f}" if row is not None else ""
+        metrics = summary.get("metrics") or {}
+        loss = metrics.get("val/loss", (summary.get("best_metric") or {}).get("val/loss"))
+        tokens = summary.get("tokens")
+        rows.append([one.name, str(summary.get("status", "")), f"{summary.get('step', 0):,}",
+                     f"{tokens:,}" if isinstance(tokens, int) else "", _number(loss), minutes])  # fmt: skip
+    return rows
+
+
+def _scores(plan: Plan) -> dict[tuple[str, str], dict[str, float]]:
+    """(evaluation, score) to the value of each stage."""
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for one in plan.evaluations:
+        try:
+            scores = json.loads(one.file.read_text(encoding="utf-8"))["scores"]
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{one.file} can't be read ({error}): remove it, and the same command scores again"
+            ) from None
+        for score, value in scores.items():
+            found.setdefault((one.evaluation.name, str(score)), {})[one.of] = float(value)
+    return found
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4f}" if isinstance(value, int | float) and math.isfinite(value) else ""
+
+
+def _page(plan: Plan, stages: list[Row], names: list[str], scores: list[Row]) -> str:
+    style = (files("lmtrain.outputs") / "report.css").read_text(encoding="utf-8")
+    title = f"pipeline {plan.pipeline.name}"
+    links = [
+        f'<li><a href="{escape(name)}/report.html">{escape(name)}</a>: curves, samples, settings</li>' for name in names
+    ]
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{_text(title)}</title><style>{style}</style></head>\n<body>\n<h1>{_text(title)}</h1>\n"
+        + "<h2>Scores of what each stage exported</h2>\n"
+        + _html(["evaluation", "score", *names], scores)
+        + "<h2>Stages</h2>\n"
+        + _html(["stage", "status", "steps", "tokens", "val/loss", "minutes"], stages)
+        + f"<ul>{''.join(links)}</ul>\n</body></html>\n"
+    )
+
+
+def _html(header: list[str], rows: list[Row]) -> str:
+    head = "".join(f"<th>{_text(cell)}</th>" for cell in header)
+    body = "\n".join(f"<tr>{''.join(f'<td>{_text(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return f'<div class="scroll"><table><tr>{head}</tr>\n{body}</table></div>\n'
+
+
+def _text(text: str) -> str:
+    return escape(visible(text))

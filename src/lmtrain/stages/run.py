@@ -1,0 +1,165 @@
+"""Runs a pipeline: what is finished is skipped, what was begun goes on, what has changed runs again."""
+
+import shlex
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from lmtrain import errors
+from lmtrain.errors import RunError, UserError
+from lmtrain.stages import checks, report, state, work
+from lmtrain.stages.plan import Plan, PlannedEvaluation, PlannedStage
+from lmtrain.stages.state import State
+from lmtrain.stages.work import Work
+from lmtrain.sweeps.trials import quoted
+
+
+def run(plan: Plan, typed: list[str]) -> int:
+    """Checks the data of all stages, shows the plan, and runs what is not finished.
+
+    Args:
+        typed: the command line, to say how to go on.
+
+    Returns:
+        0 when every stage and evaluation has finished; 75 when stopped (the same command goes on); else the exit code
+        of the stage that failed.
+
+    Raises:
+        UserError: a stage's data is wrong, or the folder is not a pipeline's; no stage has been started then.
+    """
+    existed = plan.folder.exists()
+    if existed and any(plan.folder.iterdir()) and not (plan.folder / "stages.json").exists():
+        raise UserError(f"{plan.folder} holds files that are not a pipeline's: choose another run.name or run.dir")
+    begun = set(State(plan.folder).rows) if existed else set()
+    checks.check(plan, begun)
+    with _held(plan.folder):
+        return _Pipeline(plan).run(typed)
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """Makes the folder, and keeps other processes out of it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / "pipeline.lock", timeout=0)
+        lock.acquire()
+    except Timeout:
+        raise UserError(f"{folder}: this pipeline is running already, in another process") from None
+    except OSError as error:
+        raise UserError(f"cannot write {folder}: {errors.reason(error)}; set run.root elsewhere") from None
+    with lock:
+        yield
+
+
+class _Pipeline:
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.state = plan, State(plan.folder)
+        self.exports: dict[str, str] = {}  # digests of the stages that have finished
+        self.state.write()
+
+    def run(self, typed: list[str]) -> int:
+        report.show_plan(self.plan, self.statuses())
+        with Work() as work_:
+            for one in self.plan.stages:
+                code = self._stage(one, work_) or self._evaluations(work_)
+                if code != errors.FINISHED:
+                    return self._stopped(code, typed)
+        report.write(self.plan, self.state)
+        return errors.FINISHED
+
+    def statuses(self) -> dict[str, str]:
+        """What will happen to each stage, as far as is known before the first runs."""
+        found: dict[str, str] = {}
+        known: dict[str, str] = {}
+        for one in self.plan.stages:
+            row = self.state.rows.get(one.name)
+            waits = [name for name in one.stage.needs if name not in known]
+            if waits:
+                found[one.name] = f"runs after {' and '.join(waits)}" + (" if that changes" if row else "")
+            elif row is None:
+                found[one.name] = "runs"
+            elif row.identity != self.plan.identity(one, known):
+                found[one.name] = "has changed: runs again"
+            elif (digest := state.export_digest(one)) is not None:
+                found[one.name], known[one.name] = "finished: skipped", digest
+            else:
+                found[one.name] = "goes on"
+        return found
+
+    def _stage(self, one: PlannedStage, work_: Work) -> int:
+        """Trains a stage unless it has finished."""
+        identity = self.plan.identity(one, self.exports)
+        row = self.state.rows.get(one.name)
+        if row is not None and row.identity == identity and (digest := state.export_digest(one)) is not None:
+            self._finished(one, row, digest)
+            return errors.FINISHED
+        if one.run.exists() and (row is None or row.identity != identity):
+            kept = state.set_aside(one.run)
+            print(f"stage {one.name} has changed, or what it begins with: it runs again (the earlier run is in {kept})")
+        row = self.state.begin(one.name, identity)
+        words = [*one.words, f"run.dir={quoted(str(one.run))}"]
+        if (one.run / "config.yaml").exists():
+            words.append("run.resume=auto")
+        else:
+            shutil.rmtree(one.run, ignore_errors=True)  # what a start that was killed early left is no run
+        print(f"stage {one.name}: python -m lmtrain.train {shlex.join(words)}", flush=True)
+        started, log = time.monotonic(), self.plan.folder / f"{one.name}.log"
+        code = work_.run("train", [*words, *self.plan.flags], log)
+        row.seconds = round(row.seconds + time.monotonic() - started, 1)
+        self.state.write()
+        if code != errors.FINISHED:
+            return self._failed(f"stage {one.name}", code, log)
+        digest = state.export_digest(one)
+        if digest is None:
+            raise RunError(
+                f"stage {one.name} has ended, but there is nothing in {one.export}: python -m lmtrain.export "
+                f"run_dir={one.run} writes it (its output: {log})"
+            )
+        self._finished(one, row, digest)
+        return errors.FINISHED
+
+    def _finished(self, one: PlannedStage, row: state.Row, digest: str) -> None:
+        self.exports[one.name] = row.export = digest
+        self.state.write()
+
+    def _evaluations(self, work_: Work) -> int:
+        """Scores what can be scored by now and has not been."""
+        for one in self.plan.evaluations:
+            code = self._evaluation(one, work_) if one.needs <= set(self.exports) else errors.FINISHED
+            if code != errors.FINISHED:
+                return code
+        return errors.FINISHED
+
+    def _evaluation(self, one: PlannedEvaluation, work_: Work) -> int:
+        identity = self.plan.identity_of_scores(one, self.exports)
+        row = self.state.rows.get(one.name)
+        if row is not None and row.identity == identity and row.export is not None and one.file.exists():
+            return errors.FINISHED
+        row = self.state.begin(one.name, identity)
+        print(f"evaluation {one.evaluation.name} of {one.of}", flush=True)
+        started, log = time.monotonic(), self.plan.folder / "evaluations.log"
+        code = work_.run("evaluate", [*one.words, *self.plan.flags], log)
+        row.seconds = round(row.seconds + time.monotonic() - started, 1)
+        if code != errors.FINISHED:
+            self.state.write()
+            return self._failed(f"evaluation {one.name}", code, log)
+        row.export = "written"
+        self.state.write()
+        return errors.FINISHED
+
+    def _failed(self, what: str, code: int, log: Path) -> int:
+        if code == errors.PREEMPTED:
+            return code
+        how = f"ended by signal {-code}" if code < 0 else f"exit code {code}"
+        errors.print_error(f"{what} failed ({how}): {work.last_words(log)} (all of it: {log})")
+        return errors.WRONG_INPUT if code == errors.WRONG_INPUT else errors.FAILED
+
+    def _stopped(self, code: int, typed: list[str]) -> int:
+        if code == errors.PREEMPTED:
+            print("the pipeline was stopped; what ran has saved. Go on with:")
+            print(f"  {shlex.join(['python', '-m', 'lmtrain.pipeline', *typed])}", flush=True)
+        return code

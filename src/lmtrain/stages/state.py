@@ -1,0 +1,75 @@
+"""What a pipeline's folder says was done: stages.json, a row for each stage and evaluation, written before it begins.
+
+    {"pretrain": {"identity": "0f3a...", "export": "91bc...", "seconds": 312.0}, "answers-pretrain": {...}}
+
+`identity` names what the stage was started with (plan.py), `export` what came of it; without it, it has not finished.
+"""
+
+import json
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from lmtrain.data.cache import Facts
+from lmtrain.errors import UserError
+from lmtrain.files import write_atomic
+from lmtrain.run.folder import RunDir
+from lmtrain.stages.plan import PlannedStage
+
+_ENDED = ("finished", "stopped_early")
+_ABOUT = ("README.md", "lmtrain_config.yaml")  # of an export: what tells of the run, its times and places
+
+
+@dataclass
+class Row:
+    identity: str
+    export: str | None = None  # digest of the exported files, of an evaluation "written"
+    seconds: float = 0.0  # over all starts
+
+
+class State:
+    """The rows of a pipeline's folder; every change is written at once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "stages.json"
+        try:
+            tree = json.loads(self.path.read_text(encoding="utf-8")) if self.path.exists() else {}
+            self.rows = {str(name): Row(**row) for name, row in tree.items()}
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"{self.path} can't be read ({error}): mend it, or choose another run.name to begin anew"
+            ) from None
+
+    def write(self) -> None:
+        write_atomic(self.path, json.dumps({name: asdict(row) for name, row in self.rows.items()}, indent=2) + "\n")
+
+    def begin(self, name: str, identity: str) -> Row:
+        """The row of what begins or goes on now."""
+        row = self.rows.get(name)
+        if row is None or row.identity != identity:
+            row = self.rows[name] = Row(identity)
+        row.export = None
+        self.write()
+        return row
+
+
+def export_digest(one: PlannedStage) -> str | None:
+    """Of all that the next stage reads of an export; None where the run has not ended, or exports nothing."""
+    summary = RunDir(one.run).read_summary()
+    if summary is None or summary["status"] not in _ENDED:
+        return None
+    if not one.config.export.enabled:
+        return "none"
+    found = sorted(p for folder in ("export", "export_merged") for p in (one.run / folder).rglob("*") if p.is_file())
+    files = [p for p in found if p.name not in _ABOUT]
+    return Facts(one.config.data.cache_dir).digest(files)[:16] if files else None
+
+
+def set_aside(run: Path) -> Path:
+    """Moves a run's folder to replaced/<stage>_<n> beside it; returns where it is now."""
+    number = 1
+    while (place := run.parent / "replaced" / f"{run.name}_{number}").exists():
+        number += 1
+    place.parent.mkdir(exist_ok=True)
+    shutil.move(run, place)
+    return place

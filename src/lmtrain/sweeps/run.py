@@ -1,0 +1,132 @@
+"""`-m key=a,b`: a sweep. Each trial is a process of its own in a folder of its own; one that fails does not end it.
+
+The folder holds trials.jsonl (a row per trial), <number>/ (its run) and <number>.log (what it printed). The same sweep
+again skips what finished, continues what was preempted and tries again what failed.
+"""
+
+import os
+import shlex
+from collections.abc import Iterator
+
+from filelock import FileLock, Timeout
+
+from lmtrain import errors
+from lmtrain.distributed import ranks
+from lmtrain.errors import UserError
+from lmtrain.sweeps import launcher, local, search
+from lmtrain.sweeps import plan as plans
+from lmtrain.sweeps import trials as rows
+from lmtrain.sweeps.plan import Plan
+from lmtrain.sweeps.trials import Trial, Trials
+
+
+def run(verb: str, overrides: list[str], config_dir: str | None, config_name: str = "config") -> int:
+    """Runs every trial that is not finished yet.
+
+    Returns:
+        0 when all finished; 75 when one was preempted (the same command goes on); 1 when any failed, unless
+        sweep.allow_failures.
+
+    Raises:
+        UserError: an override is wrong, or the folder is not a sweep's; no trial has been started then.
+    """
+    _refuse_ranks()
+    plan = plans.make(verb, overrides, config_dir, config_name)
+    folder = plan.folder
+    try:
+        if folder.is_dir() and any(folder.iterdir()) and not (folder / "trials.jsonl").exists():
+            raise UserError(
+                f"{folder} holds files that are not a sweep's: choose another sweep.name or hydra.sweep.dir"
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "trials.jsonl").touch()
+        lock = FileLock(folder / "sweep.lock", timeout=0)
+        lock.acquire()
+    except Timeout:
+        raise UserError(f"{folder}: this sweep is running already, in another process") from None
+    except OSError as error:
+        raise UserError(f"cannot write {folder}: {errors.reason(error)}; set sweep.root elsewhere") from None
+    with lock:
+        return _run(plan, Trials(folder))
+
+
+def show(verb: str, overrides: list[str], config_dir: str | None, config_name: str = "config") -> int:
+    """Prints what the sweep would try and the config of its first trial, and starts nothing."""
+    from lmtrain.config import compose as config
+
+    plan = plans.make(verb, overrides, config_dir, config_name)
+    grid = plan.config.sweep.method == "grid"
+    number = len(list(search.combinations(plan.swept))) if grid else plan.config.sweep.n_trials
+    print(f"# a sweep of {number} trials in {plan.folder}, none started; the config of the first:")
+    for swept in plan.swept:
+        print(f"# {swept.input_line}")
+    print(config.dump(plan.config), end="")
+    return errors.FINISHED
+
+
+def _refuse_ranks() -> None:
+    """Raises UserError where this is one of several processes, each of which would run the whole sweep."""
+    by = ranks.started_by()
+    several = by == "SLURM" or int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if by is not None and several:
+        without = "without torchrun" if by == "torchrun" else "without srun, or with srun --ntasks=1"
+        raise UserError(
+            f"{by} has started several processes, each of which would run the whole sweep: start it {without}. "
+            f"trainer.devices=N gives each trial its ranks, and hydra/launcher=submitit_slurm makes each a SLURM job"
+        )
+
+
+def _run(plan: Plan, trials: Trials) -> int:
+    kept = sum(rows.finished(t, plan.folder, plan.verb) for t in trials.rows)
+    if kept:
+        print(f"{plan.folder}: {kept} finished trial{'s are' if kept > 1 else ' is'} kept as found")
+    todo = upcoming(plan, trials)
+    elsewhere = any(w.startswith("hydra/launcher=") for w in plan.hydra_words)
+    started = launcher.run(plan, trials, todo) if elsewhere else local.Local(plan, trials).run(todo)
+    return conclude(plan, trials, started)
+
+
+def upcoming(plan: Plan, trials: Trials) -> Iterator[Trial]:
+    """The trials still to be run, each noted as running once it is asked for."""
+    fixed = [*plan.fixed, *plan.flags]
+    if plan.config.sweep.method == "grid":
+        for combination in search.combinations(plan.swept):
+            trial = trials.find(combination, fixed) or trials.add(combination, fixed)
+            if not rows.finished(trial, plan.folder, plan.verb):
+                yield _begin(trials, trial)
+        return
+    space = search.distributions(plan.swept)
+    mine = [t for t in trials.rows if t.fixed == fixed]
+    yield from [_begin(trials, t) for t in mine if not rows.finished(t, plan.folder, plan.verb)]
+    while len(mine) < (plan.config.sweep.n_trials or 0):
+        chosen = search.propose(space, plan.config.sweep, plan.config.checkpoint.mode, mine)
+        mine.append(trials.add(chosen, fixed))
+        yield _begin(trials, mine[-1])
+
+
+def _begin(trials: Trials, trial: Trial) -> Trial:
+    trial.status = "running"
+    trials.write()
+    print(f"trial {trial.number}: {' '.join(trial.overrides)}", flush=True)
+    return trial
+
+
+def conclude(plan: Plan, trials: Trials, started: list[Trial]) -> int:
+    """Prints how the sweep ended; returns its exit code."""
+    ranked = rows.ranked(trials.rows, plan.config.checkpoint.mode)
+    if ranked and ranked[0].score is not None:
+        monitor, best = plan.config.checkpoint.monitor, ranked[0]
+        print(f"best: trial {best.number}, {monitor} {best.score:.6g} ({' '.join(best.overrides)})")
+    print(f"table and picture: python -m lmtrain.sweep_report {shlex.quote(str(plan.folder))}", flush=True)
+    failed = [t for t in started if t.status == "failed"]
+    for trial in failed:
+        text = f"trial {trial.number} ({' '.join(trial.overrides)}) failed: {rows.last_line(trial)}"
+        errors.print_error(f"{text} (all of it: {plan.folder / str(trial.number)}.log)")
+    if any(t.status == "preempted" for t in started):
+        typed = [w for w in plan.typed if not w.startswith("hydra.sweep.dir=")]
+        here = [] if plan.config.sweep.name else [f"hydra.sweep.dir={rows.quoted(str(plan.folder))}"]
+        print("the sweep was stopped; what ran has saved. Go on with:")
+        command = ["python", "-m", f"lmtrain.{plan.verb}", "-m", *typed, *here, *plan.flags]
+        print(f"  {shlex.join(command)}", flush=True)
+        return errors.PREEMPTED
+    return errors.FAILED if failed and not plan.config.sweep.allow_failures else errors.FINISHED

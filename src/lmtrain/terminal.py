@@ -1,0 +1,105 @@
+"""Safe terminal output: control characters in text from data, files and names are made visible.
+
+Everything that lmtrain prints about data goes through `visible`: errors in cli.py, plans, tables and notes by a Console
+of this module. Imports nothing that is slow.
+"""
+
+import itertools
+import os
+import sys
+import threading
+import unicodedata
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_JOINERS = "\u200c\u200d"  # letters of some scripts, and emoji, are joined by them
+_STEERING = ("Cc", "Cf", "Cs", "Zl", "Zp")  # categories: control, format (bidi), surrogates, line separators
+
+
+def visible(text: str) -> str:
+    """`text` with line ends kept and a sign in the place of each character that would steer a screen."""
+    if text.isprintable():
+        return text
+    return "".join(_sign(c) if unicodedata.category(c) in _STEERING else c for c in text)
+
+
+def _sign(character: str) -> str:
+    if character in "\n" + _JOINERS:
+        return character
+    if character == "\t":
+        return "    "
+    if ord(character) < 0x20:
+        return chr(0x2400 + ord(character))  # control pictures: ␛ for escape
+    return f"\\u{ord(character):04x}"
+
+
+class Status:
+    """One line on a terminal that says what is waited for, until something else is printed; nothing in a pipe or log.
+
+    Written without rich, whose import would be waited for too.
+    """
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._ended = threading.Event()
+        self._text = ""
+
+    def say(self, text: str) -> None:
+        """Shows `text` at once, with a sign that turns; in place of what it showed before."""
+        if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb" or os.environ.get("RANK", "0") != "0":
+            return
+        self._text = visible(text)
+        self._draw("-")
+        if self._thread is None:
+            self._ended.clear()
+            self._thread = threading.Thread(target=self._turn, daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Takes the line away; the screen is as it was."""
+        if self._thread is not None:
+            self._ended.set()
+            self._thread.join()
+            self._thread = None
+            sys.stderr.write("\r\033[K")
+            sys.stderr.flush()
+
+    def _turn(self) -> None:
+        for sign in itertools.cycle("\\|/-"):
+            if self._ended.wait(0.15):
+                return
+            self._draw(sign)
+
+    def _draw(self, sign: str) -> None:
+        sys.stderr.write(f"\r\033[K{sign} {self._text}")
+        sys.stderr.flush()
+
+
+status = Status()
+
+
+def console(**options: Any) -> "Console":
+    """A rich Console that prints `visible` text alone, whatever it is given; its own colours stay.
+
+    In a notebook it prints plain lines: rich would make a block of HTML of each, even of what goes to a file, and a bar
+    that is drawn over and over would be stored each time.
+    """
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.segment import Segment
+
+    class Safe(Console):
+        def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+            for text, style, control in super().render(renderable, options):
+                yield Segment(text if control else visible(text), style, control)
+
+        def print(self, *objects: Any, **how: Any) -> None:
+            if not self.quiet:
+                status.stop()
+            super().print(*objects, **how)
+
+    in_notebook = type(sys.stdout).__module__.startswith("ipykernel")
+    fixed = {"force_jupyter": False, **({"force_terminal": False} if in_notebook else {})}
+    return Safe(**{**fixed, **options})

@@ -1,0 +1,146 @@
+"""Checkpoints: complete or absent, damage seen, retention by scanning."""
+
+import errno
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lmtrain.checkpoints import retention, store
+from lmtrain.checkpoints.checkpoint_io import FolderCheckpointIO
+from lmtrain.errors import RunError, UserError
+
+
+def content(step: int, score: float | None = None) -> dict[str, Any]:
+    return {
+        "state_dict": {"w": torch.full((100,), float(step))},
+        "optimizer_states": [{"state": {0: {"exp_avg": torch.ones(100)}}, "param_groups": []}],
+        "global_step": step,
+        "metrics": {} if score is None else {"val/loss": score},
+    }
+
+
+def save(folder: Path, step: int, score: float | None = None) -> Path:
+    path = folder / store.name_of(step)
+    FolderCheckpointIO().save_checkpoint(content(step, score), path)
+    return path
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    path = save(tmp_path, 5, 1.5)
+    assert store.damage(path) is None
+    loaded = FolderCheckpointIO().load_checkpoint(path)
+    assert torch.equal(loaded["state_dict"]["w"], torch.full((100,), 5.0))
+    assert loaded["global_step"] == 5
+    assert store.read_manifest(path)["metrics"] == {"val/loss": 1.5}
+
+
+def _cut(path: Path) -> None:
+    with path.open("r+b") as f:
+        f.truncate(path.stat().st_size - 1)
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["model.pt", "trainer.pt", "manifest.json"])
+@pytest.mark.parametrize("how", [_cut, _flip, Path.unlink])
+def test_damage_is_seen_and_passed_over(tmp_path: Path, name: str, how: Any) -> None:
+    save(tmp_path, 1)
+    newest = save(tmp_path, 2)
+    if name == "manifest.json" and how is _flip:
+        (newest / name).write_text("{")
+    else:
+        how(newest / name)
+    told: list[str] = []
+    found = store.newest_complete(tmp_path, told.append)
+    assert found == tmp_path / store.name_of(1)
+    assert len(told) == 1
+    assert "step_00000002 is damaged" in told[0]
+
+
+def test_a_good_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
+    path = save(tmp_path, 3)
+    before = (path / "model.pt").stat().st_mtime_ns
+    save(tmp_path, 3)
+    assert (path / "model.pt").stat().st_mtime_ns == before
+
+
+def test_a_damaged_one_is_replaced(tmp_path: Path) -> None:
+    path = save(tmp_path, 3)
+    _cut(path / "model.pt")
+    save(tmp_path, 3)
+    assert store.damage(path) is None
+
+
+def test_leftovers_are_swept_and_never_taken_for_checkpoints(tmp_path: Path) -> None:
+    good = save(tmp_path, 1)
+    shutil.copytree(good, tmp_path / f"{store.name_of(2)}.tmp123")
+    (tmp_path / "best.tmp9").symlink_to("nowhere")
+    assert store.scan(tmp_path) == [good]
+    store.sweep(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == [good.name]
+
+
+def test_a_full_disk_leaves_the_checkpoints_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1)
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(RunError, match=r"the disk is full.*keep_last"):
+        save(tmp_path, 2)
+    monkeypatch.undo()
+    assert [p.name for p in tmp_path.iterdir()] == [store.name_of(1)]
+    assert store.damage(tmp_path / store.name_of(1)) is None
+
+
+def test_retention() -> None:
+    scores: retention.Scores = [(100, 3.0), (200, 1.0), (300, None), (400, 2.0), (500, 2.5)]
+    assert retention.to_keep(scores, last=2, best=1, every=None, mode="min") == {200, 400, 500}
+    assert retention.to_keep(scores, last=1, best=2, every=None, mode="min") == {200, 400, 500}
+    assert retention.to_keep(scores, last=1, best=1, every=300, mode="max") == {100, 300, 500}
+    assert retention.to_keep(scores, last=1, best=0, every=None, mode="min") == {500}
+
+
+def test_best_is_the_earliest_of_equals() -> None:
+    assert retention.best_of([(1, 2.0), (2, 1.0), (3, 1.0)], "min") == 2
+    assert retention.best_of([(1, None)], "min") is None
+
+
+def test_removal_cut_short_leaves_nothing_that_looks_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(tmp_path, 1)
+    monkeypatch.setattr(shutil, "rmtree", lambda *a, **k: None)  # killed before a byte was removed
+    FolderCheckpointIO().remove_checkpoint(path)
+    assert store.scan(tmp_path) == []
+
+
+def test_links_are_relative_so_a_run_can_be_moved(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "checkpoints"
+    folder.mkdir(parents=True)
+    retention.link(folder, "best", save(folder, 4))
+    (tmp_path / "run").rename(tmp_path / "moved")
+    assert store.damage(tmp_path / "moved" / "checkpoints" / "best") is None
+
+
+def test_names() -> None:
+    assert store.name_of(500) == "step_00000500"
+    assert store.step_of(Path("x/step_00000500")) == 500
+    with pytest.raises(UserError, match="not a checkpoint's name"):
+        store.step_of(Path("epoch=1.ckpt"))
+
+
+def test_a_score_that_is_no_number_is_never_the_best() -> None:
+    nan = float("nan")
+    for scores in ([(1, nan), (2, 3.0), (3, 2.0)], [(1, 2.0), (2, nan), (3, 1.0)], [(1, 3.0), (2, 2.0), (3, nan)]):
+        finite = {step: score for step, score in scores if score == score}
+        assert retention.best_of(scores, "min") == min(finite, key=finite.__getitem__)
+        assert retention.best_of(scores, "max") == max(finite, key=finite.__getitem__)
+    assert retention.best_of([(1, nan)], "min") is None

@@ -1,0 +1,57 @@
+"""The safetensors file that ranks write together is one that anybody reads."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lmtrain.checkpoints import shared_file
+
+
+@pytest.fixture
+def tensors() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    weight = torch.randn(5, 3)
+    return {
+        "flags": torch.tensor([True, False, True]),
+        "weight": weight,
+        "tied": weight,
+        "half": torch.randn(3, 1, 2).bfloat16(),
+        "step": torch.tensor(7.0),
+        "count": torch.tensor([2**40, -1]),
+        "transposed": torch.randn(4, 6).T,
+        "empty": torch.zeros(0, 4),
+    }
+
+
+def written(file: Path, tensors: dict[str, torch.Tensor]) -> list[dict]:
+    layout = shared_file.lay_out(tensors)
+    shared_file.create(file, layout)
+    assert shared_file.pieces(tensors, layout, rank=1) == []
+    return shared_file.write(file, shared_file.pieces(tensors, layout, rank=0))
+
+
+def test_what_is_written_is_read(tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    file = tmp_path / "a.safetensors"
+    ranges = written(file, tensors)
+    assert shared_file.damage(file, ranges) is None
+    found, by_the_library = shared_file.read(file), load_file(file)
+    assert found.keys() == tensors.keys()
+    assert by_the_library.keys() == tensors.keys() - {"tied"}
+    assert found["tied"] is found["weight"]
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
+        assert torch.equal(by_the_library.get(name, by_the_library["weight"]), tensor), name
+
+
+def test_damage_is_seen(tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    file = tmp_path / "a.safetensors"
+    ranges = written(file, tensors)
+    assert "gap" in str(shared_file.damage(file, [r for r in ranges if r["offset"] != 0]))
+    assert "instead of" in str(shared_file.damage(file, sorted(ranges, key=lambda r: r["offset"])[:-1]))
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    assert "does not match its checksum" in str(shared_file.damage(file, ranges))

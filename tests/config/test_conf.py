@@ -1,0 +1,399 @@
+"""Every yaml under conf/: composed, checked and run for a step; each key explained, and known to the schema.
+
+A new yaml of a known group is covered without a line here; a new group fails until it gets its overrides below.
+"""
+
+import json
+import os
+import random
+import re
+import signal
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import yaml
+from hydra.utils import get_class
+
+from chats import ROWS, write_rows
+from inprocess import TWO_STEPS, Ended, few_modules, run, train_tiny
+from lmtrain.callbacks.metrics import without_times
+from lmtrain.config import compose as config
+from lmtrain.config.keys import keys_of as keys_of_class
+from lmtrain.config.sections import all_keys
+from lmtrain.errors import UserError
+from lmtrain.models.build import build_model
+from support import REPO, TINY, rows
+from tiny_pretrained import save_pretrained
+
+CONF = REPO / "conf"
+# Pipelines are no part of a run's config: tests/stages composes them.
+YAMLS = sorted(str(p.relative_to(CONF)) for p in CONF.rglob("*.yaml") if p.parent.name != "pipeline")
+BASES = ("base", "data/common", "data/chat", "data/preference")  # what options share
+SWEEPS = "sweep/"  # read with -m alone: tests/test_sweep.py
+OPTIONS = [n for n in YAMLS if "/" in n and not n.startswith(SWEEPS) and not n.removesuffix(".yaml").endswith(BASES)]
+# Shapes for models of any size; each is set where the model's own yaml gives a number.
+SHRUNK = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "intermediate_size": 64,
+    "max_position_embeddings": 64,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
+ROWS_A_STEP = ["data.seq_len=32", "data.global_batch_size=6", "data.micro_batch_size=2"]
+# Conversations as plain text, since a tokenizer of bytes has no tokens for turns.
+CHAT = ["objective=sft", "data.chat_template=vicuna", "data.seq_len=512", "data.val_fraction=0.1",
+        "model.max_position_embeddings=512"]  # fmt: skip
+MEMORY = ["memory.layers=[0,1]", "memory.num_chapters=4", "memory.top_k=2", "memory.memory_dim=16"]
+PLAIN = ["trainer.precision=32-true", "trainer.log_every_n_steps=1", "callbacks.samples.max_new_tokens=4"]
+
+
+def test_how_many_there_are() -> None:
+    print(f"{len(YAMLS)} yamls under conf/, {len(OPTIONS)} of them options of a group")
+    assert len(YAMLS) > 60
+    bases = {name.split("/")[0] for name in YAMLS if name.endswith("/base.yaml")}
+    for group in bases:  # a base is what its options share: it is run with each of them
+        assert any("base" in str(yaml.safe_load((CONF / o).read_text()).get("defaults")) for o in in_group(group))
+
+
+def in_group(group: str) -> list[str]:
+    return [name for name in OPTIONS if name.startswith(f"{group}/")]
+
+
+@pytest.fixture(scope="module")
+def material(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The corpus in every form, a dataset repository, and a tiny model with its tokenizer."""
+    folder = tmp_path_factory.mktemp("material")
+    texts = [file.read_text() for file in sorted(corpus.iterdir())]
+    (folder / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    pq.write_table(pa.table({"text": texts}), folder / "rows.parquet")
+    prepared = run("prepare", *TINY, "data=text", f"data.path={corpus}", f"data.cache_dir={folder}/cache")
+    assert prepared.code == 0, prepared.err
+    trained = train_tiny(corpus, f"run.dir={folder}/run")
+    assert trained.code == 0, trained.err
+    return {
+        "text": corpus,
+        "jsonl": folder / "rows.jsonl",
+        "parquet": folder / "rows.parquet",
+        "bins": next((folder / "cache").glob("*-bytes-*")),
+        **{option: write_rows(folder / f"{option}.jsonl", option) for option in ROWS},
+        "repository": repository(folder / "repository", texts),
+        "run": folder / "run",
+        "model": folder / "run" / "export",
+        "pretrained": save_pretrained(folder / "pretrained", max_position_embeddings=512),
+    }
+
+
+def repository(folder: Path, texts: list[str]) -> Path:
+    """A dataset repository as the hub lays it out, with the configurations that the yamls of conf/data name."""
+    folder.mkdir()
+    data_files = [{"split": split, "path": f"{split}.jsonl"} for split in ("train", "validation")]
+    names = {composed(o)["data"].get("config_name") or "default" for o in in_group("data")}
+    configs = [{"config_name": name, "data_files": data_files} for name in sorted(names)]
+    (folder / "README.md").write_text("---\n" + yaml.safe_dump({"configs": configs}) + "---\n")
+    for split in ("train", "validation"):
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return folder
+
+
+def data_of(experiment: str) -> str:
+    """The option of conf/data whose rows suit an experiment of fine-tuning."""
+    return {"sft_gsm8k": "gsm8k"}.get(experiment, "preference_jsonl" if "dpo" in experiment else "chat_jsonl")
+
+
+def composed(name: str) -> dict:
+    """The composed tree with this option chosen, values not resolved."""
+    from omegaconf import OmegaConf
+
+    group, option = name.removesuffix(".yaml").split("/")
+    return OmegaConf.to_container(config.compose([f"{group}={option}"]))  # type: ignore[return-value]
+
+
+def overrides_of(name: str, material: dict[str, Path]) -> list[str]:
+    """What makes a run of a second of this option."""
+    group, option = name.removesuffix(".yaml").split("/")
+    tree = composed(name)
+    text = ["data=text", f"data.path={material['text']}"]
+    quick = [*PLAIN, *TWO_STEPS]
+    if group == "model":
+        shape = [f"model.{k}={v}" for k, v in SHRUNK.items() if tree["model"].get(k) is not None]
+        named = [f"model.name_or_path={material['model']}"] if option == "pretrained" else ["tokenizer=bytes"]
+        if option == "custom":
+            of_llama = [k for k in SHRUNK if "expert" not in k and "moe" not in k and k != "max_position_embeddings"]
+            shape = ["model.max_position_embeddings=64", *(f"+model.{k}={SHRUNK[k]}" for k in of_llama)]
+            named += ["model._target_=transformers.LlamaForCausalLM"]
+        memory = MEMORY if option.startswith("memory") else []
+        return [*ROWS_A_STEP, *quick, *text, "logger=none", *shape, *named, *memory]
+    if group == "experiment" and tree["model"]["init"] == "pretrained":
+        return [*ROWS_A_STEP, *quick, *CHAT[1:-1], "data.source=files", f"model.name_or_path={material['pretrained']}",
+                f"data.path={material[data_of(option)]}", "logger=none", "schedule.warmup_steps=1"]  # fmt: skip
+    if group == "experiment":
+        shape = [f"model.{k}={v}" for k, v in SHRUNK.items() if tree["model"].get(k) is not None]
+        return [*ROWS_A_STEP, *quick, *shape, f"data.path={material['text']}", "tokenizer=bytes", "logger=none",
+                "schedule.warmup_steps=1", "data.val_fraction=0.1"]  # fmt: skip
+    tiny = [*TINY, *TWO_STEPS]
+    if group == "data" and option == "text_mixture":
+        path = material["text"]
+        return [*tiny, f"data.mixture=[{{path: {path}, weight: 2}}, {{path: {path}, max_epochs: 1}}]"]
+    if group == "data" and option == "mixture":
+        return [*tiny, *CHAT, f"data.mixture=[{{path: {material['chat_jsonl']}, weight: 0.5}}]"]
+    if group == "data" and option in ROWS:
+        objective = {"pairs": ["objective=dpo"], "conversations": CHAT}.get(tree["data"]["rows"], ["objective=kto"])
+        return [*tiny, *CHAT, *objective, "data.source=files", f"data.path={material[option]}"]
+    if group == "peft" and option != "none":
+        return [*ROWS_A_STEP, *quick, *text, "logger=none", "model=pretrained",
+                f"model.name_or_path={material['pretrained']}", *(MEMORY if "memory" in option else [])]  # fmt: skip
+    if group == "objective" and option != "causal_lm":
+        if option == "custom":
+            own = ["z_loss=0.0", "label_smoothing=0.0"]
+            return [*tiny, *text, "objective._target_=lmtrain.objectives.causal_lm.CausalLM",
+                    *(f"+objective.{option}" for option in own)]  # fmt: skip
+        if option == "mdlm":
+            return [*tiny, *text, "export.enabled=false", "callbacks.samples.every_n_validations=0"]
+        data = {"sft": "chat_jsonl", "dpo": "preference_jsonl", "kto": "unpaired_jsonl"}[option]
+        return [*tiny, *CHAT[1:], f"data={data}", f"data.path={material[data]}"]
+    if group == "data":
+        if option in ("stdlib_questions", "stdlib_pairs"):
+            objective = "dpo" if option == "stdlib_pairs" else "sft"
+            return [*tiny, *CHAT[1:], f"objective={objective}", "data.num_samples=40"]
+        if option == "python_stdlib":
+            return [*tiny, "data.num_samples=30"]
+        if option in ("text", "jsonl", "parquet", "bins"):
+            return [*tiny, f"data.path={material[option]}"]
+        return [*tiny, f"data.name={material['repository']}", "data.val_fraction=0.1"]
+    special = {
+        "tokenizer/gpt2": [f"tokenizer.name_or_path={material['model']}"],
+        "tokenizer/hub": [f"tokenizer.name_or_path={material['model']}"],
+        "tokenizer/pretrained": ["model=pretrained", f"model.name_or_path={material['model']}"],
+        "schedule/custom": ["schedule._target_=test_keys.Flat", "run.allow_target=[test_keys]"],
+        "optimizer/custom": ["optimizer._target_=torch.optim.RAdam", "+optimizer.betas=[0.9,0.95]"],
+        "memory/bank": MEMORY,
+        "tokenizer/bpe": ["tokenizer.vocab_size=300"],
+        "logger/wandb": ["logger.wandb.mode=offline"],
+        "logger/many": ["logger.wandb.mode=offline"],
+        "debug/replay": ["debug.step=1", f"run.dir={material['run']}"],
+    }.get(f"{group}/{option}", [])
+    if option == "pretrained":
+        return [*ROWS_A_STEP, *quick, *text, "logger=none", *special]
+    if group not in ("callbacks", "checkpoint", "debug", "estimate", "evaluate", "export", "generate", "inspect",
+                     "logger", "memory", "objective", "optimizer", "peft", "report", "router", "run", "schedule",
+                     "tokenizer", "trainer", "tune"):  # fmt: skip
+        pytest.fail(f"conf/{group} is new: say here how a run of its options is made small")
+    return [*tiny, *text, *special]
+
+
+BITSANDBYTES = ("bitsandbytes", 'pip install "lmtrain[bitsandbytes]"')
+NEEDS = {"logger/mlflow.yaml": ("mlflow", 'pip install "lmtrain[mlflow]"')} | dict.fromkeys(
+    ("optimizer/adamw_8bit.yaml", "peft/qlora.yaml", "peft/qlora_8bit.yaml", "experiment/sft_smollm2_qlora.yaml"),
+    BITSANDBYTES,
+)
+
+
+@pytest.fixture
+def hf_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.usefixtures("hf_cache")
+def test_every_option_runs(
+    name: str, material: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    few_modules(monkeypatch)
+    group, option = name.removesuffix(".yaml").split("/")
+    overrides = overrides_of(name, material)
+    choice = f"{group}={option}"
+    overrides = [choice, *(o for o in overrides if not o.startswith(f"{group}="))]
+    ended = run("train", *overrides)
+    extra, advice = NEEDS.get(name, (None, None))
+    if extra is not None and find_spec(extra) is None:
+        assert ended.code == 2
+        assert advice in ended.err
+        pytest.skip(f"{extra} is not installed; the run says so: {ended.err.strip()}")
+    assert ended.code == 0, ended.err
+    print(f"{choice}: {ended.seconds:.2f} s")
+    if choice == "debug=replay":  # looks into a run, and writes nothing
+        assert not list(tmp_path.iterdir())
+    else:
+        assert_a_step_was_trained(tmp_path, ended)
+
+
+def assert_a_step_was_trained(folder: Path, ended: Ended) -> None:
+    (metrics,) = folder.glob("outputs/*/metrics.jsonl")
+    losses = [row["train/loss"] for row in rows(metrics) if "train/loss" in row]
+    assert len(losses) == 2, ended.out
+    assert all(np.isfinite(losses))
+    assert json.loads((metrics.parent / "summary.json").read_text())["status"] == "finished"
+    if not yaml.safe_load((metrics.parent / "config.yaml").read_text())["export"]["enabled"]:
+        return
+    export = metrics.parent / "export"
+    assert (export / "model.safetensors").exists() or (export / "adapter_model.safetensors").exists()
+
+
+@pytest.mark.parametrize("name", [o for o in in_group("data") if composed(o)["data"]["source"] == "hub"])
+def test_the_hubs_datasets_by_their_own_names(name: str) -> None:
+    """They can't be fetched here: the dataset is named, and what to do instead."""
+    data = composed(name)["data"]
+    objective = "causal_lm" if "text_column" in data else "dpo" if "ranking" in data else "sft"
+    ended = run("train", *TINY, *TWO_STEPS, f"data={Path(name).stem}", f"objective={objective}")
+    assert ended.code == 2
+    assert f"dataset '{data['name']}' can't be fetched" in ended.err
+    assert "data.path=" in ended.err
+
+
+@pytest.mark.parametrize("name", [o for o in in_group("model") if Path(o).stem not in ("pretrained", "custom")])
+def test_every_model_in_its_full_size(name: str) -> None:
+    """On the meta device: shapes fit together, and the yaml's own comment tells the number of parameters."""
+    option = Path(name).stem
+    checked = config.check(config.compose([f"model={option}"]))
+    vocabulary = 4096 if option.endswith("nano") else 50257
+    with torch.device("meta"):
+        model = build_model(checked.model, vocabulary, 0, checked.data.seq_len)
+    parameters = sum(p.numel() for p in model.parameters())
+    said = [float(n) * {"M": 1e6, "G": 1e9}[u] for n, u in re.findall(r"(\d[\d.]*) ([MG]) ", (CONF / name).read_text())]
+    print(f"{option}: {parameters:,} parameters")
+    assert any(abs(parameters - n) < 0.05 * n for n in said), f"{parameters:,} is not in the comments of {name}"
+
+
+def leaves(node: yaml.MappingNode, prefix: str = "") -> Iterator[tuple[str, int]]:
+    """(dotted key, line) of every value."""
+    for key, value in node.value:
+        name = f"{prefix}{key.value}"
+        if isinstance(value, yaml.MappingNode) and value.value:
+            yield from leaves(value, f"{name}.")
+        else:
+            yield name, key.start_mark.line
+
+
+def keys_of(name: str) -> list[tuple[str, bool]]:
+    """(full key, whether a comment stands on its line or above) of every value in a yaml."""
+    text = (CONF / name).read_text()
+    lines = text.splitlines()
+    node = yaml.compose(text)
+    is_global = "/" not in name or lines[0] == "# @package _global_"
+    prefix = "" if is_global else name.split("/")[0] + "."
+    found = []
+    for key, line in leaves(node):
+        if key.split(".")[0] in ("defaults", "hydra"):
+            continue
+        above = line - 1
+        while above >= 0 and (not lines[above].strip() or lines[above].startswith("defaults:")):
+            above -= 1
+        comment_above = above >= 0 and lines[above].strip().startswith("#") and "@package" not in lines[above]
+        found.append((prefix + key, comment_above or re.search(r"\s# \S", lines[line]) is not None))
+    return found
+
+
+KEYS = {name: keys_of(name) for name in YAMLS}
+EXPLAINED = {key for keys in KEYS.values() for key, comment in keys if comment}
+
+
+@pytest.mark.parametrize("name", YAMLS)
+def test_every_key_is_explained(name: str) -> None:
+    """Where it stands, or, where a preset only gives it another value, in the yaml that brings it."""
+    opened = tuple(f"{key}." for key, is_open in schema_keys() if is_open)
+    bare = [k for k, comment in KEYS[name] if not comment and k not in EXPLAINED and not k.startswith(opened)]
+    assert not bare, f"conf/{name}: no comment says what {', '.join(bare)} is for"
+
+
+def schema_keys() -> Iterator[tuple[str, bool]]:
+    """(dotted key, whether users may put keys of their own below it)."""
+    objectives = [yaml.safe_load((CONF / name).read_text())["_target_"] for name in in_group("objective")]
+    options = [get_class(target).Options for target in objectives if target is not None]
+    beside = [key for made in options for key in keys_of_class(made, "objective.")]
+    return ((key.name, str(key.type).startswith("dict")) for key in (*all_keys(), *beside))
+
+
+def test_yaml_and_schema_have_the_same_keys() -> None:
+    schema = dict(schema_keys())
+    opened = [key for key, is_open in schema.items() if is_open]
+    written = {key for keys in KEYS.values() for key, _ in keys}
+    below = {key for key in written if any(key.startswith(f"{o}.") for o in opened)}
+    assert written - below - set(schema) == set(), "in conf/ but not in schema.py"
+    assert set(schema) - set(opened) - written == set(), "in schema.py but in no yaml"
+
+
+def test_a_config_dir_of_ones_own(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Laid out like conf/: a new option, and an option that goes before the one shipped under its name."""
+    monkeypatch.chdir(tmp_path)
+    mine = tmp_path / "mine"
+    (mine / "model").mkdir(parents=True)
+    (mine / "model" / "wide.yaml").write_text("defaults: [gpt_nano, _self_]\nname: wide\nhidden_size: 48\n")
+    (mine / "experiment").mkdir()
+    (mine / "experiment" / "quick.yaml").write_text("# @package _global_\ntrainer: {max_steps: 1}\n")
+    argv = [o for o in TINY if "hidden_size" not in o]
+    base = ["data=text", f"data.path={corpus}", "--config-dir", "mine"]
+    ended = run("train", *argv, *base, "model=wide", "experiment=quick", "run.name=mine")
+    assert ended.code == 0, ended.err
+    said = yaml.safe_load((tmp_path / "outputs" / "mine" / "config.yaml").read_text())
+    assert (said["model"]["name"], said["model"]["hidden_size"], said["trainer"]["max_steps"]) == ("wide", 48, 1)
+    ended = run("train", *base, "model=wid")
+    assert ended.code == 2
+    assert "did you mean model=wide?" in ended.err
+    (mine / "experiment" / "wrong.yaml").write_text("# @package _global_\ntrainer: {max_stepz: 1}\n")
+    ended = run("train", *base, "experiment=wrong")
+    assert ended.code == 2
+    assert "did you mean trainer.max_steps" in ended.err
+
+
+def stable(path: Path) -> list[dict]:
+    return [without_times(row) for row in rows(path)]
+
+
+def test_runs_in_one_process_do_not_disturb_one_another(corpus: Path, tmp_path: Path) -> None:
+    """The same command gives the same numbers whatever ran before it; handlers and settings are as they were found."""
+    dropout = ["model.dropout=0.1", "trainer.max_steps=3"]
+    before = process_state()
+    assert train_tiny(corpus, *dropout, f"run.dir={tmp_path}/a").code == 0
+    assert process_state() == before
+    other = ["seed=5", "optimizer=lion", "tokenizer=char", "trainer.precision=bf16-mixed", "model.dropout=0.3"]
+    assert train_tiny(corpus, *other, f"run.dir={tmp_path}/other").code == 0
+    assert train_tiny(corpus, "model.hidden_size=33", f"run.dir={tmp_path}/refused").code == 2
+    random.seed(3)
+    np.random.seed(3)
+    torch.manual_seed(3)
+    assert train_tiny(corpus, *dropout, f"run.dir={tmp_path}/b").code == 0
+    assert process_state() == before
+    assert stable(tmp_path / "a" / "metrics.jsonl") == stable(tmp_path / "b" / "metrics.jsonl")
+    assert (tmp_path / "a" / "samples.jsonl").read_text() == (tmp_path / "b" / "samples.jsonl").read_text()
+
+
+def test_a_run_that_breaks_leaves_the_process_as_it_was(corpus: Path, tmp_path: Path) -> None:
+    """An error in the middle of training, here of a user's own callback."""
+    before = process_state()
+    extra = ["callbacks.extra=[{_target_: inprocess.Breaks, at: 1}]", "run.allow_target=[inprocess]"]
+    with pytest.raises(ZeroDivisionError):
+        train_tiny(corpus, *extra, f"run.dir={tmp_path}/a")
+    assert process_state() == before
+    assert json.loads((tmp_path / "a" / "summary.json").read_text())["status"] == "failed"
+
+
+def process_state() -> dict:
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+    return {
+        "handlers": [signal.getsignal(n) for n in numbers],
+        "dtype": torch.get_default_dtype(),
+        "threads": torch.get_num_threads(),
+        "grad": torch.is_grad_enabled(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "environ": {k: v for k, v in os.environ.items() if not k.startswith("PL_")},
+        "folder": Path.cwd(),
+    }
+
+
+def test_interpolations_of_a_wrong_kind_are_refused() -> None:
+    with pytest.raises(UserError, match="not found"):
+        config.check(config.compose(["data.seq_len=${model.nothing}"]))

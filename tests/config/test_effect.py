@@ -1,0 +1,123 @@
+"""Nothing typed is ignored: what nothing reads is refused, a bare data.path chooses its source, odd values are told."""
+
+from pathlib import Path
+
+import pytest
+
+from inprocess import message, run, snapshot, train_tiny
+from lmtrain.config.checks import time_limit_seconds
+from lmtrain.config.compose import check, compose
+from lmtrain.errors import UserError
+from lmtrain.run.advice import unlikely
+from support import TINY
+
+NO_EFFECT = {
+    "run_dir=outputs/a": "lmtrain generate and lmtrain inspect read it; the folder of this run is run.dir",
+    "export.checkpoint=last": "lmtrain export reads it",
+    "generate.prompt=hello": "lmtrain generate reads it",
+    "inspect.samples=9": "lmtrain inspect reads it",
+    "trainer.deepspeed.stage=3": "set trainer.strategy=deepspeed",
+    "trainer.fsdp.cpu_offload=true": "set trainer.strategy=fsdp",
+    "trainer.fsdp.tensor_parallel_size=4": "set trainer.strategy=fsdp_tp",
+    "trainer.spike_window=8": "set trainer.spike_factor=2.0",
+    "data.name=wikitext": "names data of the hub",
+    "data.streaming=true": "names data of the hub",
+}
+
+
+@pytest.mark.parametrize("override", NO_EFFECT)
+def test_a_key_that_nothing_reads_is_refused(
+    override: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ended = train_tiny(corpus, override)
+    assert ended.code == 2
+    said = message(ended.err)
+    assert said.startswith(f"{override.partition('=')[0]} has no effect ")
+    assert NO_EFFECT[override] in said
+    assert snapshot(tmp_path) == {}
+    swept = run("train", "-m", *TINY, "data=text", f"data.path={corpus}", override, "seed=1,2")
+    assert swept.code == 2
+    assert NO_EFFECT[override] in message(swept.err)
+
+
+def test_a_key_set_to_its_default_passes(corpus: Path) -> None:
+    assert run("train", "data=text", f"data.path={corpus}", "trainer.fsdp.cpu_offload=false", "--cfg").code == 0
+    ended = run("inspect", *TINY, "data=text", f"data.path={corpus}", "trainer.deepspeed.stage=2", "inspect.samples=1")
+    assert ended.code == 0, ended.err
+
+
+def test_verbs_that_read_a_run_take_nothing_else(tmp_path: Path) -> None:
+    for verb in ("generate", "export"):
+        ended = run(verb, f"run_dir={tmp_path}", "trainer.max_steps=3")
+        assert ended.code == 2
+        assert f"trainer.max_steps has no effect in `lmtrain {verb}`" in message(ended.err)
+
+
+SOURCES = {
+    ("a.txt",): ("files", "text"),
+    ("a.jsonl",): ("files", "auto"),
+    ("a.csv.gz",): ("files", "auto"),
+    ("a.parquet",): ("files", "auto"),
+    ("'corpus/**/*.txt'",): ("files", "text"),
+    ("chats.jsonl", "objective=sft"): ("files", "auto"),
+    ("pairs.jsonl", "objective=dpo"): ("files", "auto"),
+}
+
+
+@pytest.mark.parametrize("typed", SOURCES, ids=" ".join)
+def test_a_bare_path_chooses_its_source(typed: tuple[str, ...]) -> None:
+    config = check(compose([f"data.path={typed[0]}", "data.seq_len=64", *typed[1:]]))
+    assert (config.data.source, config.data.format) == SOURCES[typed]
+    kind = {"sft": config.data.conversation_format, "dpo": config.data.ranking}
+    assert kind.get(config.objective.name, "") is not None
+
+
+def test_a_path_whose_name_tells_nothing_is_refused() -> None:
+    for argv in (["data.path=book"], ["data.path=book.txt", "objective=sft"]):
+        with pytest.raises(UserError, match=r"its name doesn't tell what it holds; say it with data="):
+            compose(argv)
+
+
+def test_the_plan_says_which_source_a_bare_path_chose(corpus: Path, tmp_path: Path) -> None:
+    steps = ["trainer.max_steps=1", "trainer.limit_val_batches=1", f"run.dir={tmp_path / 'run'}", "data.num_workers=0"]
+    ended = run("train", *TINY, *steps, f"data.path={corpus}", "optimizer.lr=0", "trainer.val_check_interval=99")
+    assert ended.code == 0, ended.err
+    said = " ".join(ended.out.replace("│", " ").split())
+    assert "chose what reads it, files (text)" in said
+    assert "20 files" in said or str(corpus) in said
+    assert "optimizer.lr=0: nothing will be learned" in said
+    assert "trainer.val_check_interval=99 is longer than the run" in said
+
+
+def test_an_option_and_a_suffix_that_differ_are_refused() -> None:
+    for option, path in (("jsonl", "x.txt"), ("text", "x.jsonl"), ("parquet", "x.csv"), ("chat_jsonl", "x.txt")):
+        with pytest.raises(UserError, match=f"data={option} data.path={path}: the file's name says"):
+            compose([f"data={option}", f"data.path={path}"])
+    compose(["data=text", "data.path=x.jsonl", "data.format=text"])
+    compose(["data=jsonl", "data.path=x.csv", "data.text_column=body"])
+
+
+def test_values_that_are_rarely_meant() -> None:
+    config = check(compose(["schedule.warmup_steps=50", "data.num_workers=64"]))
+    notes = " ".join(unlikely(config, total_steps=40, cores=2, typed=[]))
+    assert "schedule.warmup_steps=50 of 40 steps" in notes
+    assert "data.num_workers=64 on 2 cores" in notes
+    assert unlikely(check(compose([])), total_steps=100, cores=2, typed=[]) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("5", 300), ("5:30", 330), ("11:50:00", 42600), ("1-12", 129600), ("1-12:30", 131400), ("2-0:0:1", 172801)],
+)
+def test_time_limits_are_written_as_slurm_writes_them(text: str, seconds: float) -> None:
+    assert time_limit_seconds(text) == seconds
+
+
+def test_a_run_that_ends_on_nan_has_not_finished(corpus: Path, tmp_path: Path) -> None:
+    wild = ["optimizer=adamw", "optimizer.lr=1e38", "schedule.warmup_steps=0", "trainer.gradient_clip_val=null"]
+    ended = train_tiny(corpus, *wild, f"run.dir={tmp_path / 'run'}", "trainer.max_steps=1")
+    assert ended.code == 1, ended.out
+    assert "val/loss is nan at step 1: the model is lost" in ended.err
+    assert '"status": "failed"' in (tmp_path / "run" / "summary.json").read_text()
+    assert not (tmp_path / "run" / "export").exists()

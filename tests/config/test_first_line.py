@@ -1,0 +1,73 @@
+"""The screen speaks at once: before anything slow is imported, on a terminal only, and leaves nothing behind."""
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+AT_THE_FIRST_LINE = """
+import json, sys
+sys.argv[:] = ["train", *sys.argv[1:]]
+sys.stderr.isatty = lambda: True
+import lmtrain.terminal
+
+def seen(self, sign):
+    print(json.dumps([self._text, sorted(sys.modules)]))
+    raise SystemExit
+
+lmtrain.terminal.Status._draw = seen
+import lmtrain.train
+lmtrain.train.main()
+"""
+MODULES = 130  # it is 114, of which bare Python has 32
+
+
+def test_little_is_imported_before_the_first_line() -> None:
+    """Import time is what a user waits for, and on a busy machine modules are what can be counted."""
+    done = subprocess.run([sys.executable, "-c", AT_THE_FIRST_LINE], capture_output=True, text=True, check=True)
+    text, modules = json.loads(done.stdout)
+    assert text == "reading the config"
+    heavy = ("hydra", "omegaconf", "yaml", "rich", "torch", "numpy", "lightning", "transformers")
+    assert [m for m in heavy if m in modules] == []
+    assert len(modules) <= MODULES, [m for m in modules if "." not in m]
+
+
+def on_a_terminal(*argv: str, cwd: Path) -> str:
+    """All that `python -m lmtrain.train` writes to a terminal."""
+    ours, its = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lmtrain.train", *argv],
+        stdout=its, stderr=its, stdin=its, cwd=cwd, env={**os.environ, "TERM": "xterm", "NO_COLOR": "1"},
+    )  # fmt: skip
+    os.close(its)
+    seen = b""
+    while True:
+        try:
+            part = os.read(ours, 4096)
+        except OSError:  # the other end is closed
+            break
+        if not part:
+            break
+        seen += part
+    process.wait()
+    os.close(ours)
+    return seen.decode()
+
+
+def test_a_terminal_shows_it_and_it_goes_away(tmp_path: Path) -> None:
+    seen = on_a_terminal("optimizer.lrr=1", cwd=tmp_path)
+    assert seen.startswith("\r\x1b[K- reading the config")
+    assert "\r\x1b[Kerror: there is no key 'optimizer.lrr'" in seen
+    assert seen.count("error:") == 1
+
+
+@pytest.mark.slow
+def test_slow_imports_are_named(tmp_path: Path) -> None:
+    seen = on_a_terminal("data=text", "data.path=nowhere.txt", cwd=tmp_path)
+    said = ("reading the config", "loading torch", "loading transformers and lightning", "opening data", "error: ")
+    places = [seen.index(words) for words in said]
+    assert places == sorted(places)

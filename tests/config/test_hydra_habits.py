@@ -1,0 +1,159 @@
+"""What people know from Hydra: flags, +key, ~key, folders of their own, Tab in three shells; else what to type."""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from inprocess import message, run
+from lmtrain import cli
+from lmtrain.config.hydra_info import candidates
+
+BINARY = f"{shlex.quote(sys.executable)} -m lmtrain.train"
+
+
+@pytest.fixture(autouse=True)
+def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    """A folder of configs: a recipe, an option of a group, a root of its own."""
+    folder = tmp_path / "my_conf"
+    (folder / "experiment").mkdir(parents=True)
+    (folder / "model").mkdir()
+    (folder / "experiment" / "tiny.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - override /model: narrow\n  - _self_\noptimizer:\n  lr: 0.5\n"
+    )
+    (folder / "model" / "narrow.yaml").write_text("defaults: [gpt_nano, _self_]\nname: narrow\nhidden_size: 48\n")
+    (folder / "other.yaml").write_text("defaults: [config, _self_]\nseed: 7\n")
+    return folder
+
+
+def shown(*argv: str) -> dict:
+    ended = run("train", *argv, "--cfg", "job")
+    assert ended.code == 0, ended.err
+    return yaml.safe_load(ended.out)
+
+
+@pytest.mark.parametrize("flag", ["-cd", "--config-dir"])
+def test_groups_and_recipes_of_a_users_folder(flag: str, mine: Path) -> None:
+    config = shown(flag, str(mine), "experiment=tiny")
+    assert (config["model"]["name"], config["model"]["hidden_size"], config["optimizer"]["lr"]) == ("narrow", 48, 0.5)
+    assert shown(flag, str(mine), "model=narrow")["optimizer"]["lr"] != 0.5
+    wrong = run("train", flag, str(mine), "experiment=tinyy")
+    assert wrong.code == 2
+    assert "did you mean experiment=tiny?" in message(wrong.err)
+
+
+@pytest.mark.parametrize("flag", ["-cn", "--config-name"])
+def test_a_root_of_ones_own(flag: str, mine: Path) -> None:
+    assert shown("-cd", str(mine), flag, "other")["seed"] == 7
+
+
+def test_plus_and_tilde() -> None:
+    assert shown("++optimizer.lr=0.25")["optimizer"]["lr"] == 0.25
+    assert shown("+model.extra.attn_pdrop=0.1")["model"]["extra"] == {"attn_pdrop": 0.1}
+    assert shown("~logger.tensorboard")["logger"] == {}
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["hydra.run.dir=x"], "here it is run.dir"),
+        (["+experiment=shakespeare_char"], "write experiment=shakespeare_char"),
+        (["+optimizer.lrr=1"], "did you mean optimizer.lr"),
+        (["++optimizer.lrr=1"], "did you mean optimizer.lr"),
+        (["~optimizer.lr"], "or set optimizer.lr=..."),
+        (["~logger"], "logger=none turns it off"),
+        (["--cfg", "hydra"], "--info"),
+        (["--hydra-help"], "--help"),
+        (["--package", "model"], "lmtrain.explain"),
+        (["--resolve"], "--cfg prints resolved values"),
+        (["--config-path", "conf"], "--config-dir"),
+        (["--experimental-rerun", "x"], "--config-dir"),
+        (["hydra.verbose=true"], "a sweep, -m, reads it"),
+        (["-sc", "install=tcsh"], "lmtrain -sc install=bash"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else None,
+)
+def test_what_is_not_there_says_what_to_type(argv: list[str], says: str, tmp_path: Path) -> None:
+    ended = run("train", *argv)
+    assert ended.code == 2
+    assert says in message(ended.err)
+    assert not list(tmp_path.iterdir())
+
+
+def test_multirun_is_shown(mine: Path) -> None:
+    ended = run("train", "--multirun", "optimizer.lr=1e-3,3e-4", "--cfg")
+    assert ended.code == 0
+    assert ended.out.startswith("# a sweep of 2 trials")
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("lmtrain tr", ["train"]),
+        ("python -m lmtrain.pre", ["lmtrain.prepare"]),
+        ("lmtrain train optimizer=a", ["optimizer=adafactor", "optimizer=adamw", "optimizer=adamw_8bit"]),
+        ("python3.11 -m lmtrain.train optimizer.l", ["optimizer.lr="]),
+        ("lmtrain train optimizer=muon optimizer.mom", ["optimizer.momentum="]),
+        ("lmtrain train ++optimizer.l", ["++optimizer.lr="]),
+        ("lmtrain train --config-d", ["--config-dir"]),
+    ],
+)
+def test_what_tab_offers(line: str, offered: list[str]) -> None:
+    assert candidates(line, cli.VERBS, cli.FLAGS) == offered
+
+
+def test_tab_knows_a_users_folder_and_files(mine: Path) -> None:
+    assert candidates("lmtrain train -cd my_conf experiment=t", cli.VERBS, cli.FLAGS) == ["experiment=tiny"]
+    Path("book.txt").touch()
+    assert candidates("lmtrain train data.path=./bo", cli.VERBS, cli.FLAGS) == ["data.path=./book.txt"]
+    assert candidates("lmtrain train -cd my", cli.VERBS, cli.FLAGS) == ["my_conf"]
+
+
+IN_SHELL = {
+    "bash": f"""eval "$({BINARY} -sc install=bash)"
+for line in "lmtrain train optimizer=ad" "python -m lmtrain.train optimizer.l" "python other.py x"; do
+    COMP_LINE="$line"; COMP_POINT=${{#line}}; _lmtrain_complete; echo "${{COMPREPLY[*]}}"
+done; complete -p lmtrain > /dev/null || echo none; eval "$({BINARY} -sc uninstall=bash)" """,
+    "zsh": f"""compdef() {{ : }}
+eval "$({BINARY} -sc install=zsh)"
+compadd() {{ shift 4; print -r -- $* }}; _files() {{ print }}
+for LBUFFER in "lmtrain train optimizer=ad" "python -m lmtrain.train optimizer.l" "python other.py x"
+do _lmtrain_complete; done""",
+    "fish": f"""{BINARY} -sc install=fish | source
+for line in "lmtrain train optimizer=ad" "python -m lmtrain.train optimizer.l" "python other.py x"
+    echo (complete -C $line | string match -v 'other*' | string split \\t -f1 | string match '*optimizer*')
+end""",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shell", IN_SHELL)
+def test_tab_in_a_shell(shell: str) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    clean = [] if shell == "fish" else ["--norc"] if shell == "bash" else ["-f"]
+    done = subprocess.run([shell, *clean, "-c", IN_SHELL[shell]], capture_output=True, text=True, timeout=300)
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert lines == [["optimizer=adafactor", "optimizer=adamw", "optimizer=adamw_8bit"], ["optimizer.lr="], []], (
+        done.stderr
+    )
+
+
+def test_hydras_own_account(mine: Path) -> None:
+    """In a process: Hydra's printing sets up logging."""
+    words = ["--info", "searchpath", "-cd", str(mine), "model=narrow"]
+    done = subprocess.run([sys.executable, "-m", "lmtrain.train", *words], capture_output=True, text=True,
+                          env={**os.environ, "COLUMNS": "200"}, timeout=300)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert f"file://{mine}" in done.stdout
+    assert "my_conf" in done.stdout

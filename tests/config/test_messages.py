@@ -1,0 +1,68 @@
+"""Mistakes whose messages named the wrong thing, or waited for a hub."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from inprocess import message, run
+
+SAID = {
+    "model=pretrained": "set model.name_or_path to a hub name or a folder",
+    "model=pretrained|model.name_or_path=a/b": "set data.seq_len=... (a pretrained model brings none; 1024 is usual)",
+    "objective=dpo|data=chat_jsonl|data.path=x.jsonl": "objective=dpo needs pairs, and this data holds conversations",
+    "logger=wandb|logger.wandb.mode=offlin": "did you mean offline?",
+    "callbacks.extra={_target_: lightning.pytorch.callbacks.Timer}": "a list is needed, callbacks.extra=[{_target_: ",
+    "optimizer=adamw|optimizer.betas=[0.9,1.5]": "optimizer.betas=[0.9, 1.5]: two numbers are needed, from 0 up to",
+    "~peft": "peft=none turns it off",
+    "~model": "the group model can't be left out; options: ",
+    "run.name=\u00e9t\u00e9": "use letters (a-z, A-Z), digits",
+    "data=text|data.path=/dev/null": "is a device, pipe or socket",
+}
+
+
+@pytest.mark.parametrize("typed", SAID)
+def test_the_message_names_what_is_wrong(typed: str) -> None:
+    ended = run("train", *typed.split("|"))
+    assert ended.code == 2
+    assert SAID[typed] in message(ended.err)
+
+
+def test_a_name_the_hub_lacks_is_called_a_model_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import errors
+
+    from lmtrain.data import hub
+
+    def missing(*_: object, **__: object) -> None:
+        raise errors.HFValidationError("no")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", missing)
+    ended = run("train", "model=pretrained", "model.name_or_path=nobody/nothing", "data.seq_len=32")
+    assert ended.code == 2
+    assert f"model or tokenizer 'nobody/nothing' doesn't exist on {hub.endpoint()}" in message(ended.err)
+
+
+def test_a_mistyped_run_folder_asks_no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs" / "my_book").mkdir(parents=True)
+    began = time.perf_counter()
+    ended = run("generate", "run_dir=outputs/my_bok")
+    assert ended.code == 2
+    assert message(ended.err) == "outputs/my_bok: no such folder; did you mean outputs/my_book?"
+    assert "no such folder; python -m lmtrain.runs lists" in message(run("generate", "run_dir=outputs/x/y").err)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    assert run("generate", "run_dir=nobody/nothing").code == 2
+    assert time.perf_counter() - began < 30
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    """As in `... --cfg | head -1`."""
+    command = [sys.executable, "-m", "lmtrain.train", "--cfg"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0)
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.wait(60) == 0
+    assert process.stderr is not None
+    assert process.stderr.read() == b""

@@ -1,0 +1,373 @@
+"""Words of Lightning, transformers, TRL, nanoGPT, litgpt and axolotl: each gets the key that is meant here."""
+
+import dataclasses
+import inspect
+
+import lightning.pytorch as pl
+import pytest
+
+from inprocess import message, run
+from lmtrain.config import compose as config
+from lmtrain.config import explain, words
+from lmtrain.config.aliases import NEIGHBOURS
+from lmtrain.errors import UserError
+
+WORDS = """
+# the first words
+datamodule -> data
+dataset -> data
+dataset_name -> data.name
+dataset_config_name -> data.config_name
+optim -> optimizer
+scheduler -> schedule
+lr_scheduler -> schedule
+lr_scheduler_type -> schedule
+lr -> optimizer.lr
+learning_rate -> optimizer.lr
+weight_decay -> optimizer.weight_decay
+warmup_steps -> schedule.warmup_steps
+warmup_iters -> schedule.warmup_steps
+warmup_ratio -> schedule.warmup_ratio
+min_lr -> schedule.min_lr_ratio
+ckpt_path -> run.resume
+resume -> run.resume
+resume_from_checkpoint -> run.resume
+init_from -> model.init
+out_dir -> run.dir
+output_dir -> run.dir
+hydra.run.dir -> run.dir
+task_name -> run.name
+run_name -> run.name
+name -> run.name
+wandb -> logger.wandb
+wandb.name -> logger.wandb.name
+wandb.project -> logger.wandb.project
+batch_size -> data.global_batch_size
+data.batch_size -> data.global_batch_size
+per_device_train_batch_size -> data.micro_batch_size
+micro_batch_size -> data.micro_batch_size
+global_batch_size -> data.global_batch_size
+gradient_accumulation_steps -> data.global_batch_size
+trainer.accumulate_grad_batches -> data.global_batch_size
+accumulate_grad_batches -> data.global_batch_size
+block_size -> data.seq_len
+max_length -> data.seq_len
+max_seq_length -> data.seq_len
+sequence_len -> data.seq_len
+seq_len -> data.seq_len
+max_steps -> trainer.max_steps
+max_iters -> trainer.max_steps
+epochs -> trainer.max_epochs
+num_epochs -> trainer.max_epochs
+num_train_epochs -> trainer.max_epochs
+max_epochs -> trainer.max_epochs
+eval_interval -> trainer.val_check_interval
+eval_steps -> trainer.val_check_interval
+trainer.check_val_every_n_epoch -> trainer.val_check_interval
+save_steps -> trainer.save_every_n_steps
+logging_steps -> trainer.log_every_n_steps
+grad_clip -> trainer.gradient_clip_val
+max_grad_norm -> trainer.gradient_clip_val
+devices -> trainer.devices
+strategy -> trainer.strategy
+precision -> trainer.precision
+dtype -> trainer.precision
+bf16 -> trainer.precision
+fp16 -> trainer.precision
+compile -> trainer.compile
+gradient_checkpointing -> trainer.activation_checkpointing
+save_total_limit -> checkpoint.keep_last
+callbacks.model_checkpoint -> checkpoint
+n_layer -> model.num_hidden_layers
+model.n_layer -> model.num_hidden_layers
+n_head -> model.num_attention_heads
+model.n_head -> model.num_attention_heads
+n_embd -> model.hidden_size
+model.n_embd -> model.hidden_size
+dropout -> model.dropout
+model_name_or_path -> model.name_or_path
+base_model -> model.name_or_path
+text_column -> data.text_column
+# Lightning's Trainer, its ModelCheckpoint and EarlyStopping
+max_time -> run.time_limit
+fast_dev_run -> debug=fast
+default_root_dir -> run.root
+enable_progress_bar -> callbacks.progress.style
+enable_checkpointing -> trainer.save_every_n_steps
+gradient_clip_val -> trainer.gradient_clip_val
+log_every_n_steps -> trainer.log_every_n_steps
+val_check_interval -> trainer.val_check_interval
+check_val_every_n_epoch -> trainer.val_check_interval
+limit_val_batches -> trainer.limit_val_batches
+limit_test_batches -> trainer.limit_val_batches
+limit_train_batches -> trainer.max_steps
+overfit_batches -> data.num_samples
+accelerator -> trainer.accelerator
+num_nodes -> trainer.num_nodes
+gpus -> trainer.devices
+num_sanity_val_steps -> trainer.val_before_training
+save_dir -> run.root
+save_top_k -> checkpoint.keep_best
+save_last -> checkpoint.keep_last
+every_n_train_steps -> trainer.save_every_n_steps
+monitor -> checkpoint.monitor
+patience -> callbacks.early_stopping.patience
+num_workers -> data.num_workers
+# transformers: TrainingArguments and its example scripts
+per_gpu_train_batch_size -> data.micro_batch_size
+per_device_eval_batch_size -> data.micro_batch_size
+train_batch_size -> data.global_batch_size
+eval_batch_size -> data.micro_batch_size
+eval_strategy -> trainer.val_check_interval
+evaluation_strategy -> trainer.val_check_interval
+eval_on_start -> trainer.val_before_training
+save_strategy -> trainer.save_every_n_steps
+logging_dir -> run.root
+logging_strategy -> trainer.log_every_n_steps
+report_to -> logger
+project -> logger.wandb.project
+optim_args -> optimizer
+lr_scheduler_kwargs -> schedule
+adam_beta1 -> optimizer.betas
+adam_beta2 -> optimizer.betas
+adam_epsilon -> optimizer.eps
+label_smoothing_factor -> objective.label_smoothing
+label_smoothing -> objective.label_smoothing
+neftune_noise_alpha -> objective.neftune_alpha
+torch_compile -> trainer.compile
+metric_for_best_model -> checkpoint.monitor
+greater_is_better -> checkpoint.mode
+early_stopping_patience -> callbacks.early_stopping.patience
+early_stopping_threshold -> callbacks.early_stopping.threshold
+disable_tqdm -> callbacks.progress.style
+dataloader_num_workers -> data.num_workers
+preprocessing_num_workers -> data.num_proc
+dataset_num_proc -> data.num_proc
+use_cpu -> trainer.accelerator
+no_cuda -> trainer.accelerator
+data_seed -> seed
+fsdp -> trainer.strategy
+fsdp_config -> trainer.fsdp
+deepspeed -> trainer.deepspeed.config
+tokenizer_name -> tokenizer.name_or_path
+tokenizer_name_or_path -> tokenizer.name_or_path
+trust_remote_code -> model.trust_remote_code
+model_revision -> model.revision
+attn_implementation -> model.attention
+torch_dtype -> trainer.precision
+train_file -> data.path
+validation_file -> data.val_path
+validation_split_percentage -> data.val_fraction
+max_train_samples -> data.num_samples
+streaming -> data.streaming
+push_to_hub -> export.push_to
+hub_model_id -> export.push_to
+group_by_length -> data.packing
+model_max_length -> data.seq_len
+# TRL: SFTConfig, DPOConfig, ModelConfig; peft
+loss_type -> objective.loss
+beta -> objective.beta
+rpo_alpha -> objective.sft_weight
+simpo_gamma -> objective.gamma
+precompute_ref_log_probs -> objective.reference
+reference_free -> objective.reference
+ref_model -> objective.reference
+max_prompt_length -> data.max_length
+max_completion_length -> data.max_length
+truncation_mode -> data.on_too_long
+packing -> data.packing
+packing_strategy -> data.packing
+padding_free -> data.packing
+assistant_only_loss -> data.train_on
+completion_only_loss -> data.train_on
+dataset_text_field -> data.text_column
+chat_template_path -> data.chat_template
+use_peft -> peft=lora
+lora_target_modules -> peft.target_modules
+lora_modules_to_save -> peft.modules_to_save
+lora_r -> peft.r
+lora_rank -> peft.r
+rank -> peft.r
+lora_alpha -> peft.alpha
+lora_dropout -> peft.dropout
+lora_bias -> peft.bias
+memory_lr -> optimizer.groups
+lora_lr -> optimizer.groups
+base_model_lr -> optimizer.groups
+use_rslora -> peft.use_rslora
+use_dora -> peft.use_dora
+load_in_4bit -> peft=qlora
+load_in_8bit -> peft=qlora_8bit
+bnb_4bit_quant_type -> peft.quantization
+use_bnb_nested_quant -> peft.double_quant
+dataset_train_split -> data.train_split
+dataset_test_split -> data.val_split
+# nanoGPT and configs of models
+n_layers -> model.num_hidden_layers
+num_layers -> model.num_hidden_layers
+n_heads -> model.num_attention_heads
+num_heads -> model.num_attention_heads
+n_kv_head -> model.num_key_value_heads
+d_model -> model.hidden_size
+dim -> model.hidden_size
+embed_dim -> model.hidden_size
+n_positions -> model.max_position_embeddings
+n_ctx -> model.max_position_embeddings
+vocab_size -> model.vocab_size
+eval_iters -> trainer.limit_val_batches
+eval_only -> trainer.max_steps
+always_save_checkpoint -> trainer.save_every_n_steps
+log_interval -> trainer.log_every_n_steps
+lr_decay_iters -> trainer.max_steps
+decay_lr -> schedule
+beta1 -> optimizer.betas
+beta2 -> optimizer.betas
+betas -> optimizer.betas
+momentum -> optimizer.momentum
+device -> trainer.accelerator
+wandb_log -> logger=wandb
+wandb_project -> logger.wandb.project
+wandb_run_name -> logger.wandb.name
+wandb_entity -> logger.wandb.entity
+start -> generate.prompt
+prompt -> generate.prompt
+num_samples -> generate.num_samples
+max_new_tokens -> generate.max_new_tokens
+temperature -> generate.temperature
+top_k -> generate.top_k
+# litgpt
+checkpoint_dir -> model.name_or_path
+tokenizer_dir -> tokenizer.name_or_path
+model_name -> model
+initial_checkpoint_dir -> model.name_or_path
+train.max_tokens -> trainer.max_steps
+max_tokens -> trainer.max_steps
+train.epochs -> trainer.max_epochs
+train.lr_warmup_steps -> schedule.warmup_steps
+lr_warmup_steps -> schedule.warmup_steps
+lr_warmup_fraction -> schedule.warmup_ratio
+train.max_norm -> trainer.gradient_clip_val
+max_norm -> trainer.gradient_clip_val
+train.save_interval -> trainer.save_every_n_steps
+save_interval -> trainer.save_every_n_steps
+eval.interval -> trainer.val_check_interval
+eval.max_iters -> trainer.limit_val_batches
+eval.initial_validation -> trainer.val_before_training
+logger_name -> logger
+data_dir -> data.path
+data_path -> data.path
+mask_prompt -> data.train_on
+quantize -> peft.quantization
+min_lr_ratio -> schedule.min_lr_ratio
+num_cycles -> schedule.num_cycles
+# axolotl
+base_model_config -> model.name_or_path
+datasets -> data.mixture
+dataset_prepared_path -> data.cache_dir
+cache_dir -> data.cache_dir
+val_set_size -> data.val_fraction
+validation_split -> data.val_fraction
+test_size -> data.val_fraction
+sample_packing -> data.packing
+pad_to_sequence_len -> data.packing
+train_on_inputs -> data.train_on
+chat_template -> data.chat_template
+special_tokens -> tokenizer.add_tokens
+tokens -> tokenizer.add_tokens
+adapter -> peft
+lora_model_dir -> peft.adapter
+lora_target_linear -> peft.target_modules
+flash_attention -> model.attention
+sdp_attention -> model.attention
+xformers_attention -> model.attention
+saves_per_epoch -> trainer.save_every_n_steps
+evals_per_epoch -> trainer.val_check_interval
+eval_sample_packing -> data.packing
+auto_resume_from_checkpoints -> run.resume
+cosine_min_lr_ratio -> schedule.min_lr_ratio
+loss_watchdog_threshold -> trainer.spike_factor
+tensor_parallel_size -> trainer.fsdp.tensor_parallel_size
+rl -> objective
+dpo_beta -> objective.beta
+rl_beta -> objective.beta
+merge_lora -> export.merge
+offload_params -> trainer.fsdp.cpu_offload
+activation_checkpointing -> trainer.activation_checkpointing
+"""
+PAIRS = [tuple(line.split(" -> ")) for line in WORDS.splitlines() if " -> " in line]
+
+
+@pytest.fixture(scope="module")
+def valid() -> list[str]:
+    """The keys of a plain run, as `compose` knows them where it refuses one."""
+    return list(explain.flatten(config.compose([])))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("word", "meant"), PAIRS, ids=[p[0] for p in PAIRS])
+def test_each_word_gets_the_key_that_is_meant(word: str, meant: str, valid: list[str]) -> None:
+    assert word not in valid
+    said = explain.unknown_key(word, valid)
+    assert said.partition("; here it is ")[2].split(" ")[0] == meant
+
+
+def test_there_are_enough_words_and_none_is_untested() -> None:
+    assert len(PAIRS) == len(dict(PAIRS)) >= 150
+    assert dict(PAIRS).keys() == NEIGHBOURS.keys()
+
+
+def test_every_argument_of_lightnings_trainer_is_answered(valid: list[str]) -> None:
+    for name in inspect.signature(pl.Trainer).parameters:
+        if name in ("callbacks", "logger"):  # groups here too
+            continue
+        if f"trainer.{name}" in valid:
+            continue
+        for key in (name, f"trainer.{name}"):
+            assert words.used_here(key, valid) or words.absent(key), key
+
+
+def test_the_arguments_of_transformers_that_people_set_are_answered(valid: list[str]) -> None:
+    from transformers import TrainingArguments
+
+    names = {f.name for f in dataclasses.fields(TrainingArguments)} - set(valid)
+    answered = {name for name in names if words.used_here(name, valid) or words.absent(name)}
+    assert len(answered) >= 60
+
+
+TYPED = {  # through the command line
+    "data.block_size=128": "here it is data.seq_len",
+    "trainer.max_time=1": "here it is run.time_limit",
+    "lora_r=8": "here it is peft.r (with peft=lora)",
+    "--report_to=wandb": "logger=...",
+    "--fast-dev-run": "debug=fast",
+    "--lora_r=8": "peft.r=... (with peft=lora)",
+    "model=GPT_small": "did you mean model=gpt_small?",
+    "model=GPT2": "did you mean model=gpt_small?",
+    "trainer.limit_val_batches=0.5": "it counts micro-batches",
+    "trainer.val_check_interval=0.25": "it counts optimizer steps",
+    "trainer.devices=[0]": "CUDA_VISIBLE_DEVICES=0 and trainer.devices=1",
+}
+
+
+@pytest.mark.parametrize("typed", TYPED)
+def test_words_and_values_as_they_are_typed(typed: str) -> None:
+    ended = run("train", typed)
+    assert ended.code == 2
+    assert TYPED[typed] in message(ended.err)
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("data.blok_size", "data.seq_len"), ("blck_size", "data.seq_len"), ("trainer.max_iter", "trainer.max_steps"),
+     ("lora_aplha", "peft.alpha"), ("data.text_colum", "data.text_column"), ("model.dropot", "model.dropout")],
+)  # fmt: skip
+def test_a_misspelt_word_gets_the_key_that_is_meant(typed: str, meant: str, valid: list[str]) -> None:
+    assert meant in explain.unknown_key(typed, valid)
+
+
+def test_yes_and_no_are_booleans() -> None:
+    c = config.check(
+        config.compose(["trainer.compile=no", "trainer.activation_checkpointing=Yes", "data.append_eos=off"])
+    )
+    assert (c.trainer.compile, c.trainer.activation_checkpointing, c.data.append_eos) == (False, True, False)
+    with pytest.raises(UserError, match="options: auto"):
+        config.check(config.compose(["trainer.compile=perhaps"]))

@@ -1,0 +1,238 @@
+"""Runs of lmtrain on a CUDA device that isn't there: `python fake_runs.py LIBRARY FOLDER < CASES > RESULTS`.
+
+CASES is a JSON object {name: overrides}, RESULTS one of {name: what was seen}. The runs are built by lmtrain's own
+build.py and trained by its Trainer with all its callbacks; only tensors are fake: they have a shape, a dtype and a
+device, and no values.
+"""
+
+import contextlib
+import io
+import json
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import library
+
+if __name__ == "__main__":
+    library.load(sys.argv[1])
+
+import bitsandbytes  # noqa: F401  # before a device seems to be there: its kernels would be looked for
+import lightning.pytorch as pl
+import numpy as np
+import peft  # noqa: F401
+import torch
+from rich.console import Console
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils import _foreach_utils
+from watch import Watch
+
+from lmtrain.adapters import memory_adapter
+from lmtrain.checkpoints.checkpoint_io import FolderCheckpointIO
+from lmtrain.config.compose import check, compose
+from lmtrain.data.modules import TokenDataModule
+from lmtrain.distributed import devices
+from lmtrain.models import attention
+from lmtrain.models.language_model import LanguageModel
+from lmtrain.objectives import with_reference
+from lmtrain.objectives.reference import Precomputed
+from lmtrain.run import build
+from lmtrain.run.folder import RunDir
+
+aten = torch.ops.aten
+STEPS = 3  # rows are logged at steps 1 and 3: nothing may wait in step 2
+FIXED = [
+    "trainer.accelerator=cuda", "trainer.compile=false", f"trainer.max_steps={STEPS}",
+    "trainer.log_every_n_steps=100", "trainer.val_check_interval=null", "trainer.limit_val_batches=1",
+    "callbacks.samples.every_n_validations=0", "callbacks.progress.style=none", "logger=none", "export.enabled=false",
+]  # fmt: skip
+
+
+class _Generator:
+    def manual_seed(self, seed: int) -> None: ...
+
+
+class _Properties:
+    total_memory, major, minor, multi_processor_count = 80 * 2**30, 9, 0, 132
+
+
+def pretend(capability: tuple[int, int] = (9, 0)) -> contextlib.ExitStack:
+    """torch.cuda's answers to what lmtrain, Lightning and torch ask about the device."""
+    answers: dict[str, Any] = {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "set_device": lambda device: None,
+        "get_device_name": lambda device=None: "no device",
+        "get_device_capability": lambda device=None: capability,
+        "get_device_properties": lambda device=None: _Properties,
+        "is_bf16_supported": lambda including_emulation=True: capability >= (8, 0),
+        "empty_cache": lambda: None,
+        "max_memory_allocated": lambda device=None: 0,
+        "default_generators": [_Generator()],
+    }
+    stack = contextlib.ExitStack()
+    for name, answer in answers.items():
+        stack.enter_context(mock.patch.object(torch.cuda, name, answer))
+    return stack
+
+
+def flex(query: Any, key: Any, value: Any, *, block_mask: Any, scale: Any, enable_gqa: bool) -> Any:
+    """flex_attention wants a compiler for a device that is there: a product of its shapes and dtype instead."""
+    repeats = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
+    return aten._scaled_dot_product_efficient_attention(query, key, value, None, torch.is_grad_enabled())[0]
+
+
+def without_values(model: torch.nn.Module, fake: FakeTensorMode) -> torch.nn.Module:
+    """The model with fake tensors for what was read from files; tied ones stay tied."""
+    made: dict[int, torch.nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not isinstance(parameter, FakeTensor):
+                if id(parameter) not in made:
+                    tensor = fake.from_tensor(parameter.detach(), static_shapes=True)
+                    made[id(parameter)] = torch.nn.Parameter(tensor, parameter.requires_grad)
+                module._parameters[name] = made[id(parameter)]
+    return model
+
+
+class EndOfTraining(pl.Callback):
+    """Looks at the model when training ends, before Lightning takes it off the device."""
+
+    def __init__(self, watch: Watch) -> None:
+        self.watch, self.off_device = watch, list[str]()
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        tensors = {**pl_module.state_dict(), **dict(enumerate(trained(pl_module)))}
+        self.off_device = [str(name) for name, t in tensors.items() if t.device.type != "cuda"]
+        self.watch.step = 0
+
+
+def no_reference(self: Precomputed, model: Any, splits: dict[str, Any], compute: Any, say: Any) -> None:
+    for rows in splits.values():
+        rows.reference = np.zeros((len(rows), 2))
+
+
+def fused_attention(
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: Any = None, enable_gqa: bool = False,
+) -> Any:  # fmt: skip
+    """The kernel CUDA takes: flash attention for half precision without a mask, else the memory-efficient one."""
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    assert query.dtype == key.dtype == value.dtype
+    if half and attn_mask is None:
+        return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+    assert not half, "flash attention could do this without a mask of [T, T]"
+    assert not enable_gqa, "the memory-efficient kernel has no grouped heads: CUDA would compute all of [T, T]"
+    if attn_mask is not None:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).expand(*query.shape[:3], key.shape[2])
+    return aten._scaled_dot_product_efficient_attention(
+        query, key, value, attn_mask, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
+    )[0]
+
+
+def trained(module: Any) -> list[torch.Tensor]:
+    """The optimizer's parameters."""
+    return [p for group in module._optimizer.param_groups for p in group["params"]]
+
+
+class Batches:
+    """A loader's items, read while tensors are real, as fake tensors on the host."""
+
+    def __init__(self, dataset: Any, indices: list[int], fake: FakeTensorMode, watch: Watch, train: bool) -> None:
+        self.dataset, self.watch, self.train = dataset, watch, train
+        read = [dataset[i] for i in indices]
+        to_fake = lambda t: fake.from_tensor(t, static_shapes=True)  # noqa: E731
+        self.items = [torch.utils._pytree.tree_map_only(torch.Tensor, to_fake, item) for item in read]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __iter__(self) -> Any:
+        for number, item in enumerate(self.items, start=1):
+            if self.train:
+                self.watch.step = number
+            yield item
+
+
+def run(name: str, overrides: list[str], folder: Path) -> dict[str, Any]:
+    """Trains STEPS steps, validates, saves; says what the device saw."""
+    fake, watch = FakeTensorMode(allow_non_fake_inputs=True), Watch()
+    config = check(compose([*FIXED, *overrides, f"run.dir={folder / name}"]))
+    devices.resolve_auto(config)
+    real_objective, real_model = build.build_objective, build.build_trainable_model
+
+    def objective(*args: Any) -> Any:
+        with fake, watch:
+            return real_objective(*args)
+
+    def model(*args: Any) -> Any:
+        return without_values(real_model(*args), fake)
+
+    def loader(self: TokenDataModule, dataset: Any, sampler: Any) -> Batches:
+        indices = list(sampler) if sampler is not None else list(range(len(dataset)))
+        with unset_fake_temporarily():
+            return Batches(dataset, indices, fake, watch, train=sampler is not None)
+
+    run_folder = RunDir(folder / name)
+    run_folder.path.mkdir(parents=True)
+    patches = [
+        mock.patch.object(build, "build_objective", objective),
+        mock.patch.object(build, "build_trainable_model", model),
+        mock.patch.object(TokenDataModule, "_loader", loader),
+        mock.patch.object(FolderCheckpointIO, "_publish"),
+        # What looks at values, before training.
+        mock.patch.object(with_reference, "first_values_hash", return_value=""),
+        mock.patch.object(Precomputed, "find", no_reference),
+        mock.patch.object(LanguageModel, "_compare_logits"),
+        mock.patch.object(memory_adapter, "check_start"),
+        # Lightning copies what is logged deep, storage and all.
+        mock.patch.object(pl.LightningModule, "log_dict"),
+        # torch.tensor(.., device="cuda") is then made on the host and copied.
+        mock.patch.object(FakeTensorMode, "avoid_device_init", True),
+        # Without kernels torch would compute it out of its parts.
+        mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", fused_attention),
+        mock.patch.object(attention, "_compiled_flex", return_value=flex),
+        # Fake parameters are moved by swapping them, which refuses tensors that someone refers to weakly.
+        mock.patch.object(torch.utils.weakref, "getweakrefs", return_value=[]),
+    ]
+    with contextlib.ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        built = build.build(config, run_folder, Console(quiet=True), time.time())
+        end = EndOfTraining(watch)
+        built.trainer.callbacks.append(end)
+        with fake, watch:
+            built.trainer.fit(built.objective, datamodule=built.datamodule)
+    assert built.trainer.global_step == STEPS
+    return {
+        "waits": watch.waits,
+        "products": dict(watch.products),
+        "operations": [watch.operations[step] for step in range(1, STEPS + 1)],
+        "off_device": end.off_device,
+        "fp32_sums": watch.fp32_sums,
+    }
+
+
+def main() -> None:
+    for supported in (sys.modules["torch.optim.optimizer"], _foreach_utils):
+        supported._foreach_supported_types.append(FakeTensor)  # as it is for CUDA's
+    cases, folder = json.load(sys.stdin), Path(sys.argv[2])
+    results: dict[str, Any] = {}
+    with pretend(), contextlib.redirect_stdout(io.StringIO()):
+        for name, overrides in cases.items():
+            started = time.perf_counter()
+            try:
+                results[name] = run(name, overrides, folder)
+            except Exception:
+                results[name] = {"error": traceback.format_exc()}
+            results[name]["seconds"] = time.perf_counter() - started
+    json.dump(results, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

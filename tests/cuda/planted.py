@@ -1,0 +1,10 @@
+"""A mistake that the guard must see."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+
+
+class ReadsEachStep(pl.Callback):
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        float(pl_module.last_step.grad_norm)

@@ -1,0 +1,171 @@
+"""What is decided for a GPU, on a machine without one."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from inprocess import run
+from lmtrain import verify
+from lmtrain.config.compose import check, compose
+from lmtrain.config.schema import Config
+from lmtrain.distributed import devices
+from lmtrain.errors import UserError
+from lmtrain.models.language_model import auto_chunk_bytes
+from lmtrain.run import advice as notes
+from lmtrain.run import subject
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes torch say there is one GPU, of a compute capability."""
+
+    def pretend(major: int = 9, minor: int = 0) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: major >= 8)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (major, minor))
+        monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: object())
+        monkeypatch.setenv("CC", "true")
+
+    return pretend
+
+
+def resolved(*overrides: str) -> Config:
+    config = check(compose(list(overrides)))
+    devices.resolve_auto(config)
+    return config
+
+
+def test_blocks_are_compiled_where_they_can_be(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu()
+    assert resolved().trainer.compile is True
+    assert resolved("trainer.accelerator=cpu").trainer.compile is False
+    zero3 = resolved("optimizer=adamw", "trainer.strategy=deepspeed", "trainer.deepspeed.stage=3")
+    assert zero3.trainer.compile is False
+    assert "ZeRO-3" in str(devices.why_not_compiled(zero3.trainer))
+    assert resolved("optimizer=adamw", "trainer.strategy=deepspeed").trainer.compile is True
+
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert resolved().trainer.compile is False
+    with pytest.raises(UserError, match=r"trainer\.compile=true: there is no C compiler for Triton"):
+        resolved("trainer.compile=true")
+    monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="Triton is not installed"):
+        resolved("trainer.compile=true")
+    gpu(6, 1)
+    with pytest.raises(UserError, match=r"compute capability 7\.0 or newer \(here 6\.1\)"):
+        resolved("trainer.compile=true")
+
+
+def test_an_old_driver_is_named(monkeypatch: pytest.MonkeyPatch, corpus: Any, tmp_path: Any) -> None:
+    """torch then says that there is no GPU, and the run would go on for days on the CPU."""
+    from support import TINY
+
+    def init() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040). Please update ...")
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", init)
+    with pytest.raises(UserError, match=r"driver is too old for this torch, which is built with CUDA 13\.0: update"):
+        resolved("trainer.accelerator=cuda")
+    settings = [*TINY, "data=text", f"data.path={corpus}", "trainer.max_steps=1", f"run.dir={tmp_path / 'run'}"]
+    ended = run("train", *settings, "model=llama_nano", "model.intermediate_size=64")
+    assert ended.code == 0, ended.err
+    assert "the NVIDIA driver is too old for this torch" in " ".join(
+        (tmp_path / "run" / "plan.txt").read_text().split()
+    )
+
+
+def test_fp32_products_are_rounded_only_where_asked_for(gpu: Any) -> None:
+    gpu()
+    before = torch.get_float32_matmul_precision()
+    try:
+        devices.set_matmul_precision(resolved("trainer.float32_matmul_precision=high").trainer)
+        assert torch.get_float32_matmul_precision() == "high"
+        devices.set_matmul_precision(resolved().trainer)
+        assert torch.get_float32_matmul_precision() == "highest"
+        cpu = resolved("trainer.float32_matmul_precision=medium", "trainer.accelerator=cpu")
+        devices.set_matmul_precision(cpu.trainer)
+        assert torch.get_float32_matmul_precision() == "highest"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_verify_says_what_a_gpu_promises(gpu: Any) -> None:
+    gpu()
+    assert "trainer.deterministic=true makes resuming exact" in verify.promise(resolved())
+    assert verify.promise(resolved("trainer.deterministic=true")) == ""
+    assert verify.promise(resolved("trainer.accelerator=cpu")) == ""
+
+
+def test_deterministic_algorithms_are_asked_of_torch(corpus: Any, tmp_path: Any) -> None:
+    from support import TINY
+
+    settings = [*TINY, "data=text", f"data.path={corpus}", "trainer.max_steps=1", f"run.dir={tmp_path / 'run'}"]
+    try:
+        ended = run("train", *settings, "trainer.deterministic=true", "model=llama_nano", "model.intermediate_size=64")
+        assert ended.code == 0, ended.err
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    wrong = run("train", *settings, "trainer.deterministic=maybe")
+    assert wrong.code == 2
+    assert "trainer.deterministic=maybe is not known" in wrong.err
+
+
+def test_text_is_generated_on_the_gpu(gpu: Any) -> None:
+    moved: list[str] = []
+
+    class Model:
+        config = SimpleNamespace(quantization_config=None)
+        to = staticmethod(moved.append)
+
+    subject.place(Model(), "auto")
+    assert moved == []
+    gpu()
+    subject.place(Model(), "cpu")
+    assert moved == []
+    subject.place(Model(), "auto")
+    assert moved == ["cuda"]
+
+
+def test_the_plan_says_what_keeps_a_gpu_waiting(gpu: Any) -> None:
+    gpu()
+    weight = torch.nn.Parameter(torch.zeros(1))
+
+    def advice(optimizer: Any, dropout: float, has_router: bool, *overrides: str) -> list[str]:
+        model = SimpleNamespace(attention_dropout=dropout, has_router=has_router)
+        objective = SimpleNamespace(_optimizer=optimizer, model=model)
+        return notes.for_gpus(SimpleNamespace(config=resolved(*overrides), objective=objective))  # type: ignore[arg-type]
+
+    fused, plain = (torch.optim.AdamW([weight], fused=fused) for fused in (True, None))
+    assert advice(fused, 0.1, False) == []
+    (note,) = advice(plain, 0.0, True)
+    assert "optimizer.fused=true" in note
+    (note,) = advice(fused, 0.1, True, "data.isolate_documents=true")
+    assert "model.dropout=0" in note
+    (note,) = advice(fused, 0.0, True, "trainer.precision=32-true")
+    assert "trainer.precision=bf16-mixed" in note
+
+
+def test_what_a_gpu_does_not_tell_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notes, "has_nvml", lambda: False)
+    assert notes.not_measured() == ["gpu_utilization and gpu_watts are not logged: pip install nvidia-ml-py"]
+    monkeypatch.setattr(notes, "has_nvml", lambda: True)
+    assert notes.not_measured() == []
+
+
+@pytest.mark.parametrize(("card_gib", "chunk_mib"), [(16, 256), (80, 1280), (141, 2048)])
+def test_large_cards_hold_more_logits_at_once(card_gib: int, chunk_mib: int, gpu: Any, monkeypatch: Any) -> None:
+    gpu()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    properties = SimpleNamespace(total_memory=card_gib * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    auto_chunk_bytes.cache_clear()
+    try:
+        assert auto_chunk_bytes("cuda") == chunk_mib * 2**20
+        assert auto_chunk_bytes("cpu") == 256 * 2**20
+    finally:
+        auto_chunk_bytes.cache_clear()

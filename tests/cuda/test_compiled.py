@@ -1,0 +1,165 @@
+"""What torch.compile makes of the decoder blocks: no break, and a fixed number of graphs however lengths change.
+
+Graphs are made, not compiled to kernels (backend eager): breaks and further variants come before that.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from helpers_models import objective, packed, tiny
+from lmtrain.losses import cross_entropy as losses
+from lmtrain.models import attention, language_model
+from lmtrain.models.compiling import compile_model
+from lmtrain.models.documents import Prefixes
+from lmtrain.models.language_model import LanguageModel
+from lmtrain.objectives.reference import evaluating
+
+# Rows of documents: lengths, their number and the number of documents all change.
+MICRO_BATCHES = [[[5, 9, 2, 1, 3], [7, 7, 6]], [[8, 4, 3], [10, 5]], [[8, 4, 3, 5, 5], [10, 15]], [[6, 9], [5, 10]]]
+GEMMA3: dict[str, Any] = {
+    "num_hidden_layers": 12, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 48,
+    "extra": {"sliding_window": 8},
+}  # fmt: skip
+
+
+@torch._dynamo.allow_in_graph
+def varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, *, scale: Any,
+    window_size: tuple[int, int], enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """In the place of torch's varlen_attn, which runs on CUDA only: its shapes, and the dtypes it asks for."""
+    assert {t.dtype for t in (q, k, v)} <= {torch.bfloat16, torch.float16}
+    assert cu_q.dtype == cu_k.dtype == torch.int32
+    return q + (k.mean() + v.mean() + cu_q.sum() + cu_k.sum())
+
+
+@pytest.fixture(autouse=True)
+def _stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(language_model, "choose_method", lambda *_: "varlen")
+    monkeypatch.setattr(attention, "varlen", lambda: (varlen, frozenset({"window_size", "enable_gqa"})))
+    monkeypatch.setattr(losses, "_compile_block", lambda: torch.compile(losses._block, backend="eager"))
+    torch._dynamo.reset()
+    counters.clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        yield
+    torch._dynamo.reset()
+
+
+def compiled(family: str, changing_lengths: bool = True, **changes: Any) -> LanguageModel:
+    # Chunks of 10 tokens: the loss's graphs must not depend on how many are left for the last.
+    model = LanguageModel(tiny(family, **changes), objective(z_loss=1e-4))
+    compile_model(model.model, changing_lengths, backend="eager")
+    return model
+
+
+def graphs() -> int:
+    """How many were made so far, after making sure that none was broken."""
+    assert dict(counters["graph_break"]) == {}
+    return counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3", "qwen3_moe"])
+def test_pretraining(family: str) -> None:
+    model = compiled(family, changing_lengths=False)
+    for length in (20, 20, 20):
+        batch = packed([[length]] * 3)
+        model(input_ids=batch["input_ids"], labels=batch["labels"]).loss_sum.backward()
+    assert graphs() == 2  # blocks, loss
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "variants"), [("gpt2", {}, 1), ("llama", {}, 1), ("gemma3_text", GEMMA3, 2)]
+)
+def test_packed_rows(family: str, changes: dict[str, Any], variants: int) -> None:
+    """Variants: sliding layers and the others."""
+    model = compiled(family, **changes)
+    for lengths in MICRO_BATCHES:
+        model(**packed(lengths)).loss_sum.backward()
+    assert graphs() == variants + 1
+    for lengths in MICRO_BATCHES:
+        with torch.no_grad(), evaluating(model):
+            model(**packed(lengths))
+    assert graphs() == 2 * (variants + 1)
+
+
+def test_preferences() -> None:
+    """The policy with gradients and dropout, the reference without."""
+    model = compiled("llama")
+    for number, lengths in enumerate(MICRO_BATCHES):
+        batch = packed(lengths)
+        prefixes = shared_prompts(batch["cu_seqlens"], 2 * (number % 2))
+        with torch.no_grad(), evaluating(model):
+            log_probs(model, batch, prefixes)
+        log_probs(model, batch, prefixes).sum().backward()
+    assert graphs() == 4  # blocks and loss, each with and without gradients
+
+
+def log_probs(model: LanguageModel, batch: dict[str, Tensor], prefixes: Prefixes) -> Tensor:
+    before = torch.arange(batch["input_ids"].numel() - 1)
+    inputs = {name: batch[name] for name in ("input_ids", "position_ids", "cu_seqlens")}
+    return model.log_probs(**inputs, prefixes=prefixes, scored=before + 1, before=before).tokens
+
+
+def shared_prompts(starts: Tensor, tokens: int) -> Prefixes:
+    """Every second document goes on from the first tokens of the one before."""
+    lengths = torch.zeros(len(starts) - 1, dtype=torch.int32)
+    lengths[1::2] = tokens
+    index, ends = list[int](), [0]
+    for i, (start, end) in enumerate(zip(starts.tolist(), starts.tolist()[1:], strict=False)):
+        if lengths[i]:
+            index += range(int(starts[i - 1]), int(starts[i - 1] + lengths[i]))
+        index += range(start, end)
+        ends.append(len(index))
+    return Prefixes(lengths, torch.tensor(index), torch.tensor(ends, dtype=torch.int32))
+
+
+def test_one_more_variant_than_allowed_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    model = compiled("llama", changing_lengths=False)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for lengths in MICRO_BATCHES:
+            model(**packed(lengths)).loss_sum.backward()
+    assert [r.message for r in caplog.records if "runs further ones uncompiled" in r.message]
+
+
+TERMS = [losses.Terms(0.0, 0.0, None), losses.Terms(1e-2, 0.1, None), losses.Terms(0.0, 0.1, 5.0)]
+
+
+@pytest.mark.parametrize("terms", TERMS)
+@pytest.mark.parametrize("gradient", [True, False])
+def test_the_compiled_loss_is_the_loss(terms: losses.Terms, gradient: bool) -> None:
+    """It is written in another way, so that it is fused; the reference is the same in fp64 by autograd."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 20 * torch.randn(7, 50, generator=generator)
+    labels = torch.randint(0, 50, (7,), generator=generator)
+    exact = logits.double().requires_grad_()
+    x = exact if terms.logit_softcap is None else terms.logit_softcap * torch.tanh(exact / terms.logit_softcap)
+    nll = torch.nn.functional.cross_entropy(x, labels, reduction="none")
+    smooth = torch.nn.functional.cross_entropy(x, labels, reduction="none", label_smoothing=terms.label_smoothing)
+    (smooth + terms.z_loss * x.logsumexp(1).square()).sum().backward()
+    loss, found = losses._compile_block()(logits, labels, terms, gradient)
+    torch.testing.assert_close(found.double(), nll.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        loss.double(), (smooth + terms.z_loss * x.logsumexp(1).square()).detach(), rtol=1e-5, atol=1e-5
+    )
+    if gradient:
+        torch.testing.assert_close(logits.double(), exact.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_the_compiled_loss_moves_six_bytes_a_logit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """bf16 logits are read twice and their gradient is written: nothing of [c, V] in fp32 is ever stored."""
+    from torch._inductor import compile_fx, config, metrics
+
+    monkeypatch.setattr(compile_fx.inductor_metrics_log, "isEnabledFor", lambda level: True)  # then it counts
+    rows, vocabulary = 64, 50304
+    logits = torch.randn(rows, vocabulary).to(torch.bfloat16)
+    metrics.reset()
+    with config.patch(force_disable_caches=True):
+        torch.compile(losses._block)(logits, torch.zeros(rows, dtype=torch.int64), TERMS[0], True)
+    assert 0 < metrics.num_bytes_accessed / (rows * vocabulary) < 6.1

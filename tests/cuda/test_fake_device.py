@@ -1,0 +1,173 @@
+"""Real runs on a CUDA device that isn't there: where tensors lie, what dtype they are multiplied in, who waits.
+
+See fake_runs.py for how. What it can't see: numbers, races, and dtype checks inside kernels.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import library
+import pytest
+
+from chats import write_rows
+from tiny_pretrained import save_pretrained
+
+HERE = Path(__file__).parent
+# More than 4,096 rows of 512 logits, or the loss would take its path for small ones.
+COMMON = ["model.vocab_size=512", "model.num_hidden_layers=2", "model.max_position_embeddings=1024"]
+TEXT = ["data=text", "tokenizer=bytes", *COMMON, "data.global_batch_size=8", "data.micro_batch_size=8"]
+LLAMA = ["model=llama_nano", "model.num_key_value_heads=2"]
+SMALL = ["tokenizer=bytes", "model.hidden_size=256", "model.num_attention_heads=4", "model.num_key_value_heads=2"]
+QWEN3 = ["model=qwen3_small", *SMALL, "model.intermediate_size=256"]
+MOE = ["model=moe_small", *SMALL, "model.moe_intermediate_size=128"]
+# Gemma 3's kind: sliding layers between full ones.
+SLIDING = [
+    *LLAMA, "model.family=gemma3_text", "model.hidden_act=null", "model.head_dim=64", "+model.extra.sliding_window=64",
+    "+model.extra.layer_types=[sliding_attention,full_attention]",
+]  # fmt: skip
+MEMORY = ["model=memory_nano", "memory.layers=[0,1]", "memory.router_noise=0.1"]
+STEPS = 3
+PACKED = ["data.isolate_documents=true"]
+
+PRETRAINING = {
+    "gpt2": ["data.global_batch_size=16", "objective.loss_chunk_tokens=4096"],
+    "llama": LLAMA,
+    "llama_packed": [*LLAMA, *PACKED],
+    "qwen3": QWEN3,
+    "sliding": SLIDING,
+    "moe": MOE,
+    "memory": [*MEMORY, *LLAMA[1:]],
+    "16-mixed": ["trainer.precision=16-mixed"],
+    "bf16-true": ["trainer.precision=bf16-true"],
+    "packed_32-true": [*PACKED, "trainer.precision=32-true"],
+    "checkpointing": ["trainer.activation_checkpointing=true"],
+    "spikes": ["trainer.spike_factor=2.0"],
+}
+OPTIMIZERS = {name: [f"optimizer={name}"] for name in ("muon", "lion", "adafactor", "adamw_8bit")}
+OPTIMIZERS["not_fused"] = ["optimizer.fused=false"]
+PLANTED = ["callbacks.extra=[{_target_: planted.ReadsEachStep}]", "run.allow_target=[planted]"]
+
+FINE_TUNING = [
+    "model=pretrained", "data.chat_template=zephyr", "data.val_fraction=0.2", "data.global_batch_size=4",
+    "data.micro_batch_size=4", "data.seq_len=256",
+]  # fmt: skip
+LORA = ["peft=lora", "peft.r=4", "peft.dropout=0.1", "optimizer.lr=1e-3"]
+SFT = {
+    "packed": [],
+    "padded": ["data.packing=off"],
+    "lora": LORA,
+    "lora_bf16-true": [*LORA, "trainer.precision=bf16-true"],
+    "memory": ["peft=memory", "memory.layers=[1]", "memory.share_bank=false"],
+    "noise": ["objective.neftune_alpha=5"],
+}
+DPO = {
+    "frozen_copy": [],
+    "adapter_off": LORA,
+    "precomputed": ["objective.reference=precomputed"],
+    "prompts_twice": ["data.share_prompts=false"],
+    "32-true": ["trainer.precision=32-true"],
+}
+# Who may wait for the device: whoever writes a row, a score or a checkpoint, and the start of the run.
+MAY_WAIT = {
+    "callbacks/metrics.py": {"_log_step", "log_validation", "on_train_start", "state_dict"},
+    "objectives/guard.py": {"counts", "to", "state_dict"},
+    "objectives/base.py": {"validation_means"},
+    "objectives/start_check.py": {"check_agreement", "check_start"},
+    "losses/cross_entropy.py": {"adds_in_fp32"},  # the first time: it is tried on numbers
+    "objectives/reference.py": {"_swap"},  # the first time: the first values come from the host
+}
+
+
+def seen(cases: dict[str, list[str]], library: Path, folder: Path) -> dict[str, Any]:
+    """What the device saw of each run."""
+    done = subprocess.run(
+        [sys.executable, str(HERE / "fake_runs.py"), str(library), str(folder)],
+        input=json.dumps(cases),
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    results = json.loads(done.stdout)
+    failed = {name: result["error"][-3000:] for name, result in results.items() if "error" in result}
+    assert not failed, "\n".join(f"--- {name}\n{error}" for name, error in failed.items())
+    return results
+
+
+@pytest.fixture(scope="module")
+def device(request: pytest.FixtureRequest) -> Path:
+    found = library.compiled(request.config.cache.mkdir("one_device"))
+    if isinstance(found, str):
+        pytest.skip(found)
+    return found
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    for i in range(40):
+        (folder / f"{i}.txt").write_text("\n".join(f"line {j} of file {i}: the number {j * i}" for j in range(200)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_pretrained(tmp_path_factory.mktemp("llama"), max_position_embeddings=256)
+
+
+def check(result: dict[str, Any], dtype: str) -> None:
+    assert result["off_device"] == []
+    assert set(result["products"]) == {dtype}
+    in_between = [wait for wait in result["waits"] if wait[0] == 2]  # step 2 of 3 writes no row
+    assert in_between == []
+    elsewhere = []
+    for step, what, where in result["waits"]:
+        file, _, function = where.partition(" ")
+        if step and function not in MAY_WAIT.get(file, ()):
+            elsewhere.append((step, what, where))
+    assert elsewhere == []
+
+
+def test_pretraining(device: Path, text: Path, tmp_path: Path) -> None:
+    cases = {name: [*TEXT, f"data.path={text}", *extra] for name, extra in PRETRAINING.items()}
+    for name, result in seen(cases, device, tmp_path).items():
+        if name == "16-mixed":  # torch's gradient scaler asks each step whether a gradient was infinite
+            result["waits"] = [w for w in result["waits"] if w[2] != "objectives/base.py training_step"]
+            result["waits"] = [w for w in result["waits"] if w[2] != "callbacks/checkpoints.py save"]
+        if name == "gpt2":  # the first chunk's gradient of the output embedding begins the sum of each micro-batch
+            assert result["fp32_sums"] > STEPS
+        dtype = {"16-mixed": "float16", "packed_32-true": "float32"}.get(name, "bfloat16")
+        check(result, dtype)
+
+
+def test_optimizers(device: Path, text: Path, tmp_path: Path) -> None:
+    cases = {name: [*TEXT, f"data.path={text}", *extra] for name, extra in OPTIMIZERS.items()}
+    results = seen({**cases, "planted": [*cases["lion"], *PLANTED]}, device, tmp_path)
+    planted = results.pop("planted")["waits"]
+    assert [(what, Path(place.split()[0]).name) for step, what, place in planted if step == 2] == [
+        ("item", "planted.py")
+    ]
+    for name, result in results.items():
+        if name not in ("muon", "lion"):  # the plan says so: these can't leave out a bad update by themselves
+            waits = [w for w in result["waits"] if w[2] == "objectives/base.py on_before_optimizer_step"]
+            assert [step for step, *_ in waits] == [1, 2, 3]
+            result["waits"] = [w for w in result["waits"] if w not in waits]
+        check(result, "bfloat16")
+
+
+def test_sft(device: Path, llama: Path, tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "chats.jsonl", "chat_jsonl")
+    fixed = ["objective=sft", "data=chat_jsonl", f"data.path={source}", *FINE_TUNING, f"model.name_or_path={llama}"]
+    for result in seen({name: [*fixed, *extra] for name, extra in SFT.items()}, device, tmp_path).values():
+        check(result, "bfloat16")
+
+
+def test_dpo(device: Path, llama: Path, tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "pairs.jsonl", "preference_jsonl")
+    fixed = ["objective=dpo", "data=preference_jsonl", f"data.path={source}", *FINE_TUNING]
+    fixed += [f"model.name_or_path={llama}"]
+    for name, result in seen({n: [*fixed, *extra] for n, extra in DPO.items()}, device, tmp_path).items():
+        check(result, "float32" if name == "32-true" else "bfloat16")

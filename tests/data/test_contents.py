@@ -1,0 +1,252 @@
+"""Changed tokens are noticed, wherever in the files the change lies; nothing large is read whole at every start."""
+
+import json
+import os
+import shutil
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from chats import write_chats
+from inprocess import message, run
+from lmtrain.data import contents
+from lmtrain.data.examples.chat_rows import ChatRows
+from lmtrain.data.examples.prepare import PreparedExamples, prepare_examples
+from lmtrain.data.text import bin_identity, bins
+from lmtrain.data.text.bin_writer import BinWriter
+from lmtrain.data.text.prepare import prepare
+from lmtrain.errors import UserError
+from lmtrain.run import build
+from support import TINY, rows
+
+MIB = 2**20
+
+
+def edit(path: Path, at: int, size: int = 64) -> None:
+    """The numbers at `at` of a file in another order; its size and date stay."""
+    before = path.stat()
+    with path.open("r+b") as file:
+        file.seek(at)
+        found = file.read(size)
+        file.seek(at)
+        assert found[8:] + found[:8] != found
+        file.write(found[8:] + found[:8])
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def write_plain(folder: Path, tokens: int = MIB) -> Path:
+    folder.mkdir()
+    random = np.random.default_rng(0)
+    for name in ("train", "val"):
+        random.integers(0, 256, tokens, dtype=np.uint16).tofile(folder / f"{name}.bin")
+    return folder
+
+
+@pytest.mark.parametrize("shard_tokens", [7, 50, 1000])
+def test_hashes_made_while_writing_are_those_of_the_files(shard_tokens: int, tmp_path: Path) -> None:
+    random = np.random.default_rng(shard_tokens)
+    writer = BinWriter(tmp_path, "train", "uint16", shard_tokens)
+    for _ in range(60):
+        for piece in range(int(random.integers(1, 4))):
+            ids = random.integers(0, 99, int(random.integers(1, 20)), dtype=np.uint16)
+            writer.append(ids, ends_document=piece == 0)
+    split = writer.close()
+    for shard in split["shards"]:
+        file = tmp_path / shard["file"]
+        assert shard["sha256"] == sha256(file.read_bytes()).hexdigest()
+        assert shard["docs_sha256"] == sha256(file.with_suffix(".docs").read_bytes()).hexdigest()
+    assert len(split["shards"]) > 1 or shard_tokens == 1000
+
+
+@pytest.mark.parametrize("megabytes", [2, 34], ids=["small", "remembered"])
+def test_an_edit_anywhere_in_ready_bins_gives_another_fingerprint(
+    megabytes: int, tmp_path: Path, data_config, tokenizer_config
+) -> None:
+    folder = write_plain(tmp_path / "bins", megabytes * MIB // 4)
+    found = lambda: prepare(data_config("bins", path=str(folder)), tokenizer_config("bytes"), False).fingerprint  # noqa: E731
+    sampled = lambda: bin_identity.sampled_fingerprint([bins.open_bins(folder, "train")])  # noqa: E731
+    names, before = [found()], sampled()
+    assert found() == names[0]
+    for at in (3 * MIB // 4 + 16, 300_000, 0):
+        edit(folder / "train.bin", at)
+        names.append(found())
+        assert (sampled() == before) == (at > 0), "the first edits are such as samples of the file miss"
+    edit(folder / "val.bin", 12_344)
+    names.append(found())
+    assert len(set(names)) == len(names)
+
+
+def test_large_bins_are_read_whole_once(tmp_path: Path, data_config, tokenizer_config, monkeypatch) -> None:
+    folder = write_plain(tmp_path / "bins", 10 * MIB)
+    read = []
+    whole = contents._sha256
+    monkeypatch.setattr(contents, "_sha256", lambda path, advance: read.append(path.name) or whole(path, advance))
+    monkeypatch.setattr(contents, "_SAY_FROM", MIB)
+    said: list[str] = []
+    names = ["train.bin", "val.bin"]
+    for _ in range(3):
+        contents.check(folder, dict.fromkeys(names), tmp_path / "cache", said.append)
+    assert sorted(read) == names
+    assert said == ["reading 0.0 GB of token data to know it again: once, until the files change"]
+    edit(folder / "val.bin", 0)
+    contents.check(folder, dict.fromkeys(names), tmp_path / "cache", said.append)
+    assert sorted(read) == ["train.bin", "val.bin", "val.bin"]
+    (tmp_path / "file").touch()
+    contents.check(folder, dict.fromkeys(names), tmp_path / "file" / "below", said.append)
+    assert "files.json can't be written: the files are read again at the next start" in said[-1]
+
+
+def test_what_was_just_written_is_not_read_again(tmp_path: Path, data_config, tokenizer_config, monkeypatch) -> None:
+    monkeypatch.setattr(contents, "REMEMBER_FROM", 1)
+    monkeypatch.setattr(contents, "_sha256", None)
+    (tmp_path / "a.txt").write_text("one line\nand another\n" * 300)
+    cfg = data_config(path=str(tmp_path / "a.txt"))
+    first = prepare(cfg, tokenizer_config(), progress=False)
+    assert prepare(cfg, tokenizer_config(), progress=False).fingerprint == first.fingerprint
+
+
+@pytest.mark.parametrize("remember_from", [1, 1 << 24])
+@pytest.mark.parametrize("name", ["train_00000.bin", "val_00000.bin", "train_00000.docs"])
+def test_prepared_bins_that_were_changed_are_refused(
+    name: str, remember_from: int, tmp_path: Path, data_config, tokenizer_config, monkeypatch
+) -> None:
+    monkeypatch.setattr(contents, "REMEMBER_FROM", remember_from)
+    (tmp_path / "a.txt").write_text("".join(f"line {i} of many\n" for i in range(3000)))
+    cfg = data_config(path=str(tmp_path / "a.txt"), sample_by="line")
+    folder = prepare(cfg, tokenizer_config(), progress=False).folder
+    recorded = bin_identity.recorded_hashes(bins.load_meta(folder))[name]
+    edit(folder / name, 40)
+    now = sha256((folder / name).read_bytes()).hexdigest()
+    for again in (cfg, data_config("bins", path=str(folder))):
+        said = rf"{name} was changed .* {recorded[:16]}.* {now[:16]}.*delete .*{folder.name}"
+        with pytest.raises(UserError, match=said):
+            prepare(again, tokenizer_config(), progress=False)
+
+
+def without_hashes(folder: Path) -> None:
+    """Makes of a prepared folder one that an earlier version wrote."""
+    if (folder / "meta.json").exists():
+        meta = json.loads((folder / "meta.json").read_text())
+        for split in meta["splits"].values():
+            for shard in split["shards"]:
+                del shard["sha256"], shard["docs_sha256"]
+        (folder / "meta.json").write_text(json.dumps(meta))
+
+
+def test_a_folder_of_an_earlier_version_is_used(tmp_path: Path, data_config, tokenizer_config) -> None:
+    (tmp_path / "a.txt").write_text("one line\nand another\n" * 300)
+    cfg = data_config(path=str(tmp_path / "a.txt"))
+    first = prepare(cfg, tokenizer_config(), progress=False)
+    without_hashes(first.folder)
+    again = prepare(cfg, tokenizer_config(), progress=False)
+    assert (again.folder, again.fingerprint) == (first.folder, first.fingerprint)
+    edit(first.folder / "train_00000.bin", 40)
+    assert prepare(cfg, tokenizer_config(), progress=False).fingerprint != first.fingerprint
+
+
+def test_the_same_tokens_elsewhere_have_the_same_name(tmp_path: Path, data_config, tokenizer_config) -> None:
+    first = write_plain(tmp_path / "bins")
+    moved = shutil.copytree(first, tmp_path / "moved")
+    of = lambda folder: prepare(data_config("bins", path=str(folder)), tokenizer_config("bytes"), False).fingerprint  # noqa: E731
+    assert of(first) == of(moved)
+
+
+def kinds(corpus: Path, folder: Path) -> dict[str, tuple[list[str], str]]:
+    """Settings by kind of data, and the file of it to edit."""
+    plain, chats = write_plain(folder / "bins"), write_chats(folder / "chats.jsonl")
+    chat = [f"data.path={chats}", "objective=sft", "data=chat_jsonl", "data.chat_template=vicuna", "data.seq_len=512",
+            "model.max_position_embeddings=1024", "data.val_fraction=0.1"]  # fmt: skip
+    return {
+        "bins": (["data=bins", f"data.path={plain}"], "train.bin"),
+        "text": (["data=text", f"data.path={corpus}"], "train_00000.bin"),
+        "chats": (chat, "train_00000.bin"),
+    }
+
+
+def earlier_name(folder: Path) -> str:
+    """What earlier versions called the data in a folder."""
+    digest = sha256()
+    if (folder / "train_00000.mask").exists():  # starts, ids and masks of examples lay in files of their own
+        for split in ("train", "val"):
+            ends, ids, mask = (np.fromfile(folder / f"{split}_00000.{kind}", dtype)
+                               for kind, dtype in (("docs", "<u8"), ("bin", "<u2"), ("mask", "u1")))  # fmt: skip
+            for part in (np.array([0, *ends], "<i8"), ids.astype("<u4"), mask):
+                digest.update(part.tobytes())
+        return digest.hexdigest()[:16]
+    for file in (next(folder.glob("train*.bin")), next(folder.glob("val*.bin"))):
+        tokens = np.fromfile(file, dtype="<u2")
+        docs = file.with_suffix(".docs")
+        count, documents = min(2048, len(tokens)), docs.stat().st_size // 8 if docs.exists() else 0
+        digest.update(f"split uint16 {len(tokens)}\nshard {len(tokens)} {documents}\n".encode())
+        for i in range(16):
+            start = (len(tokens) - count) * i // 15
+            digest.update(tokens[start : start + count].tobytes())
+    return digest.hexdigest()
+
+
+def file_by_file_name(folder: Path) -> str:
+    """What the version before token bins held examples called the data in a folder."""
+    parts = []
+    for split in ("train", "val"):
+        ends, ids, mask = (np.fromfile(folder / f"{split}_00000.{kind}", dtype)
+                           for kind, dtype in (("docs", "<u8"), ("bin", "<u2"), ("mask", "u1")))  # fmt: skip
+        arrays = (ids.astype("<u4"), mask, np.array([0, *ends], "<i8"))
+        parts.append([split, *(sha256(array.tobytes()).hexdigest() for array in arrays)])
+    return "sha256:" + sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def test_examples_have_their_earlier_names(tmp_path: Path, data_config, tokenizer_config) -> None:
+    """A weight of 2 wrote every example twice."""
+    once, twice = write_chats(tmp_path / "once.jsonl", 20), tmp_path / "twice.jsonl"
+    twice.write_text("".join(line * 2 for line in once.read_text().splitlines(keepends=True)))
+    chat = {"chat_template": "vicuna", "max_length": 512, "seq_len": 512, "val_fraction": 0}
+
+    def prepared(path: Path, weight: float) -> PreparedExamples:
+        val = write_chats(tmp_path / "val.jsonl", 5)
+        mixture = [{"path": str(path), "weight": weight}, {"path": str(val), "val_path": str(val)}]
+        cfg = data_config("mixture", mixture=mixture, **chat)
+        return prepare_examples(cfg, tokenizer_config(), ChatRows, progress=False)
+
+    weighted, plain = prepared(once, 2), prepared(twice, 1)
+    assert plain.earlier_fingerprints() == [file_by_file_name(plain.folder), earlier_name(plain.folder)]
+    assert weighted.earlier_fingerprints() == plain.earlier_fingerprints()
+    assert weighted.folder == prepared(once, 1).folder
+    assert weighted.fingerprint != prepared(once, 1).fingerprint
+
+
+def as_before(ours: dict[str, dict[str, object]], data: str) -> dict[str, object]:
+    """A fingerprint as earlier versions wrote it: flat, few keys, the data by its earlier name."""
+    keys = ("data.seq_len", "data.global_batch_size", "data.isolate_documents", "seed")
+    return {
+        "data": data,
+        "tokenizer": ours["earlier"]["tokenizer"],
+        "model": ours["earlier"]["model"],
+        "optimizer": ours["keys"]["optimizer.name"],
+        **{key: ours["keys"][key] for key in keys},
+    }
+
+
+@pytest.mark.parametrize("kind", ["bins", "text", "chats"])
+def test_a_run_goes_on_over_unchanged_data_only(kind: str, corpus: Path, tmp_path: Path, monkeypatch) -> None:
+    """Begun by an earlier version, it goes on, and from then on its data has the name that tells every change."""
+    settings, file = kinds(corpus, tmp_path)[kind]
+    common = [*TINY, *settings, f"data.cache_dir={tmp_path / 'cache'}", f"run.dir={tmp_path / 'run'}",
+              "run.resume=auto", "trainer.limit_val_batches=1", "callbacks.samples.every_n_validations=0",
+              "export.enabled=false"]  # fmt: skip
+    now = build.run_fingerprint
+    with monkeypatch.context() as patch:
+        earlier = lambda config, corpus, model: as_before(now(config, corpus, model), earlier_name(corpus.folder))  # noqa: E731
+        patch.setattr(build, "run_fingerprint", earlier)
+        first = run("train", *common, "trainer.max_steps=1")
+    assert first.code == 0, first.err
+    path = next(p for p in tmp_path.rglob(file) if "run" not in p.relative_to(tmp_path).parts)
+    without_hashes(path.parent)
+    second = run("train", *common, "trainer.max_steps=2")
+    assert second.code == 0, second.err
+    assert [r["step"] for r in rows(tmp_path / "run" / "metrics.jsonl") if "train/loss" in r] == [1, 2]
+    edit(path, 300_000 if kind == "bins" else 304)
+    refused = run("train", *common, "trainer.max_steps=3")
+    assert refused.code == 2
+    assert "data (then sha256:" in message(refused.err)

@@ -1,0 +1,137 @@
+"""data.val_sets and data.val_train_rows: numbers of their own beside val/loss, and what can't be a set."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from chats import write_chats
+from inprocess import TWO_STEPS, message, run, train_tiny
+from support import TINY, rows
+from tiny_pretrained import save_pretrained
+
+SEQ_LEN = 32
+CHATS = [*(o for o in TINY if not o.startswith(("tokenizer=", "model.", "data.seq"))), *TWO_STEPS, "objective=sft",
+         "data=chat_jsonl", "data.chat_template=vicuna", "data.seq_len=512", "data.val_fraction=0.2",
+         "model=pretrained", "callbacks.samples.every_n_validations=0"]  # fmt: skip
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> dict[str, Path]:
+    files = {"wiki": tmp_path / "wiki.txt", "code": tmp_path / "code.jsonl"}
+    files["wiki"].write_text("Anarchism is a political philosophy and movement. " * 30)
+    lines = [json.dumps({"text": f"def add{i}(a, b):\n    return a + b + {i}\n"}) for i in range(20)]
+    files["code"].write_text("\n".join(lines))
+    return files
+
+
+def windows(ids: list[int]) -> torch.Tensor:
+    """All rows of SEQ_LEN + 1 tokens, one token shared by neighbours."""
+    count = (len(ids) - 1) // SEQ_LEN
+    return torch.tensor([ids[i * SEQ_LEN : (i + 1) * SEQ_LEN + 1] for i in range(count)])
+
+
+def plain_loss(model: torch.nn.Module, block: torch.Tensor) -> float:
+    with torch.no_grad():
+        logits = model(block[:, :-1]).logits
+    return float(cross_entropy(logits.flatten(0, 1), block[:, 1:].flatten()))
+
+
+def test_each_set_has_the_loss_of_a_plain_loop(corpus: Path, texts: dict[str, Path], tmp_path: Path) -> None:
+    sets = f"data.val_sets={{wiki: {{path: {texts['wiki']}}}, code: {{path: {texts['code']}}}}}"
+    words = ["trainer.limit_val_batches=null", "data.val_fraction=0.2", "data.val_train_rows=10"]
+    ended = train_tiny(corpus, sets, *words, "checkpoint.monitor=val/code/perplexity", f"run.dir={tmp_path / 'run'}",
+                       "optimizer.lr=0.01", "trainer.max_steps=4")  # fmt: skip
+    assert ended.code == 0, ended.err
+    last = [r for r in rows(tmp_path / "run/metrics.jsonl") if "val/loss" in r][-1]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run/export")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run/export")
+    documents = {"wiki": [texts["wiki"].read_text()],
+                 "code": [json.loads(line)["text"] for line in texts["code"].read_text().splitlines()]}  # fmt: skip
+    for name, found in documents.items():
+        ids = [i for text in found for i in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
+        loss = plain_loss(model, windows(ids))
+        assert last[f"val/{name}/loss"] == pytest.approx(loss, abs=1e-5)
+        assert last[f"val/{name}/perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
+        size = sum(len(text.encode()) for text in found)
+        assert last[f"val/{name}/bits_per_byte"] == pytest.approx(loss / math.log(2) * len(ids) / size, rel=1e-3)
+    assert 0 < last["val/train_rows/loss"] < last["val/wiki/loss"]  # it has seen these rows
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["best_metric"] == {"val/code/perplexity": last["val/code/perplexity"]}
+
+
+def test_the_run_and_its_own_loss_do_not_change(corpus: Path, texts: dict[str, Path], tmp_path: Path) -> None:
+    sets = [f"data.val_sets={{wiki: {{path: {texts['wiki']}}}}}", "data.val_train_rows=4"]
+    for name, words in (("with", sets), ("without", [])):
+        assert train_tiny(corpus, *words, f"run.dir={tmp_path / name}").code == 0
+    ours, theirs = (rows(tmp_path / name / "metrics.jsonl") for name in ("with", "without"))
+    for mine, plain in zip(ours, theirs, strict=True):
+        for key in ("train/loss", "grad_norm", "val/loss", "val/perplexity", "rows"):
+            assert mine.get(key) == plain.get(key)
+
+
+@pytest.mark.slow
+def test_training_rows_are_the_same_ones_whatever_the_micro_batch(corpus: Path, tmp_path: Path) -> None:
+    for size in (1, 3):
+        words = ["data.val_train_rows=7", f"data.micro_batch_size={size}", "trainer.limit_val_batches=null"]
+        assert train_tiny(corpus, *words, f"run.dir={tmp_path / str(size)}").code == 0
+    one, three = ([r["val/train_rows/loss"] for r in rows(tmp_path / n / "metrics.jsonl") if "val/loss" in r]
+                  for n in ("1", "3"))  # fmt: skip
+    assert one == pytest.approx(three, abs=1e-5)
+    assert len(np.unique(one)) == 2
+
+
+def test_sets_of_conversations(tmp_path: Path) -> None:
+    base = save_pretrained(tmp_path / "base", max_position_embeddings=512)
+    train, other = (write_chats(tmp_path / f"{name}.jsonl", 30) for name in ("train", "other"))
+    ended = run("train", *CHATS, f"model.name_or_path={base}", f"data.path={train}", f"run.dir={tmp_path / 'run'}",
+                f"data.val_sets={{other: {{path: {other}}}, again: {{path: {train}}}}}")  # fmt: skip
+    assert ended.code == 0, ended.err
+    last = [r for r in rows(tmp_path / "run/metrics.jsonl") if "val/loss" in r][-1]
+    assert last["val/other/loss"] == last["val/again/loss"] > 0
+
+
+@pytest.mark.parametrize(("sets", "words"), [
+    ("{wiki: {path: missing.txt}}", "data.val_sets.wiki: "),
+    ("{wiki: {pth: a.txt}}", "name its data"),
+    ("{wiki: {path: WIKI, split_: x}}", "data.val_sets.wiki.split_ is not known; did you mean split?"),
+    ("{train_rows: {path: WIKI}}", "other than train_rows"),
+    ("{wiki: WIKI}", "name its data"),
+    ("{empty: {path: EMPTY}}", "data.val_sets.empty: "),
+])  # fmt: skip
+def test_what_can_be_no_set(sets: str, words: str, corpus: Path, texts: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    sets = sets.replace("WIKI", str(texts["wiki"])).replace("EMPTY", str(tmp_path / "empty.txt"))
+    ended = train_tiny(corpus, f"data.val_sets={sets}", f"run.dir={tmp_path / 'run'}")
+    assert ended.code == 2
+    assert words in message(ended.err)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_monitor_of_no_set_is_refused_with_those_there_are(
+    corpus: Path, texts: dict[str, Path], tmp_path: Path
+) -> None:
+    sets = f"data.val_sets={{wiki: {{path: {texts['wiki']}}}}}"
+    for words in (["checkpoint.monitor=val/wikki/loss"], ["data.val_fraction=0"]):  # the second has no val/loss
+        ended = train_tiny(corpus, sets, *words, f"run.dir={tmp_path / 'run'}")
+        assert ended.code == 2
+        assert "val/wiki/loss, val/wiki/perplexity" in message(ended.err)
+
+
+@pytest.mark.slow
+def test_two_ranks_report_the_numbers_of_one(corpus: Path, texts: dict[str, Path], tmp_path: Path) -> None:
+    sets = [f"data.val_sets={{wiki: {{path: {texts['wiki']}}}, code: {{path: {texts['code']}}}}}"]
+    words = [*sets, "data.val_train_rows=5", "trainer.limit_val_batches=null", "trainer.accelerator=cpu"]
+    for devices in (1, 2):
+        place = [f"trainer.devices={devices}", "data.micro_batch_size=3", f"run.dir={tmp_path / str(devices)}"]
+        assert train_tiny(corpus, *words, *place).code == 0
+    one, two = (rows(tmp_path / n / "metrics.jsonl") for n in ("1", "2"))
+    for mine, other in zip(one, two, strict=True):
+        for key in (k for k in mine if k.startswith("val/")):
+            assert mine[key] == pytest.approx(other[key], rel=1e-4), key
+    assert "val/code/loss" in one[-1]

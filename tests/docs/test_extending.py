@@ -1,0 +1,82 @@
+"""docs/extending.md: its model and its schedule, as they stand there, train from a package outside the tree."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+from inprocess import Ended, run
+from support import REPO, rows
+
+PAGE = (REPO / "docs" / "extending.md").read_text()
+FILES = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE, flags=re.DOTALL))
+SMALL = ["tokenizer=bytes", "data=text", "data.seq_len=32", "data.global_batch_size=6", "data.micro_batch_size=2",
+         "trainer.precision=32-true", "trainer.log_every_n_steps=1", "logger=none", "data.val_fraction=0.1",
+         "trainer.limit_val_batches=1", "callbacks.samples.max_new_tokens=4", "export.dtype=float32"]  # fmt: skip
+MODEL = ["model=custom", "model._target_=small_decoder.SmallDecoder", "run.allow_target=[small_decoder]",
+         "+model.hidden_size=32", "model.max_position_embeddings=32"]  # fmt: skip
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The page's files in a folder of their own, which is the working folder."""
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+        monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def train(corpus: Path, *argv: str) -> Ended:
+    ended = run("train", *SMALL, f"data.path={corpus}", *argv)
+    assert ended.code == 0, ended.err
+    return ended
+
+
+def column(run_dir: Path, name: str) -> list[float]:
+    return [row[name] for row in rows(run_dir / "metrics.jsonl") if name in row]
+
+
+def test_the_decoder_trains_resumes_and_is_exported_with_its_code(
+    corpus: Path, package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert len(FILES["small_decoder.py"].splitlines()) <= 80
+    constant = ["schedule=constant", "schedule.warmup_steps=0"]
+    train(corpus, *MODEL, *constant, "run.dir=straight", "trainer.max_steps=4")
+    for steps in (2, 4):
+        train(corpus, *MODEL, *constant, "run.dir=resumed", "run.resume=auto", f"trainer.max_steps={steps}")
+    losses = column(package / "straight", "train/loss")
+    assert losses == column(package / "resumed", "train/loss")
+    assert losses[-1] < losses[0]
+
+    export = package / "straight" / "export"
+    assert (export / "small_decoder.py").read_text() == FILES["small_decoder.py"]
+    assert "trust_remote_code=True" in (export / "README.md").read_text()
+    ids = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(0))
+    live = sys.modules["small_decoder"].SmallDecoder.from_pretrained(export)(ids).logits
+    # Elsewhere: there is no small_decoder but the one in the folder.
+    monkeypatch.delitem(sys.modules, "small_decoder")
+    (package / "small_decoder.py").unlink()
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(package / "modules"))
+    refused = run("generate", f"run_dir={export}")
+    assert refused.code == 2
+    assert "brings its own code: if you trust it, set model.trust_remote_code=true" in refused.err
+    told = run("generate", f"run_dir={export}", "model.trust_remote_code=true", "generate.max_new_tokens=4")
+    assert told.code == 0, told.err
+    loaded = AutoModelForCausalLM.from_pretrained(export, trust_remote_code=True)
+    assert type(loaded).__module__.startswith("transformers_modules")
+    torch.testing.assert_close(loaded(ids).logits, live)
+
+
+def test_the_stairs_are_climbed_down_and_a_resumed_run_goes_on_where_it_was(corpus: Path, package: Path) -> None:
+    stairs = ["schedule=custom", "schedule._target_=stairs.Stairs", "run.allow_target=[stairs]", "+schedule.every=2",
+              "schedule.warmup_steps=1", "optimizer.lr=1.0e-3", "model.num_hidden_layers=1", "model.hidden_size=32",
+              "model.num_attention_heads=2", "model.max_position_embeddings=32", "export.enabled=false"]  # fmt: skip
+    for steps in (3, 6):
+        train(corpus, *stairs, "run.dir=run", "run.resume=auto", f"trainer.max_steps={steps}")
+    assert column(package / "run", "lr") == pytest.approx([5e-4, 1e-3, 1e-3, 5e-4, 5e-4, 2.5e-4])

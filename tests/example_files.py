@@ -1,0 +1,21 @@
+"""Tokenized examples written to a folder, without rows or a tokenizer behind them."""
+
+from pathlib import Path
+
+import numpy as np
+
+from lmtrain.data.examples.store import Examples
+from lmtrain.data.text.bin_writer import BinWriter
+from lmtrain.data.text.bins import open_shards
+
+
+class ExampleWriter:
+    def __init__(self, folder: Path, shard_tokens: int = 2**20) -> None:
+        self.folder = folder
+        self.writer = BinWriter(folder, "train", "uint32", shard_tokens, masked=True)
+
+    def append(self, ids: list[int], trained: list[bool], label: int | None = None) -> None:
+        self.writer.append(np.array(ids), np.array(trained), ends_document=True, label=label)
+
+    def close(self) -> Examples:
+        return Examples(open_shards(self.folder, "uint32", self.writer.close()))

@@ -1,0 +1,60 @@
+"""Router losses are their closed forms, and their gradients what finite differences give."""
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+from lmtrain.losses.router import deviation, load_balance, over_layers, router_terms, z_loss
+
+
+def random_logits(rows: int = 50, choices: int = 6) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(rows, choices, generator=generator, dtype=torch.float64, requires_grad=True)
+
+
+def test_load_balance_of_a_layer_equals_transformers() -> None:
+    logits = random_logits().detach().float().requires_grad_()
+    ours, theirs = load_balance(logits, 2), load_balancing_loss_func((logits,), 6, 2)
+    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(torch.autograd.grad(ours, logits), torch.autograd.grad(theirs, logits))
+
+
+def test_load_balance_is_k_when_even_and_grows_when_not() -> None:
+    even = torch.eye(4, dtype=torch.float64).repeat(8, 1) * 1e-9  # ties broken evenly, probabilities uniform
+    assert load_balance(even, 1).item() == pytest.approx(1.0, abs=1e-8)
+    collapsed = torch.tensor([[40.0, 0.0, 0.0, 0.0]], dtype=torch.float64).repeat(32, 1)
+    assert load_balance(collapsed, 1).item() == pytest.approx(4.0, abs=1e-8)
+    found = router_terms(collapsed, 1)
+    assert (found.entropy.item(), found.dead.item()) == (0.0, 0.75)
+    found = router_terms(even, 1)
+    assert found.entropy.item() == pytest.approx(1.0)
+    assert found.dead.item() == 0.0
+
+
+def test_z_loss_is_st_moes() -> None:
+    """Zoph et al. 2022, eq. 5: 1 / B sum_i (log sum_j exp x_ij)^2, one by one."""
+    logits = random_logits(5, 3)
+    expected = sum(torch.log(torch.exp(row).sum()) ** 2 for row in logits) / 5
+    torch.testing.assert_close(z_loss(logits), expected, rtol=1e-12, atol=0)
+
+
+def test_deviation_is_its_closed_form() -> None:
+    logits = random_logits(5, 3)
+    mean = sum(torch.exp(row) / torch.exp(row).sum() for row in logits) / 5
+    expected = sum((share - 1 / 3) ** 2 for share in mean)
+    torch.testing.assert_close(deviation(logits), expected, rtol=1e-12, atol=1e-16)
+    assert deviation(torch.zeros(4, 3, dtype=torch.float64)).item() == 0.0
+
+
+@pytest.mark.parametrize("loss", [deviation, z_loss, lambda x: load_balance(x, 2)])
+def test_gradients_are_those_of_finite_differences(loss: object) -> None:
+    assert torch.autograd.gradcheck(loss, random_logits(7, 4))  # type: ignore[arg-type]
+
+
+def test_layers_are_summed_or_averaged() -> None:
+    terms = [router_terms(random_logits().detach() * scale, 2) for scale in (1.0, 3.0)]
+    summed, mean = over_layers(terms, "sum"), over_layers(terms, "mean")
+    torch.testing.assert_close(summed.z_loss, terms[0].z_loss + terms[1].z_loss)
+    torch.testing.assert_close(mean.z_loss, summed.z_loss / 2)
+    torch.testing.assert_close(summed.dead, mean.dead, msg="a share is no sum")

@@ -1,0 +1,80 @@
+"""Whole runs of families that transformers' attention interface, or packed rows, don't fit."""
+
+from pathlib import Path
+
+import pytest
+from family_variants import Variant, build, config_of
+from transformers import NemotronForCausalLM
+
+from chats import write_chats
+from inprocess import message, run
+from lmtrain.config.schema import Tokenizer
+from lmtrain.data import tokenizers
+from support import rows
+from tiny_pretrained import SHORT
+
+STEPS = ["trainer.max_steps=2", "data.chat_template=zephyr", "data.seq_len=128"]
+SFT = [*SHORT, *STEPS, "objective=sft", "data=chat_jsonl"]
+DPO = [*SHORT, *STEPS, "objective=dpo", "data=preference_jsonl", "optimizer.lr=0.0"]
+
+
+def saved(folder: Path, family: str) -> Path:
+    cfg = Tokenizer(kind="bytes")
+    tokenizer = tokenizers.load_or_train(cfg, tokenizers.identity(cfg), lambda _: iter(()))
+    model = build(config_of(Variant(family, {})))
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    model.save_pretrained(folder)
+    tokenizers.save(tokenizer, folder)
+    return folder
+
+
+def chats(folder: Path) -> Path:
+    questions = [[{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"{i}!"}] for i in range(40)]
+    return write_chats(folder / "chats.jsonl", [{"messages": turns} for turns in questions])
+
+
+def pairs(folder: Path) -> Path:
+    found = [{"prompt": f"{i}?", "chosen": f"{i}!", "rejected": f"no{'!' * (i % 5)}"} for i in range(40)]
+    return write_chats(folder / "pairs.jsonl", found)
+
+
+def arguments(folder: Path, family: str, data: Path) -> list[str]:
+    return [f"model.name_or_path={saved(folder / 'model', family)}", f"data.path={data}", f"run.dir={folder}/run"]
+
+
+def test_packed_rows_are_refused_with_advice_that_works(tmp_path: Path) -> None:
+    fixed = arguments(tmp_path, "nemotron", chats(tmp_path))
+    refused = run("train", *SFT, *fixed)
+    assert refused.code == 2
+    assert message(refused.err).endswith("set data.packing=off")
+    ended = run("train", *SFT, *fixed, "data.packing=off")
+    assert ended.code == 0, ended.err
+
+
+@pytest.mark.parametrize("family", ["nemotron", "bloom"])
+def test_pairs_are_laid_out_one_answer_a_row(tmp_path: Path, family: str) -> None:
+    """The loss before training is ln 2, whatever the layout; that layouts agree in numbers test_families.py shows."""
+    ended = run("train", *DPO, *arguments(tmp_path, family, pairs(tmp_path)))
+    assert ended.code == 0, ended.err
+    assert "each answer is a row of its own" in " ".join(ended.out.split())
+    own = family == "bloom" or not NemotronForCausalLM._supports_attention_backend  # older releases of transformers
+    assert ("the model's own" in ended.out) == own
+    assert rows(tmp_path / "run" / "metrics.jsonl")[0]["train/loss"] == pytest.approx(0.693147, abs=1e-4)
+
+
+@pytest.mark.parametrize("family", ["mamba", pytest.param("deepseek_v32", marks=pytest.mark.slow)])
+def test_text_trains(tmp_path: Path, family: str) -> None:
+    (tmp_path / "text.txt").write_text("a line of text\n" * 400)
+    fixed = arguments(tmp_path, family, tmp_path / "text.txt")
+    refused = run("train", *SHORT, *fixed, "data.isolate_documents=true")
+    assert refused.code == 2
+    assert message(refused.err).endswith("set data.isolate_documents=false")
+    ended = run("train", *SHORT, *fixed)
+    assert ended.code == 0, ended.err
+
+
+def test_logits_made_in_a_way_of_their_own_are_one_message(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("a line of text\n" * 400)
+    ended = run("train", *SHORT, *arguments(tmp_path, "modernbert-decoder", tmp_path / "text.txt"))
+    assert ended.code == 2
+    assert "ModernBertDecoderForCausalLM" in message(ended.err)

@@ -1,0 +1,484 @@
+"""Preference optimisation end to end: the reference, the check before the first step, splits of the batch, resuming."""
+
+import copy
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from chats import write_chats
+from inprocess import Ended, message, run
+from lmtrain.callbacks.metrics import without_times
+from lmtrain.checkpoints import store
+from lmtrain.config.compose import check, compose
+from lmtrain.config.objectives import PREFERENCE_LOSSES, REFERENCES
+from lmtrain.data.corpus import build_corpus
+from lmtrain.data.modules import StepDataset
+from lmtrain.errors import RunError, UserError
+from lmtrain.losses.preferences import LOSSES
+from lmtrain.objectives.dpo import DPO, kl_per_token
+from lmtrain.objectives.reference import FrozenCopy, choose, weights_hash
+from lmtrain.objectives.start_check import check_start
+from lmtrain.run.build import build_datamodule, build_objective
+from support import rows
+from tiny_pretrained import save_pretrained
+
+DPO_RUN = [
+    "objective=dpo", "data=preference_jsonl", "data.chat_template=zephyr", "data.val_fraction=0.2",
+    "data.seq_len=256", "data.global_batch_size=8", "data.micro_batch_size=4", "schedule=constant",
+    "schedule.warmup_steps=0", "trainer.precision=32-true", "trainer.log_every_n_steps=1",
+    "trainer.val_check_interval=4", "trainer.max_steps=8", "callbacks.samples.every_n_validations=0", "logger=none",
+    "export.enabled=false",
+]  # fmt: skip
+LLAMA = ["model=pretrained", "optimizer.lr=3e-3"]
+LORA = [*LLAMA, "peft=lora", "peft.r=4", "optimizer.lr=2e-2"]
+QLORA = [*LLAMA, "peft=qlora", "peft.r=4", "optimizer.lr=2e-2"]
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Forty prompts: the chosen answers are polite, the rejected ones are not; of very different lengths."""
+    found = []
+    for i in range(40):
+        prompt = [{"role": "user", "content": f"{'Well, ' * (i % 5)}what is {i} plus {i}?"}]
+        answers = [f"It is {2 * i}{', of course' * (i % 4)}.", f"{'No' if i % 2 else 'Go away'} {i}{'!' * (i % 7)}"]
+        found.append({"prompt": prompt, **{k: [{"role": "assistant", "content": a}]
+                                           for k, a in zip(("chosen", "rejected"), answers, strict=True)}})  # fmt: skip
+    return write_chats(tmp_path_factory.mktemp("pairs") / "pairs.jsonl", found)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_pretrained(tmp_path_factory.mktemp("llama"), max_position_embeddings=256)
+
+
+def test_the_precomputed_reference_is_of_all_that_the_model_computes_with(pairs: Path, llama: Path) -> None:
+    """The same weights under other settings are another reference; how they are then trained makes none."""
+
+    def key(*argv: str) -> str:
+        _, _, objective = built(pairs, llama, *LORA, "objective.reference=precomputed", *argv)
+        assert objective.precomputed is not None
+        weights.add(weights_hash(objective.model))
+        return objective.precomputed.key(objective.model)
+
+    weights: set[str] = set()
+    base = key()
+    others = [key("+model.extra.rms_norm_eps=0.1"), key("peft.alpha=7"), key("trainer.precision=bf16-mixed")]
+    assert len({base, *others}) == 4
+    assert key("objective.beta=0.3", "optimizer.lr=1e-5", "data.micro_batch_size=2", "peft.dropout=0.1") == base
+    assert len(weights) == 1
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With dropout everywhere, which makes every forward of training another."""
+    dropout = {"resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.3}
+    return save_pretrained(tmp_path_factory.mktemp("gpt2"), "gpt2", n_positions=256, **dropout)
+
+
+def dpo(pairs: Path, model: Path, run_dir: Path, *argv: str) -> Ended:
+    fixed = [f"data.path={pairs}", f"model.name_or_path={model}", f"run.dir={run_dir}"]
+    return run("train", *DPO_RUN, *fixed, *argv)
+
+
+def logged(run_dir: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Rows of training and of validation, their numbers only."""
+    found = [without_times(row) for row in rows(run_dir / "metrics.jsonl")]
+    found = [{key: value for key, value in row.items() if key != "rows"} for row in found]
+    return [r for r in found if "train/loss" in r], [r for r in found if "val/loss" in r]
+
+
+def built(pairs: Path, model: Path, *argv: str) -> tuple[Any, Any, DPO]:
+    """(config, corpus, objective) of a run that isn't started."""
+    config = check(compose([*DPO_RUN, f"data.path={pairs}", f"model.name_or_path={model}", *argv]))
+    config.trainer.accelerator = "cpu"
+    config.trainer.compile = config.trainer.activation_checkpointing = False
+    corpus = build_corpus(config)
+    objective = build_objective(config, corpus, total_steps=8)
+    assert isinstance(objective, DPO)
+    objective.on_placed()
+    return config, corpus, objective
+
+
+def batch_of(corpus: Any, *pair: int) -> dict[str, torch.Tensor]:
+    return corpus.train.read(np.array([[0, p] for p in pair]))
+
+
+STARTS = {
+    "full": [*LLAMA],
+    "full_precomputed": [*LLAMA, "objective.reference=precomputed"],
+    "lora": [*LORA],
+    "lora_copy": [*LORA, "objective.reference=frozen_copy"],
+    "lora_precomputed": [*LORA, "objective.reference=precomputed"],
+    "lora_dropout": [*LORA, "peft.dropout=0.5"],
+    "dora": [*LORA, "peft.use_dora=true"],
+    "pissa": [*LORA, "peft.init_weights=pissa"],
+    "bias": [*LORA, "peft.bias=lora_only"],
+    "embeddings": [*LORA, "peft.modules_to_save=[embed_tokens]"],
+    "hinge": [*LORA, "objective.loss=hinge"],
+    "qlora": [*QLORA],
+    "qlora_precomputed": [*QLORA, "objective.reference=precomputed"],
+}
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_every_start_is_at_zero_margin_and_margins_rise(name: str, pairs: Path, llama: Path, tmp_path: Path) -> None:
+    if "qlora" in name:
+        pytest.importorskip("bitsandbytes")
+    ended = dpo(pairs, llama, tmp_path / "run", *STARTS[name])
+    assert ended.code == 0, ended.err
+    train, val = logged(tmp_path / "run")
+    if name != "lora_dropout":  # whose first forward of training is not the start's
+        assert train[0]["train/loss"] == pytest.approx(1.0 if name == "hinge" else math.log(2), abs=1e-4)
+        for key in ("rewards/chosen", "rewards/rejected", "rewards/margin", "kl"):
+            assert train[0][f"train/{key}"] == pytest.approx(0, abs=1e-4), key
+    assert train[-1]["train/rewards/margin"] > 0.1
+    assert val[-1]["val/rewards/margin"] > 0.1
+    assert val[-1]["val/rewards/accuracy"] > 0.8
+    assert val[-1]["val/kl"] > 0
+    assert "val/perplexity" not in val[-1]
+
+
+def test_a_continued_adapter_is_held_to_itself(pairs: Path, llama: Path, tmp_path: Path) -> None:
+    """Not to the bare base, which the adapter has left."""
+    first = dpo(pairs, llama, tmp_path / "first", *LORA, "export.enabled=true")
+    assert first.code == 0, first.err
+    adapter = tmp_path / "first" / "export"
+    for reference in ("auto", "precomputed"):
+        ended = dpo(
+            pairs, llama, tmp_path / reference, *LORA, f"peft.adapter={adapter}", f"objective.reference={reference}"
+        )
+        assert ended.code == 0, ended.err
+        train, _ = logged(tmp_path / reference)
+        assert train[0]["train/loss"] == pytest.approx(math.log(2), abs=1e-4)
+        assert train[0]["train/logps/chosen"] != pytest.approx(
+            logged(tmp_path / "first")[0][0]["train/logps/chosen"], abs=1
+        )
+        assert train[-1]["train/rewards/margin"] > 0.02
+    ended = dpo(pairs, llama, tmp_path / "off", *LORA, f"peft.adapter={adapter}", "objective.reference=adapter_off")
+    assert ended.code == 2
+    assert "the adapter has been trained before" in message(ended.err)
+
+
+@pytest.mark.parametrize("loss", PREFERENCE_LOSSES)
+def test_every_loss_trains(loss: str, pairs: Path, llama: Path, tmp_path: Path) -> None:
+    ended = dpo(pairs, llama, tmp_path / "run", *LLAMA, f"objective.loss={loss}", "objective.sft_weight=0.1",
+                "trainer.max_steps=4")  # fmt: skip
+    assert ended.code == 0, ended.err
+    train, val = logged(tmp_path / "run")
+    assert val[-1]["val/rewards/margin"] > (train[0]["train/rewards/margin"] if LOSSES[loss].at_zero is None else 0)
+    assert val[-1]["val/loss"] == pytest.approx(
+        val[-1]["val/aux/preference_loss"] + 0.1 * val[-1]["val/aux/sft_loss"], rel=1e-5
+    )
+    assert ("val/kl" in val[-1]) == LOSSES[loss].has_reference
+
+
+def test_the_config_knows_every_loss() -> None:
+    assert set(PREFERENCE_LOSSES) == set(LOSSES)
+
+
+def plain_loop(model: torch.nn.Module, steps: list[list[list[tuple[list[int], list[bool]]]]], lr: float) -> list[Any]:
+    """(loss, gradient norm) of DPO steps by its formula: each answer alone, transformers' logits, a deep copy."""
+    reference = copy.deepcopy(model).eval()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+
+    def log_prob(of: torch.nn.Module, ids: list[int], scored: list[bool]) -> torch.Tensor:
+        logits = of(torch.tensor([ids]), use_cache=False).logits[0, :-1].log_softmax(-1)
+        targets = torch.tensor(ids[1:])
+        return (logits[torch.arange(len(targets)), targets] * torch.tensor(scored[1:])).sum()
+
+    found = []
+    for step in steps:
+        losses = []
+        for chosen, rejected in step:
+            with torch.no_grad():
+                before = log_prob(reference, *chosen) - log_prob(reference, *rejected)
+            margin = log_prob(model, *chosen) - log_prob(model, *rejected) - before
+            losses.append(-F.logsigmoid(0.1 * margin))
+        loss = torch.stack(losses).mean()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((loss.item(), norm.item()))
+    return found
+
+
+def test_steps_equal_a_plain_loop(pairs: Path, llama: Path, tmp_path: Path) -> None:
+    settings = [*LLAMA, "optimizer.lr=1e-3", "optimizer.weight_decay=0", "trainer.max_steps=4"]
+    ended = dpo(pairs, llama, tmp_path / "run", *settings)
+    assert ended.code == 0, ended.err
+    config, corpus, objective = built(pairs, llama, *settings)
+    model = objective.model.model
+    model.set_attn_implementation("eager")
+    dataset = StepDataset(corpus.train, seed=config.seed, global_batch_size=8, micro_batch_size=8, max_epochs=None,
+                          rank=0, world_size=1)  # fmt: skip
+    examples = corpus.train.examples
+    steps = [
+        [[tuple(part.tolist() for part in examples.read(2 * row + i)) for i in (0, 1)] for _, row in dataset.row_ids(s)]
+        for s in range(4)
+    ]
+    for row, (loss, norm) in zip(logged(tmp_path / "run")[0], plain_loop(model, steps, 1e-3), strict=True):
+        assert row["train/loss"] == pytest.approx(loss, rel=1e-5, abs=1e-6)
+        assert row["grad_norm"] == pytest.approx(norm, rel=1e-4)
+
+
+def test_answers_laid_together_score_as_each_alone(pairs: Path, llama: Path) -> None:
+    _, corpus, objective = built(pairs, llama, *LLAMA)
+    together, _ = objective.answer_log_probs(batch_of(corpus, *range(8)))
+    for p in range(8):
+        alone, _ = objective.answer_log_probs(batch_of(corpus, p))
+        torch.testing.assert_close(together[p], alone[0], rtol=1e-6, atol=1e-5)
+    backwards, _ = objective.answer_log_probs(batch_of(corpus, *range(7, -1, -1)))
+    torch.testing.assert_close(together, backwards.flip(0), rtol=1e-6, atol=1e-5)
+
+
+def test_batch_splits_change_nothing(pairs: Path, llama: Path, tmp_path: Path) -> None:
+    for micro in (8, 2, 1):
+        ended = dpo(pairs, llama, tmp_path / str(micro), *LORA, f"data.micro_batch_size={micro}", "trainer.max_steps=4",
+                    "objective.loss=kto_pair", "trainer.limit_val_batches=null")  # fmt: skip
+        assert ended.code == 0, ended.err
+    expected = logged(tmp_path / "8")
+    for micro in (2, 1):
+        for ours, theirs in zip(logged(tmp_path / str(micro)), expected, strict=True):
+            for a, b in zip(ours, theirs, strict=True):
+                assert a.keys() == b.keys()
+                for key in a:
+                    assert a[key] == pytest.approx(b[key], rel=1e-5, abs=2e-6), (micro, key)
+
+
+@pytest.mark.parametrize("name", ["full", "lora"])
+def test_splits_agree_in_half_precision(name: str, pairs: Path, llama: Path, tmp_path: Path) -> None:
+    """Autocast can keep casts of weights from one micro-batch to the next: the reference must not get the policy's."""
+    for micro in (8, 2):
+        ended = dpo(pairs, llama, tmp_path / str(micro), *STARTS[name], f"data.micro_batch_size={micro}",
+                    "trainer.precision=bf16-mixed", "trainer.max_steps=4")  # fmt: skip
+        assert ended.code == 0, ended.err
+    for a, b in zip(logged(tmp_path / "8")[0], logged(tmp_path / "2")[0], strict=True):
+        for key in ("train/rewards/margin", "train/loss"):
+            assert a[key] == pytest.approx(b[key], rel=0.1, abs=0.02), (a["step"], key)
+    assert a["train/rewards/margin"] > 0.1
+
+
+def test_gradients_of_splits_agree(pairs: Path, llama: Path) -> None:
+    _, corpus, objective = built(pairs, llama, *LLAMA, "objective.reference=frozen_copy")
+    with torch.no_grad():
+        for p in objective.model.parameters():
+            p += 0.01 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1))
+
+    def gradients(size: int) -> list[torch.Tensor]:
+        objective.zero_grad()
+        for start in range(0, 8, size):
+            objective.micro_batch_loss(batch_of(corpus, *range(start, start + size))).loss_sum.backward()
+        return [p.grad.clone() for p in objective.model.parameters()]
+
+    whole = gradients(8)
+    for size in (4, 2, 1):
+        for a, b in zip(gradients(size), whole, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * b.abs().max().item())
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_precomputed_equals_online_over_an_epoch_with_dropout(
+    method: str, pairs: Path, gpt2: Path, tmp_path: Path
+) -> None:
+    epoch = ["trainer.max_steps=null", "trainer.max_epochs=1", "model.dropout=0.3", "optimizer.lr=1e-3"]
+    argv = [*LLAMA, *epoch] if method == "full" else [*LORA, "peft.dropout=0.2", *epoch]
+    for reference in ("auto", "precomputed"):
+        ended = dpo(pairs, gpt2, tmp_path / reference, *argv, f"objective.reference={reference}")
+        assert ended.code == 0, ended.err
+    online, precomputed = (logged(tmp_path / reference) for reference in ("auto", "precomputed"))
+    assert online[0][0]["train/loss"] != pytest.approx(math.log(2), abs=1e-3)  # dropout is on in training
+    for a, b in zip(online[0] + online[1], precomputed[0] + precomputed[1], strict=True):
+        for key in a:
+            assert a[key] == pytest.approx(b[key], rel=1e-4, abs=1e-4), key
+
+
+def test_precomputed_numbers_are_kept_and_told_apart(pairs: Path, llama: Path, gpt2: Path, tmp_path: Path) -> None:
+    settings = ["objective.reference=precomputed", "trainer.max_steps=1", f"data.cache_dir={tmp_path / 'cache'}"]
+    first = dpo(pairs, llama, tmp_path / "a", *LLAMA, *settings)
+    assert "reference log-probabilities of 32 train pairs" in first.err
+    assert "of 8 val pairs" in first.err
+    again = dpo(pairs, llama, tmp_path / "b", *LLAMA, *settings)
+    assert "reference" not in again.err
+    other = dpo(pairs, gpt2, tmp_path / "c", *LLAMA, *settings)
+    assert "reference log-probabilities" in other.err
+    assert len(list((tmp_path / "cache").glob("reference-*"))) == 2
+
+    for folder in (tmp_path / "cache").glob("reference-*"):  # numbers of another model
+        np.save(folder / "train.npy", np.load(folder / "train.npy") - 1)
+    ended = dpo(pairs, llama, tmp_path / "d", *LLAMA, *settings)
+    assert ended.code == 1
+    assert "policy and reference differ before the first step" in message(ended.err)
+    assert "precomputed log-probabilities are of another model" in message(ended.err)
+
+
+def test_the_check_says_what_differs(pairs: Path, llama: Path) -> None:
+    class Trainer:
+        precision = "32-true"
+
+    _, corpus, objective = built(pairs, llama, *LORA, "objective.reference=frozen_copy")
+    objective._trainer = Trainer()  # type: ignore[assignment]
+    batch = batch_of(corpus, 0, 1)
+    check_start(objective, batch)
+    name, weight = next((n, p) for n, p in objective.model.named_parameters() if ".lora_B." in n)
+    with torch.no_grad():
+        weight += 0.1
+    with pytest.raises(RunError, match=f"chosen answer of pair 1 .*{name}"):
+        check_start(objective, batch)
+    objective.reference, objective.frozen_copy = "adapter_off", None
+    with pytest.raises(RunError, match=r"objective\.reference=frozen_copy"):
+        check_start(objective, batch)
+
+
+def test_references_that_do_not_fit_are_refused(pairs: Path, llama: Path) -> None:
+    cases = [
+        (LLAMA, "objective.reference=adapter_off", "no adapter is trained"),
+        ([*LLAMA, "objective.loss=ipo"], "objective.reference=none", "without one there are sigmoid, simpo, orpo"),
+        ([*LLAMA, "objective.loss=simpo"], "objective.reference=frozen_copy", "has no reference"),
+        ([*LORA, "peft.init_weights=pissa"], "objective.reference=adapter_off", "taken out of the base"),
+        ([*LORA, "peft.bias=all"], "objective.reference=adapter_off", "trains biases of the base"),
+    ]
+    for argv, override, reason in cases:
+        with pytest.raises(UserError, match=reason):
+            built(pairs, llama, *argv, override)
+    free = [*LLAMA, "objective.reference=none"]
+    assert [built(pairs, llama, *argv)[2].reference for argv in (LLAMA, LORA, [*LORA, "peft.bias=all"], free)] == [
+        "frozen_copy",
+        "adapter_off",
+        "frozen_copy",
+        "none",
+    ]
+    assert choose.__doc__ is not None
+    assert all(name in choose.__doc__ or name == "auto" for name in REFERENCES)
+
+
+def test_wrong_settings_are_refused() -> None:
+    for override, reason in [
+        ("objective.loss=sigmod", "did you mean sigmoid"),
+        ("objective.reference=copy", "objective.reference=copy is not known"),
+        ("objective.beta=0", "objective.beta=0"),
+        ("objective.label_smoothing=0.5", "below 0.5"),
+        ("objective.length_normalize=maybe", "length_normalize"),
+        ("data.ranking=some", "data.ranking=some"),
+        ("data.on_too_long=split", "data.on_too_long=split"),
+        ("data.packing=greedy", "data.packing=greedy"),
+        ("data.train_on=all", "data.train_on=all"),
+    ]:
+        with pytest.raises(UserError, match=reason):
+            check(compose([*DPO_RUN, override]))
+
+
+def test_frozen_copies_come_and_go() -> None:
+    layer = torch.nn.Linear(2, 2)
+    first = layer.weight.detach().clone()
+    frozen = FrozenCopy(layer)
+    with torch.no_grad():
+        layer.weight += 1
+    trained = layer.weight.detach().clone()
+    loss = layer(torch.ones(1, 2)).sum()
+    with frozen.in_place():
+        assert torch.equal(layer.weight, first)
+    assert torch.equal(layer.weight, trained)
+    assert frozen.changed() == ["weight"]
+    loss.backward()  # the copy was there between forward and backward
+    assert layer.weight.grad is not None
+
+
+def test_kl_is_zero_where_both_agree_and_never_negative() -> None:
+    ratio = torch.tensor([[0.0, 0.0], [1.0, -1.0], [-3.0, 2.0]])
+    kl = kl_per_token(ratio, torch.full((3, 2), 2))
+    assert kl[0] == 0
+    assert (kl[1:] > 0).all()
+    expected = (math.exp(-0.5) - 1 + 0.5 + math.exp(0.5) - 1 - 0.5) / 2
+    assert kl[1].item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", ["full", "lora_dropout", "full_precomputed", "pissa"])
+def test_a_resumed_run_is_the_same_run(name: str, pairs: Path, llama: Path, tmp_path: Path) -> None:
+    argv = [
+        *STARTS[name],
+        "trainer.save_every_n_steps=3",
+        "checkpoint.keep_last=9",
+        "run.resume=auto",
+        f"data.cache_dir={tmp_path / 'cache'}",
+    ]
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert dpo(pairs, llama, whole, *argv).code == 0
+    assert dpo(pairs, llama, cut, *argv).code == 0
+    for checkpoint in store.scan(cut / "checkpoints"):
+        if store.step_of(checkpoint) > 3:
+            shutil.rmtree(checkpoint)
+    (cut / "summary.json").unlink()
+    for folder in (tmp_path / "cache").glob("reference-*"):  # as on another machine: computed again, from the start
+        shutil.rmtree(folder)
+    ended = dpo(pairs, llama, cut, *argv)
+    assert ended.code == 0, ended.err
+    assert "continues after step 3" in " ".join(ended.out.replace("│", " ").split())
+    assert logged(cut) == logged(whole)
+    a, b = (store.load(store.scan(folder / "checkpoints")[-1])["state_dict"] for folder in (cut, whole))
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_the_reference_is_in_no_checkpoint_and_no_optimizer(pairs: Path, llama: Path, tmp_path: Path) -> None:
+    assert dpo(pairs, llama, tmp_path / "run", *LLAMA, "trainer.max_steps=1").code == 0
+    saved = store.load(store.scan(tmp_path / "run" / "checkpoints")[-1])
+    _, _, objective = built(pairs, llama, *LLAMA)
+    names = {f"model.{name}" for name in objective.model.state_dict()}
+    assert set(saved["state_dict"]) == names
+    trained = sum(p.numel() for p in objective.model.parameters())
+    assert sum(p.numel() for p in objective.parameters()) == trained
+    assert sum(p.numel() for g in objective.configure_optimizers().param_groups for p in g["params"]) == trained
+    state = saved["optimizer_states"][0]["state"]
+    assert sum(s["exp_avg"].numel() for s in state.values()) == trained
+
+
+def test_another_start_on_resume_is_refused(pairs: Path, llama: Path, tmp_path: Path) -> None:
+    """The reference is built anew on resume: from weights that are another model's it would be wrong, silently."""
+    model = shutil.copytree(llama, tmp_path / "model")
+    argv = [*LLAMA, "run.resume=auto", "trainer.save_every_n_steps=2"]
+    assert dpo(pairs, model, tmp_path / "run", *argv, "trainer.max_steps=2").code == 0
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(model / "model.safetensors")
+    save_file({k: v + 0.01 for k, v in weights.items()}, model / "model.safetensors", metadata={"format": "pt"})
+    ended = dpo(pairs, model, tmp_path / "run", *argv, "trainer.max_steps=4")
+    assert ended.code == 2
+    assert "reference (then" in message(ended.err)
+
+
+def test_bad_pairs_are_counted_and_long_ones_dropped(pairs: Path, llama: Path, tmp_path: Path) -> None:
+    good = [json.loads(line) for line in pairs.read_text().splitlines()[:8]]
+    same = {**good[0], "rejected": good[0]["chosen"]}
+    long = {**good[0], "chosen": [{"role": "assistant", "content": "x" * 400}]}
+    path = write_chats(tmp_path / "pairs.jsonl", [*good, same, long])
+    settings = [*LLAMA, "data.val_fraction=0", "trainer.max_steps=1", f"data.path={path}"]
+    ended = dpo(path, llama, tmp_path / "refused", *settings)
+    assert ended.code == 2
+    assert f"{path}, line 9: chosen and rejected are the same" in message(ended.err)
+    ended = dpo(path, llama, tmp_path / "run", *settings, "data.on_bad_row=skip")
+    assert ended.code == 0, ended.err
+    told = " ".join(ended.out.replace("│", " ").split())
+    assert "10 rows -> 16 examples" in told
+    assert "1 too long and dropped, 1 bad rows skipped" in told
+    assert f"1 row skipped, first {path}, line 9: chosen and rejected are the same" in told
+
+
+def test_the_last_short_step_and_empty_micro_batches(pairs: Path, llama: Path) -> None:
+    config, corpus, objective = built(pairs, llama, *LLAMA)
+    datamodule = build_datamodule(config, corpus, 4)
+    assert len(datamodule.train_rows) == 32
+    empty = corpus.train.empty()
+    parts = objective.micro_batch_loss(empty)
+    assert parts.loss_sum.item() == 0
+    assert int(parts.n_tokens) == int(objective.count_seen(empty)) == 0
+    assert all(float(value) == 0 for value in parts.sums.values())
+    parts.loss_sum.backward()
+    assert all(p.grad is None or not p.grad.any() for p in objective.model.parameters())

@@ -1,0 +1,158 @@
+"""A run that is resumed with other settings: refused key by key, said, or of an earlier version, on real runs."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chats import write_rows
+from inprocess import Ended, message, run, train_tiny
+from lmtrain.objectives.base import Objective
+from support import TINY
+
+PAIRS = ["objective=dpo", "data=preference_jsonl", "data.chat_template=vicuna", "data.val_fraction=0.2",
+         "data.seq_len=512", "model.max_position_embeddings=512", "callbacks.samples.every_n_validations=0",
+         "export.enabled=false", "trainer.max_steps=1", "trainer.val_check_interval=null",
+         "trainer.limit_val_batches=1"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def text_run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("text") / "run"
+    ended = train_tiny(corpus, f"run.dir={run_dir}", "export.enabled=false")
+    assert ended.code == 0, ended.err
+    return run_dir
+
+
+def again(corpus: Path, begun: Path, tmp_path: Path, *overrides: str) -> Ended:
+    """One step more, in a copy of the run."""
+    copy = tmp_path / "run"
+    if not copy.exists():
+        shutil.copytree(begun, copy, symlinks=True)
+    longer = [f"run.dir={copy}", "run.resume=auto", "trainer.max_steps=3", "export.enabled=false"]
+    return train_tiny(corpus, *longer, *overrides)
+
+
+REFUSED = {
+    "objective.label_smoothing=0.1": "objective.label_smoothing (then 0.0, now 0.1)",
+    "objective.z_loss=0.0001": "objective.z_loss (then 0.0, now 0.0001)",
+    "optimizer.betas=[0.8,0.9]": "optimizer.betas (then [0.9, 0.95], now [0.8, 0.9])",
+    "trainer.gradient_clip_val=2.0": "trainer.gradient_clip_val (then 1.0, now 2.0)",
+    "trainer.precision=64-true": "trainer.precision (then 32-true, now 64-true)",
+    "model.dropout=0.1": "model.dropout (then 0.0, now 0.1)",
+    "model.hidden_size=16": "model.hidden_size (then 32, now 16)",
+    "data.isolate_documents=true": "data.isolate_documents (then False, now True)",
+}
+
+
+def test_changes_of_what_is_learned(text_run: Path, corpus: Path, tmp_path: Path) -> None:
+    ended = again(corpus, text_run, tmp_path, *REFUSED)
+    assert ended.code == 2, ended.out
+    assert "trained with other settings: " in message(ended.err)
+    for words in REFUSED.values():
+        assert words in message(ended.err)
+    # Each by its key alone: no hash stands for what a key says.
+    assert message(ended.err).count("(then") == len(REFUSED)
+    names = {key.split("=")[0] for key in REFUSED}
+    assert set(message(ended.err).rpartition("run.allow_change=[")[2].rstrip("]").split(",")) == names
+
+
+@pytest.mark.parametrize(
+    "override", ["trainer.gradient_clip_val=2.0", "trainer.precision=64-true", "model.dropout=0.1"]
+)
+def test_it_is_allowed_by_its_name(override: str, text_run: Path, corpus: Path, tmp_path: Path) -> None:
+    ended = again(corpus, text_run, tmp_path, override, f"run.allow_change=[{override.split('=')[0]}]")
+    assert ended.code == 0, ended.err
+
+
+def test_a_change_that_is_the_users_right_is_said(text_run: Path, corpus: Path, tmp_path: Path) -> None:
+    changed = [
+        "optimizer.lr=1e-4",
+        "optimizer.weight_decay=0.3",
+        "schedule.min_lr_ratio=0.2",
+        "data.micro_batch_size=3",
+    ]
+    ended = again(corpus, text_run, tmp_path, *changed)
+    assert ended.code == 0, ended.err
+    said = " ".join(ended.out.replace("│", " ").split())
+    assert "changed since this run's last start: data.micro_batch_size 2 -> 3," in said
+    for words in ("optimizer.weight_decay 0.1 -> 0.3", "schedule.min_lr_ratio 0.1 -> 0.2", "trainer.max_steps 2 -> 3"):
+        assert words in said
+    assert "-> 0.0001" in said
+
+
+def pairs_run(path: Path, run_dir: Path, *overrides: str) -> Ended:
+    return run("train", *TINY, *PAIRS, f"data.path={path}", f"run.dir={run_dir}", "run.resume=auto", *overrides)
+
+
+def test_options_of_the_preference_loss(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "pairs.jsonl", "preference_jsonl", 20)
+    assert pairs_run(path, tmp_path / "run").code == 0
+    changes = {
+        "objective.beta=0.2": "objective.beta (then 0.1, now 0.2)",
+        "objective.loss=hinge": "objective.loss (then sigmoid, now hinge)",
+        "objective.sft_weight=0.5": "objective.sft_weight (then 0.0, now 0.5)",
+        "objective.label_smoothing=0.1": "objective.label_smoothing (then 0.0, now 0.1)",
+        "objective.length_normalize=true": "objective.length_normalize (then False, now True)",
+    }
+    ended = pairs_run(path, tmp_path / "run", "trainer.max_steps=2", *changes)
+    assert ended.code == 2
+    for words in changes.values():
+        assert words in message(ended.err)
+    # What auto stands for, said in words, is no change.
+    ended = pairs_run(path, tmp_path / "run", "trainer.max_steps=2", "objective.length_normalize=false")
+    assert ended.code == 0, ended.err
+
+
+def as_before_keys(fingerprint: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """The form that checkpoints had before keys stood in them, of a run of text."""
+    return {
+        "data": fingerprint["contents"]["data"],
+        "tokenizer": fingerprint["earlier"]["tokenizer"],
+        "model": fingerprint["earlier"]["model"],
+        "model.base": None,
+        "peft": None,
+        "data.seq_len": config["data.seq_len"],
+        "data.global_batch_size": config["data.global_batch_size"],
+        "data.isolate_documents": config["data.isolate_documents"],
+        "optimizer": config["optimizer.name"],
+        "seed": config["seed"],
+    }
+
+
+@pytest.fixture
+def earlier_run(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run whose checkpoints hold such a fingerprint."""
+    save = Objective.on_save_checkpoint
+
+    def save_as_before(self: Objective, checkpoint: dict[str, Any]) -> None:
+        save(self, checkpoint)
+        checkpoint["fingerprint"] = as_before_keys(self.fingerprint, self.fingerprint["keys"])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Objective, "on_save_checkpoint", save_as_before)
+        ended = train_tiny(corpus, f"run.dir={tmp_path / 'earlier'}", "export.enabled=false")
+    assert ended.code == 0, ended.err
+    return tmp_path / "earlier"
+
+
+def test_a_checkpoint_of_an_earlier_version(earlier_run: Path, corpus: Path, tmp_path: Path) -> None:
+    for override, words in {
+        "seed=2": "seed (then 1337, now 2)",
+        "data.global_batch_size=12": "data.global_batch_size (then 6, now 12)",
+        "data.num_samples=3": "data (then ",
+        "optimizer=lion": "optimizer.name (then adamw, now lion)",
+    }.items():
+        ended = again(corpus, earlier_run, tmp_path, override)
+        assert ended.code == 2
+        assert words in message(ended.err)
+    ended = again(corpus, earlier_run, tmp_path, "model.hidden_size=16")
+    assert "model (then " in message(ended.err)
+    ended = again(corpus, earlier_run, tmp_path, "trainer.gradient_clip_val=2.0")
+    assert ended.code == 0, ended.err
+    said = " ".join(ended.out.replace("│", " ").split())
+    _, note = said.split("is of an earlier version: what it had for", 1)
+    note, _ = note.split("could not be compared", 1)
+    assert "trainer.gradient_clip_val" in note
+    assert "model.hidden_size" not in note, "the architecture's hash was compared"

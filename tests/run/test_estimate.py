@@ -1,0 +1,117 @@
+"""`lmtrain.estimate`: what it says is what a run takes, what it advises fits, and it allocates nothing itself."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import memory as benchmark
+import pytest
+
+from inprocess import message, run
+from lmtrain.config import compose as rules
+from lmtrain.run import estimation
+from support import Run
+
+LARGE = [
+    "model=llama_7b",
+    "tokenizer=gpt2",
+    "trainer.devices=8",
+    "data.global_batch_size=64",
+    "data.micro_batch_size=8",
+    "optimizer=adamw",
+]
+
+
+# A child's ru_maxrss begins with its parent's; VmHWM is its own.
+ESTIMATE = """
+import sys
+from pathlib import Path
+from lmtrain import estimate
+
+code = estimate.main(sys.argv[1:])
+print("KiB at most:", Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
+sys.exit(code)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of a process is read from Linux's /proc")
+def test_seven_billion_parameters_in_little_memory(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ESTIMATE, *LARGE, "estimate.device=h100"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env=os.environ)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split("KiB at most: ")[1]) < 2**20
+    assert "6,888,361,984 parameters" in done.stdout
+    assert "does not fit" in done.stdout
+    for strategy in ("ddp", "fsdp", "fsdp_tp", "deepspeed 2", "deepspeed 3"):
+        assert re.search(rf"^ {strategy} .*(fits|too large)", done.stdout, flags=re.MULTILINE), strategy
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("device", ["h100", "40", "24"])
+def test_what_is_advised_fits(device: str) -> None:
+    """The overrides, typed as they are printed: at most three ways, the quickest first."""
+    model = [
+        "model=gpt_xl",
+        "tokenizer=gpt2",
+        "data.global_batch_size=64",
+        "data.micro_batch_size=64",
+        "optimizer=adamw",
+    ]
+    ended = run("estimate", *model, f"estimate.device={device}", "trainer.devices=1")
+    assert ended.code == 0, ended.err
+    ways = re.findall(r"^  (\S.*?)   \(a step takes about ([\d.]+)", ended.out, flags=re.MULTILINE)
+    assert 1 <= len(ways) <= 3
+    assert [float(slower) for _, slower in ways] == sorted(float(slower) for _, slower in ways)
+    for overrides, _ in ways:
+        again = run("estimate", *model, f"estimate.device={device}", "trainer.devices=1", *overrides.split())
+        assert again.code == 0, again.err
+        assert "\nfits: " in again.out
+
+
+def test_time_and_what_is_refused() -> None:
+    steps = ["trainer.max_steps=1000", "data.global_batch_size=8", "data.seq_len=256"]
+    ended = run("estimate", *steps, "estimate.tokens_per_s=1000", "estimate.device=24")
+    assert f"{1000 * 8 * 256 / 1000 / 60:.1f} minutes (estimate.tokens_per_s)" in ended.out
+    assert "h100" in message(run("estimate", "estimate.device=abacus").err)
+    refused = run("estimate", "trainer.devices=3", "data.global_batch_size=8", "estimate.device=24")
+    assert refused.code == 2
+    assert "does not split" in message(refused.err)
+    assert "set model.vocab_size" in message(run("estimate", "tokenizer=char", "estimate.device=24").err)
+
+
+def test_it_counts_what_the_plan_of_a_run_counts(lmtrain: Run, corpus: Path) -> None:
+    common = [
+        "data=text",
+        f"data.path={corpus}",
+        "tokenizer=bytes",
+        "trainer.precision=32-true",
+        "trainer.accelerator=cpu",
+    ]
+    done = lmtrain("train", *common, "trainer.max_steps=1", "logger=none", "export.enabled=false",
+                   env={"COLUMNS": "300"})  # fmt: skip
+    planned = re.search(r"memory +about ([\d.]+ [GM]iB)", done.stdout)
+    assert planned is not None, done.stdout + done.stderr
+    config = rules.check(rules.compose(common))
+    estimation.resolve(config)
+    size = sum(estimation.memory(estimation.build(config), config).values())
+    from lmtrain.run.plan import gib
+
+    assert gib(size) == planned[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "count"), [("ddp", 1), ("ddp", 2), ("fsdp", 2), ("zero3", 2)])
+def test_within_15_percent_of_what_a_run_holds(strategy: str, count: int, tmp_path: Path) -> None:
+    """The most that a rank holds, less what the same run of a model of next to nothing takes."""
+    (tmp_path / "text.txt").write_text("What one device holds, and how it falls with their number. " * 500)
+    large, small = (
+        benchmark.settings(tmp_path, strategy, count, shape) for shape in (benchmark.LARGE, benchmark.SMALL)
+    )
+    held = benchmark.measured(tmp_path, large) - benchmark.measured(tmp_path, small)
+    config = rules.check(rules.compose(large))
+    estimation.resolve(config)
+    said = sum(estimation.memory(estimation.build(config), config).values())
+    print(f"{strategy} x {count}: estimated {said / 2**20:,.0f} MiB, measured {held / 2**20:,.0f} MiB")
+    assert said == pytest.approx(held, rel=0.15)

@@ -1,0 +1,90 @@
+"""A run from Python has the command line's numbers, and so have its modules under a stock Trainer."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch.loggers import CSVLogger
+
+import lmtrain
+from inprocess import train_tiny
+from lmtrain.callbacks.metrics import without_times
+from lmtrain.errors import UserError
+from support import TINY, rows
+from test_imports import python
+
+STEPS = ["trainer.max_steps=4", "trainer.limit_val_batches=1", "trainer.val_check_interval=2", "export.enabled=false"]
+
+
+def settings(corpus: Path, *more: str) -> list[str]:
+    return [*TINY, "data=text", f"data.path={corpus}", *STEPS, *more]
+
+
+@pytest.fixture
+def typed(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The records of the command line's run."""
+    monkeypatch.chdir(tmp_path)
+    assert train_tiny(corpus, *STEPS, "run.dir=typed").code == 0
+    return [without_times(row) for row in rows(tmp_path / "typed" / "metrics.jsonl")]
+
+
+def test_fit_validate_and_sample(typed: list[dict[str, Any]], corpus: Path, tmp_path: Path) -> None:
+    run = lmtrain.build(lmtrain.compose(settings(corpus, "run.dir=called")))
+    untrained = run.validate()
+    assert untrained["val/loss"] == pytest.approx(5.5, abs=0.5)  # ln 256
+    assert not (tmp_path / "called" / "metrics.jsonl").exists()
+    summary = run.fit()
+    assert summary["status"] == "finished"
+    assert [without_times(row) for row in rows(tmp_path / "called" / "metrics.jsonl")] == typed
+    last = next(row for row in reversed(typed) if "val/loss" in row)
+    assert run.validate() == {name: value for name, value in last.items() if name.startswith("val/")}
+    assert run.trainer.global_step == 4
+    text = run.sample("def ", max_new_tokens=5)
+    assert text == run.sample("def ", max_new_tokens=5)
+    before = (tmp_path / "called" / "metrics.jsonl").read_bytes()
+    assert run.fit() == summary
+    assert (tmp_path / "called" / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_run_that_is_there_is_continued(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    first = lmtrain.build(lmtrain.compose(settings(corpus, "run.name=one", "trainer.max_steps=2")))
+    first.fit()
+    again = lmtrain.build(lmtrain.compose(settings(corpus, "run.name=one")))
+    assert again.validate() == pytest.approx(first.validate())  # of the checkpoint
+    again.fit()
+    assert [row["step"] for row in rows(again.path / "metrics.jsonl") if "lr" in row] == [1, 2, 3, 4]
+
+
+def test_under_a_stock_trainer(typed: list[dict[str, Any]], corpus: Path, tmp_path: Path) -> None:
+    run = lmtrain.build(lmtrain.compose(settings(corpus, "run.dir=built")))
+    losses = []
+
+    class Reads(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+            losses.append(pl_module.step_means()["train/loss"])
+
+    trainer = pl.Trainer(
+        max_steps=4, accelerator="cpu", logger=CSVLogger(str(tmp_path / "stock")), log_every_n_steps=1,
+        val_check_interval=2, callbacks=[Reads()], enable_progress_bar=False, enable_checkpointing=False,
+    )  # fmt: skip
+    trainer.fit(run.objective, datamodule=run.datamodule)
+    assert losses == pytest.approx([row["train/loss"] for row in typed if "train/loss" in row], rel=1e-6)
+    last = [row["val/loss"] for row in typed if "val/loss" in row][-1]
+    assert float(trainer.callback_metrics["val/loss"]) == pytest.approx(last, rel=1e-6)
+    assert float(trainer.callback_metrics["train/loss"]) == pytest.approx(losses[-1], rel=1e-6)
+
+
+def test_refusals(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"optimizer\.lr"):
+        lmtrain.compose(["optimizer.lrr=1"])
+    with pytest.raises(UserError, match="a run from Python has one process"):
+        lmtrain.build(lmtrain.compose(settings(corpus, "trainer.devices=2", "data.global_batch_size=8")))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_importing_costs_no_torch(tmp_path: Path) -> None:
+    code = "import lmtrain, sys; lmtrain.compose(['optimizer.lr=1e-3']); print('torch' in sys.modules)"
+    assert python(code, cwd=tmp_path) == "False"

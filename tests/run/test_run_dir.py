@@ -1,0 +1,222 @@
+"""A run's folder: continued by name, left alone when finished, typed without quotes, enough to run again."""
+
+import json
+import re
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from inprocess import run, snapshot, train_tiny
+from lmtrain.callbacks.metrics import without_times
+from lmtrain.checkpoints import store
+from lmtrain.config import compose as rules
+from lmtrain.run import folder as run_dir
+from lmtrain.run.folder import RunDir, locate
+from support import TINY, rows
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def stable(run_dir: Path) -> list[dict]:
+    """metrics.jsonl without what depends on the machine's speed."""
+    return [without_times(row) for row in rows(run_dir / "metrics.jsonl")]
+
+
+def trained_steps(run_dir: Path) -> list[int]:
+    return [row["step"] for row in rows(run_dir / "metrics.jsonl") if "train/loss" in row]
+
+
+def test_what_is_in_it(corpus: Path, here: Path) -> None:
+    assert train_tiny(corpus, "run.name=first", "logger=tensorboard").code == 0
+    run_dir = here / "outputs" / "first"
+    assert {p.name for p in run_dir.iterdir()} == {
+        "config.yaml", "metrics.jsonl", "samples.jsonl", "summary.json", "checkpoints", "export", "tokenizer",
+        "tensorboard", "report.html", "starts.jsonl", "plan.txt", ".lock",
+    }  # fmt: skip
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert (summary["status"], summary["step"], summary["tokens"]) == ("finished", 2, 2 * 6 * 32)
+    assert (run_dir / summary["last"]).resolve() == (run_dir / "checkpoints" / "last").resolve()
+    assert (run_dir / summary["best"]).resolve() == (run_dir / "checkpoints" / "best").resolve()
+    best = min(row["val/loss"] for row in rows(run_dir / "metrics.jsonl") if "val/loss" in row)
+    assert summary["best_metric"] == {"val/loss": best}
+    assert {"python", "torch", "lightning", "transformers", "lmtrain"} <= set(summary["versions"])
+
+
+def test_a_finished_run_says_so_and_changes_nothing(corpus: Path, here: Path) -> None:
+    assert train_tiny(corpus, "run.name=first").code == 0
+    before = snapshot(here)
+    again = train_tiny(corpus, "run.name=first")
+    assert (again.code, again.err) == (0, "")
+    assert f"{here}/outputs/first is finished: nothing to do" in again.out
+    assert "trainer.max_steps" in again.out
+    assert snapshot(here) == before
+
+
+def test_a_named_run_continues(corpus: Path, here: Path) -> None:
+    """The same command with more steps; what is there already stays, and each step stands once."""
+    assert train_tiny(corpus, "run.name=first", "schedule=constant").code == 0
+    run_dir = here / "outputs" / "first"
+    earlier = stable(run_dir)
+    more = train_tiny(corpus, "run.name=first", "schedule=constant", "trainer.max_steps=4")
+    assert more.code == 0, more.err
+    assert "continues after step 2" in more.out
+    assert stable(run_dir)[: len(earlier)] == earlier
+    assert trained_steps(run_dir) == [1, 2, 3, 4]
+    assert yaml.safe_load((run_dir / "config.yaml").read_text())["trainer"]["max_steps"] == 4
+    assert yaml.safe_load((run_dir / "config.1.yaml").read_text())["trainer"]["max_steps"] == 2
+    assert train_tiny(corpus, "schedule=constant", "trainer.max_steps=4", "run.name=at_once").code == 0
+    assert trained_steps(here / "outputs" / "at_once") == [1, 2, 3, 4]
+
+
+def test_rows_after_the_checkpoint_are_cut_and_written_again(corpus: Path, here: Path) -> None:
+    """A run that died after step 3 had logged more than its checkpoint of step 2 knows; one line is even torn."""
+    settings = ["run.name=first", "trainer.max_steps=4", "trainer.save_every_n_steps=2", "checkpoint.keep_best=0"]
+    assert train_tiny(corpus, *settings).code == 0
+    run_dir = here / "outputs" / "first"
+    whole = stable(run_dir)
+    samples = (run_dir / "samples.jsonl").read_text()
+    (run_dir / "summary.json").unlink()
+    (newest,) = [p for p in store.scan(run_dir / "checkpoints") if p.name == "step_00000004"]
+    newest.rename(run_dir / "checkpoints" / "step_00000004.tmp99")
+    text = (run_dir / "metrics.jsonl").read_text()
+    (run_dir / "metrics.jsonl").write_text(text[:-20])
+
+    ended = train_tiny(corpus, *settings)
+    assert ended.code == 0, ended.err
+    assert "continues after step 2" in ended.out
+    assert stable(run_dir) == whole
+    assert (run_dir / "samples.jsonl").read_text() == samples
+    assert not list(run_dir.rglob("*.tmp*"))
+
+
+def test_the_table_of_csv_has_the_same_rows_after_a_resume(corpus: Path, here: Path) -> None:
+    assert train_tiny(corpus, "run.name=first", "logger=csv").code == 0
+    assert train_tiny(corpus, "run.name=first", "logger=csv", "trainer.max_steps=3").code == 0
+    header, *lines = (here / "outputs" / "first" / "csv" / "metrics.csv").read_text().splitlines()
+    step, loss = header.split(",").index("step"), header.split(",").index("train/loss")
+    table = [(int(cells[step]), float(cells[loss])) for cells in (r.split(",") for r in lines) if cells[loss]]
+    logged = [(r["step"], r["train/loss"]) for r in rows(here / "outputs/first/metrics.jsonl") if "train/loss" in r]
+    assert table == logged
+
+
+def test_unnamed_runs_get_folders_of_their_own(corpus: Path, here: Path) -> None:
+    for _ in range(3):
+        assert train_tiny(corpus).code == 0
+    names = sorted(p.name for p in (here / "outputs").iterdir())
+    assert len(names) == 3
+    for name in names:
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d(_\d+)?", name)
+        assert abs((datetime.now() - datetime.strptime(name[:19], "%Y-%m-%d_%H-%M-%S")).total_seconds()) < 600
+
+
+def test_runs_that_begin_in_the_same_second_share_no_folder(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both have looked before either makes its folder."""
+    config = rules.check(rules.compose([]))
+    taken, free = here / "2030-01-01_00-00-00", here / "2030-01-01_00-00-00_1"
+    taken.mkdir()
+    found = iter([taken, free])
+    monkeypatch.setattr(run_dir, "locate", lambda _: next(found))
+    assert run_dir.open_run(config).path == free
+    assert config.run.dir == str(free)
+
+
+def test_where_a_run_lives(here: Path) -> None:
+    def located(*argv: str) -> str:
+        return str(locate(rules.check(rules.compose(list(argv)))).relative_to(here))
+
+    assert located("run.name=a") == "outputs/a"
+    assert located("run.name=study/a-1.5+b") == "outputs/study/a-1.5+b"
+    assert located("run.name=a", "run.root=elsewhere") == "elsewhere/a"
+    assert located("run.name=a", "run.dir=mine/b") == "mine/b"
+
+
+def test_no_name_needs_quotes_on_the_command_line(corpus: Path, here: Path) -> None:
+    """Each path that a run makes can be typed as the value of an override, and means itself."""
+    assert train_tiny(corpus, "logger=tensorboard").code == 0
+    parser = OverridesParser.create()
+    paths = [p.relative_to(here) for p in (here / "outputs").rglob("*")]
+    assert len(paths) > 15
+    for path in paths:
+        override = parser.parse_override(f"run.resume={path}")
+        assert not override.is_sweep_override()
+        assert override.value() == str(path)
+
+
+def test_resuming_from_a_path_in_another_run(corpus: Path, here: Path) -> None:
+    """A second run that goes on from the first one's checkpoint, which stays as it is."""
+    assert train_tiny(corpus, "run.name=first").code == 0
+    before = snapshot(here / "outputs" / "first")
+    last = "outputs/first/checkpoints/last"
+    ended = train_tiny(corpus, "run.name=second", f"run.resume={last}", "trainer.max_steps=3")
+    assert ended.code == 0, ended.err
+    assert trained_steps(here / "outputs" / "second") == [3]
+    assert snapshot(here / "outputs" / "first") == before
+
+
+def test_a_runs_config_is_enough_to_run_it_again(corpus: Path, here: Path) -> None:
+    """With the same numbers, from the run's folder alone; single keys can be changed."""
+    assert train_tiny(corpus, "run.name=first", "schedule=linear", "model.dropout=0.1", "seed=7").code == 0
+    again = run("train", "--config-dir", "outputs/first", "run.dir=outputs/again")
+    assert again.code == 0, again.err
+    assert stable(here / "outputs" / "again") == stable(here / "outputs" / "first")
+    first, second = (yaml.safe_load((here / f"outputs/{n}/config.yaml").read_text()) for n in ("first", "again"))
+    assert (first["run"].pop("dir"), second["run"].pop("dir")) == (f"{here}/outputs/first", f"{here}/outputs/again")
+    assert first == second
+
+    other = run("train", "--config-dir", "outputs/first", "run.dir=outputs/other", "seed=8")
+    assert other.code == 0, other.err
+    assert stable(here / "outputs" / "other") != stable(here / "outputs" / "first")
+    refused = run("train", "--config-dir", "outputs/first", "run.dir=outputs/third", "optimizer=lion")
+    assert refused.code == 2
+    assert "optimizer: this config is a run's own" in refused.err
+    assert not (here / "outputs" / "third").exists()
+
+
+def test_its_config_says_what_ran(corpus: Path, here: Path) -> None:
+    """Nothing is left to be decided: no auto for hardware, no interpolation, and it loads as the same config."""
+    assert train_tiny(corpus, "run.name=first", "trainer.precision=auto").code == 0
+    text = (here / "outputs" / "first" / "config.yaml").read_text()
+    assert "${" not in text
+    loaded = rules.load(here / "outputs" / "first" / "config.yaml")
+    for key in ("accelerator", "devices", "precision", "compile", "activation_checkpointing"):
+        assert getattr(loaded.trainer, key) != "auto"
+    assert rules.dump(loaded) == text
+
+
+def test_only_a_new_and_unused_folder_is_discarded(here: Path) -> None:
+    """What training has begun in stays, whatever happens; of a path only the new part goes."""
+    used = RunDir(here / "used")
+    used.path.mkdir()
+    used.metrics.write_text('{"step": 1}\n')
+    used.discard_if_unused(here)
+    assert used.metrics.exists()
+    new = RunDir(here / "mine" / "deep" / "run")
+    (here / "mine").mkdir()
+    (new.path / "checkpoints").mkdir(parents=True)
+    new.discard_if_unused(here / "mine")
+    assert list((here / "mine").iterdir()) == []
+    (new.path / "checkpoints").mkdir(parents=True)
+    (here / "mine" / "deep" / "beside").mkdir()
+    new.discard_if_unused(here / "mine")
+    assert [p.name for p in (here / "mine" / "deep").iterdir()] == ["beside"]
+
+
+def test_the_same_numbers_with_the_folder_elsewhere(corpus: Path, here: Path) -> None:
+    """Neither the folder's name nor how often something is logged reaches the numbers."""
+    assert train_tiny(corpus, "run.name=first", "trainer.max_steps=4").code == 0
+    argv = [o for o in TINY if "log_every" not in o]
+    ended = run("train", *argv, "data=text", f"data.path={corpus}", "run.dir=b", "trainer.max_steps=4",
+                "trainer.val_check_interval=1", "trainer.limit_val_batches=1", "trainer.log_every_n_steps=3",
+                "logger=tensorboard", "callbacks.samples.every_n_validations=0", "export.enabled=false")  # fmt: skip
+    assert ended.code == 0, ended.err
+    first = {r["step"]: r["train/loss"] for r in rows(here / "outputs/first/metrics.jsonl") if "train/loss" in r}
+    second = {r["step"]: r["train/loss"] for r in rows(here / "b/metrics.jsonl") if "train/loss" in r}
+    assert sorted(second) == [1, 3, 4]
+    assert {step: first[step] for step in second} == second

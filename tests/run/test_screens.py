@@ -1,0 +1,114 @@
+"""What is seen while a run trains and when it has ended: the bar at four widths, lines in a pipe, what is kept."""
+
+import io
+import json
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from inprocess import train_tiny
+from lmtrain.callbacks.progress import PlainLines, RichBar, duration
+from lmtrain.run.provenance import git_state, longer
+
+ROW = {"step": 250, "train/loss": 2.34567, "lr": 6e-4, "tokens_per_s": 12345.6, "grad_norm": 1.0}
+SCREENS = {  # after 100 s at 2.5 steps a second, without the bar's own signs
+    60: "train 250/1000  25% loss 2.3457 left 0:05:00",
+    80: "train 250/1000  25% loss 2.3457  val 2.5000 left 0:05:00",
+    120: "train 250/1000  25% loss 2.3457  val 2.5000  lr 6.00e-04  tok/s 12,346  after 0:01:40 left 0:05:00",
+    200: "train 250/1000  25% loss 2.3457  val 2.5000  lr 6.00e-04  tok/s 12,346  after 0:01:40 left 0:05:00",
+}
+
+
+def screen(width: int, *, validated: bool) -> str:
+    """The bar's line as rich draws it, a quarter of the way, with a clock of our own."""
+    now = [0.0]
+    console = Console(width=width, file=io.StringIO(), color_system=None, force_terminal=True)
+    bar = RichBar(console, 1000, clock=lambda: now[0])
+    trainer: Any = SimpleNamespace(global_step=0)
+    bar.on_train_start(trainer, None)  # type: ignore[arg-type]
+    assert bar.progress is not None
+    bar.progress.stop()
+    for step in range(10, 251, 10):
+        now[0] += 4.0
+        bar.listen(ROW | {"step": step})
+    if validated:
+        bar.listen({"step": 250, "val/loss": 2.5})
+    recorder = Console(width=width, file=io.StringIO(), color_system=None, record=True)
+    recorder.print(bar.progress)
+    return recorder.export_text().rstrip("\n")
+
+
+@pytest.mark.parametrize("width", SCREENS)
+def test_the_bar_keeps_step_percentage_and_time_left(width: int) -> None:
+    line = screen(width, validated=True)
+    assert "\n" not in line
+    assert len(line) <= width
+    words = " ".join(line.replace("\u2501", "").replace("\u2578", "").replace("\u257a", "").split())
+    assert words == " ".join(SCREENS[width].split())
+    before = screen(width, validated=False)
+    assert "250/1000" in before
+    assert "25%" in before
+    assert before.endswith("0:05:00")
+
+
+def test_lines_in_a_pipe_carry_elapsed_and_left() -> None:
+    out = io.StringIO()
+    lines = PlainLines(Console(width=200, file=out), 1000, every_seconds=0)
+    lines.on_train_start(SimpleNamespace(global_step=0), None)  # type: ignore[arg-type]
+    lines._began -= 100
+    lines.listen(ROW)
+    assert out.getvalue().startswith("step  250/1000  loss 2.3457  lr 6.00e-04  tok/s 12,346  0:01:40 elapsed, 0:05:0")
+    assert out.getvalue().endswith(" left\n")
+    assert duration(3725.9) == "1:02:05"
+
+
+def test_a_run_keeps_its_plan_and_where_it_was_made(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for words in (
+        ["init", "-q"],
+        ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "--allow-empty", "-m", "x"],
+    ):
+        subprocess.run(["git", *words], check=True)
+    ended = train_tiny(corpus, "run.name=a")
+    assert ended.code == 0, ended.err
+    plan = (tmp_path / "outputs" / "a" / "plan.txt").read_text()
+    assert plan.startswith("\u256d\u2500 plan ")
+    assert "first training row" in plan
+    assert max(map(len, plan.splitlines())) == 120
+    summary = json.loads((tmp_path / "outputs" / "a" / "summary.json").read_text())
+    assert summary["command"].startswith("python -m lmtrain.train tokenizer=bytes ")
+    assert summary["command"].endswith(" run.name=a")
+    assert summary["host"]
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    assert summary["git"] == {"commit": commit, "dirty": False}
+    assert summary["peak_memory_gib"] > 0.1
+    for words in ("wall time", "best", "val/loss ", " at step ", "peak memory", "tokens/s", "report.html"):
+        assert words in ended.out
+    following = [line.strip() for line in ended.out.partition("next:\n")[2].splitlines()]
+    folder = f"{tmp_path}/outputs/a"
+    assert following[0] == f"python -m lmtrain.generate run_dir={folder} --prompt 'Once upon a time'"
+    assert following[-1].endswith(f" run.name=a run.dir={folder} run.resume=auto trainer.max_steps=4")
+    (tmp_path / "file").write_text("x")
+    subprocess.run(["git", "add", "file"], check=True)
+    state = git_state()
+    assert state is not None
+    assert state["dirty"]
+
+
+def test_outside_a_repository_there_is_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert git_state() is None
+
+
+def test_the_command_for_a_longer_run_replaces_the_length() -> None:
+    typed = ["data.path=a b.txt", "trainer.max_steps=10", "run.resume=none", "run.dir=x"]
+    assert longer(typed, "/r", "trainer.max_steps", 20) == (
+        "python -m lmtrain.train 'data.path=a b.txt' run.dir=/r run.resume=auto trainer.max_steps=20"
+    )

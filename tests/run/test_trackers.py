@@ -1,0 +1,193 @@
+"""TensorBoard, CSV and W&B get the run's numbers, and a resumed run goes on in the same place."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from wandb.proto.wandb_internal_pb2 import Record
+
+from inprocess import message, train_tiny
+from lmtrain.run.wandb_history import log_records, steps_by_name
+from support import TINY, Run, rows
+
+
+def settings(corpus: Path, steps: int) -> list[str]:
+    return [
+        *TINY,
+        "data=text",
+        f"data.path={corpus}",
+        "export.enabled=false",
+        "run.dir=run",
+        "run.resume=auto",
+        "trainer.val_check_interval=2",
+        "trainer.save_every_n_steps=2",
+        f"trainer.max_steps={steps}",
+    ]
+
+
+def test_tensorboard_and_csv_over_a_resume(corpus: Path, tmp_path: Path, lmtrain: Run) -> None:
+    loggers = ["logger=tensorboard", "logger.tensorboard.flush_secs=1"]
+    for steps in (4, 6):
+        done = lmtrain("train", *settings(corpus, steps), *loggers)
+        assert done.returncode == 0, done.stderr
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    logged = {r["step"]: r["train/loss"] for r in rows(tmp_path / "run" / "metrics.jsonl") if "train/loss" in r}
+    shown = {e.step: e.value for e in events.Scalars("train/loss")}
+    assert sorted(shown) == sorted(logged) == [1, 2, 3, 4, 5, 6]
+    for step, loss in logged.items():
+        assert shown[step] == pytest.approx(loss, rel=1e-6)
+    assert {"val/loss", "lr", "grad_norm", "tokens_per_s", "samples_per_s", "host_memory_gib"} <= set(
+        events.Tags()["scalars"]
+    )
+    last = [r["val/loss"] for r in rows(tmp_path / "run" / "metrics.jsonl") if "val/loss" in r][-1]
+    assert [(e.step, e.value) for e in events.Scalars("final/val/loss")] == [(6, pytest.approx(last, rel=1e-6))]
+    hparams = yaml.safe_load((tmp_path / "run" / "tensorboard" / "hparams.yaml").read_text())
+    assert hparams["trainer"]["max_steps"] == 4  # of the first start
+    shown = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    assert b"trainer/max_steps" in shown
+
+
+def sent(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Config and history of an offline W&B run."""
+    config: dict[str, Any] = {}
+    history: list[dict[str, Any]] = []
+    for data in log_records(next(folder.glob("*.wandb")).read_bytes()):
+        record = Record()
+        record.ParseFromString(data)
+        for item in (*record.run.config.update, *record.config.update):
+            config[item.key] = json.loads(item.value_json)
+        if record.HasField("history"):
+            history.append({i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in record.history.item})
+    return config, history
+
+
+DIES = """
+import os, signal
+import lightning
+class Dies(lightning.Callback):
+    def on_train_batch_start(self, trainer, *_):
+        if trainer.global_step == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+def test_wandb_gets_config_and_every_step_once_over_a_kill(corpus: Path, tmp_path: Path, lmtrain: Run) -> None:
+    loggers = ["logger=wandb", "logger.wandb.mode=offline", "logger.wandb.group=tests", "logger.wandb.notes=a note"]
+    extra = ["callbacks.extra=[{_target_: dies.Dies}]", "run.allow_target=[dies]"]
+    keep = ["trainer.save_every_n_steps=4"]
+    (tmp_path / "dies.py").write_text(DIES)
+    killed = lmtrain("train", *settings(corpus, 6), *loggers, *keep, *extra, timeout=600)
+    assert killed.returncode == -9
+    done = lmtrain("train", *settings(corpus, 6), *loggers, *keep, timeout=600)
+    assert done.returncode == 0, done.stderr
+    folders = sorted(p for p in (tmp_path / "run" / "wandb").iterdir() if p.name.startswith("offline-run"))
+    (config, first), (again, second) = map(sent, folders)
+    print(f"{len(first)} points were in W&B's file when the run was killed")
+    assert (config | again)["trainer"]["max_steps"] == 6
+    for name in ("train/loss", "val/loss"):
+        points = [(h["trainer/global_step"], h[name]) for h in (*first, *second) if name in h]
+        logged = [(r["step"], r[name]) for r in rows(tmp_path / "run" / "metrics.jsonl") if name in r]
+        assert points == logged
+
+
+NO_LOGIN = {"WANDB_API_KEY": ""}
+NO_NETWORK = {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_INIT_TIMEOUT": "3"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("without", [NO_LOGIN, NO_NETWORK], ids=["login", "network"])
+def test_wandb_without_login_or_network_is_kept_here(
+    without: dict[str, str], corpus: Path, tmp_path: Path, lmtrain: Run
+) -> None:
+    nobody = {"WANDB_MODE": "online", "HOME": str(tmp_path), "NETRC": str(tmp_path / "none"), **without}
+    done = lmtrain("train", *settings(corpus, 2), "logger=wandb", env=nobody, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert " ".join((tmp_path / "run" / "plan.txt").read_text().split()).count("`wandb sync` sends it") == 1
+    (folder,) = (p for p in (tmp_path / "run" / "wandb").iterdir() if p.name.startswith("offline-run"))
+    assert [h["trainer/global_step"] for h in sent(folder)[1] if "train/loss" in h] == [1, 2]
+
+
+@pytest.mark.slow
+def test_wandb_keeps_its_id(corpus: Path, tmp_path: Path, lmtrain: Run) -> None:
+    loggers = ["logger=wandb", "logger.wandb.mode=offline"]
+    ids = []
+    for steps in (2, 4):
+        done = lmtrain("train", *settings(corpus, steps), *loggers, timeout=600)
+        assert done.returncode == 0, done.stdout + done.stderr
+        ids.append((tmp_path / "run" / "wandb" / "run_id").read_text())
+    assert ids[0] == ids[1]
+    folders = [p.name for p in (tmp_path / "run" / "wandb").iterdir() if p.name.startswith("offline-run")]
+    assert len(folders) == 2
+    assert all(name.endswith(ids[0]) for name in folders)
+
+
+def six(tracker: str) -> list[str]:
+    return [
+        *("run.dir=run", "run.resume=auto", "export.enabled=false", "run.allow_target=[inprocess,users_callbacks]"),
+        *("trainer.max_steps=6", "trainer.val_check_interval=3", "trainer.save_every_n_steps=4", f"logger={tracker}"),
+    ]
+
+
+def test_mlflow_files_over_a_resume(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlflow", reason='pip install "lmtrain[mlflow]"')
+    monkeypatch.chdir(tmp_path)
+    six_steps = [*six("mlflow"), "logger.mlflow.tags={size: tiny}"]
+    with pytest.raises(ZeroDivisionError):
+        train_tiny(corpus, *six_steps, "callbacks.extra=[{_target_: inprocess.Breaks, at: 5}]")
+    done = train_tiny(corpus, *six_steps)
+    assert done.code == 0, done.err
+    run_id = (tmp_path / "run" / "mlflow_run_id").read_text()
+    (folder,) = (tmp_path / "run" / "mlflow").glob(f"*/{run_id}")
+    for name in ("train/loss", "val/loss", "lr"):
+        lines = [line.split() for line in (folder / "metrics" / name).read_text().splitlines()]
+        logged = [(r["step"], r[name]) for r in rows(tmp_path / "run" / "metrics.jsonl") if name in r]
+        assert [(int(step), float(value)) for _, value, step in lines] == logged
+    assert (folder / "params" / "trainer" / "max_steps").read_text() == "6"
+    assert (folder / "tags" / "size").read_text() == "tiny"
+    table = json.loads((folder / "artifacts" / "samples.json").read_text())
+    assert table["columns"] == ["step", "prompt", "text", "reference"]
+    assert [int(row[0]) for row in table["data"]] == [3, 6]
+
+
+def test_a_missing_package_is_answered_with_what_to_install(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("lightning.pytorch.loggers.mlflow._MLFLOW_AVAILABLE", False)
+    ended = train_tiny(corpus, *six("mlflow"))
+    assert ended.code == 2
+    assert message(ended.err) == 'logger=mlflow needs a package: pip install "lmtrain[mlflow]"'
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("tracker", ["tensorboard", "csv", "wandb"])
+def test_a_folder_that_cannot_be_written(
+    tracker: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert train_tiny(corpus, *six("none"), "trainer.max_steps=1").code == 0
+    (tmp_path / "run" / tracker).write_text("in its place")
+    ended = train_tiny(corpus, *six(tracker))
+    assert ended.code == 2
+    assert f"logger.{tracker}" in message(ended.err)
+
+
+def test_a_tracker_that_fails_leaves_the_run(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    ended = train_tiny(corpus, *six("csv"), "callbacks.extra=[{_target_: users_callbacks.TakesAway, folder: run/csv}]")
+    assert ended.code == 0, ended.err
+    assert ended.out.count("logger.csv failed") == 1
+    assert [r["step"] for r in rows(tmp_path / "run" / "metrics.jsonl") if "train/loss" in r] == [1, 2, 3, 4, 5, 6]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "finished"
+
+
+def test_a_file_of_wandbs_that_is_cut_off(tmp_path: Path) -> None:
+    assert steps_by_name(tmp_path) is None
+    (tmp_path / "offline-run-1").mkdir()
+    (tmp_path / "offline-run-1" / "x.wandb").write_bytes(b":W&B\0\0\0" + b"\1\2\3\4\xff\xff\1" + b"half")
+    assert steps_by_name(tmp_path) == {}

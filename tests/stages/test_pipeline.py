@@ -1,0 +1,275 @@
+"""Pipelines: what is refused before the first stage begins, and what runs, is skipped and runs again."""
+
+import functools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tiny import tiny, write
+
+from inprocess import Ended, run
+from lmtrain.config import compose
+from lmtrain.errors import UserError
+from lmtrain.stages import definition, plan, state, sweep, words
+from lmtrain.stages import run as stages
+from support import REPO
+
+Tree = dict[str, dict]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _composed_once() -> Iterator[None]:
+    """The same words make the same tree: what a test leaves as it is need not be composed again."""
+    with pytest.MonkeyPatch.context() as patch:
+        composes = compose.compose
+        remembered = functools.cache(lambda words, folder: composes(list(words), folder))
+        patch.setattr(compose, "compose", lambda words, folder=None, *_: remembered(tuple(words), folder))
+        yield
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("rows")
+
+
+@pytest.fixture
+def tree(corpus: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tree:
+    monkeypatch.chdir(tmp_path)
+    return tiny(corpus, rows)
+
+
+def refused(tree: Tree, *argv: str) -> str:
+    """The one message; no stage was started."""
+    ended = run("pipeline", f"pipeline={write(tree, Path.cwd())}", *argv)
+    assert ended.code == 2, ended.out
+    assert ended.err.startswith("error: ")
+    assert ended.err.count("\n") == 1
+    assert not Path("outputs").exists()
+    return ended.err.removeprefix("error: ").strip()
+
+
+def planned(tree: Tree, *argv: str) -> plan.Plan:
+    file = write(tree, Path.cwd())
+    pipeline = definition.read(file)
+    return plan.make(pipeline, words.sort([f"pipeline={file}", *argv], pipeline), None)
+
+
+@pytest.mark.parametrize("path", sorted((REPO / "conf" / "pipeline").glob("*.yaml")), ids=lambda path: path.stem)
+def test_pipelines_that_come_with_lmtrain_compose(path: Path) -> None:
+    ended = run("pipeline", f"pipeline={path.stem}", "--cfg")
+    assert ended.code == 0, ended.err
+    named = definition.read(path)
+    assert [line.split()[2].strip(",") for line in ended.out.splitlines() if line.startswith("# stage")] == [
+        stage.name for stage in named.stages
+    ]
+    assert named.evaluations
+
+
+def test_a_stage_that_needs_what_is_not_there(tree: Tree) -> None:
+    tree["stages"]["dpo"]["needs"] = ["stf"]
+    assert "stage dpo needs stf, which is no stage; did you mean sft? (pretrain, sft, dpo)" in refused(tree)
+
+
+def test_a_stage_that_needs_itself(tree: Tree) -> None:
+    tree["stages"]["sft"]["overrides"].append("model.name_or_path=${stage.sft.export}")
+    assert "stage sft needs itself" in refused(tree)
+
+
+def test_stages_in_a_circle(tree: Tree) -> None:
+    tree["stages"]["pretrain"]["needs"] = ["dpo"]
+    found = refused(tree)
+    assert found.startswith("stages need one another in a circle: ")
+    assert all(f"{name} needs" in found for name in ("pretrain", "sft", "dpo"))
+
+
+def test_a_folder_that_no_stage_has(tree: Tree) -> None:
+    tree["stages"]["sft"]["overrides"].append("model.name_or_path=${stage.pretrain.exprot}")
+    assert "${stage.pretrain.exprot}: of a stage there are export, export_merged, run" in refused(tree)
+
+
+WRONG = {
+    "stage dpo: there is no key 'trainer.max_stepz'": ("dpo", "trainer.max_stepz=3"),
+    "stage dpo: data.path=nowhere.jsonl: no such file": ("dpo", "data.path=nowhere.jsonl"),
+    "stage dpo: objective=dpo needs pairs": ("dpo", "data=chat_jsonl"),
+    "stage sft: data.seq_len=512 exceeds the 256 positions of the model that pretrain": ("sft", "data.seq_len=512"),
+    "stage sft: the tokenizer that pretrain trains has no chat template": ("sft", "data.chat_template=null"),
+    "stage sft: data.chat_template=chatml is made of tokens": ("sft", "data.chat_template=chatml"),
+    "stage sft sets run.dir": ("sft", "run.dir=elsewhere"),
+    "sft needs what pretrain exports": ("pretrain", "export.enabled=false"),
+    "data.streaming has no effect": ("dpo", "data.streaming=true"),
+    "evaluation answers: there is no key 'evaluate.nothing'": ("answers", "evaluate.nothing=1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_mistakes_of_a_later_stage_are_found_before_the_first(tree: Tree, message: str) -> None:
+    stage, word = WRONG[message]
+    assert message in refused(tree, f"{stage}.{word}")
+
+
+def test_a_bad_row_of_a_later_stage_is_found_before_the_first(tree: Tree) -> None:
+    file = Path.cwd() / "bad.jsonl"
+    file.write_text(json.dumps({"prompt": "a", "chosen": "b"}) + "\n")
+    assert f"stage dpo: {file}, line 1: no format of pairs fits" in refused(tree, f"dpo.data.path={file}")
+
+
+def test_an_adapter_is_not_taken_for_a_model(tree: Tree) -> None:
+    found = refused(tree, "sft.peft=lora")
+    assert "dpo: sft exports an adapter, not a model" in found
+    assert "${stage.sft.export_merged}" in found
+
+
+def test_unknown_pipelines() -> None:
+    for argv, message in {
+        ("pipeline=labtop",): "did you mean laptop?",
+        ("run.name=a",): "which pipeline? pipeline=laptop needs no network",
+        ("pipeline=none.yaml",): "there is no such pipeline",
+    }.items():
+        ended = run("pipeline", *argv)
+        assert (ended.code, message in ended.err) == (2, True), ended.err
+
+
+def test_words_go_where_they_belong(tree: Tree) -> None:
+    made = planned(tree, "trainer.max_steps=7", "sft.trainer.max_steps=9", "run.name=here", "answers.evaluate.limit=3")
+    assert [one.config.trainer.max_steps for one in made.stages] == [7, 9, 7]
+    assert made.folder == Path.cwd() / "outputs" / "here"
+    assert {one.config.evaluate.limit for one in made.evaluations} == {3}
+    assert made.stages[1].config.model.name_or_path == str(made.folder / "pretrain" / "export")
+
+
+def swept(tree: Tree, *argv: str) -> plan.Plan:
+    file = write(tree, Path.cwd())
+    pipeline = definition.read(file)
+    return plan.make(*sweep.expand(pipeline, words.sort([f"pipeline={file}", *argv], pipeline)), None)
+
+
+def test_a_sweep_shares_the_stages_before(tree: Tree) -> None:
+    tree["evaluations"]["pairs"] = {
+        "of": ["sft", "dpo"],
+        "overrides": ["data=preference_jsonl", "objective=dpo", "evaluate.reference=${stage.sft.export}"],
+    }
+    made = swept(tree, "sft.optimizer.lr=1e-3,1e-4", "sft.trainer.max_steps=9")
+    assert [one.name for one in made.stages] == ["pretrain", "sft_0", "sft_1", "dpo_0", "dpo_1"]
+    configs = {one.name: one.config for one in made.stages}
+    assert [configs[f"sft_{n}"].optimizer.lr for n in (0, 1)] == [1e-3, 1e-4]
+    assert {configs[f"sft_{n}"].trainer.max_steps for n in (0, 1)} == {9}
+    assert configs["sft_1"].model.name_or_path == str(made.folder / "pretrain" / "export")
+    assert configs["dpo_1"].model.name_or_path == str(made.folder / "sft_1" / "export")
+    alone = planned(tree).stages[0]
+    assert made.identity(made.stages[0], {}) == made.identity(alone, {})
+    scored = [(e.evaluation.name, e.of, e.config.evaluate.reference) for e in made.evaluations]
+    assert [of for name, of, _ in scored if name == "answers"] == ["pretrain", "sft_0", "sft_1"]
+    for n in (0, 1):
+        reference = str(made.folder / f"sft_{n}" / "export")
+        assert [s[1:] for s in scored if s[0] == f"pairs_{n}"] == [(f"sft_{n}", reference), (f"dpo_{n}", reference)]
+
+
+def test_a_sweep_over_two_stages_is_every_combination(tree: Tree) -> None:
+    file = write(tree, Path.cwd())
+    pipeline = definition.read(file)
+    typed = words.sort([f"pipeline={file}", "sft.seed=1,2", "dpo.seed=3,4"], pipeline)
+    made, typed = sweep.expand(pipeline, typed)
+    assert [stage.name for stage in made.stages] == [
+        "pretrain",
+        *(f"sft_{n}" for n in (0, 1)),
+        *(f"dpo_{n}" for n in range(4)),
+    ]
+    assert [(typed.of[f"dpo_{n}"], made.stage(f"dpo_{n}").needs) for n in range(4)] == [
+        (["seed=3"], ("sft_0",)), (["seed=4"], ("sft_0",)), (["seed=3"], ("sft_1",)), (["seed=4"], ("sft_1",)),
+    ]  # fmt: skip
+
+
+def test_what_can_not_be_swept(tree: Tree) -> None:
+    assert "a pipeline's sweep is over keys of a stage" in refused(tree, "-m", "trainer.max_steps=1,2")
+    assert "-m needs a key of a stage with several values" in refused(tree, "-m")
+
+
+def test_what_a_stage_is_known_by(tree: Tree, tmp_path: Path) -> None:
+    """Its settings and its inputs, not what is only shown, nor where the pipeline lies."""
+    exports = {"pretrain": "a", "sft": "b"}
+    before = planned(tree)
+    again = planned(tree, f"run.dir={tmp_path}/elsewhere", "trainer.num_threads=1", "callbacks.samples.top_k=3")
+    changed = planned(tree, "sft.optimizer.lr=1e-4")
+    for number, same in enumerate([True, False, True]):
+        first, other = before.stages[number], again.stages[number]
+        assert before.identity(first, exports) == again.identity(other, exports)
+        assert (before.identity(first, exports) == changed.identity(changed.stages[number], exports)) is same
+    assert before.identity(before.stages[1], exports) != before.identity(before.stages[1], {"pretrain": "c"})
+
+
+class Verbs:
+    """In place of processes: stages run in this process, which is quick."""
+
+    def __init__(self) -> None:
+        self.ran: list[str] = []
+        self.stopping = 0
+
+    def __enter__(self) -> "Verbs":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def run(self, verb: str, argv: list[str], log: Path) -> int:
+        name = next(w for w in argv if w.startswith(("run.dir=", "evaluate.name="))).rpartition("/")[2]
+        self.ran.append(name.rpartition("=")[2])
+        ended = run(verb, *argv)
+        log.write_text(ended.out + ended.err)
+        return ended.code
+
+
+def test_skips_continues_and_runs_again(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    verbs = Verbs()
+    del tree["stages"]["dpo"]  # test_pipeline_kills.py has all three
+    monkeypatch.setattr("lmtrain.stages.run.Work", lambda: verbs)
+
+    def start(*argv: str) -> tuple[Ended, list[str]]:
+        verbs.ran.clear()
+        return run("pipeline", f"pipeline={write(tree, Path.cwd())}", *argv), list(verbs.ran)
+
+    first, ran = start()
+    assert first.code == 0, first.err
+    assert ran == ["pretrain", "answers-pretrain", "sft", "answers-sft"]
+    scores = json.loads(Path("outputs/tiny/report.json").read_text())["scores"]
+    assert scores["answers/loss"]["sft"] < scores["answers/loss"]["pretrain"]
+    page = Path("outputs/tiny/report.html").read_text()
+    assert f"{scores['answers/loss']['sft']:.4f}" in page
+    assert all(f'href="{name}/report.html"' in page for name in tree["stages"])
+
+    again, ran = start()
+    assert (again.code, ran) == (0, [])
+    assert again.out.count("finished: skipped") == 2
+
+    changed, ran = start("sft.optimizer.lr=3e-4")
+    assert (changed.code, ran) == (0, ["sft", "answers-sft"]), changed.err
+    assert "stage sft has changed" in changed.out
+    kept = Path("outputs/tiny/replaced")
+    assert [p.name for p in kept.iterdir()] == ["sft_1"]
+    assert (kept / "sft_1" / "export" / "model.safetensors").exists()
+
+
+def test_a_stage_that_fails_ends_the_pipeline(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fails(Verbs):
+        def run(self, verb: str, argv: list[str], log: Path) -> int:
+            log.write_text("step 1\nerror: the disk is full\n")
+            return 1
+
+    monkeypatch.setattr("lmtrain.stages.run.Work", Fails)
+    ended = run("pipeline", f"pipeline={write(tree, Path.cwd())}")
+    assert ended.code == 1
+    assert "error: stage pretrain failed (exit code 1): the disk is full (all of it: " in ended.err
+
+
+def test_a_folder_of_something_else_is_left_alone(tree: Tree) -> None:
+    Path("full").mkdir()
+    Path("full/thesis.txt").write_text("")
+    made = planned(tree, "run.dir=full")
+    with pytest.raises(UserError, match="holds files that are not a pipeline's"):
+        stages.run(made, [])
+
+
+def test_state_that_was_damaged_is_said(tmp_path: Path) -> None:
+    (tmp_path / "stages.json").write_text('{"sft": 1}')
+    with pytest.raises(UserError, match="can't be read"):
+        state.State(tmp_path)

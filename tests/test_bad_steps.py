@@ -1,0 +1,35 @@
+"""A run that ends for its bad steps looks at the first of them as it was trained."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from inprocess import run
+from lmtrain.objectives.causal_lm import CausalLM
+from support import TINY
+
+
+def test_the_bad_batch_is_run_in_the_runs_precision(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mixed: list[bool] = []
+    loss = CausalLM.micro_batch_loss
+
+    def watched(self: CausalLM, batch: dict[str, torch.Tensor]) -> Any:
+        mixed.append(torch.is_autocast_enabled("cpu"))
+        return loss(self, batch)
+
+    monkeypatch.setattr(CausalLM, "micro_batch_loss", watched)
+    settings = [
+        *TINY, "data=text", f"data.path={corpus}", f"run.dir={tmp_path / 'run'}", "trainer.precision=bf16-mixed",
+        "optimizer.lr=1e30", "trainer.max_steps=20", "trainer.max_bad_steps=2", "trainer.gradient_clip_val=null",
+    ]  # fmt: skip
+    ended = run("train", *settings)
+    assert ended.code == 1, ended.err
+    report = json.loads(next((tmp_path / "run").glob("bad_step_*.json")).read_text())
+    assert len(report["micro_batch_losses"]) == 3
+    assert len(mixed) > 6, "the steps' micro-batches, and those of the bad step once more"
+    assert all(mixed)

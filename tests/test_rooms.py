@@ -1,0 +1,116 @@
+"""The house rules of docs/architecture.md: imports go down only, no circles, small files, short functions.
+
+The graph is drawn from every import statement of src/lmtrain, those inside functions and under TYPE_CHECKING included.
+"""
+
+import ast
+import statistics
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from support import REPO
+
+SOURCE = REPO / "src" / "lmtrain"
+
+# From the ground up. A room is a folder or a file of the package; each may import itself and what stands before it.
+ROOMS = [
+    "terminal", "errors", "files", "losses", "config", "distributed", "data.hub", "models", "adapters", "optim",
+    "data.cache", "data.contents", "data.bpe", "data.folder_key", "data.progress", "data.order", "data.mixing",
+    "data.tokenizers", "data.sources", "data.text", "data.chat", "data.modules", "data.examples", "data.corpus",
+    "data.val_sets",
+    "checkpoints", "strategies", "objectives", "outputs", "callbacks", "run", "sweeps", "stages", "cli",
+]  # fmt: skip
+VERBS = [
+    "train",
+    "prepare",
+    "inspect",
+    "export",
+    "generate",
+    "chat",
+    "evaluate",
+    "estimate",
+    "tune",
+    "report",
+    "verify",
+    "sweep_report",
+    "runs",
+    "pipeline",
+    "doctor",
+    "explain",
+    "new",
+]  # above all rooms
+
+MAX_LINES, MAX_FUNCTION, MAX_MEDIAN = 300, 60, 10
+
+
+def modules() -> dict[str, Path]:
+    """Dotted name below lmtrain, and its file."""
+    files = {p.relative_to(SOURCE).with_suffix(""): p for p in SOURCE.rglob("*.py")}
+    return {".".join(name.parts).removesuffix(".__init__"): path for name, path in files.items() if path.stat().st_size}
+
+
+def imports(path: Path, known: dict[str, Path]) -> Iterator[str]:
+    """The modules of lmtrain that a file imports, anywhere in it."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "lmtrain":
+            base = (node.module or "").removeprefix("lmtrain").lstrip(".")
+            for alias in node.names:
+                name = f"{base}.{alias.name}".lstrip(".")
+                yield name if name in known else base
+        elif isinstance(node, ast.Import):
+            yield from (a.name.removeprefix("lmtrain.") for a in node.names if a.name.startswith("lmtrain."))
+
+
+@pytest.fixture(scope="module")
+def graph() -> dict[str, set[str]]:
+    known = modules()
+    return {name: {other for other in imports(path, known) if other not in ("", name)} for name, path in known.items()}
+
+
+def room_of(module: str) -> str:
+    """The longest name of ROOMS that a module begins with, or the verb it is."""
+    fits = [room for room in [*ROOMS, *VERBS] if module == room or module.startswith(f"{room}.")]
+    assert fits, f"{module} is in no room: add it to ROOMS, where its imports allow it"
+    return max(fits, key=len)
+
+
+def test_imports_go_down_only(graph: dict[str, set[str]]) -> None:
+    level = {room: number for number, room in enumerate(ROOMS)} | dict.fromkeys(VERBS, len(ROOMS))
+    upward = [
+        f"{module} imports {other}, which stands above it"
+        for module, others in graph.items() if module != "__init__"
+        for other in others if level[room_of(other)] > level[room_of(module)]
+    ]  # fmt: skip
+    assert upward == []
+
+
+def test_no_file_imports_itself_by_way_of_others(graph: dict[str, set[str]]) -> None:
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"a circle of imports: {' -> '.join(error.args[1])}")
+
+
+def functions(path: Path) -> Iterator[tuple[str, int]]:
+    """Name and lines of each function, docstring included."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield f"{path.relative_to(SOURCE)}:{node.name}", (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def test_files_and_functions_stay_small() -> None:
+    lengths = {
+        str(p.relative_to(SOURCE)): len(p.read_text(encoding="utf-8").splitlines()) for p in SOURCE.rglob("*.py")
+    }
+    assert {name: n for name, n in lengths.items() if n > MAX_LINES} == {}
+    sizes = dict(pair for path in SOURCE.rglob("*.py") for pair in functions(path))
+    assert {name: n for name, n in sizes.items() if n > MAX_FUNCTION} == {}
+    assert statistics.median(sizes.values()) < MAX_MEDIAN
+
+
+def test_the_package_root_holds_verbs_and_little_else() -> None:
+    root = {p.stem for p in SOURCE.glob("*.py")} - {"__init__"}
+    assert root - set(VERBS) == {"cli", "errors", "files", "terminal"}

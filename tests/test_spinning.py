@@ -1,0 +1,61 @@
+"""OpenMP's threads are told not to spin for long before torch is loaded, in every process of a run."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lmtrain.distributed import spinning
+from support import TINY, Run
+
+# Written into every Python process by PYTHONPATH: notes the environment at the moment torch is looked for.
+NOTES = """
+import json, os, sys
+
+class Notes:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            kept = {k: os.environ.get(k) for k in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "RANK")}
+            with open(os.environ["NOTES"], "a") as file:
+                file.write(json.dumps(kept) + "\\n")
+
+sys.meta_path.insert(0, Notes())
+"""
+
+
+@pytest.fixture
+def notes(tmp_path: Path) -> dict[str, str]:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(NOTES)
+    return {"PYTHONPATH": str(tmp_path / "site"), "NOTES": str(tmp_path / "notes.jsonl")}
+
+
+def noted(notes: dict[str, str]) -> list[dict[str, str | None]]:
+    return [json.loads(line) for line in Path(notes["NOTES"]).read_text().splitlines()]
+
+
+def test_it_is_set_before_torch_is_loaded_and_on_ranks(
+    lmtrain: Run, notes: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    # The ranks find that there is no such file: far enough for torch to be there.
+    done = lmtrain("train", *TINY, "data=text", "data.path=missing.txt", "trainer.devices=2", "trainer.accelerator=cpu",
+                   "data.global_batch_size=4", env=notes)  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    found = noted(notes)
+    assert {entry["RANK"] for entry in found} >= {None, "0", "1"}
+    assert {entry["GOMP_SPINCOUNT"] for entry in found} == {spinning.ROUNDS}
+
+
+@pytest.mark.parametrize(("name", "value"), [("GOMP_SPINCOUNT", "7"), ("OMP_WAIT_POLICY", "active")])
+def test_what_the_user_has_set_is_kept(
+    name: str, value: str, lmtrain: Run, notes: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for known in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(known, raising=False)
+    # Refused as soon as torch has been asked for its devices.
+    done = lmtrain("train", "trainer.accelerator=cuda", env={**notes, name: value, "CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode == 2, done.stderr
+    others = {"GOMP_SPINCOUNT": None, "OMP_WAIT_POLICY": None, "RANK": None}
+    assert noted(notes) == [{**others, name: value}]
