@@ -85,6 +85,8 @@ def rows(model: Any, config: Config, device: "Device") -> list[tuple[str, str]]:
 
 def time_words(c: Config, device: "Device", tokens: int | None, per_token: float, world: int) -> str:
     """How long the run takes, and by which speed."""
+    from lmtrain.run import plan_time
+
     speed, by = c.estimate.tokens_per_s, "estimate.tokens_per_s"
     if speed is None and device.peak is not None:
         speed = c.estimate.mfu * device.peak * world / per_token
@@ -93,10 +95,7 @@ def time_words(c: Config, device: "Device", tokens: int | None, per_token: float
         return "set trainer.max_steps: how many an epoch has is in the data"
     if speed is None:
         return "not known for this device: set estimate.tokens_per_s to what a short run reaches"
-    seconds = tokens / speed
-    days, hours = seconds / 86400, seconds / 3600
-    words = f"{days:.1f} days" if days >= 2 else f"{hours:.1f} hours" if hours >= 1 else f"{seconds / 60:.1f} minutes"
-    return f"{words} ({by})"
+    return f"{plan_time.span(tokens / speed)} ({by})"
 
 
 def memory_table(found: dict[str, dict[str, int]], room: float) -> Any:

@@ -58,7 +58,8 @@ class Runs:
         jobs = self.folder / "jobs.json"
         jobs.write_text(json.dumps([[*settings, f"trainer.devices={ranks}"] for settings in self.jobs.values()]))
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "LMTRAIN_DEEPSPEED_ON_CPU": "1", "DS_ACCELERATOR": "cpu"}
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "LMTRAIN_DEEPSPEED_ON_CPU": "1", "DS_ACCELERATOR": "cpu",
+               "PYTHONFAULTHANDLER": "1"}  # fmt: skip
         done = subprocess.run(
             [*command, str(Path(__file__).with_name("ranks.py")), str(jobs)],
             capture_output=True, text=True, timeout=600, env=env,

@@ -12,7 +12,7 @@ import difflib
 import hashlib
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lmtrain.adapters.trainable import ATTRIBUTE, NAME, Adapter, adapter_of
+from lmtrain.adapters.trainable import ATTRIBUTE, NAME, Adapter, adapter_of, switched
 from lmtrain.config.schema import Peft
 from lmtrain.errors import UserError
 
@@ -232,22 +232,14 @@ def write_adapter(adapter: Adapter, folder: Path, dtype: torch.dtype) -> None:
     save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
-@contextlib.contextmanager
-def disabled(model: PreTrainedModel) -> Iterator[None]:
+def disabled(model: PreTrainedModel) -> contextlib.AbstractContextManager[None]:
     """Within it the model is its frozen base: a reference model at no cost in memory."""
     adapter = adapter_of(model)
     if adapter is None or adapter.start:
         raise UserError("the base can't be had from this model: peft.init_weights=pissa or olora moved its weights")
     layers: list[Any] = [m for m in model.modules() if hasattr(m, "_disable_adapters")]
     # Not peft's disable_adapter: it also freezes the adapter for the while, which a sharded model would not forget.
-    before = [layer._disable_adapters for layer in layers]
-    for layer in layers:
-        layer._disable_adapters = True
-    try:
-        yield
-    finally:
-        for layer, value in zip(layers, before, strict=True):
-            layer._disable_adapters = value
+    return switched(layers, "_disable_adapters", True)
 
 
 def _first_line(error: Exception) -> str:

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lmtrain.adapters.memory import MemorySettings, attach_memory, decoder_layers, memory_blocks
+from lmtrain.adapters.trainable import switched
 from lmtrain.config.memory import chosen_layers
 from lmtrain.config.schema import Config, Memory
 from lmtrain.errors import RunError, UserError
@@ -107,18 +107,9 @@ def has_been_trained(model: nn.Module) -> bool:
     return any(bool(block.gate.any()) for block in memory_blocks(model))
 
 
-@contextlib.contextmanager
-def without_memory(model: nn.Module) -> Iterator[None]:
+def without_memory(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Within it the model reads no memory."""
-    blocks = memory_blocks(model)
-    before = [block.enabled for block in blocks]
-    for block in blocks:
-        block.enabled = False
-    try:
-        yield
-    finally:
-        for block, enabled in zip(blocks, before, strict=True):
-            block.enabled = enabled
+    return switched(memory_blocks(model), "enabled", False)
 
 
 def describe_memory(s: MemorySettings) -> str:

@@ -5,7 +5,8 @@ peft is not imported here: it takes seconds, and every objective needs this file
 
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -40,6 +41,19 @@ class Adapter:
 def adapter_of(model: nn.Module) -> Adapter | None:
     """The adapter that `adapters.attach` put into the model."""
     return model.__dict__.get(ATTRIBUTE)
+
+
+@contextmanager
+def switched(modules: Iterable[Any], attribute: str, value: Any) -> Iterator[None]:
+    """Within it the attribute of all modules is `value`; afterwards what it was in each."""
+    before = [(module, getattr(module, attribute)) for module in modules]
+    for module, _ in before:
+        setattr(module, attribute, value)
+    try:
+        yield
+    finally:
+        for module, old in before:
+            setattr(module, attribute, old)
 
 
 def describe_adapter(adapter: Adapter, cfg: Peft) -> str:

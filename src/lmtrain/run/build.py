@@ -104,6 +104,8 @@ def quiet_libraries() -> None:
     warnings.filterwarnings("ignore", module="lightning")
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    # Nothing writes into the loss, which is an element of a larger tensor.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 
 def _is_error(record: logging.LogRecord) -> bool:

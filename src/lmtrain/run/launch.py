@@ -70,6 +70,7 @@ def _launch(run: RunDir, processes: int, max_restarts: int) -> int:
 
     os.environ |= {_LAUNCHER: str(os.getpid()), TYPED: shlex.join(typed())}
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # a rank that a library's crash ends says where it was
     spinning.limit()  # where Python code, not the command line, starts the run
     settings = LaunchConfig(
         min_nodes=1,

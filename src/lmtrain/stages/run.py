@@ -3,18 +3,15 @@
 import shlex
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 from lmtrain import errors
-from lmtrain.errors import RunError, UserError
+from lmtrain.errors import RunError
 from lmtrain.stages import checks, report, state, work
 from lmtrain.stages.plan import Plan, PlannedEvaluation, PlannedStage
 from lmtrain.stages.state import State
 from lmtrain.stages.work import Work
+from lmtrain.sweeps.processes import locked, refuse_strange_files
 from lmtrain.sweeps.trials import quoted
 
 
@@ -31,28 +28,11 @@ def run(plan: Plan, typed: list[str]) -> int:
     Raises:
         UserError: a stage's data is wrong, or the folder is not a pipeline's; no stage has been started then.
     """
-    existed = plan.folder.exists()
-    if existed and any(plan.folder.iterdir()) and not (plan.folder / "stages.json").exists():
-        raise UserError(f"{plan.folder} holds files that are not a pipeline's: choose another run.name or run.dir")
-    begun = set(State(plan.folder).rows) if existed else set()
+    refuse_strange_files(plan.folder, "pipeline", "stages.json", "run.name or run.dir")
+    begun = set(State(plan.folder).rows) if plan.folder.exists() else set()
     checks.check(plan, begun)
-    with _held(plan.folder):
+    with locked(plan.folder, "pipeline", "run.root"):
         return _Pipeline(plan).run(typed)
-
-
-@contextmanager
-def _held(folder: Path) -> Iterator[None]:
-    """Makes the folder, and keeps other processes out of it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / "pipeline.lock", timeout=0)
-        lock.acquire()
-    except Timeout:
-        raise UserError(f"{folder}: this pipeline is running already, in another process") from None
-    except OSError as error:
-        raise UserError(f"cannot write {folder}: {errors.reason(error)}; set run.root elsewhere") from None
-    with lock:
-        yield
 
 
 class _Pipeline:

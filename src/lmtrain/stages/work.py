@@ -3,18 +3,13 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from lmtrain import errors
-from lmtrain.sweeps import trials
-from lmtrain.sweeps.local import end_session
-
-_POLL_SECONDS = 0.1
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+from lmtrain.sweeps.processes import POLL_SECONDS, SIGNALS, end_session, show, start
 
 
 class Work:
@@ -26,7 +21,7 @@ class Work:
         self._before: dict[Any, Any] = {}
 
     def __enter__(self) -> "Work":
-        self._before = {number: signal.signal(number, lambda *_: self._stop()) for number in _SIGNALS}
+        self._before = {number: signal.signal(number, lambda *_: self._stop()) for number in SIGNALS}
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
@@ -49,28 +44,17 @@ class Work:
         if self.stopping:
             return errors.PREEMPTED
         shown = log.stat().st_size if log.exists() else 0
-        self.process = trials.start(verb, words, log)
+        self.process = start(verb, words, log)
         if self.stopping:  # the signal came while the process was made
             self.process.terminate()
         while self.process.poll() is None:
-            time.sleep(_POLL_SECONDS)
-            shown = _show(log, shown)
-        _show(log, shown)
+            time.sleep(POLL_SECONDS)
+            shown = show(log, shown)
+        show(log, shown)
         code = self.process.returncode
         if code != errors.FINISHED:
             end_session(self.process)  # what a crash left over would hold memory that the next start needs
         return errors.PREEMPTED if self.stopping and code != errors.FINISHED else code
-
-
-def _show(log: Path, shown: int) -> int:
-    """Prints what was added to a log after its first `shown` bytes; returns how many it has now."""
-    with log.open("rb") as file:
-        file.seek(shown)
-        new = file.read()
-    if new:
-        sys.stdout.write(new.decode("utf-8", errors="replace"))
-        sys.stdout.flush()
-    return shown + len(new)
 
 
 def last_words(log: Path) -> str:

@@ -18,6 +18,7 @@ from lmtrain import errors
 from lmtrain.config import compose as config
 from lmtrain.sweeps import trials as rows
 from lmtrain.sweeps.plan import Plan
+from lmtrain.sweeps.processes import start
 from lmtrain.sweeps.trials import Trial, Trials
 
 
@@ -62,7 +63,7 @@ def job(verb: str, flags: list[str], _: Any) -> int:
     """On the machine that the launcher found: the trial as a process of its own, as anywhere."""
     words = list(HydraConfig.get().overrides.task)
     run_dir = next(w.partition("=")[2].strip("'") for w in words if w.startswith("run.dir="))
-    return rows.start(verb, [*words, *flags], Path(f"{run_dir}.log")).wait()
+    return start(verb, [*words, *flags], Path(f"{run_dir}.log")).wait()
 
 
 def _code(result: JobReturn) -> int | None:

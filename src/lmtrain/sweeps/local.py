@@ -1,10 +1,7 @@
 """Trials as processes of this machine, sweep.jobs at a time. On a signal they save and end, then the sweep does."""
 
-import contextlib
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,10 +12,8 @@ from lmtrain import errors
 from lmtrain.sweeps import trial_process
 from lmtrain.sweeps import trials as rows
 from lmtrain.sweeps.plan import Plan
+from lmtrain.sweeps.processes import POLL_SECONDS, SIGNALS, end_session, show
 from lmtrain.sweeps.trials import Trial, Trials
-
-_POLL_SECONDS = 0.1
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 @dataclass
@@ -41,7 +36,7 @@ class Local:
 
     def run(self, todo: Iterator[Trial]) -> list[Trial]:
         """Returns the trials that were started."""
-        before = {n: signal.signal(n, lambda *_: self.stop()) for n in _SIGNALS}
+        before = {n: signal.signal(n, lambda *_: self.stop()) for n in SIGNALS}
         started: list[Trial] = []
         try:
             while True:
@@ -53,7 +48,7 @@ class Local:
                     self._start(trial)
                 if not self.running:
                     return started
-                time.sleep(_POLL_SECONDS)
+                time.sleep(POLL_SECONDS)
                 for one in list(self.running):
                     self._look_after(one)
         finally:
@@ -86,12 +81,7 @@ class Local:
         """Shows what a trial printed since, where it runs alone; writes its row once it has ended."""
         code = one.process.exitcode
         if self.plan.config.sweep.jobs == 1:
-            with one.log.open("rb") as file:
-                file.seek(one.shown)
-                new = file.read()
-            one.shown += len(new)
-            sys.stdout.write(new.decode("utf-8", errors="replace"))
-            sys.stdout.flush()
+            one.shown = show(one.log, one.shown)
         if code is None:
             return
         self.running.remove(one)
@@ -110,11 +100,3 @@ def share_of_gpus(slot: int, jobs: int) -> str | None:
     gpus = [g for g in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if g]
     each = len(gpus) // jobs
     return ",".join(gpus[slot * each : (slot + 1) * each]) if jobs > 1 and each else None
-
-
-def end_session(process: BaseProcess | subprocess.Popen[bytes]) -> None:
-    """Kills a trial and what it started."""
-    assert process.pid is not None, "it was started"
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.kill()  # before it has a session of its own

@@ -8,8 +8,6 @@ import os
 import shlex
 from collections.abc import Iterator
 
-from filelock import FileLock, Timeout
-
 from lmtrain import errors
 from lmtrain.distributed import ranks
 from lmtrain.errors import UserError
@@ -17,6 +15,7 @@ from lmtrain.sweeps import launcher, local, search
 from lmtrain.sweeps import plan as plans
 from lmtrain.sweeps import trials as rows
 from lmtrain.sweeps.plan import Plan
+from lmtrain.sweeps.processes import locked, refuse_strange_files
 from lmtrain.sweeps.trials import Trial, Trials
 
 
@@ -33,20 +32,9 @@ def run(verb: str, overrides: list[str], config_dir: str | None, config_name: st
     _refuse_ranks()
     plan = plans.make(verb, overrides, config_dir, config_name)
     folder = plan.folder
-    try:
-        if folder.is_dir() and any(folder.iterdir()) and not (folder / "trials.jsonl").exists():
-            raise UserError(
-                f"{folder} holds files that are not a sweep's: choose another sweep.name or hydra.sweep.dir"
-            )
-        folder.mkdir(parents=True, exist_ok=True)
+    refuse_strange_files(folder, "sweep", "trials.jsonl", "sweep.name or hydra.sweep.dir")
+    with locked(folder, "sweep", "sweep.root"):
         (folder / "trials.jsonl").touch()
-        lock = FileLock(folder / "sweep.lock", timeout=0)
-        lock.acquire()
-    except Timeout:
-        raise UserError(f"{folder}: this sweep is running already, in another process") from None
-    except OSError as error:
-        raise UserError(f"cannot write {folder}: {errors.reason(error)}; set sweep.root elsewhere") from None
-    with lock:
         return _run(plan, Trials(folder))
 
 

@@ -2,20 +2,15 @@
 
 import json
 import math
-import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from lmtrain import errors
-from lmtrain.config.effect import TRIAL
-from lmtrain.distributed.parent_death import end_with_parent
 from lmtrain.errors import UserError
 from lmtrain.files import read_jsonl, write_atomic
 from lmtrain.run.folder import RunDir
@@ -102,22 +97,6 @@ def quoted(text: str) -> str:
 def without_ranks(environ: Mapping[str, str]) -> dict[str, str]:
     """`environ` without what tells a process that it is a rank of this one."""
     return {k: v for k, v in environ.items() if not _RANKS.fullmatch(k)}
-
-
-def start(verb: str, words: list[str], log: Path) -> subprocess.Popen[bytes]:
-    """A trial's process: in a session of its own, ended with this one, without this one's ranks."""
-    parent = os.getpid()
-    environ = without_ranks(os.environ) | {TRIAL: "1"}
-    with log.open("ab") as output:
-        return subprocess.Popen(
-            [sys.executable, "-u", "-m", f"lmtrain.{verb}", *words],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=environ,
-            start_new_session=True,  # Ctrl-C reaches the sweep alone, which passes it on once
-            preexec_fn=lambda: end_with_parent(parent, signal.SIGTERM),
-        )
 
 
 def finished(trial: Trial, folder: Path, verb: str) -> bool:
