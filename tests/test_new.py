@@ -30,7 +30,10 @@ def test_the_written_test_passes(kind: str, tmp_path: Path, monkeypatch: pytest.
 
 def test_what_it_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    cases = {("model", "my_thing"): "objective, optimizer, callback, metric", ("metric", "My-Thing"): "name a module"}
+    cases = {
+        ("data", "my_thing"): "objective, model, optimizer, schedule, callback, metric",
+        ("metric", "My-Thing"): "name a module",
+    }
     for argv, said in cases.items():
         ended = run("new", *argv)
         assert ended.code == 2
