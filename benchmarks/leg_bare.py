@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from lmtrain.config import compose as config
+from lmtrain.config.growth import step_sizes
 from lmtrain.config.schema import Config
 from lmtrain.data.modules import MicroBatch, StepDataset
 from lmtrain.data.text.windows import IGNORE
@@ -36,7 +37,7 @@ def read_steps(cfg: Config, corpus: build.Corpus, steps: int) -> list[list[Micro
     dataset = StepDataset(
         corpus.train,
         seed=cfg.seed,
-        global_batch_size=cfg.data.global_batch_size,
+        sizes=step_sizes(cfg.data),
         micro_batch_size=cfg.data.micro_batch_size,
         max_epochs=cfg.trainer.max_epochs,
         rank=0,

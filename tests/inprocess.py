@@ -3,6 +3,8 @@
 import contextlib
 import importlib
 import io
+import os
+import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +38,22 @@ def run(verb: str, *argv: str) -> Ended:
 def train_tiny(corpus: Path, *argv: str) -> Ended:
     """Two steps of a tiny model on the corpus, changed by `argv`."""
     return run("train", *TINY, *TWO_STEPS, "data=text", f"data.path={corpus}", *argv)
+
+
+class StopsAt(pl.Callback):
+    """Asks the run to stop after a step, as a signal does."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
+        if trainer.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def stops_at(step: int) -> list[str]:
+    """Settings of a run that is asked to stop after a step."""
+    return [f"callbacks.extra=[{{_target_: {__name__}.StopsAt, step: {step}}}]", f"run.allow_target=[{__name__}]"]
 
 
 def few_modules(patch: pytest.MonkeyPatch) -> list[Path]:

@@ -19,6 +19,7 @@ from lmtrain.errors import RunError, UserError
 from lmtrain.files import read_jsonl
 
 STEPS, SAVE_EVERY, KILL_AFTER = 6, 2, 3
+GROWN_UP = 4  # the step from which on what grows (data.curriculum, data.batch_warmup) has grown up
 _TIMEOUT_SECONDS = 1800
 
 
@@ -29,6 +30,7 @@ def verify(config: Config) -> int:
     try:
         print(f"1/3  {STEPS} steps without interruption", flush=True)
         whole = folder / "whole"
+        overrides += growing(config)
         _finish(_start(overrides, whole))
         print(f"2/3  the same, killed (SIGKILL) after step {KILL_AFTER}", flush=True)
         killed = folder / "killed"
@@ -46,6 +48,13 @@ def verify(config: Config) -> int:
     print(f"exact: rows, losses, gradient norms and weights of the killed and resumed run are equal bit for bit "
           f"over {STEPS} steps")  # fmt: skip
     return errors.FINISHED
+
+
+def growing(config: Config) -> list[str]:
+    """Settings by which what grows has grown up before these few steps end."""
+    data = config.data
+    asked = {"curriculum": data.curriculum.by, "batch_warmup": data.batch_warmup.start_size}
+    return [f"data.{section}.steps={GROWN_UP}" for section, value in asked.items() if value is not None]
 
 
 def promise(config: Config) -> str:

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from lmtrain.config.growth import Stages
 from lmtrain.data.mixing import Mixture, MixtureSource, check_weights
 from lmtrain.errors import UserError
 
@@ -15,7 +16,7 @@ def mixture(*sources: tuple, temperature: float | None = None) -> Mixture:
     for number, (rows, weight, *limit) in enumerate(sources):
         weights = weight if isinstance(weight, dict) else {0: float(weight)}
         made.append(MixtureSource(f"s{number}", rows, weights, *limit))
-    return Mixture(made, BATCH, temperature)
+    return Mixture(made, Stages.constant(BATCH), temperature)
 
 
 def sources_of(mixed: Mixture, rows: np.ndarray) -> np.ndarray:

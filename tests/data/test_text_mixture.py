@@ -1,16 +1,13 @@
 """Mixtures of text in real runs: counts by weight, exact resume, one tokenizer, nothing copied; mistakes are said."""
 
 import json
-import os
 import re
-import signal
 from pathlib import Path
 
-import lightning.pytorch as pl
 import numpy as np
 import pytest
 
-from inprocess import Ended, message, run
+from inprocess import Ended, message, run, stops_at
 from lmtrain.callbacks.metrics import without_times
 from lmtrain.config.compose import check, compose
 from lmtrain.data.corpus import Corpus, build_corpus
@@ -19,17 +16,6 @@ from support import TINY, rows
 
 RUN = [*TINY, "data=mixture", "trainer.limit_val_batches=1", "callbacks.samples.every_n_validations=0",
        "export.enabled=false", "trainer.save_every_n_steps=3"]  # fmt: skip
-
-
-class StopsAt(pl.Callback):
-    """Asks the run to stop after a step, as a signal does."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
-        if trainer.global_step == self.step:
-            os.kill(os.getpid(), signal.SIGTERM)
 
 
 @pytest.fixture
@@ -60,8 +46,7 @@ def test_a_run_sees_its_sources_by_weight_and_goes_on_exactly(sources: tuple[Pat
     mixed = mixing(sources, "weight: {0: 3, 2: 1, 5: 0}", "weight: {0: 1, 5: 2}")
     folders = [tmp_path / "whole", tmp_path / "parts"]
     assert train(folders[0], mixed, "trainer.max_steps=6").code == 0
-    stops = [f"callbacks.extra=[{{_target_: {__name__}.StopsAt, step: 3}}]", f"run.allow_target=[{__name__}]"]
-    assert train(folders[1], mixed, "trainer.max_steps=6", *stops).code == 75
+    assert train(folders[1], mixed, "trainer.max_steps=6", *stops_at(3)).code == 75
     assert train(folders[1], mixed, "trainer.max_steps=6", "run.resume=auto").code == 0
     whole, parts = ([without_times(r) for r in rows(f / "metrics.jsonl") if "train/loss" in r] for f in folders)
     assert whole == parts

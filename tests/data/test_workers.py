@@ -13,10 +13,11 @@ DIES_AT_FORK = """
 import os, signal, sys, time
 import torch
 from torch.utils.data import TensorDataset
+from lmtrain.config.growth import Stages
 from lmtrain.data.modules import TokenDataModule
 
-module = TokenDataModule(None, None, seed=0, global_batch_size=1, micro_batch_size=1, total_steps=1, max_epochs=None,
-                         limit_val_batches=None, num_workers=2)
+module = TokenDataModule(None, None, seed=0, sizes=Stages.constant(1), micro_batch_size=1, total_steps=1,
+                         max_epochs=None, limit_val_batches=None, num_workers=2)
 forks = []
 
 def dies_after_the_second():

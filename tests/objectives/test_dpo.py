@@ -17,6 +17,7 @@ from inprocess import Ended, message, run
 from lmtrain.callbacks.metrics import without_times
 from lmtrain.checkpoints import store
 from lmtrain.config.compose import check, compose
+from lmtrain.config.growth import Stages
 from lmtrain.config.objectives import PREFERENCE_LOSSES, REFERENCES
 from lmtrain.data.corpus import build_corpus
 from lmtrain.data.modules import StepDataset
@@ -217,7 +218,7 @@ def test_steps_equal_a_plain_loop(pairs: Path, llama: Path, tmp_path: Path) -> N
     config, corpus, objective = built(pairs, llama, *settings)
     model = objective.model.model
     model.set_attn_implementation("eager")
-    dataset = StepDataset(corpus.train, seed=config.seed, global_batch_size=8, micro_batch_size=8, max_epochs=None,
+    dataset = StepDataset(corpus.train, seed=config.seed, sizes=Stages.constant(8), micro_batch_size=8, max_epochs=None,
                           rank=0, world_size=1)  # fmt: skip
     examples = corpus.train.examples
     steps = [

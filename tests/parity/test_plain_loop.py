@@ -10,6 +10,7 @@ from rich.console import Console
 from torch.nn import functional as F
 
 from lmtrain.config import compose as config
+from lmtrain.config.growth import Stages
 from lmtrain.data.modules import StepDataset
 from lmtrain.distributed import devices
 from lmtrain.run import build
@@ -78,7 +79,13 @@ def test_twenty_steps_and_a_ragged_last_one(family: str, micro_batch_size: int, 
     plain = copy.deepcopy(run.objective.model.model)
     plain.set_attn_implementation("eager")  # and transformers' own attention, unlike the run
     dataset = StepDataset(
-        run.corpus.train, seed=cfg.seed, global_batch_size=8, micro_batch_size=8, max_epochs=1, rank=0, world_size=1
+        run.corpus.train,
+        seed=cfg.seed,
+        sizes=Stages.constant(8),
+        micro_batch_size=8,
+        max_epochs=1,
+        rank=0,
+        world_size=1,
     )
     steps = [dataset[s]["micro_batches"] for s in range(run.total_steps)]
     sizes = [sum(len(m["labels"]) for m in step) for step in steps]

@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import torch
 
 from lmtrain.callbacks.records import Records, Row
+from lmtrain.callbacks.step_numbers import StepNumbers
 from lmtrain.callbacks.system import machine_numbers
 from lmtrain.distributed.data_parallel import total
 from lmtrain.errors import RunError
@@ -59,17 +60,19 @@ class Metrics(pl.Callback):
         records: Records,
         *,
         log_every_n_steps: int,
-        rows_per_step: int,
+        numbers: StepNumbers,
         bytes_per_token: dict[str, float | None],
-        flops_per_token: float,
+        flops_per_token: Callable[[int], float],
         peak: float | None,
-        tokens_by_source: Callable[[int], dict[str, int]] | None = None,
     ) -> None:
-        """tokens_by_source: of a mixture, the tokens that each source has given after so many steps."""
+        """
+        Args:
+            numbers: what else of a step is recorded.
+            flops_per_token: of the last of so many steps.
+        """
         self.records, self.log_every_n_steps = records, log_every_n_steps
-        self.rows_per_step = rows_per_step
+        self.numbers = numbers
         self.bytes_per_token, self.flops_per_token, self.peak_flops = bytes_per_token, flops_per_token, peak
-        self.tokens_by_source = tokens_by_source or (lambda _: {})
         self.clock = Clock()
         self.listeners: list[Callable[[Row], None]] = []
         self.tokens_seen = torch.zeros((), dtype=torch.int64)
@@ -128,7 +131,7 @@ class Metrics(pl.Callback):
         seconds, tokens = self.clock.elapsed(), int(tokens_seen) - self.tokens_logged
         self.train_seconds, self.train_tokens = self.train_seconds + seconds, self.train_tokens + tokens
         row: Row = {"step": result.step, "tokens_seen": int(tokens_seen)}
-        row |= {f"tokens_seen/{source}": n for source, n in self.tokens_by_source(result.step).items()}
+        row |= self.numbers(result.step)
         row |= {"rows": result.rows, "bad_steps": module.guard.counts()[0]}
         row |= {f"train/{n}": v / max(n_tokens, 1) for n, v in zip(names, values, strict=False)}
         row |= {"lr": result.lr, "grad_norm": grad_norm, "tokens_per_s": round(tokens / seconds, 1)}
@@ -137,11 +140,11 @@ class Metrics(pl.Callback):
             "data_wait_ms": round(1000 * self.clock.data_wait / self.clock.steps, 3),
         }
         if self.peak_flops:
-            flops = self.flops_per_token * tokens / seconds
+            flops = self.flops_per_token(result.step) * tokens / seconds
             row["mfu"] = round(flops / (self.peak_flops * trainer.world_size), 4)
         if module.device.type == "cuda":
             row["memory_gib"] = round(torch.cuda.max_memory_allocated(module.device) / 2**30, 3)
-        row["samples_per_s"] = round(self.rows_per_step * self.clock.steps / seconds, 3)
+        row["samples_per_s"] = round(self.numbers.rows_of_last(self.clock.steps, result.step) / seconds, 3)
         row |= machine_numbers(module.device)
         self.tokens_logged = int(tokens_seen)
         self.clock.restart()

@@ -4,6 +4,7 @@ import re
 from typing import Any
 
 from lmtrain.config.constraints import choice
+from lmtrain.config.growth import check_growth
 from lmtrain.config.keys import check_constraints
 from lmtrain.config.memory import check_memory
 from lmtrain.config.schedule import check_schedule
@@ -22,6 +23,8 @@ def check_values(c: Config) -> None:
     check_constraints(c)
     _check_run(c)
     _check_positions(c)
+    check_growth(c)
+    _check_fim(c)
     _check_names(c)
     _check_peft(c)
     check_memory(c)
@@ -118,6 +121,19 @@ def check_pretrained_name(init: str | None, name: str | None) -> None:
     """Asked first of all: other keys of such a model follow from its name."""
     if init == "pretrained" and not name:
         raise UserError("model.init=pretrained needs a model: set model.name_or_path to a hub name or a folder")
+
+
+def _check_fim(c: Config) -> None:
+    d = c.data
+    if not d.fim.rate:
+        return
+    others = {"data.packing": d.packing not in (None, "concat"), "data.curriculum.by": d.curriculum.by is not None}
+    for key, is_set in others.items():
+        if is_set:
+            raise UserError(
+                f"data.fim.rate={d.fim.rate} rearranges the documents of rows of data.seq_len tokens, which {key} cuts "
+                f"otherwise: set {key}=null or data.fim.rate=0"
+            )
 
 
 def _check_pairs(c: Config) -> None:

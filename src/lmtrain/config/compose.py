@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lmtrain.config import effect, explain, sections
 from lmtrain.config.checks import check_pretrained_name, check_values
 from lmtrain.config.folders import conf_dir
+from lmtrain.config.growth import Stages
 from lmtrain.config.quoting import mended
 from lmtrain.config.schema import Config
 from lmtrain.config.strategies import check_devices, ranks_per_part
@@ -212,9 +213,9 @@ def batch_split(global_batch_size: int, micro_batch_size: int, parts: int, devic
     )
 
 
-def horizon(max_steps: int | None, max_epochs: int | None, rows: int, global_batch_size: int) -> int:
+def horizon(max_steps: int | None, max_epochs: int | None, rows: int, sizes: Stages) -> int:
     """Optimizer steps of the whole run: the first reached of max_steps and max_epochs; the last may be shorter."""
-    by_epochs = None if max_epochs is None else -(-rows * max_epochs // global_batch_size)
+    by_epochs = None if max_epochs is None else sizes.steps_for(rows * max_epochs)
     steps = min(s for s in (max_steps, by_epochs) if s is not None)
     if steps < 1:
         raise UserError("the run has no steps: the training data has no rows")

@@ -61,6 +61,9 @@ RULES = (
     Rule("data.config_name", _from_hub, _HUB),
     Rule("data.revision", _from_hub, _HUB),
     Rule("data.streaming", _from_hub, _HUB),
+    Rule("data.curriculum", lambda c: c.data.curriculum.by is not None, "set data.curriculum.by=length too"),
+    Rule("data.fim", lambda c: c.data.fim.rate > 0, "set data.fim.rate=0.5 too"),
+    Rule("data.batch_warmup", lambda c: c.data.batch_warmup.start_size is not None, "set data.batch_warmup.start_size"),
     Rule("data.val_fraction", lambda c: not c.data.val_path, "data.val_path names what is held out"),
 )
 

@@ -7,6 +7,7 @@ from lmtrain.config.constraints import (
     CONTENT,
     MACHINE,
     PREPARED,
+    RATE,
     SHOWN,
     TRAJECTORY,
     above_zero,
@@ -16,7 +17,38 @@ from lmtrain.config.constraints import (
     name_or_names,
     not_negative,
     share,
+    up_to_one,
 )
+
+
+@dataclass(kw_only=True)
+class Curriculum:
+    """In which form rows of text come while the run is young: see config/growth.py."""
+
+    by: Annotated[str | None, TRAJECTORY, choice("length")] = None  # None: no curriculum
+    start_length: Annotated[int | None, TRAJECTORY, at_least(1)] = None
+    end_length: Annotated[int | None, SHOWN] = None  # None or data.seq_len, which it is
+    steps: Annotated[int | None, TRAJECTORY, at_least(1)] = None
+
+
+@dataclass(kw_only=True)
+class BatchWarmup:
+    """How many rows a step has while the run is young: see config/growth.py."""
+
+    start_size: Annotated[int | None, TRAJECTORY, at_least(1)] = None  # None: data.global_batch_size from the first on
+    steps: Annotated[int | None, TRAJECTORY, at_least(1)] = None
+    lr_scaling: Annotated[str, RATE, choice("none", "sqrt", "linear")] = "none"
+
+
+@dataclass(kw_only=True)
+class FillInTheMiddle:
+    """Documents of text rearranged while they are read: see data/text/fim.py."""
+
+    rate: Annotated[float, TRAJECTORY, up_to_one] = 0.0  # of documents
+    spm_rate: Annotated[float, TRAJECTORY, up_to_one] = 0.5  # of those
+    prefix_token: Annotated[str, TRAJECTORY] = "<|fim_prefix|>"
+    suffix_token: Annotated[str, TRAJECTORY] = "<|fim_suffix|>"
+    middle_token: Annotated[str, TRAJECTORY] = "<|fim_middle|>"
 
 
 @dataclass(kw_only=True)
@@ -41,12 +73,15 @@ class Data:
     seq_len: Annotated[int, TRAJECTORY, at_least(1)]
     global_batch_size: Annotated[int, TRAJECTORY, at_least(1)]
     micro_batch_size: Annotated[int, MACHINE, at_least(1)]
+    batch_warmup: BatchWarmup = field(default_factory=BatchWarmup)
     num_workers: Annotated[int, SHOWN, not_negative]
     isolate_documents: Annotated[bool, TRAJECTORY]
     # Validated on beside the validation split: {name: {path or name, ...}}, see data/val_sets.py.
     val_sets: Annotated[dict[str, Any], SHOWN] = field(default_factory=dict)
     val_train_rows: Annotated[int, SHOWN, not_negative] = 0
     # Text for pretraining only.
+    curriculum: Curriculum = field(default_factory=Curriculum)
+    fim: FillInTheMiddle = field(default_factory=FillInTheMiddle)
     # a column or a list of columns, joined by column_separator
     text_column: Annotated[Any, PREPARED, name_or_names] = None
     column_separator: Annotated[str | None, PREPARED] = None

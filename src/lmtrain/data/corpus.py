@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from lmtrain.config.growth import step_sizes
 from lmtrain.config.objectives import OWN
 from lmtrain.config.schema import Config, Data
 from lmtrain.config.targets import building, class_named
@@ -20,6 +21,7 @@ from lmtrain.data.examples.rows import example_rows
 from lmtrain.data.examples.text_pieces import TextPieces
 from lmtrain.data.mixing import Mixture, MixtureSource
 from lmtrain.data.modules import Rows
+from lmtrain.data.text.fim import fill_in_the_middle, fim_words
 from lmtrain.data.text.mixture import TextSource, prepare_mixture
 from lmtrain.data.text.prepare import prepare
 from lmtrain.data.text.prepared import PreparedData
@@ -127,7 +129,11 @@ def _text(config: Config) -> Corpus:
     make = _windows if config.data.packing is None else _packed
     rows = make(train.shards, config, config.seed)
     documents = f" in {train.documents:,} documents" if train.documents is not None else ""
-    words = [] if isinstance(rows, Windows) else [example_rows(rows.examples, config, config.seed)[1]]
+    if isinstance(rows, Windows):
+        rows.fim = fill_in_the_middle(config.data, rows.shards, prepared.tokenizer, config.seed)
+        words = [fim_words(rows.fim)] if rows.fim is not None else []
+    else:
+        words = [example_rows(rows.examples, config, config.seed)[1]]
     return Corpus(
         prepared.tokenizer,
         prepared.folder,
@@ -166,19 +172,21 @@ def _mixture(config: Config) -> Corpus:
         with _named(f"data.mixture, {source.label} ({part.folder})"):
             rows = len(_windows(own, config, config.seed))
         sources.append(MixtureSource(source.label, rows, source.weights, source.max_epochs))
-    mixture = Mixture(sources, config.data.global_batch_size, config.data.mixture_temperature)
+    mixture = Mixture(sources, step_sizes(config.data), config.data.mixture_temperature)
     windows = _windows([shard for own in shards for shard in own], config, config.seed)
-    windows.mixture = mixture
+    windows.mixture, tokenizer = mixture, prepared.parts[0].tokenizer
+    windows.fim = fill_in_the_middle(config.data, windows.shards, tokenizer, config.seed)
     tokens = sum(split.tokens for split in trained if split is not None)
     val_tokens, val_bytes = sum(s.tokens for s in held_out), [s.bytes for s in held_out]
     return Corpus(
-        prepared.parts[0].tokenizer,
+        tokenizer,
         prepared.parts[0].folder,
         prepared.fingerprint,
         windows,
         _windows([shard for split in held_out for shard in split.shards], config, None) if held_out else None,
         len(windows) * config.data.seq_len,
-        [f"{tokens:,} tokens of {len(sources)} sources", *mixture_words(parts, mixture)],
+        [f"{tokens:,} tokens of {len(sources)} sources", *mixture_words(parts, mixture),
+         *([fim_words(windows.fim)] if windows.fim is not None else [])],
         [note for part in prepared.parts for note in part.notes],
         sum(filter(None, val_bytes)) / val_tokens if val_bytes and all(val_bytes) else None,
         splits={name: _summed([p.meta["splits"][name] for p in prepared.parts if name in p.meta["splits"]])
@@ -208,7 +216,7 @@ def mixture_words(parts: list[tuple[TextSource, PreparedData]], mixture: Mixture
     """A line for each source: its share and when that changes, how many rows it has, where it lies."""
     lines = []
     for s, (source, part) in enumerate(parts):
-        shares = [(stretch.start // mixture.global_batch_size, stretch.shares[s]) for stretch in mixture.stretches]
+        shares = [(mixture.step_sizes.step_of(stretch.start), stretch.shares[s]) for stretch in mixture.stretches]
         changed = [(at, share) for i, (at, share) in enumerate(shares) if i and share != shares[i - 1][1]]
         words = [f"{shares[0][1]:.4g} of the rows", *(f"{share:.4g} from step {at:,} on" for at, share in changed)]
         shown = ", ".join(words[:_CHANGES] + (["..."] if len(words) > _CHANGES else []))

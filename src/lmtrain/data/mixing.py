@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lmtrain.config.growth import Stages
 from lmtrain.data.order import mix64, permute
 from lmtrain.errors import UserError
 
@@ -49,9 +50,13 @@ class Mixture:
     whatever their shares; each source has epochs of its own, every row once in each.
     """
 
-    def __init__(self, sources: Sequence[MixtureSource], global_batch_size: int, temperature: float | None) -> None:
-        """temperature: None, and weights alone are the shares."""
-        self.sources, self.global_batch_size = list(sources), global_batch_size
+    def __init__(self, sources: Sequence[MixtureSource], sizes: Stages, temperature: float | None) -> None:
+        """
+        Args:
+            sizes: rows of each step.
+            temperature: None, and weights alone are the shares.
+        """
+        self.sources, self.step_sizes = list(sources), sizes
         self.sizes = [1.0 if temperature is None else source.rows ** (1 / temperature) for source in sources]
         self.first_row = np.cumsum([0, *(source.rows for source in sources)])
         self.changes = sorted({step for source in sources for step in source.weights})
@@ -62,12 +67,12 @@ class Mixture:
         found: list[Stretch] = []
         position, before = 0, np.zeros(len(self.sources), dtype=np.int64)
         while True:
-            shares = self._shares(position // self.global_batch_size, before)
+            shares = self._shares(self.step_sizes.step_of(position), before)
             if not sum(shares):
                 self.end = position
                 return found
             found.append(Stretch(position, shares, before))
-            changes = [step * self.global_batch_size - position for step in self.changes]
+            changes = [self.step_sizes.before(step) - position for step in self.changes]
             length = min([n for n in changes if n > 0] + self._used_up_after(shares, before))
             if length >= _ENDLESS:
                 return found
@@ -98,8 +103,8 @@ class Mixture:
 
     def step_rows(self, step: int, *, seed: int, max_epochs: int | None = None) -> np.ndarray:
         """The (epoch, row) pairs of a step, as `order.step_rows` gives them; the epoch is that of the row's source."""
-        first = step * self.global_batch_size
-        stop = min(first + self.global_batch_size, _ENDLESS if self.end is None else self.end)
+        first, stop = self.step_sizes.before(step), self.step_sizes.before(step + 1)
+        stop = min(stop, _ENDLESS if self.end is None else self.end)
         if max_epochs is not None:
             stop = min(stop, int(self.first_row[-1]) * max_epochs)
         parts = [np.empty((0, 2), dtype=np.int64)]

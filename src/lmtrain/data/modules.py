@@ -13,7 +13,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lmtrain.config.compose import batch_split
+from lmtrain.config.growth import Stages
 from lmtrain.data import order
+from lmtrain.data.borders import cut_rows
 from lmtrain.data.mixing import Mixture
 from lmtrain.distributed.data_parallel import data_parallel
 from lmtrain.distributed.parent_death import end_with_parent
@@ -34,14 +36,13 @@ class Rows(Protocol):
     def empty(self) -> MicroBatch: ...
 
 
-def rows_of_step(
-    rows: Rows, step: int, *, global_batch_size: int, seed: int, max_epochs: int | None = None
-) -> np.ndarray:
-    """The (epoch, row) pairs of a step, int64 [n, 2]: see `order.step_rows`."""
+def rows_of_step(rows: Rows, step: int, *, sizes: Stages, seed: int, max_epochs: int | None = None) -> np.ndarray:
+    """The (epoch, row) pairs of a step, int64 [n, 2]: see `order.step_rows`; `sizes`: the rows of each step."""
     mixture: Mixture | None = getattr(rows, "mixture", None)
     if mixture is not None:
         return mixture.step_rows(step, seed=seed, max_epochs=max_epochs)
-    return order.step_rows(step, rows=len(rows), global_batch_size=global_batch_size, seed=seed, max_epochs=max_epochs)
+    first, stop = sizes.before(step), sizes.before(step + 1)
+    return order.stream_rows(first, stop, rows=len(rows), seed=seed, max_epochs=max_epochs)
 
 
 class FirstRows:
@@ -73,14 +74,20 @@ class StepDataset(Dataset):
         rows: Rows,
         *,
         seed: int,
-        global_batch_size: int,
+        sizes: Stages,
         micro_batch_size: int,
         max_epochs: int | None,
         rank: int,
         world_size: int,
+        lengths: Stages | None = None,
     ) -> None:
+        """
+        Args:
+            sizes: rows of each step.
+            lengths: tokens of a row in each step, into which rows of text are cut; None leaves them whole.
+        """
         self.rows, self.seed, self.max_epochs = rows, seed, max_epochs
-        self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
+        self.sizes, self.micro_batch_size, self.lengths = sizes, micro_batch_size, lengths
         self.rank, self.world_size = rank, world_size
 
     def row_ids(self, step: int) -> np.ndarray:
@@ -88,7 +95,7 @@ class StepDataset(Dataset):
         return rows_of_step(
             self.rows,
             step,
-            global_batch_size=self.global_batch_size,
+            sizes=self.sizes,
             seed=self.seed,
             max_epochs=self.max_epochs,
         )
@@ -102,6 +109,8 @@ class StepDataset(Dataset):
         chosen = self.row_ids(step)
         shares = order.rank_share(self.by_length(chosen), self.rank, self.world_size, self.micro_batch_size)
         micro_batches = [self.rows.read(share) if len(share) else self.rows.empty() for share in shares]
+        if self.lengths is not None:
+            micro_batches = [cut_rows(micro_batch, self.lengths.at(step)) for micro_batch in micro_batches]
         return {"step": step, "rows": f"{zlib.crc32(chosen.tobytes()):08x}", "micro_batches": micro_batches}
 
 
@@ -152,19 +161,25 @@ class TokenDataModule(pl.LightningDataModule):
         val_rows: Rows | None,
         *,
         seed: int,
-        global_batch_size: int,
+        sizes: Stages,
         micro_batch_size: int,
         total_steps: int,
         max_epochs: int | None,
         limit_val_batches: int | None,
         num_workers: int,
         val_sets: dict[str, Rows] | None = None,
+        lengths: Stages | None = None,
     ) -> None:
-        """`val_sets` are validated on beside `val_rows`, each as a loader of its own."""
+        """
+        Args:
+            sizes: rows of each step.
+            val_sets: validated on beside `val_rows`, each as a loader of its own.
+            lengths: tokens of a training row in each step, where they grow.
+        """
         super().__init__()
         self.train_rows, self.val_rows = train_rows, val_rows
         self.seed, self.total_steps, self.max_epochs = seed, total_steps, max_epochs
-        self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
+        self.sizes, self.micro_batch_size, self.lengths = sizes, micro_batch_size, lengths
         self.limit_val_batches, self.num_workers = limit_val_batches, num_workers
         own = {"": val_rows} if val_rows is not None else {}
         self.val_sets: dict[str, Rows] = own | (val_sets or {})  # by name; the validation split has none
@@ -186,15 +201,16 @@ class TokenDataModule(pl.LightningDataModule):
         trainer = self.trainer
         assert trainer is not None
         part = data_parallel(trainer)
-        batch_split(self.global_batch_size, self.micro_batch_size, part.size)
+        batch_split(self.sizes.last, self.micro_batch_size, part.size)
         dataset = StepDataset(
             self.train_rows,
             seed=self.seed,
-            global_batch_size=self.global_batch_size,
+            sizes=self.sizes,
             micro_batch_size=self.micro_batch_size,
             max_epochs=self.max_epochs,
             rank=part.rank,
             world_size=part.size,
+            lengths=self.lengths,
         )
         return self._loader(dataset, StepSampler(trainer.global_step, self.total_steps))
 

@@ -1,8 +1,9 @@
 """Which rows make up optimizer step s: a pure function of (seed, step), so a run resumes by starting at step s.
 
 The training stream is epoch after epoch, each epoch a permutation of all rows keyed by (seed, epoch). Step s takes
-the rows s * G .. s * G + G - 1 of that stream (G: global batch), whatever the number of devices; the last step of a
-run that ends by epochs takes what is left. Nothing is stored: the permutation is computed index by index (a Feistel
+the rows s * G .. s * G + G - 1 of that stream (G: global batch), whatever the number of devices; where the rows of a
+step grow (data.batch_warmup), it begins where the steps before it end. The last step of a run that ends by epochs takes
+what is left. Nothing is stored: the permutation is computed index by index (a Feistel
 network with cycle walking; Black and Rogaway 2002, "Ciphers with arbitrary finite domains"), so a corpus of a trillion
 tokens costs no memory.
 """
@@ -63,7 +64,11 @@ def step_rows(step: int, *, rows: int, global_batch_size: int, seed: int, max_ep
         in the last step of a run that ends after max_epochs.
     """
     first = step * global_batch_size
-    stop = first + global_batch_size
+    return stream_rows(first, first + global_batch_size, rows=rows, seed=seed, max_epochs=max_epochs)
+
+
+def stream_rows(first: int, stop: int, *, rows: int, seed: int, max_epochs: int | None = None) -> np.ndarray:
+    """The (epoch, row) pairs at the places first .. stop - 1 of the stream, as `step_rows` gives them."""
     if max_epochs is not None:
         stop = min(stop, rows * max_epochs)
     position = np.arange(first, max(stop, first), dtype=np.int64)

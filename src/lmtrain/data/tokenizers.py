@@ -97,12 +97,13 @@ def load_or_train(
         UserError: a name that can't be fetched, a tokenizer without a fast version, or a vocabulary too small.
     """
     if cfg.kind == "bpe":
-        return _wrap(_train_bpe(cfg, watch(_at_most(texts("train"), cfg.train_characters))))
-    if cfg.kind == "bytes":
-        return _wrap(_bytes())
-    if cfg.kind == "char":
-        return _wrap(_characters(texts), unk_token=UNKNOWN)
-    tokenizer = _load(cfg, named or identity(cfg))
+        tokenizer = _wrap(_train_bpe(cfg, watch(_at_most(texts("train"), cfg.train_characters))))
+    elif cfg.kind == "bytes":
+        tokenizer = _wrap(_bytes())
+    elif cfg.kind == "char":
+        tokenizer = _wrap(_characters(texts), unk_token=UNKNOWN)
+    else:
+        tokenizer = _load(cfg, named or identity(cfg))
     if cfg.add_tokens:
         tokenizer.add_tokens([AddedToken(t, special=True, normalized=False) for t in cfg.add_tokens])
     return tokenizer

@@ -60,8 +60,16 @@ def build_val_sets(config: Config, corpus: Corpus) -> dict[str, ValSet]:
         except UserError as error:
             raise UserError(f"data.val_sets.{name}: {error}") from None
     if config.data.val_train_rows:
-        found[TRAIN_ROWS] = ValSet(SpreadRows(corpus.train, config.data.val_train_rows), None)
+        found[TRAIN_ROWS] = ValSet(SpreadRows(_as_written(corpus.train), config.data.val_train_rows), None)
     return found
+
+
+def _as_written(rows: Rows) -> Rows:
+    """The rows with their documents as the validation split has them: not rearranged."""
+    if isinstance(rows, Windows):
+        rows = copy.copy(rows)
+        rows.fim = None
+    return rows
 
 
 def _check(name: str, keys: Any) -> None:

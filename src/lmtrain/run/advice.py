@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmtrain.callbacks.system import has_nvml
 from lmtrain.config import effect
+from lmtrain.config.growth import step_sizes
 from lmtrain.config.schema import Config
 from lmtrain.distributed import ranks
 from lmtrain.errors import UserError
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 def of_run(run: "Run") -> list[str]:
     """What a practitioner would say, looking at the plan."""
     c, corpus, notes = run.config, run.corpus, []
-    epochs = run.total_steps * c.data.global_batch_size / len(corpus.train)
+    epochs = step_sizes(c.data).before(run.total_steps) / len(corpus.train)
     if epochs > 8:
         notes.append(
             f"{epochs:.0f} passes over the training data: expect overfitting "
@@ -55,7 +56,7 @@ def for_mixtures(rows: Any, total_steps: int) -> list[str]:
         for step in mixture.changes
         if step >= total_steps
     ]
-    given = mixture.rows_given(total_steps * mixture.global_batch_size)
+    given = mixture.rows_given(mixture.step_sizes.before(total_steps))
     passes = [(source.name, n / source.rows) for source, n in zip(mixture.sources, given, strict=True)]
     often = ", ".join(f"{name} {number:.0f} times" for name, number in passes if number > 8)
     return [*notes, *([f"{often} over: its max_epochs in data.mixture limits it"] if often else [])]

@@ -3,6 +3,7 @@
 Nothing else in lmtrain instantiates these.
 """
 
+import functools
 import logging
 import math
 import warnings
@@ -23,11 +24,13 @@ from lmtrain.callbacks.metrics import Metrics
 from lmtrain.callbacks.preemption import Preemption
 from lmtrain.callbacks.records import Records
 from lmtrain.callbacks.samples import Samples
+from lmtrain.callbacks.step_numbers import StepNumbers
 from lmtrain.checkpoints.checkpoint_io import FolderCheckpointIO
 from lmtrain.config.checks import time_limit_seconds
 from lmtrain.config.compose import horizon
 from lmtrain.config.fingerprint import Fingerprint, fingerprint, short_hash
-from lmtrain.config.schema import Config
+from lmtrain.config.growth import check_reached, rate_factor, row_lengths, step_sizes
+from lmtrain.config.schema import Config, Data
 from lmtrain.config.strategies import SHARING
 from lmtrain.config.targets import building, find_class
 from lmtrain.data.corpus import Corpus, build_corpus, fit_to_model
@@ -55,6 +58,8 @@ from lmtrain.strategies import lightning_private, loading
 from lmtrain.strategies.choose import build_strategy
 from lmtrain.strategies.precision import AdapterHalfPrecision
 
+Schedule = Callable[[int, int | None], float]
+
 
 @dataclass
 class Run:
@@ -77,7 +82,8 @@ def build(config: Config, run_dir: RunDir, console: Console, started: float) -> 
     quiet_libraries()
     corpus = world.together(lambda: build_corpus(config))
     rows = len(rows_to_train(config, corpus))
-    total_steps = horizon(config.trainer.max_steps, config.trainer.max_epochs, rows, config.data.global_batch_size)
+    total_steps = horizon(config.trainer.max_steps, config.trainer.max_epochs, rows, step_sizes(config.data))
+    check_reached(config, total_steps)
     check_mixture(config, rows_to_train(config, corpus), total_steps)
     stop = StopRequest(time_limit_seconds(config.run.time_limit), started)
     val_sets = world.together(lambda: build_val_sets(config, corpus))
@@ -123,9 +129,10 @@ def check_mixture(config: Config, rows: Rows, total_steps: int) -> None:
     mixture = getattr(rows, "mixture", None)
     if mixture is None or mixture.end is None:
         return
-    steps = mixture.end // config.data.global_batch_size
+    sizes = mixture.step_sizes
+    steps = sizes.step_of(mixture.end)
     needed = len(rows) * config.trainer.max_epochs if config.trainer.max_epochs is not None else math.inf
-    if min(total_steps * config.data.global_batch_size, needed) > mixture.end:
+    if min(sizes.before(total_steps), needed) > mixture.end:
         raise UserError(
             f"data.mixture: every source that has a weight is used up after {steps:,} of {total_steps:,} steps (each "
             f"was seen max_epochs times): set trainer.max_steps={steps}, or raise or leave out a max_epochs"
@@ -139,13 +146,14 @@ def build_datamodule(
         rows_to_train(config, corpus),
         corpus.val,
         seed=config.seed,
-        global_batch_size=config.data.global_batch_size,
+        sizes=step_sizes(config.data),
         micro_batch_size=config.data.micro_batch_size,
         total_steps=total_steps,
         max_epochs=config.trainer.max_epochs,
         limit_val_batches=config.trainer.limit_val_batches,
         num_workers=config.data.num_workers,
         val_sets={name: val_set.rows for name, val_set in (val_sets or {}).items()},
+        lengths=row_lengths(config.data),
     )
 
 
@@ -166,7 +174,7 @@ def build_objective(config: Config, corpus: Corpus, total_steps: int, stop: Stop
         objective = cls(
             model,
             make_optimizer,
-            build_schedule(config.schedule, total_steps, allowed),
+            scaled_by_rows(config.data, build_schedule(config.schedule, total_steps, allowed)),
             seed=config.seed,
             total_steps=total_steps,
             gradient_clip_val=config.trainer.gradient_clip_val,
@@ -176,6 +184,11 @@ def build_objective(config: Config, corpus: Corpus, total_steps: int, stop: Stop
         )
         objective.prepare(config, corpus)
     return objective
+
+
+def scaled_by_rows(data: Data, schedule: Schedule) -> Schedule:
+    """The schedule's factor, times what data.batch_warmup.lr_scaling has for steps of fewer rows."""
+    return lambda step, total_steps: schedule(step, total_steps) * rate_factor(data, step)
 
 
 def build_language_model(config: Config, tokenizer: Any) -> LanguageModel:
@@ -200,29 +213,16 @@ def build_metrics(
 ) -> Metrics:
     hf_model = objective.model.model
     device = torch.device(config.trainer.accelerator)
+    numbers = StepNumbers(config, rows_to_train(config, corpus))
+    per_token = functools.cache(lambda length: flops.flops_per_token(hf_model, length))
     return Metrics(
         Records(run_dir.metrics),
         log_every_n_steps=config.trainer.log_every_n_steps,
-        rows_per_step=config.data.global_batch_size,
+        numbers=numbers,
         bytes_per_token={"": corpus.val_bytes_per_token, **{n: s.bytes_per_token for n, s in val_sets.items()}},
-        flops_per_token=flops.flops_per_token(hf_model, config.data.seq_len),
+        flops_per_token=lambda steps: per_token(numbers.row_length(steps)),
         peak=flops.peak_flops(device, config.trainer.precision),
-        tokens_by_source=tokens_by_source(config, rows_to_train(config, corpus)),
     )
-
-
-def tokens_by_source(config: Config, rows: Rows) -> Callable[[int], dict[str, int]] | None:
-    """For rows of a mixture: how many tokens of each source the first `step` steps read."""
-    mixture = getattr(rows, "mixture", None)
-    if mixture is None:
-        return None
-    last = len(rows) * config.trainer.max_epochs if config.trainer.max_epochs is not None else math.inf
-
-    def count(step: int) -> dict[str, int]:
-        given = mixture.rows_given(int(min(step * config.data.global_batch_size, last)))
-        return {s.name: int(n) * config.data.seq_len for s, n in zip(mixture.sources, given, strict=True)}
-
-    return count
 
 
 def build_samples(config: Config, run_dir: RunDir, corpus: Corpus, console: Console) -> Samples | None:

@@ -12,6 +12,7 @@ from lmtrain import terminal
 from lmtrain.adapters.memory_adapter import describe_memory, memory_of
 from lmtrain.adapters.trainable import adapter_of, describe_adapter
 from lmtrain.config.compose import split_over
+from lmtrain.config.growth import Stages, row_lengths, step_sizes
 from lmtrain.config.schema import Config
 from lmtrain.distributed import devices
 from lmtrain.files import write_atomic
@@ -70,9 +71,9 @@ def plan_rows(run: "Run", resumed_from: str | None, done: int) -> list[tuple[str
     model = run.objective.model.model
     total, trainable, embedding = flops.parameter_counts(model)
     split = split_over(c, run.trainer.world_size)
-    tokens_per_step = round(corpus.epoch_tokens / len(corpus.train) * c.data.global_batch_size)
-    tokens = run.total_steps * tokens_per_step
-    per_token = flops.flops_per_token(model, c.data.seq_len)
+    per_row, sizes = corpus.epoch_tokens / len(corpus.train), step_sizes(c.data)
+    tokens_per_step, tokens = (round(per_row * n) for n in (sizes.last, sizes.before(run.total_steps)))
+    compute, per_token = flops_in_all(run, per_row), flops.flops_per_token(model, c.data.seq_len)
     memory = flops.memory_estimate(model, c)
     val = validation_words(run)
     rows = [
@@ -83,14 +84,15 @@ def plan_rows(run: "Run", resumed_from: str | None, done: int) -> list[tuple[str
         ("data", "\n".join([*corpus.words, *corpus.notes])),
         ("tokenizer", f"{c.tokenizer.kind}, {len(corpus.tokenizer):,} tokens"),
         ("batch", f"{split} = {tokens_per_step:,} tokens a step"),
-        ("length", f"{run.total_steps:,} steps x {tokens_per_step:,} = {si(tokens)} tokens"
-                   f" = {tokens / corpus.epoch_tokens:.2f} epochs of {si(corpus.epoch_tokens)}"),
-        ("time", plan_time.words(run, (run.total_steps - done) * tokens_per_step, per_token)),
+        *growth_rows(c),
+        ("length", f"{run.total_steps:,} steps{f' x {tokens_per_step:,}' if len(sizes.values) == 1 else ''}"
+                   f" = {si(tokens)} tokens = {tokens / corpus.epoch_tokens:.2f} epochs of {si(corpus.epoch_tokens)}"),
+        ("time", plan_time.words(run, tokens - per_row * sizes.before(done), per_token)),
         *run.objective.plan_rows(),
         ("validation", val),
         *([("average", average_words(c))] if c.callbacks.ema.enabled else []),
         *([("early stopping", stopping_words(c))] if c.callbacks.early_stopping.enabled else []),
-        ("compute", f"{si(per_token, 'FLOP')} a token, {si(per_token * tokens, 'FLOP')} in all"),
+        ("compute", f"{si(per_token, 'FLOP')} a token, {si(compute, 'FLOP')} in all"),
         ("memory", f"about {gib(sum(memory.values()))} a device: "
                    + ", ".join(f"{name} {gib(size)}" for name, size in memory.items())),
         ("precision", f"{c.trainer.precision} on {run.trainer.world_size} x "
@@ -102,6 +104,29 @@ def plan_rows(run: "Run", resumed_from: str | None, done: int) -> list[tuple[str
         ("start", resumed_from or ("from scratch" if c.model.init == "scratch" else "pretrained weights")),
     ]  # fmt: skip
     return rows
+
+
+def growth_rows(c: Config) -> list[tuple[str, str]]:
+    """What grows while the run is young, and when."""
+    lengths, sizes, found = row_lengths(c.data), step_sizes(c.data), []
+    if lengths is not None:
+        found.append(("row length", f"{lengths.in_words()}: tokens, as many a step as ever"))
+    if len(sizes.values) > 1:
+        scaling = {"none": "the schedule's", "sqrt": "times (rows / {0})^(1/2)", "linear": "times rows / {0}"}
+        rate = scaling[c.data.batch_warmup.lr_scaling].format(sizes.last)
+        found.append(("rows a step", f"{sizes.in_words()}; their learning rate: {rate}"))
+    return found
+
+
+def flops_in_all(run: "Run", tokens_per_row: float) -> float:
+    """FLOPs of the whole run; attention over shorter rows takes fewer."""
+    c, model = run.config, run.objective.model.model
+    lengths, sizes = row_lengths(c.data) or Stages.constant(c.data.seq_len), step_sizes(c.data)
+    ends = [min(end, run.total_steps) for end in [*lengths.starts[1:], run.total_steps]]
+    return sum(
+        flops.flops_per_token(model, length) * tokens_per_row * (sizes.before(end) - sizes.before(min(start, end)))
+        for start, end, length in zip(lengths.starts, ends, lengths.values, strict=True)
+    )
 
 
 def compile_words(run: "Run") -> str:
@@ -161,7 +186,7 @@ def first_row(run: "Run") -> tuple[Text, Text]:
     from lmtrain.data.modules import rows_of_step
 
     c = run.config
-    rows = rows_of_step(run.corpus.train, 0, global_batch_size=c.data.global_batch_size, seed=c.seed)
+    rows = rows_of_step(run.corpus.train, 0, sizes=step_sizes(c.data), seed=c.seed)
     batch, tokenizer = run.corpus.train.read(rows[:1]), run.corpus.tokenizer
     title = Text("first training row  ")
     if c.data.rows == "text":

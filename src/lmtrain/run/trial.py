@@ -59,6 +59,8 @@ def config_of(config: Config, folder: Path, steps: int, **ends: Any) -> Config:
     t.val_check_interval = t.save_every_n_steps = t.profiler = None
     t.val_before_training, t.fast_dev_run, t.max_restarts = False, False, 0
     t.spike_factor, t.max_bad_steps = None, _NEVER  # a loss that leaps is what is looked for
+    # Rows and steps at their full size, which is what most of the run has and what needs the most memory.
+    trial.data.curriculum.by = trial.data.batch_warmup.start_size = None
     trial.callbacks.early_stopping.enabled = False
     trial.callbacks.samples.every_n_validations, trial.callbacks.samples.metrics = 0, []
     trial.callbacks.progress.style = "none"

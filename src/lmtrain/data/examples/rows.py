@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 from lmtrain.config.schema import Config
+from lmtrain.data.borders import documents_at
 from lmtrain.data.examples.packing import Packing, pack
 from lmtrain.data.examples.store import Examples
 from lmtrain.data.modules import Rows
@@ -126,14 +127,4 @@ def _tensors(batch: tuple[np.ndarray, np.ndarray]) -> dict[str, torch.Tensor]:
         "input_ids": torch.from_numpy(input_ids),
         "labels": torch.from_numpy(labels),
         "learned": torch.from_numpy(learned),
-    }
-
-
-def documents_at(starts: list[int], rows: int, length: int) -> dict[str, torch.Tensor]:
-    """position_ids [rows, length] and cu_seqlens from the starts of documents, ascending, the first 0."""
-    borders = np.array([*starts, rows * length], dtype=np.int32)
-    positions = np.arange(rows * length) - np.repeat(borders[:-1], np.diff(borders))
-    return {
-        "position_ids": torch.from_numpy(positions.astype(np.int64)).view(rows, length),
-        "cu_seqlens": torch.from_numpy(borders),
     }

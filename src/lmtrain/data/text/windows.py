@@ -3,9 +3,11 @@
 import numpy as np
 import torch
 
+from lmtrain.data.borders import documents_at
 from lmtrain.data.mixing import Mixture
 from lmtrain.data.order import mix64
 from lmtrain.data.text.bins import Shard
+from lmtrain.data.text.fim import FillInTheMiddle
 from lmtrain.errors import UserError
 
 IGNORE = -100  # a label that is not trained on, torch's own default
@@ -27,6 +29,7 @@ class Windows:
             isolate_documents,
         )
         self.mixture: Mixture | None = None  # where the shards are of several sources: which rows make up a step
+        self.fim: FillInTheMiddle | None = None  # rearranges documents as they are read
         counts = [self._windows_in(s.tokens) for s in shards]
         self.first_row = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         if len(self) == 0:
@@ -63,11 +66,13 @@ class Windows:
         """
         block = np.empty((len(rows), self.seq_len + 1), dtype=np.int64)
         ends = []
-        for b, (epoch, row) in enumerate(rows):
-            shard, start = self._locate(int(epoch), int(row))
+        for b, (epoch, row) in enumerate(rows.tolist()):
+            shard, start = self._locate(epoch, row)
             block[b] = self.shards[shard].read(start, self.seq_len + 1)
-            if self.isolate_documents:
-                ends.append(self.shards[shard].document_ends(start, start + self.seq_len + 1) - start)
+            if self.isolate_documents or self.fim is not None:
+                ends.append(self.shards[shard].document_ends(start + 1, start + self.seq_len + 2) - start)
+            if self.fim is not None:
+                block[b], ends[b] = self.fim.rearrange(block[b], ends[b], epoch, row)
         tokens = torch.from_numpy(block)
         # Copies, also of one row, which is contiguous as it is: labels are written to.
         batch = {
@@ -100,10 +105,4 @@ def _isolate(labels: torch.Tensor, ends: list[np.ndarray]) -> dict[str, torch.Te
         borders = np.unique(row_ends[(row_ends > 0) & (row_ends < seq_len + 1)])
         labels[b, torch.from_numpy(borders - 1)] = IGNORE  # the target there is another document's first token
         starts.append(b * seq_len + np.concatenate([[0], borders[borders < seq_len]]))
-    flat = np.concatenate([*starts, [rows * seq_len]]).astype(np.int32)
-    lengths = np.diff(flat)
-    positions = np.arange(rows * seq_len) - np.repeat(flat[:-1], lengths)
-    return {
-        "position_ids": torch.from_numpy(positions.astype(np.int64)).view(rows, seq_len),
-        "cu_seqlens": torch.from_numpy(flat),
-    }
+    return documents_at(np.concatenate(starts), rows, seq_len)

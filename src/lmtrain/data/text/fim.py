@@ -1,0 +1,109 @@
+"""Fill-in-the-middle: documents rearranged so that a model learns to write what stands between two texts.
+
+Bavarian et al. 2022 (arXiv:2207.14255), with the documents of a row as a row holds them (the paper's context-level
+form): two places, drawn evenly, cut one into prefix, middle and suffix. They become
+    PSM   <prefix> prefix <suffix> suffix <middle> middle
+    SPM   <prefix> <suffix> suffix <middle> prefix middle
+with the end of the document, where the row has it, after the middle. The places are between tokens.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lmtrain.config.schema_data import Data
+from lmtrain.data.order import mix64
+from lmtrain.data.text.shards import Shard
+from lmtrain.errors import UserError
+
+_MARKS = 3  # tokens that a rearranged document has more
+
+
+@dataclass(frozen=True)
+class FillInTheMiddle:
+    """What to rearrange, and the ids to do it with; every draw is a function of (seed, epoch, row, document of it).
+
+    rate: of documents that are rearranged; spm_rate: of those, that become SPM.
+    end: the token that ends a document; None where there is none.
+    """
+
+    rate: float
+    spm_rate: float
+    prefix: int
+    suffix: int
+    middle: int
+    end: int | None
+    seed: int
+
+    def rearrange(self, tokens: np.ndarray, ends: np.ndarray, epoch: int, row: int) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens [n] of a row and where documents end in it, rearranged.
+
+        As marks take room, as many tokens at the end of the row are left out; a document that is cut short by that, or
+        that goes on after the row, has no end.
+
+        Args:
+            tokens: int64 [n].
+            ends: ascending, each in 1 .. n: one past the last token of a document.
+        """
+        done: list[np.ndarray] = []
+        new_ends, at = [], 0
+        begins = np.unique([0, *ends[ends < len(tokens)]])
+        for document, begin in enumerate(begins):
+            stop = int(begins[document + 1]) if document + 1 < len(begins) else len(tokens)
+            part, ended = tokens[begin:stop], document + 1 < len(begins) or len(tokens) in ends
+            draws = [mix64(self.seed, 0xF1, epoch, row, document, draw) / 2**64 for draw in range(4)]
+            room = len(tokens) - at
+            chosen = draws[0] < self.rate and room > _MARKS
+            if len(part) + _MARKS * chosen > room:
+                part, ended = part[: room - _MARKS * chosen], False
+            done.append(self._parts_in_order(part, draws) if chosen else part)
+            at += len(done[-1])
+            if ended:
+                new_ends.append(at)
+            if at == len(tokens):
+                break
+        return np.concatenate(done), np.array(new_ends, dtype=np.int64)
+
+    def _parts_in_order(self, document: np.ndarray, draws: list[float]) -> np.ndarray:
+        """The document, [n], as PSM or SPM, [n + 3]."""
+        has_end = len(document) > 0 and self.end is not None and document[-1] == self.end
+        text, end = (document[:-1], document[-1:]) if has_end else (document, document[:0])
+        first, second = sorted(int(draw * (len(text) + 1)) for draw in draws[1:3])
+        prefix, middle, suffix = np.split(text, [first, second])
+        if draws[3] < self.spm_rate:
+            return np.concatenate([[self.prefix, self.suffix], suffix, [self.middle], prefix, middle, end])
+        return np.concatenate([[self.prefix], prefix, [self.suffix], suffix, [self.middle], middle, end])
+
+
+def fill_in_the_middle(data: Data, shards: list[Shard], tokenizer: Any, seed: int) -> FillInTheMiddle | None:
+    """What data.fim asks for; None where nothing is rearranged.
+
+    Raises:
+        UserError: the tokenizer lacks one of its tokens; bins that don't say where documents end.
+    """
+    fim = data.fim
+    if not fim.rate:
+        return None
+    without = [shard.path for shard in shards if shard.docs is None]
+    if without:
+        raise UserError(
+            f"data.fim.rate={fim.rate}: {without[0]} comes without document borders (a .docs file): prepare the text "
+            f"with lmtrain"
+        )
+    names = [fim.prefix_token, fim.suffix_token, fim.middle_token]
+    vocabulary = tokenizer.get_vocab()
+    missing = [name for name in names if name not in vocabulary]
+    if missing:
+        raise UserError(
+            f"data.fim.rate={fim.rate}: the tokenizer has no {' '.join(map(str, missing))}: add with 'tokenizer."
+            f"add_tokens=[{','.join(map(str, missing))}]' (and prepare bins anew), or name its own with "
+            f"data.fim.prefix_token, suffix_token and middle_token"
+        )
+    prefix, suffix, middle = (vocabulary[name] for name in names)
+    return FillInTheMiddle(fim.rate, fim.spm_rate, prefix, suffix, middle, tokenizer.eos_token_id, seed)
+
+
+def fim_words(fim: FillInTheMiddle) -> str:
+    """For the plan."""
+    return f"fill-in-the-middle: {fim.rate:.0%} of the documents in a row, {fim.spm_rate:.0%} of those suffix first"
