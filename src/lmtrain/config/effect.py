@@ -40,6 +40,7 @@ def _from_hub(c: Config) -> bool:
 
 
 _HUB = "it names data of the hub, and this data comes from elsewhere: choose data=wikitext or another, or leave it out"
+_OR_RING = "; files are streamed with data.ring_bytes=... beside it"
 RULES = (
     Rule("trainer.deepspeed", lambda c: c.trainer.strategy == "deepspeed", "set trainer.strategy=deepspeed"),
     Rule(
@@ -59,7 +60,11 @@ RULES = (
     Rule("data.name", _from_hub, _HUB),
     Rule("data.config_name", _from_hub, _HUB),
     Rule("data.revision", _from_hub, _HUB),
-    Rule("data.streaming", _from_hub, _HUB),
+    Rule("data.streaming", lambda c: c.data.ring_bytes is not None or _from_hub(c), f"{_HUB}{_OR_RING}"),
+    *(
+        Rule(f"data.ring_{name}", lambda c: c.data.ring_bytes is not None, "set data.ring_bytes too")
+        for name in ("shard_tokens", "window", "val_tokens", "patience")
+    ),
     Rule("data.val_fraction", lambda c: not c.data.val_path, "data.val_path names what is held out"),
 )
 

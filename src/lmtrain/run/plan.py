@@ -3,6 +3,7 @@
 import io
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from rich.console import Group
 from rich.panel import Panel
 from rich.table import Table
@@ -84,7 +85,8 @@ def plan_rows(run: "Run", resumed_from: str | None, done: int) -> list[tuple[str
         ("tokenizer", f"{c.tokenizer.kind}, {len(corpus.tokenizer):,} tokens"),
         ("batch", f"{split} = {tokens_per_step:,} tokens a step"),
         ("length", f"{run.total_steps:,} steps x {tokens_per_step:,} = {si(tokens)} tokens"
-                   f" = {tokens / corpus.epoch_tokens:.2f} epochs of {si(corpus.epoch_tokens)}"),
+                   f" = {tokens / corpus.epoch_tokens:.2f} {'epochs' if corpus.stream is None else 'windows'}"
+                   f" of {si(corpus.epoch_tokens)}"),
         ("time", plan_time.words(run, (run.total_steps - done) * tokens_per_step, per_token)),
         *run.objective.plan_rows(),
         ("validation", val),
@@ -162,8 +164,10 @@ def first_row(run: "Run") -> tuple[Text, Text]:
 
     c = run.config
     rows = rows_of_step(run.corpus.train, 0, global_batch_size=c.data.global_batch_size, seed=c.seed)
-    batch, tokenizer = run.corpus.train.read(rows[:1]), run.corpus.tokenizer
-    title = Text("first training row  ")
+    read, title = run.corpus.train, Text("first training row  ")
+    if run.corpus.stream is not None and run.corpus.val is not None:  # nothing is read of it yet
+        read, rows, title = run.corpus.val, np.zeros((1, 2), dtype=np.int64), Text("first validation row  ")
+    batch, tokenizer = read.read(rows[:1]), run.corpus.tokenizer
     if c.data.rows == "text":
         return documents(tokenizer, batch["input_ids"][0, :_SHOWN].tolist()), title.append("(│ ends a document)")
     ids, learned = row_mask(batch)

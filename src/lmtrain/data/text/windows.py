@@ -54,42 +54,50 @@ class Windows:
         return mix64(self.seed, 0x0FF5E7, epoch, shard) % self.seq_len
 
     def read(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
-        """A micro-batch from (epoch, row) pairs [B, 2].
+        """A micro-batch from (epoch, row) pairs [B, 2]: see `read_windows`."""
+        places = [self._locate(int(epoch), int(row)) for epoch, row in rows]
+        return read_windows(places, self.seq_len, self.isolate_documents)
 
-        Returns:
-            input_ids int64 [B, T]; labels int64 [B, T], already shifted: labels[b, t] follows input_ids[b, t]. With
-            isolated documents also position_ids int64 [B, T], restarting at each document, and cu_seqlens int32
-            [n + 1], the document starts over the B * T flattened tokens; the label that would cross a border is IGNORE.
-        """
-        block = np.empty((len(rows), self.seq_len + 1), dtype=np.int64)
-        ends = []
-        for b, (epoch, row) in enumerate(rows):
-            shard, start = self._locate(int(epoch), int(row))
-            block[b] = self.shards[shard].read(start, self.seq_len + 1)
-            if self.isolate_documents:
-                ends.append(self.shards[shard].document_ends(start, start + self.seq_len + 1) - start)
-        tokens = torch.from_numpy(block)
-        # Copies, also of one row, which is contiguous as it is: labels are written to.
-        batch = {
-            "input_ids": tokens[:, :-1].clone(memory_format=torch.contiguous_format),
-            "labels": tokens[:, 1:].clone(memory_format=torch.contiguous_format),
-        }
-        if self.isolate_documents:
-            batch |= _isolate(batch["labels"], ends)
-        return batch
-
-    def _locate(self, epoch: int, row: int) -> tuple[int, int]:
-        """(shard, first token) of a row."""
+    def _locate(self, epoch: int, row: int) -> tuple[Shard, int]:
+        """The shard of a row, and its first token."""
         shard = int(np.searchsorted(self.first_row, row, side="right")) - 1
-        return shard, (row - int(self.first_row[shard])) * self.seq_len + self._offset(shard, epoch)
+        return self.shards[shard], (row - int(self.first_row[shard])) * self.seq_len + self._offset(shard, epoch)
 
     def empty(self) -> dict[str, torch.Tensor]:
         """A row that trains nothing, for ranks that have none left on the last step."""
-        batch = {
-            "input_ids": torch.zeros(1, self.seq_len, dtype=torch.int64),
-            "labels": torch.full((1, self.seq_len), IGNORE, dtype=torch.int64),
-        }
-        return batch | (_isolate(batch["labels"], [np.empty(0, dtype=np.int64)]) if self.isolate_documents else {})
+        return empty_window(self.seq_len, self.isolate_documents)
+
+
+def read_windows(places: list[tuple[Shard, int]], seq_len: int, isolate_documents: bool) -> dict[str, torch.Tensor]:
+    """A micro-batch of B rows of T = seq_len tokens, each from a shard and its first token.
+
+    Returns:
+        input_ids int64 [B, T]; labels int64 [B, T], already shifted: labels[b, t] follows input_ids[b, t]. With
+        isolated documents also position_ids int64 [B, T], restarting at each document, and cu_seqlens int32
+        [n + 1], the document starts over the B * T flattened tokens; the label that would cross a border is IGNORE.
+    """
+    block = np.empty((len(places), seq_len + 1), dtype=np.int64)
+    ends = []
+    for b, (shard, start) in enumerate(places):
+        block[b] = shard.read(start, seq_len + 1)
+        if isolate_documents:
+            ends.append(shard.document_ends(start, start + seq_len + 1) - start)
+    tokens = torch.from_numpy(block)
+    # Copies, also of one row, which is contiguous as it is: labels are written to.
+    batch = {
+        "input_ids": tokens[:, :-1].clone(memory_format=torch.contiguous_format),
+        "labels": tokens[:, 1:].clone(memory_format=torch.contiguous_format),
+    }
+    return batch | (_isolate(batch["labels"], ends) if isolate_documents else {})
+
+
+def empty_window(seq_len: int, isolate_documents: bool) -> dict[str, torch.Tensor]:
+    """A row [1, seq_len] that trains nothing, as `read_windows` gives rows."""
+    batch = {
+        "input_ids": torch.zeros(1, seq_len, dtype=torch.int64),
+        "labels": torch.full((1, seq_len), IGNORE, dtype=torch.int64),
+    }
+    return batch | (_isolate(batch["labels"], [np.empty(0, dtype=np.int64)]) if isolate_documents else {})
 
 
 def _isolate(labels: torch.Tensor, ends: list[np.ndarray]) -> dict[str, torch.Tensor]:
