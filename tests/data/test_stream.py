@@ -49,7 +49,7 @@ def write_gzip(folder: Path) -> None:
 
 def rows(seed: int) -> list[str]:
     """Short rows, an empty one, and one that is cut into segments."""
-    return [*lines(seed, 200), "", "\n".join(lines(seed + 9, 3000)), *lines(seed + 5, 200)]
+    return [*lines(seed, 200), "", "\n".join(lines(seed + 9, 1200)), *lines(seed + 5, 200)]
 
 
 def write_jsonl(folder: Path) -> None:
@@ -113,6 +113,20 @@ def test_from_any_place_on_it_is_the_text_that_is_prepared(
         assert np.array_equal(after.ids, cut[number + 1].ids), cut[number].end
         assert np.array_equal(after.document_ends, cut[number + 1].document_ends)
         assert after.end == cut[number + 1].end
+
+
+def test_shards_of_the_hub_from_any_row(data_config: Callable[..., Data], tmp_path: Path, encoder: Encoder) -> None:
+    (tmp_path / "repo" / "data").mkdir(parents=True)
+    for number in range(3):
+        texts = [f"{number} {line}" for line in lines(number, 300)]
+        pq.write_table(pa.table({"text": texts}), tmp_path / "repo" / "data" / f"train-{number}.parquet", 100)
+    source = open_stream(data_config("c4", name=str(tmp_path / "repo"), config_name=None))
+    assert source.parts == 3
+    for part, start in ((0, 0), (1, 150), (2, 299)):
+        wanted = [Block(n, f"{part} {line}", True) for n, line in enumerate(lines(part, 300))][start:]
+        assert list(source.rows(part, start)) == wanted
+    read = b"".join(segment.ids.astype("u1").tobytes() for segment in segments(source, encoder, Place(0, 1, 150)))
+    assert read.startswith(b"1 " + lines(1, 300)[150].encode())
 
 
 def test_documents_end_in_shards_where_their_last_token_is(
@@ -269,7 +283,7 @@ def test_a_source_that_breaks_is_read_again_and_nothing_is_lost(
     producer = Producer(broken, RING, folder, 0, head.begin, patience=600.0)
     stop.append(producer)
     producer.start()
-    count = 50 * RING.window_rows
+    count = 22 * RING.window_rows
     read = np.concatenate([tokens_of(s) for s in steps(folder, producer, RING, 0, count // 10)])
     wanted = reference(head, RING, count)
     assert sorted(map(tuple, read[:, :-1])) == sorted(map(tuple, wanted[:, :-1]))

@@ -124,8 +124,8 @@ class StreamRows:
     def _open(self, number: int) -> shards.Shard:
         if self.folder is None:
             raise UserError(
-                "only training reads from a stream (data.ring_bytes): to look into its rows, or to try them, set "
-                "data.ring_bytes=null and of the hub data.num_samples=1000"
+                "only training reads on in a stream (data.ring_bytes): to try its rows set data.ring_bytes=null, "
+                "and of data of the hub data.num_samples=1000"
             )
         file = shard_file(self.folder, number)
         while not file.exists():

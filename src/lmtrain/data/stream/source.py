@@ -108,11 +108,13 @@ class _Hub:
         if not cfg.name:
             raise UserError("data.name is not set: name a dataset of the hub, data.name=..., or files, data.path=...")
         self.cfg, self.label = cfg, cfg.name.rstrip("/").split("/")[-1]
+        folder = Path(cfg.name).expanduser()  # of a repository on this machine
         try:
-            commit = None if Path(cfg.name).expanduser().is_dir() else commit_of("dataset", cfg.name, cfg.revision)
+            commit = None if folder.is_dir() else commit_of("dataset", cfg.name, cfg.revision)
         except Unreachable as error:
             raise UserError(explain_unreachable("dataset", cfg.name, str(error))) from None
-        self.identity = [cfg.name, cfg.config_name, cfg.train_split, commit]
+        on_disk = sorted([p.name, p.stat().st_size] for p in folder.rglob("*") if p.is_file()) if commit is None else []
+        self.identity = [cfg.config_name, cfg.train_split, commit, on_disk]
         splits = hub.load_splits(cfg, commit or "", "")
         hub.check_split(splits, cfg.train_split, cfg)
         self.dataset = splits[cfg.train_split]
