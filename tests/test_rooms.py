@@ -19,7 +19,8 @@ SOURCE = REPO / "src" / "lmtrain"
 ROOMS = [
     "terminal", "errors", "files", "losses", "config", "distributed", "data.hub", "models", "adapters", "optim",
     "data.cache", "data.contents", "data.bpe", "data.folder_key", "data.progress", "data.order", "data.mixing",
-    "data.borders", "data.tokenizers", "data.sources", "data.text", "data.chat", "data.modules", "data.examples",
+    "data.borders", "data.tokenizers", "data.sources", "data.text", "data.stream", "data.chat", "data.modules",
+    "data.examples",
     "data.corpus", "data.val_sets",
     "checkpoints", "strategies", "objectives", "outputs", "callbacks", "run", "sweeps", "stages", "cli",
 ]  # fmt: skip

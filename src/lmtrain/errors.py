@@ -18,6 +18,10 @@ class UserError(Exception):
     exit_code = WRONG_INPUT
 
 
+class ReadError(UserError):
+    """A file or a download broke while it was read; another try may work."""
+
+
 class RunError(Exception):
     """The run failed for a reason outside the config (a full disk, say); no traceback, exit code 1."""
 

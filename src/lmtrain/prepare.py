@@ -20,6 +20,11 @@ def prepare(config: Config) -> int:
         raise UserError(
             "data=bins is prepared already: train with it, or name a source of text (data=text data.path=...)"
         )
+    if config.data.ring_bytes is not None:
+        raise UserError(
+            f"data.ring_bytes={config.data.ring_bytes} tokenizes while a run trains: there is nothing to prepare; set "
+            f"data.ring_bytes=null to have all of it on disk"
+        )
     if config.data.source == "mixture":
         for part in prepare_mixture(config.data, config.tokenizer).parts:
             _show(part)

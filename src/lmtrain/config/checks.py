@@ -10,6 +10,7 @@ from lmtrain.config.memory import check_memory
 from lmtrain.config.schedule import check_schedule
 from lmtrain.config.schema import Config
 from lmtrain.config.strategies import check_strategy
+from lmtrain.config.stream import check_stream
 from lmtrain.config.targets import check_allowed, check_names
 from lmtrain.errors import UserError
 
@@ -32,6 +33,7 @@ def check_values(c: Config) -> None:
     _check_pairs(c)
     _check_targets(c)
     check_strategy(c)
+    check_stream(c)
 
 
 def _check_trainer(c: Config) -> None:

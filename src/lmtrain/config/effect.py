@@ -40,6 +40,7 @@ def _from_hub(c: Config) -> bool:
 
 
 _HUB = "it names data of the hub, and this data comes from elsewhere: choose data=wikitext or another, or leave it out"
+_OR_RING = "; files are streamed with data.ring_bytes=... beside it"
 RULES = (
     Rule("trainer.deepspeed", lambda c: c.trainer.strategy == "deepspeed", "set trainer.strategy=deepspeed"),
     Rule(
@@ -60,7 +61,11 @@ RULES = (
     Rule("data.name", _from_hub, _HUB),
     Rule("data.config_name", _from_hub, _HUB),
     Rule("data.revision", _from_hub, _HUB),
-    Rule("data.streaming", _from_hub, _HUB),
+    Rule("data.streaming", lambda c: c.data.ring_bytes is not None or _from_hub(c), f"{_HUB}{_OR_RING}"),
+    *(
+        Rule(f"data.ring_{name}", lambda c: c.data.ring_bytes is not None, "set data.ring_bytes too")
+        for name in ("shard_tokens", "window", "val_tokens", "patience")
+    ),
     Rule("data.curriculum", lambda c: c.data.curriculum.by is not None, "set data.curriculum.by=length too"),
     Rule("data.fim", lambda c: c.data.fim.rate > 0, "set data.fim.rate=0.5 too"),
     Rule("data.batch_warmup", lambda c: c.data.batch_warmup.start_size is not None, "set data.batch_warmup.start_size"),

@@ -91,6 +91,12 @@ class Data:
     min_length: Annotated[int | None, PREPARED, not_negative] = None
     append_eos: Annotated[bool | None, PREPARED] = None
     shard_tokens: Annotated[int | None, PREPARED, at_least(1)] = None
+    # A stream larger than the disk, see data/stream/.
+    ring_bytes: Annotated[int | None, SHOWN, at_least(1)] = None
+    ring_shard_tokens: Annotated[int | None, TRAJECTORY, at_least(1)] = None
+    ring_window: Annotated[int | None, TRAJECTORY, at_least(1)] = None
+    ring_val_tokens: Annotated[int | None, TRAJECTORY, at_least(1)] = None
+    ring_patience: Annotated[float | None, SHOWN, not_negative] = None
     # None: the weights of a mixture of text are its shares, whatever the sources' sizes
     mixture_temperature: Annotated[float | None, TRAJECTORY, above_zero] = None
     # [{path or name, config_name, train_split, weight}]

@@ -21,10 +21,11 @@ from lmtrain.data.examples.rows import example_rows
 from lmtrain.data.examples.text_pieces import TextPieces
 from lmtrain.data.mixing import Mixture, MixtureSource
 from lmtrain.data.modules import Rows
+from lmtrain.data.stream.head import Head, prepare_head
+from lmtrain.data.stream.rows import StreamRows, make_ring
 from lmtrain.data.text.fim import fill_in_the_middle, fim_words
-from lmtrain.data.text.mixture import TextSource, prepare_mixture
+from lmtrain.data.text.mixture import mixture_words, prepare_mixture
 from lmtrain.data.text.prepare import prepare
-from lmtrain.data.text.prepared import PreparedData
 from lmtrain.data.text.shards import Shard
 from lmtrain.data.text.windows import Windows
 from lmtrain.errors import UserError
@@ -56,6 +57,7 @@ class Corpus:
     questions: list[dict[str, Any]] = field(default_factory=list)  # prompt_ids, prompt, reference, chat
     end_ids: list[int] | None = None  # that end an answer; None where data is text
     splits: dict[str, Any] = field(default_factory=dict)  # what became of the rows of each
+    stream: Head | None = None  # where the training rows are a stream's
     # What checkpoints of earlier versions call the tokens.
     earlier_fingerprints: Callable[[], list[str]] = field(kw_only=True)
 
@@ -72,7 +74,6 @@ class Corpus:
 
 # What comes with lmtrain; data.rows names these, or the class of another row format by its path.
 ROW_FORMATS: dict[str, type[RowEncoder]] = {"conversations": ChatRows, "pairs": PairRowEncoder}
-_CHANGES = 6  # of a source's share that the plan shows
 _DATA_OF = {  # options of the group data that hold such rows
     "text": "data=text data.path=book.txt, data=wikitext, ...",
     "conversations": "data=chat_jsonl data.path=chats.jsonl, data=alpaca, ...",
@@ -85,6 +86,8 @@ def build_corpus(config: Config) -> Corpus:
     check_rows(config)
     if config.data.rows != "text":
         return _examples(config, row_format(config))
+    if config.data.ring_bytes is not None:
+        return _stream(config)
     return _mixture(config) if config.data.source == "mixture" else _text(config)
 
 
@@ -149,6 +152,30 @@ def _text(config: Config) -> Corpus:
     )
 
 
+def _stream(config: Config) -> Corpus:
+    """Rows of a stream that a run reads ahead of training; the first tokens of it are the validation split."""
+    head = prepare_head(config.data, config.tokenizer)
+    prepared = head.prepared
+    val = prepared.bins("val")
+    assert val is not None  # prepare_head refuses a stream without it
+    ring = make_ring(config, prepared.meta["dtype"])
+    return Corpus(
+        prepared.tokenizer,
+        prepared.folder,
+        head.fingerprint,
+        StreamRows(ring),
+        _windows(val.shards, config, None),
+        ring.window_rows * ring.seq_len,
+        [f"{head.source.label}, a stream of {head.source.parts:,} files or shards: windows of {ring.window_rows:,} "
+         f"rows in a ring of {ring.bytes:,} bytes", f"held out: its first {val.tokens:,} tokens ({prepared.folder})"],
+        prepared.notes,
+        val.bytes / val.tokens if val.bytes else None,
+        splits={**prepared.meta["splits"]},
+        stream=head,
+        earlier_fingerprints=list,
+    )  # fmt: skip
+
+
 def _windows(shards: list[Shard], config: Config, seed: int | None) -> Windows:
     return Windows(shards, config.data.seq_len, seed=seed, isolate_documents=config.data.isolate_documents)
 
@@ -210,18 +237,6 @@ def _summed(splits: list[Any]) -> dict[str, Any]:
         name: sum(s[name] for s in splits) if all(s[name] is not None for s in splits) else None
         for name in ("tokens", "documents", "bytes")
     }
-
-
-def mixture_words(parts: list[tuple[TextSource, PreparedData]], mixture: Mixture) -> list[str]:
-    """A line for each source: its share and when that changes, how many rows it has, where it lies."""
-    lines = []
-    for s, (source, part) in enumerate(parts):
-        shares = [(mixture.step_sizes.step_of(stretch.start), stretch.shares[s]) for stretch in mixture.stretches]
-        changed = [(at, share) for i, (at, share) in enumerate(shares) if i and share != shares[i - 1][1]]
-        words = [f"{shares[0][1]:.4g} of the rows", *(f"{share:.4g} from step {at:,} on" for at, share in changed)]
-        shown = ", ".join(words[:_CHANGES] + (["..."] if len(words) > _CHANGES else []))
-        lines.append(f"  {source.label}: {shown}; it has {mixture.sources[s].rows:,} ({part.folder})")
-    return lines
 
 
 def _examples(config: Config, encoder: type[RowEncoder]) -> Corpus:

@@ -13,6 +13,7 @@ class StopRequest:
         self.signals = StopSignals()
         self.deadline = None if time_limit is None else started + time_limit
         self.reason: str | None = None
+        self.error: Exception | None = None  # for which the run has failed once it is saved
         self.agreed = False
 
     def asked(self) -> bool:
@@ -20,6 +21,10 @@ class StopRequest:
             past = self.deadline is not None and time.time() >= self.deadline
             self.reason = self.signals.first or ("run.time_limit" if past else None)
         return self.reason is not None
+
+    def ask(self, reason: str, error: Exception | None = None) -> None:
+        """Asks for a stop; with an error for one that ends as a failed run."""
+        self.reason, self.error = self.reason or reason, error
 
     def why(self) -> str:
         """What asked for the stop. A signal to all ranks may have reached this one after another had told it."""

@@ -18,6 +18,7 @@ from lmtrain.data.examples.prepare import prepare_examples
 from lmtrain.data.examples.store import Examples
 from lmtrain.data.sources import choose as sources
 from lmtrain.data.sources.pieces import Piece
+from lmtrain.data.stream.head import prepare_head
 from lmtrain.data.text import bins
 from lmtrain.data.text.encode import Encoder
 from lmtrain.data.text.mixture import documents_of
@@ -75,7 +76,9 @@ class Documents:
     def read(self, tokenizer: Any) -> Iterator[tuple[np.ndarray, int]]:
         """Tokenized as for training, without the end-of-text token; empty documents are left out."""
         self.digest = hashlib.sha256()
-        found = _of_bins(self.config, tokenizer) if self.config.data.source == "bins" else self._of_text(tokenizer)
+        data = self.config.data
+        held_as_bins = data.source == "bins" or data.ring_bytes is not None
+        found = _of_bins(self.config, tokenizer) if held_as_bins else self._of_text(tokenizer)
         for ids, size in islice((d for d in found if len(d[0])), self.limit):
             self.digest.update(np.asarray(ids, dtype="<u4").tobytes())
             yield ids, size
@@ -102,8 +105,9 @@ class Documents:
 
 
 def _of_bins(config: Config, tokenizer: Any) -> Iterator[tuple[np.ndarray, int]]:
-    """Documents of ready bins, whose tokens only their own tokenizer has words for."""
-    prepared = prepare(config.data, config.tokenizer)
+    """Documents of ready bins, or of a stream's head, whose tokens only their own tokenizer has words for."""
+    make = prepare if config.data.source == "bins" else lambda *cfg: prepare_head(*cfg).prepared
+    prepared = make(config.data, config.tokenizer)
     if tokenizer.get_vocab() != prepared.tokenizer.get_vocab():
         raise UserError(f"{prepared.folder} holds tokens of another tokenizer than the model's: evaluate on text")
     if not bins.has_split(prepared.folder, "val"):

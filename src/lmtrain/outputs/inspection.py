@@ -75,6 +75,8 @@ def look(config: Config) -> Inspection:
     corpus = build_corpus(config)
     config.data.max_untrained = allowed
     split = config.inspect.split
+    if corpus.stream is not None and split == "train":
+        raise UserError("only training reads on in a stream (data.ring_bytes): look at its head, inspect.split=val")
     rows = corpus.train if split == "train" else corpus.val
     if rows is None:
         raise UserError(f"there is no validation split: {corpus.how_to_validate(config.data)}")

@@ -21,7 +21,7 @@ def of_run(run: "Run") -> list[str]:
     """What a practitioner would say, looking at the plan."""
     c, corpus, notes = run.config, run.corpus, []
     epochs = step_sizes(c.data).before(run.total_steps) / len(corpus.train)
-    if epochs > 8:
+    if epochs > 8 and corpus.stream is None:
         notes.append(
             f"{epochs:.0f} passes over the training data: expect overfitting "
             f"(trainer.max_epochs=4 ends earlier; callbacks.early_stopping.enabled=true stops when it sets in)"

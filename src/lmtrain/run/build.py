@@ -51,7 +51,7 @@ from lmtrain.optim.optimizers import build_optimizer
 from lmtrain.optim.schedules import build_schedule
 from lmtrain.outputs.prompts import prompts_of
 from lmtrain.outputs.text_metrics import TextMetrics
-from lmtrain.run.build_callbacks import build_callbacks, check_monitors
+from lmtrain.run.build_callbacks import build_callbacks, build_feed, check_monitors
 from lmtrain.run.folder import RunDir
 from lmtrain.run.loggers import build_loggers
 from lmtrain.strategies import lightning_private, loading
@@ -93,8 +93,9 @@ def build(config: Config, run_dir: RunDir, console: Console, started: float) -> 
     metrics = build_metrics(config, run_dir, corpus, objective, val_sets)
     samples = build_samples(config, run_dir, corpus, console)
     check_monitors(config, corpus, objective, samples, val_sets)
+    feed = build_feed(config, run_dir, corpus, stop, total_steps)
     preemption = Preemption(stop)
-    callbacks = build_callbacks(config, run_dir, metrics, samples, preemption, console, total_steps)
+    callbacks = build_callbacks(config, run_dir, metrics, samples, feed, preemption, console, total_steps)
     trainer = build_trainer(config, run_dir, callbacks, metrics.records, total_steps)
     return Run(config, run_dir, console, corpus, objective, datamodule, metrics, preemption, trainer, total_steps)
 

@@ -1,5 +1,8 @@
 """Builds a run's callbacks in the order they run, and checks that the metrics they monitor exist."""
 
+import shutil
+from pathlib import Path
+
 import lightning.pytorch as pl
 from rich.console import Console
 
@@ -11,11 +14,15 @@ from lmtrain.callbacks.metrics import Metrics, WriteRecords
 from lmtrain.callbacks.preemption import Preemption
 from lmtrain.callbacks.progress import PlainLines, RichBar
 from lmtrain.callbacks.samples import Samples
+from lmtrain.callbacks.stream import FeedStream
 from lmtrain.callbacks.validation import EarlyStopping, Validation
 from lmtrain.config.schema import Config
 from lmtrain.config.targets import build_target
 from lmtrain.data.corpus import Corpus
+from lmtrain.data.stream.rows import StreamRows
 from lmtrain.data.val_sets import ValSet
+from lmtrain.distributed import process_group as world
+from lmtrain.distributed.stop_request import StopRequest
 from lmtrain.errors import UserError
 from lmtrain.objectives.base import Objective
 from lmtrain.run.folder import RunDir
@@ -60,6 +67,7 @@ def build_callbacks(
     run_dir: RunDir,
     metrics: Metrics,
     samples: Samples | None,
+    feed: FeedStream | None,
     preemption: Preemption,
     console: Console,
     total_steps: int,
@@ -98,6 +106,8 @@ def build_callbacks(
     own = [build_target(entry, "callbacks.extra", pl.Callback, config.run.allow_target) for entry in entries]
     foreign.check(own)
     callbacks += own
+    if feed is not None:  # may ask for a stop
+        callbacks.append(feed)
     # A request to stop is obeyed once all have logged: some Lightning callbacks log an extra time when they see it.
     callbacks += [preemption, WriteRecords(metrics.records)]
     callbacks.append(
@@ -110,6 +120,24 @@ def build_callbacks(
         )
     )
     return callbacks
+
+
+def build_feed(
+    config: Config, run_dir: RunDir, corpus: Corpus, stop: StopRequest, total_steps: int
+) -> FeedStream | None:
+    """Of a stream: an empty ring in the run's folder, and what fills it."""
+    if corpus.stream is None:
+        return None
+    assert isinstance(corpus.train, StreamRows)
+    corpus.train.folder = run_dir.ring
+    world.from_first(lambda: _make_empty(run_dir.ring))
+    return FeedStream(corpus.stream, corpus.train, stop, total_steps, config.data.ring_patience or 0.0)
+
+
+def _make_empty(folder: Path) -> None:
+    """What a killed run has left there is made again from its checkpoint."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
 
 
 def progress_bar(config: Config, console: Console, total_steps: int) -> RichBar | PlainLines | None:

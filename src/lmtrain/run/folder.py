@@ -44,6 +44,11 @@ class RunDir:
         return self.path / "summary.json"
 
     @property
+    def ring(self) -> Path:
+        """Of a run that trains on a stream: the tokens that lie ahead; gone when it has ended."""
+        return self.path / "ring"
+
+    @property
     def starts(self) -> Path:
         """A line for each time a process began to train here: {"time", "step"}."""
         return self.path / "starts.jsonl"

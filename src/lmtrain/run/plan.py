@@ -3,6 +3,7 @@
 import io
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from rich.console import Group
 from rich.panel import Panel
 from rich.table import Table
@@ -86,7 +87,8 @@ def plan_rows(run: "Run", resumed_from: str | None, done: int) -> list[tuple[str
         ("batch", f"{split} = {tokens_per_step:,} tokens a step"),
         *growth_rows(c),
         ("length", f"{run.total_steps:,} steps{f' x {tokens_per_step:,}' if len(sizes.values) == 1 else ''}"
-                   f" = {si(tokens)} tokens = {tokens / corpus.epoch_tokens:.2f} epochs of {si(corpus.epoch_tokens)}"),
+                   f" = {si(tokens)} tokens = {tokens / corpus.epoch_tokens:.2f} "
+                   f"{'epochs' if corpus.stream is None else 'windows'} of {si(corpus.epoch_tokens)}"),
         ("time", plan_time.words(run, tokens - per_row * sizes.before(done), per_token)),
         *run.objective.plan_rows(),
         ("validation", val),
@@ -187,8 +189,10 @@ def first_row(run: "Run") -> tuple[Text, Text]:
 
     c = run.config
     rows = rows_of_step(run.corpus.train, 0, sizes=step_sizes(c.data), seed=c.seed)
-    batch, tokenizer = run.corpus.train.read(rows[:1]), run.corpus.tokenizer
-    title = Text("first training row  ")
+    read, title = run.corpus.train, Text("first training row  ")
+    if run.corpus.stream is not None and run.corpus.val is not None:  # nothing is read of it yet
+        read, rows, title = run.corpus.val, np.zeros((1, 2), dtype=np.int64), Text("first validation row  ")
+    batch, tokenizer = read.read(rows[:1]), run.corpus.tokenizer
     if c.data.rows == "text":
         return documents(tokenizer, batch["input_ids"][0, :_SHOWN].tolist()), title.append("(│ ends a document)")
     ids, learned = row_mask(batch)

@@ -105,6 +105,11 @@ class Session:
         status = ending(run)
         if not run.trainer.is_global_zero:
             return errors.PREEMPTED if status == "preempted" else errors.FINISHED
+        failed = run.preemption.stop.error
+        if status == "preempted" and failed is not None:
+            error = RunError(f"{failed}; {failures.last_good(run)}")
+            summary.note_failure(run, self.started, error)
+            raise error
         if status == "preempted":
             summary.write_summary(run, status, self.started)
             summary.say_how_to_go_on(run)

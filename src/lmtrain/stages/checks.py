@@ -62,6 +62,10 @@ def _digests(data: Data) -> list[str]:
         return []
     if data.source == "hub" and not data.path:
         return []
+    if data.ring_bytes is not None:
+        from lmtrain.data.stream.source import open_stream
+
+        return [str(open_stream(data).identity)]
     if data.rows == "text":
         from lmtrain.data.sources.choose import open_source
 

@@ -125,15 +125,16 @@ def read_pieces(files: list[tuple[Path, str]], cfg: Data) -> Iterator[Piece]:
             yield from (Piece(block, False) for block in text_blocks(path, _BLOCK))
             yield Piece("", True)
         else:
-            yield from (Piece(row, True) for row in _rows(path, format, cfg))
+            yield from (Piece(row, True) for row in read_rows(path, format, cfg))
 
 
 def _all_rows(files: list[tuple[Path, str]], cfg: Data) -> Iterator[str]:
     for path, format in files:
-        yield from _rows(path, format, cfg)
+        yield from read_rows(path, format, cfg)
 
 
-def _rows(path: Path, format: str, cfg: Data) -> Iterator[str]:
+def read_rows(path: Path, format: str, cfg: Data) -> Iterator[str]:
+    """The text of each row of a file: of a plain text one its lines, or paragraphs."""
     if format == "text":
         # Lines keep their ends where they are to be joined again.
         yield from _paragraphs(path) if cfg.sample_by == "paragraph" else _lines(path, keep=bool(cfg.document_start))

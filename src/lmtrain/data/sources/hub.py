@@ -10,7 +10,7 @@ import huggingface_hub
 from lmtrain.config.schema import Data
 from lmtrain.data.hub import endpoint, explain_unreachable, first_line
 from lmtrain.data.sources.rows import check_columns, columns_of, text_of
-from lmtrain.errors import UserError, disk_full
+from lmtrain.errors import ReadError, UserError, disk_full
 
 _ROWS = 256  # rows read at a time
 _CONVERTED = "refs/convert/parquet"  # the hub's own conversion of datasets that come as a loading script
@@ -58,7 +58,7 @@ def load_splits(cfg: Data, commit: str | None, unreachable: str) -> Any:
     except (OSError, ConnectionError) as error:
         if commit is None:
             raise UserError(explain_unreachable("dataset", name, unreachable)) from None
-        raise UserError(f"dataset {name!r} can't be loaded from {endpoint()}: {first_line(error)}") from None
+        raise ReadError(f"dataset {name!r} can't be loaded from {endpoint()}: {first_line(error)}") from None
     except datasets.exceptions.DatasetsError as error:  # a file of it that can't be converted
         if disk_full(error):
             raise
@@ -83,6 +83,14 @@ def _load_converted(name: str, config_name: str | None, options: dict[str, Any])
         ) from None
 
 
+def check_split(splits: Any, split: str, cfg: Data) -> None:
+    """Raises UserError where a dataset has no such split; lists those it has."""
+    if split not in splits:
+        raise UserError(
+            f"dataset {cfg.name!r} has no split {split!r}; it has: {', '.join(splits)}. Set data.train_split"
+        )
+
+
 def read_rows(splits: Any, split: str, cfg: Data) -> Iterator[str]:
     """The text of each row of a split.
 
@@ -90,10 +98,7 @@ def read_rows(splits: Any, split: str, cfg: Data) -> Iterator[str]:
         UserError: the split or a text column isn't there (the message lists those that are), or the download fails.
     """
     where = f"dataset {cfg.name!r}, split {split}"
-    if split not in splits:
-        raise UserError(
-            f"dataset {cfg.name!r} has no split {split!r}; it has: {', '.join(splits)}. Set data.train_split"
-        )
+    check_split(splits, split, cfg)
     columns = columns_of(cfg.text_column)
     rows = splits[split]
     if rows.column_names:
@@ -104,7 +109,7 @@ def read_rows(splits: Any, split: str, cfg: Data) -> Iterator[str]:
             for values in zip(*batch.values(), strict=True):
                 yield text_of(dict(zip(batch, values, strict=True)), columns, cfg.column_separator or "", where)
     except _broken() as error:
-        raise UserError(f"{where} can't be read from {endpoint()}: {first_line(error)}") from None
+        raise ReadError(f"{where} can't be read from {endpoint()}: {first_line(error)}") from None
 
 
 def read_records(splits: Any, split: str, cfg: Data) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -120,4 +125,4 @@ def read_records(splits: Any, split: str, cfg: Data) -> Iterator[tuple[str, dict
         for number, row in enumerate(splits[split]):
             yield f"{where}, row {number}", row
     except _broken() as error:
-        raise UserError(f"{where} can't be read from {endpoint()}: {first_line(error)}") from None
+        raise ReadError(f"{where} can't be read from {endpoint()}: {first_line(error)}") from None

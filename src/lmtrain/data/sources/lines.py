@@ -1,6 +1,7 @@
 """Files opened, decompressed and decoded line by line; what can't be read becomes one message with file and line."""
 
 import bz2
+import contextlib
 import gzip
 import io
 import lzma
@@ -9,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from lmtrain.errors import UserError
+from lmtrain.errors import ReadError, UserError
 
 
 def _open_zstd(path: Path, _mode: str) -> IO[bytes]:
@@ -43,23 +44,20 @@ def open_binary(path: Path) -> IO[bytes]:
         opener: Callable[[Path, str], Any] = COMPRESSED.get(path.suffix.lower(), open)
         return opener(path, "rb")
     except OSError as error:
-        raise UserError(f"{path} can't be read: {error.strerror or error}") from None
+        raise ReadError(f"{path} can't be read: {error.strerror or error}") from None
 
 
-def text_blocks(path: Path, characters: int) -> Iterator[str]:
-    """The file's text, `characters` at a time.
+def text_blocks(path: Path, characters: int, start: int = 0) -> Iterator[str]:
+    """The file's text from byte `start` of what is uncompressed on, `characters` at a time.
 
     Raises:
         UserError: it can't be read, or is not UTF-8.
     """
-    with open_binary(path) as raw, io.TextIOWrapper(raw, encoding="utf-8", newline="") as file:
-        try:
+    with open_binary(path) as raw, _explained(path):
+        _skip(raw, start)
+        with io.TextIOWrapper(raw, encoding="utf-8", newline="") as file:
             while block := file.read(characters):
                 yield block
-        except UnicodeDecodeError:
-            raise UserError(_explain_encoding(path)) from None
-        except BROKEN as error:
-            raise UserError(f"{path} can't be read: {error}") from None
 
 
 def raw_lines(path: Path) -> Iterator[str]:
@@ -68,23 +66,45 @@ def raw_lines(path: Path) -> Iterator[str]:
     Raises:
         UserError: it can't be read, or is not UTF-8.
     """
-    with open_binary(path) as file:
-        try:
-            for line in file:
-                yield line.decode("utf-8")
-        except UnicodeDecodeError:
-            raise UserError(_explain_encoding(path)) from None
-        except BROKEN as error:
-            raise UserError(f"{path} can't be read: {error}") from None
+    return (line for _, line in located_lines(path))
+
+
+def located_lines(path: Path, start: int = 0) -> Iterator[tuple[int, str]]:
+    """As `raw_lines`, from the line at byte `start` of what is uncompressed on; each with the byte where it begins."""
+    with open_binary(path) as file, _explained(path):
+        _skip(file, start)
+        for line in file:
+            yield start, line.decode("utf-8")
+            start += len(line)
+
+
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """What goes wrong in reading as one message."""
+    try:
+        yield
+    except UnicodeDecodeError:
+        raise UserError(_explain_encoding(path)) from None
+    except BROKEN as error:
+        raise ReadError(f"{path} can't be read: {error}") from None
+
+
+def _skip(file: IO[bytes], start: int) -> None:
+    if start and file.seekable():
+        file.seek(start)
+        return
+    while start > 0 and (part := file.read(min(start, 1 << 20))):
+        start -= len(part)
 
 
 def data_lines(path: Path) -> Iterator[str]:
     """Lines of a file of rows: as `raw_lines`, without a byte order mark at the beginning."""
-    lines = raw_lines(path)
-    for line in lines:
-        yield line.removeprefix(_BOM)
-        break
-    yield from lines
+    return (line for _, line in located_data_lines(path))
+
+
+def located_data_lines(path: Path, start: int = 0) -> Iterator[tuple[int, str]]:
+    """As `located_lines`, without a byte order mark at the beginning."""
+    return ((at, line if at else line.removeprefix(_BOM)) for at, line in located_lines(path, start))
 
 
 def _explain_encoding(path: Path) -> str:

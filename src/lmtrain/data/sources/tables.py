@@ -4,7 +4,9 @@ Each reader yields (place, row) in bounded memory, but for a JSON list, which ca
 can't be read and those after it can, a string that says what is wrong with it is yielded in place of the row.
 """
 
+import bisect
 import csv
+import itertools
 import json
 import re
 import sys
@@ -12,9 +14,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lmtrain.data.sources.lines import BROKEN, data_lines, open_binary
+from lmtrain.data.sources.lines import BROKEN, data_lines, located_data_lines, open_binary
 from lmtrain.data.sources.rows import check_columns
-from lmtrain.errors import UserError
+from lmtrain.errors import ReadError, UserError
 
 if TYPE_CHECKING:  # 150 MB on disk, and only columnar files need it: imported where one is read
     import pyarrow as pa
@@ -41,6 +43,16 @@ def _json_lines(path: Path, columns: list[str] | None) -> Iterator[Record]:
     for number, line in enumerate(data_lines(path), start=1):
         if line.strip():
             yield f"{path}, line {number}", _row_of(line, decoder)
+
+
+def json_lines_from(path: Path, start: int) -> Iterator[tuple[int, dict[str, Any] | str]]:
+    """The rows of JSON lines from byte `start` on, each with the byte where it begins; instead of a bad one what it is.
+
+    Raises:
+        UserError: the file can't be read.
+    """
+    decoder = _Decoder(checked=False)
+    return ((at, _row_of(line, decoder)) for at, line in located_data_lines(path, start) if line.strip())
 
 
 def _row_of(line: str, decoder: "_Decoder") -> dict[str, Any] | str:
@@ -182,15 +194,33 @@ def _tsv(path: Path, columns: list[str] | None) -> Iterator[Record]:
 
 
 def _parquet(path: Path, columns: list[str] | None) -> Iterator[Record]:
+    return ((f"{path}, row {number}", row) for number, row in parquet_from(path, columns, 0))
+
+
+def parquet_from(path: Path, columns: list[str] | None, start: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The rows from number `start` on, each with its number; row groups before it are not read.
+
+    Raises:
+        UserError: the file can't be read, or has no such column.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         with pq.ParquetFile(path) as file:
             check_columns(columns or [], file.schema_arrow.names, str(path))
-            yield from _numbered(path, file.iter_batches(batch_size=_ROWS, columns=columns))
-    except (pa.ArrowException, OSError) as error:
+            sizes = [file.metadata.row_group(g).num_rows for g in range(file.num_row_groups)]
+            ends = list(itertools.accumulate(sizes))
+            group = bisect.bisect_right(ends, start)  # the row group that has row `start`
+            number = ends[group - 1] if group else 0
+            groups = range(group, len(sizes))
+            for batch in file.iter_batches(batch_size=_ROWS, columns=columns, row_groups=groups):
+                yield from ((n, row) for n, row in enumerate(batch.to_pylist(), start=number) if n >= start)
+                number += len(batch)
+    except pa.ArrowInvalid as error:
         raise UserError(f"{path} can't be read as parquet: {error}") from None
+    except (pa.ArrowException, OSError) as error:
+        raise ReadError(f"{path} can't be read as parquet: {error}") from None
 
 
 def _arrow(path: Path, columns: list[str] | None) -> Iterator[Record]:

@@ -33,11 +33,12 @@ class Segment(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """Token ids [n] of a segment, and how many UTF-8 bytes of text they are."""
+    """Token ids [n] of a segment, and how many UTF-8 bytes and how many characters of text they are."""
 
     ids: np.ndarray
     text_bytes: int
     ends: bool
+    characters: int
 
 
 class Encoder:
@@ -53,11 +54,11 @@ class Encoder:
         self.eos = [] if eos_id is None else [eos_id]
         self.newline = self._ids("\n")
 
-    def encode(self, pieces: Iterable[Piece]) -> Iterator[Encoded]:
-        """Token ids of the documents, in order."""
+    def encode(self, pieces: Iterable[Piece], continues: bool = False) -> Iterator[Encoded]:
+        """Token ids of the documents, in order; `continues` where the first piece begins at a segment in a document."""
         batch: list[Segment] = []
         size = 0
-        for segment in self.segments(pieces):
+        for segment in self.segments(pieces, continues):
             batch.append(segment)
             size += len(segment.text)
             if size >= BATCH:
@@ -65,9 +66,9 @@ class Encoder:
                 batch, size = [], 0
         yield from self._encode_batch(batch)
 
-    def segments(self, pieces: Iterable[Piece]) -> Iterator[Segment]:
+    def segments(self, pieces: Iterable[Piece], continues: bool = False) -> Iterator[Segment]:
         """Documents cut where it doesn't change their tokens, into segments of SEGMENT characters or somewhat more."""
-        text, continues = "", False
+        text = ""
         done = searched = 0  # text[:done] has been handed out; no cut fits before `searched`
         for piece in pieces:
             text, searched, done = text[done:] + piece.text, max(0, searched - done), 0
@@ -105,4 +106,5 @@ class Encoder:
                 ids = ids[len(self.newline) :]
             if segment.ends:
                 ids = ids + self.eos
-            yield Encoded(np.array(ids, dtype=np.uint32), len(segment.text.encode()), segment.ends)
+            size = len(segment.text.encode())
+            yield Encoded(np.array(ids, dtype=np.uint32), size, segment.ends, len(segment.text))

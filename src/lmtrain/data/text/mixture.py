@@ -13,13 +13,14 @@ from lmtrain.config.schema import Data, Tokenizer
 from lmtrain.data import contents, tokenizers
 from lmtrain.data.cache import build_once
 from lmtrain.data.folder_key import folder_key, settings
-from lmtrain.data.mixing import check_weights
+from lmtrain.data.mixing import Mixture, check_weights
 from lmtrain.data.progress import PrepareProgress
 from lmtrain.data.sources import choose as sources
 from lmtrain.data.text.prepare import prepare
 from lmtrain.data.text.prepared import PreparedData, folder_of
 from lmtrain.errors import UserError
 
+_CHANGES = 6  # of a source's share that the plan shows
 _MIXED = ("weight", "max_epochs")
 _KEYS = ("path", "val_path", "name", "config_name", "revision", "source", "format", "train_split", "val_split",
          "val_fraction", "num_samples", "streaming", "text_column", "column_separator", "sample_by", "document_start",
@@ -156,6 +157,18 @@ def _shared_tokenizer(cfg: Data, tokenizer_cfg: Tokenizer, found: list[TextSourc
     made.kind, made.name_or_path, made.add_tokens = "hub", str(target), None
     made.vocab_size = made.min_frequency = made.train_characters = None
     return made
+
+
+def mixture_words(parts: list[tuple[TextSource, PreparedData]], mixture: Mixture) -> list[str]:
+    """A line for each source: its share and when that changes, how many rows it has, where it lies."""
+    lines = []
+    for s, (source, part) in enumerate(parts):
+        shares = [(mixture.step_sizes.step_of(stretch.start), stretch.shares[s]) for stretch in mixture.stretches]
+        changed = [(at, share) for i, (at, share) in enumerate(shares) if i and share != shares[i - 1][1]]
+        words = [f"{shares[0][1]:.4g} of the rows", *(f"{share:.4g} from step {at:,} on" for at, share in changed)]
+        shown = ", ".join(words[:_CHANGES] + (["..."] if len(words) > _CHANGES else []))
+        lines.append(f"  {source.label}: {shown}; it has {mixture.sources[s].rows:,} ({part.folder})")
+    return lines
 
 
 def documents_of(cfg: Data, name: str) -> Iterator[Any]:

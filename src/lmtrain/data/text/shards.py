@@ -36,6 +36,11 @@ def _open(path: str, _version: tuple[int, ...]) -> _File:
     return _File(path)
 
 
+def close_files() -> None:
+    """Closes the files of all shards, for what is removed gives its disk back only then; reading opens them again."""
+    _open.cache_clear()
+
+
 def _pread(path: Path, version: tuple[int, ...], offset: int, size: int) -> bytes:
     try:
         file = _open(str(path), version)

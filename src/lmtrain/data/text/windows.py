@@ -57,44 +57,68 @@ class Windows:
         return mix64(self.seed, 0x0FF5E7, epoch, shard) % self.seq_len
 
     def read(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
-        """A micro-batch from (epoch, row) pairs [B, 2].
-
-        Returns:
-            input_ids int64 [B, T]; labels int64 [B, T], already shifted: labels[b, t] follows input_ids[b, t]. With
-            isolated documents also position_ids int64 [B, T], restarting at each document, and cu_seqlens int32
-            [n + 1], the document starts over the B * T flattened tokens; the label that would cross a border is IGNORE.
-        """
-        block = np.empty((len(rows), self.seq_len + 1), dtype=np.int64)
-        ends = []
-        for b, (epoch, row) in enumerate(rows.tolist()):
-            shard, start = self._locate(epoch, row)
-            block[b] = self.shards[shard].read(start, self.seq_len + 1)
-            if self.isolate_documents or self.fim is not None:
-                ends.append(self.shards[shard].document_ends(start + 1, start + self.seq_len + 2) - start)
-            if self.fim is not None:
+        """A micro-batch from (epoch, row) pairs [B, 2]: see `make_batch`."""
+        places = [self._locate(int(epoch), int(row)) for epoch, row in rows]
+        block, ends = read_places(places, self.seq_len, with_ends=self.isolate_documents or self.fim is not None)
+        if self.fim is not None:
+            for b, (epoch, row) in enumerate(rows.tolist()):
                 block[b], ends[b] = self.fim.rearrange(block[b], ends[b], epoch, row)
-        tokens = torch.from_numpy(block)
-        # Copies, also of one row, which is contiguous as it is: labels are written to.
-        batch = {
-            "input_ids": tokens[:, :-1].clone(memory_format=torch.contiguous_format),
-            "labels": tokens[:, 1:].clone(memory_format=torch.contiguous_format),
-        }
-        if self.isolate_documents:
-            batch |= _isolate(batch["labels"], ends)
-        return batch
+        return make_batch(block, ends if self.isolate_documents else None)
 
-    def _locate(self, epoch: int, row: int) -> tuple[int, int]:
-        """(shard, first token) of a row."""
+    def _locate(self, epoch: int, row: int) -> tuple[Shard, int]:
+        """The shard of a row, and its first token."""
         shard = int(np.searchsorted(self.first_row, row, side="right")) - 1
-        return shard, (row - int(self.first_row[shard])) * self.seq_len + self._offset(shard, epoch)
+        return self.shards[shard], (row - int(self.first_row[shard])) * self.seq_len + self._offset(shard, epoch)
 
     def empty(self) -> dict[str, torch.Tensor]:
         """A row that trains nothing, for ranks that have none left on the last step."""
-        batch = {
-            "input_ids": torch.zeros(1, self.seq_len, dtype=torch.int64),
-            "labels": torch.full((1, self.seq_len), IGNORE, dtype=torch.int64),
-        }
-        return batch | (_isolate(batch["labels"], [np.empty(0, dtype=np.int64)]) if self.isolate_documents else {})
+        return empty_window(self.seq_len, self.isolate_documents)
+
+
+def read_places(
+    places: list[tuple[Shard, int]], seq_len: int, *, with_ends: bool
+) -> tuple[np.ndarray, list[np.ndarray]]:
+    """The tokens of B rows, int64 [B, seq_len + 1], each from a shard and its first token; where documents end in them.
+
+    Returns: for each row, with `with_ends`, ascending places in 1 .. seq_len + 1, one past a document's last token.
+    """
+    block = np.empty((len(places), seq_len + 1), dtype=np.int64)
+    ends = []
+    for b, (shard, start) in enumerate(places):
+        block[b] = shard.read(start, seq_len + 1)
+        if with_ends:
+            ends.append(shard.document_ends(start + 1, start + seq_len + 2) - start)
+    return block, ends
+
+
+def make_batch(block: np.ndarray, ends: list[np.ndarray] | None) -> dict[str, torch.Tensor]:
+    """A micro-batch of B rows of T tokens.
+
+    Args:
+        block: int64 [B, T + 1], with the label of the last token.
+        ends: as `read_places` gives them, to keep documents apart; None where they may see each other.
+
+    Returns:
+        input_ids int64 [B, T]; labels int64 [B, T], already shifted: labels[b, t] follows input_ids[b, t]. With
+        isolated documents also position_ids int64 [B, T], restarting at each document, and cu_seqlens int32
+        [n + 1], the document starts over the B * T flattened tokens; the label that would cross a border is IGNORE.
+    """
+    tokens = torch.from_numpy(block)
+    # Copies, also of one row, which is contiguous as it is: labels are written to.
+    batch = {
+        "input_ids": tokens[:, :-1].clone(memory_format=torch.contiguous_format),
+        "labels": tokens[:, 1:].clone(memory_format=torch.contiguous_format),
+    }
+    return batch if ends is None else batch | _isolate(batch["labels"], ends)
+
+
+def empty_window(seq_len: int, isolate_documents: bool) -> dict[str, torch.Tensor]:
+    """A row [1, seq_len] that trains nothing, as `make_batch` gives rows."""
+    batch = {
+        "input_ids": torch.zeros(1, seq_len, dtype=torch.int64),
+        "labels": torch.full((1, seq_len), IGNORE, dtype=torch.int64),
+    }
+    return batch | (_isolate(batch["labels"], [np.empty(0, dtype=np.int64)]) if isolate_documents else {})
 
 
 def _isolate(labels: torch.Tensor, ends: list[np.ndarray]) -> dict[str, torch.Tensor]:

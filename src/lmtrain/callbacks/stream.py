@@ -1,0 +1,98 @@
+"""Keeps the rows of a stream ahead of training: starts what reads it, removes what was consumed, saves its place."""
+
+import shutil
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lmtrain.data.stream.head import Head
+from lmtrain.data.stream.producer import Producer
+from lmtrain.data.stream.rows import StreamRows
+from lmtrain.data.stream.tokens import Place
+from lmtrain.distributed.stop_request import StopRequest
+from lmtrain.errors import ReadError, UserError
+
+_LOOK_SECONDS = 0.2  # how often a wait for data looks whether the run was asked to stop
+
+
+class FeedStream(pl.Callback):
+    """The first rank reads the stream, for all; a checkpoint holds where the window of its next step begins.
+
+    Before each step the rows of that and of the one after it are on disk: where a stream breaks off, ranks have rows
+    left for the step in which they agree to stop.
+    """
+
+    def __init__(self, head: Head, rows: StreamRows, stop: StopRequest, total_steps: int, patience: float) -> None:
+        """patience: seconds for which reading is tried again where it fails."""
+        self.head, self.rows, self.stop, self.total_steps = head, rows, stop, total_steps
+        self.patience = patience
+        self.step = 0  # the next
+        self.place: dict[str, Any] | None = None  # of a checkpoint: window, place
+        self.producer: Producer | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.producer is None:
+            return {}
+        window = self.rows.ring.window_of(self.step)
+        return {"window": window, "place": self.producer.begins[window]._asdict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.place = dict(state_dict)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not trainer.is_global_zero:
+            return
+        assert self.rows.folder is not None
+        self.step = trainer.global_step
+        window, place = self._where_to_begin()
+        self.producer = Producer(self.head, self.rows.ring, self.rows.folder, window, place, self.patience)
+        self.producer.start()
+        error = self._wait()
+        if error is not None:
+            raise error
+
+    def _where_to_begin(self) -> tuple[int, Place]:
+        window = self.rows.ring.window_of(self.step)
+        if self.place is None:
+            return 0, self.head.begin
+        if self.place["window"] != window:
+            raise UserError(
+                f"the checkpoint holds where window {self.place['window']} of the stream begins, and with the sizes of "
+                f"the ring and the batch as they are now step {self.step} lies in window {window}: put "
+                f"data.ring_window, data.ring_shard_tokens, data.seq_len and data.global_batch_size back"
+            )
+        return window, Place(**self.place["place"])
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.step = trainer.global_step
+        if self.producer is None or self.step == self.total_steps:
+            return
+        self.producer.discard_before(self.rows.ring.window_of(self.step))
+        error = self._wait()
+        if error is not None:
+            self.stop.ask(f"the stream, which broke off ({error}),", None if isinstance(error, ReadError) else error)
+
+    def _wait(self) -> Exception | None:
+        """Waits for the rows of the next two steps; returns what ended the stream before them, if anything has."""
+        assert self.producer is not None
+        window = self.rows.ring.window_after(min(self.step + 1, self.total_steps - 1))
+        while not self.producer.wait_for(window, _LOOK_SECONDS):
+            if self.producer.error is not None:
+                return self.producer.error
+            if self.stop.asked():
+                break
+        return None
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._end()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        if self.producer is not None:
+            assert self.rows.folder is not None
+            self.producer.stop()
+            shutil.rmtree(self.rows.folder, ignore_errors=True)

@@ -1,0 +1,120 @@
+"""The head of a stream: its first tokens, held out for validation and kept as bins, and the tokenizer."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerFast
+
+from lmtrain.config.schema import Data, Tokenizer
+from lmtrain.data import contents, tokenizers
+from lmtrain.data.folder_key import folder_key
+from lmtrain.data.progress import PrepareProgress
+from lmtrain.data.stream.source import StreamSource, open_stream
+from lmtrain.data.stream.tokens import Place, segments
+from lmtrain.data.text import bins
+from lmtrain.data.text.bin_writer import BinWriter
+from lmtrain.data.text.encode import Encoder
+from lmtrain.data.text.prepared import PreparedData, fill_once, folder_of, new_meta, open_folder
+from lmtrain.errors import UserError
+
+VERSION = 1
+_BEGIN = "begin.json"  # the place where training begins
+
+
+@dataclass(frozen=True)
+class Head:
+    """A stream with its validation split prepared; training begins at `begin`, in every epoch."""
+
+    source: StreamSource
+    prepared: PreparedData
+    begin: Place
+    eos_id: int | None  # put after each document
+
+    @property
+    def fingerprint(self) -> str:
+        return contents.fingerprint([self.prepared.fingerprint, self.source.identity])
+
+    def encoder(self) -> Encoder:
+        return Encoder(self.prepared.tokenizer, self.eos_id)
+
+
+def prepare_head(cfg: Data, tokenizer_cfg: Tokenizer, progress: bool = True) -> Head:
+    """Reads the head of the stream once; later runs find it prepared.
+
+    Raises:
+        UserError: the source or the tokenizer is missing or wrong, or holds less text than is held out.
+    """
+    source, named = open_stream(cfg), tokenizers.identity(tokenizer_cfg)
+    key = folder_key(
+        cfg,
+        tokenizer_cfg,
+        stream=VERSION,
+        val_tokens=cfg.ring_val_tokens,
+        source=source.identity,
+        made_with=named.settings,
+        resolved=named.resolved,
+    )
+    target = folder_of(cfg, f"{source.label}-stream-{named.label}", key)
+    show = PrepareProgress(progress)
+
+    def fill(folder: Path) -> None:
+        made = tokenizers.load_or_train(
+            tokenizer_cfg,
+            lambda _: _text(source),
+            named,
+            watch=lambda text: show.watch(text, tokenizer_cfg.train_characters),
+        )
+        tokenizers.save(made, folder / "tokenizer")
+        meta = new_meta(tokenizers.load_folder(folder / "tokenizer"), key)
+        _fill(folder, cfg, source, meta, show)
+
+    try:
+        fill_once(target, fill, cfg, show)
+        meta = bins.load_meta(target)
+        begin = Place(**json.loads((target / _BEGIN).read_text(encoding="utf-8")))
+        prepared = open_folder(target, meta, tokenizers.load_folder(target / "tokenizer"), source.notes, cfg, show)
+        return Head(source, prepared, begin, meta["eos_id"] if cfg.append_eos else None)
+    finally:
+        show.stop()
+
+
+def _text(source: StreamSource) -> Iterator[str]:
+    return (block.text for part in range(source.parts) for block in source.rows(part, 0))
+
+
+def _fill(folder: Path, cfg: Data, source: StreamSource, meta: bins.Meta, show: PrepareProgress) -> None:
+    """Writes the first whole segments with at least data.ring_val_tokens tokens, and where they end."""
+    tokenizer, wanted = tokenizers.load_folder(folder / "tokenizer"), cfg.ring_val_tokens or 0
+    encoder = Encoder(tokenizer, _eos(tokenizer, cfg))
+    writer = BinWriter(folder, "val", meta["dtype"], cfg.shard_tokens or 2**30)
+    show.start("the head", None)
+    try:
+        for segment in segments(source, encoder, Place()):
+            writer.append(segment.ids, ends_document=segment.ends, text_bytes=segment.text_bytes)
+            show.advance(segment.text_bytes, len(segment.ids))
+            if writer.tokens >= wanted:
+                begin = segment.place._replace(skip=len(segment.ids))
+                break
+        else:
+            found = f"only {writer.tokens:,} tokens" if writer.tokens else "no text"
+            raise UserError(
+                f"{source.label} holds {found}, and data.ring_val_tokens={wanted} of the stream's first are held out "
+                f"for validation: name more text, or lower it"
+            )
+        meta["splits"]["val"] = writer.close()
+    finally:
+        writer.abort()
+    (folder / _BEGIN).write_text(json.dumps(begin._asdict()), encoding="utf-8")
+    bins.save_meta(meta, folder)
+    show.finish()
+
+
+def _eos(tokenizer: PreTrainedTokenizerFast, cfg: Data) -> int | None:
+    if cfg.append_eos and tokenizer.eos_token_id is None:
+        raise UserError(
+            "the tokenizer has no end-of-text token to put after each document: set data.append_eos=false, or choose "
+            "one that has"
+        )
+    return tokenizer.eos_token_id if cfg.append_eos else None

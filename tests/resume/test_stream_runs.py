@@ -1,0 +1,153 @@
+"""Runs on a stream: killed, cut off and on two ranks they equal the plain one; the disk holds no more than the ring."""
+
+import gzip
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from runs import assert_equal_runs, environment, kill_at, stable_rows, train
+from test_kill_matrix import SIGKILLED
+
+from inprocess import message, run
+from lmtrain.files import read_jsonl
+from support import TINY
+
+RING = 16_000
+# Windows of 3 x 31 rows: a new one every 15 steps or so.
+STREAM = [
+    "data.streaming=true", f"data.ring_bytes={RING}", "data.ring_shard_tokens=1000", "data.ring_window=3",
+    "data.ring_val_tokens=500", "data.ring_patience=0",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four files of lines, less than the run reads."""
+    folder = tmp_path_factory.mktemp("stream")
+    for number in range(4):
+        draw = random.Random(number)
+        lines = [" ".join(draw.choices(["even", "odd", "line", "number", "12"], k=9)) for _ in range(48)]
+        with gzip.open(folder / f"{number}.txt.gz", "wt") as file:
+            file.write("\n".join(lines))
+    return folder
+
+
+def command(text: Path, run_dir: Path, *more: str) -> list[str]:
+    """Of a run within this process."""
+    ends = ["trainer.max_steps=40", "trainer.val_check_interval=20", "trainer.limit_val_batches=2"]
+    quiet = ["export.enabled=false", "report.enabled=false", "run.resume=auto", f"run.dir={run_dir}"]
+    return [*TINY, *ends, *quiet, "data=text", f"data.path={text}", "data.sample_by=line", *STREAM, *more]
+
+
+@pytest.fixture(scope="module")
+def whole(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    ended = run("train", *command(text, run_dir))
+    assert ended.code == 0, ended.err
+    return run_dir
+
+
+@pytest.mark.slow
+def test_one_that_breaks_off_is_saved_and_goes_on(text: Path, whole: Path, tmp_path: Path) -> None:
+    assert not (whole / "ring").exists()
+    broken = sorted(text.iterdir())[2]
+    content = broken.read_bytes()
+    broken.write_bytes(content[:300] + bytes(50) + content[350:])  # a decompressor notices
+    try:
+        ended = run("train", *command(text, tmp_path / "run"))
+    finally:
+        broken.write_bytes(content)
+    assert ended.code == 75, ended.err
+    assert "stopped by the stream, which broke off" in ended.out
+    assert broken.name in ended.out
+    done = len([row for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "train/loss" in row])
+    assert 0 < done < 40
+    ended = run("train", *command(text, tmp_path / "run"))
+    assert ended.code == 0, ended.err
+    assert stable_rows(tmp_path / "run") == stable_rows(whole)
+
+
+WRONG = {
+    f"data.ring_bytes={RING // 4}": "holds less than two windows",
+    "data.ring_bytes=100": "Set data.ring_bytes=",
+    "data.streaming=false": "goes with data.streaming=true",
+    "trainer.max_epochs=1": "the run ends by steps",
+    "data.packing=first_fit": "set data.packing=null",
+    "data.num_samples=9": "set data.num_samples=null",
+    "data.ring_shard_tokens=20": "set data.ring_shard_tokens=33 or more",
+    "data.global_batch_size=120": "may need 120 at once",
+    "data.num_workers=8": "and data.num_workers=8 may need 102",
+    "data.ring_val_tokens=1000000": "are held out for validation",
+    "tokenizer=char": "is made from all of the text",
+    "data=python_stdlib": "streams text of files or of the hub",
+    "data=text_mixture": "streams text of files or of the hub",
+    "data=bins": "streams text of files or of the hub",
+}
+
+
+@pytest.mark.parametrize("override", WRONG)
+def test_what_makes_no_sense_is_said(override: str, text: Path, tmp_path: Path) -> None:
+    ended = run("train", *command(text, tmp_path / "run", override))
+    assert ended.code == 2, ended.out
+    assert WRONG[override] in message(ended.err)
+    assert not (tmp_path / "run").exists()
+
+
+def test_conversations_are_not_streamed(tmp_path: Path) -> None:
+    (tmp_path / "chats.jsonl").write_text('{"messages": []}\n')
+    chats = ["objective=sft", "data=chat_jsonl", f"data.path={tmp_path}/chats.jsonl", "data.ring_bytes=1000"]
+    ended = run("train", *TINY, *chats, "data.streaming=true", f"run.dir={tmp_path}/run")
+    assert ended.code == 2
+    assert "there is no key 'data.ring_bytes'" in message(ended.err)
+
+
+@pytest.fixture
+def watched(tmp_path: Path) -> Iterator[list[int]]:
+    """Bytes in the ring of the run in tmp_path/run, over and over."""
+    sizes, done = [0], threading.Event()
+
+    def watch() -> None:
+        while not done.is_set():
+            try:
+                sizes.append(sum(file.stat().st_size for file in (tmp_path / "run" / "ring").iterdir()))
+            except FileNotFoundError:  # removed while it is looked at
+                continue
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    yield sizes
+    done.set()
+    thread.join()
+
+
+@pytest.mark.slow
+def test_killed_again_and_again(corpus: Path, tmp_path: Path, watched: list[int]) -> None:
+    steps = ["trainer.max_steps=50", "data.micro_batch_size=2", *STREAM]
+    done = train(corpus, tmp_path / "whole", *steps)
+    assert done.returncode == 0, done.stderr
+    for place, step, workers in (("mid_save", 18, 1), ("mid_step", 33, 0)):
+        died = train(corpus, tmp_path / "run", *steps, f"data.num_workers={workers}", *kill_at(place, step))
+        assert died.returncode == SIGKILLED, died.stderr
+    done = train(corpus, tmp_path / "run", *steps)
+    assert done.returncode == 0, done.stderr
+    assert_equal_runs(tmp_path / "whole", tmp_path / "run")
+    assert RING // 2 < max(watched) <= RING
+
+
+@pytest.mark.slow
+def test_two_ranks_read_what_one_reads(text: Path, whole: Path, tmp_path: Path) -> None:
+    settings = command(text, tmp_path / "run", "trainer.devices=2", "data.micro_batch_size=3")
+    line = [sys.executable, "-m", "lmtrain.train", *settings]
+    done = subprocess.run(line, env=environment(), capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    one, two = (read_jsonl(folder / "metrics.jsonl") for folder in (whole, tmp_path / "run"))
+    assert len(one) == len(two) == 42
+    for a, b in zip(one, two, strict=True):
+        assert a.get("rows") == b.get("rows")
+        for key in ("train/loss", "val/loss", "grad_norm"):
+            if key in a:
+                assert b[key] == pytest.approx(a[key], rel=1e-5), (a["step"], key)
