@@ -107,7 +107,8 @@ def test_within_15_percent_of_what_a_run_holds(strategy: str, count: int, tmp_pa
     """The most that a rank holds, less what the same run of a model of next to nothing takes."""
     (tmp_path / "text.txt").write_text("What one device holds, and how it falls with their number. " * 500)
     large, small = (
-        benchmark.settings(tmp_path, strategy, count, shape) for shape in (benchmark.LARGE, benchmark.SMALL)
+        benchmark.settings(tmp_path, strategy, count, model)
+        for model in (benchmark.MODELS["llama_85m"].large, benchmark.MODELS["llama_85m"].small)
     )
     held = benchmark.measured(tmp_path, large) - benchmark.measured(tmp_path, small)
     config = rules.check(rules.compose(large))
