@@ -67,8 +67,13 @@ MODELS = {
     "memory": _model("memory_nano", bank=True),
 }
 # What is freed goes back to the system at once: glibc would keep blocks under 32 MiB, and larger models' are above.
-ENV = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "1000000", "LMTRAIN_DEEPSPEED_ON_CPU": "1",
-       "DS_ACCELERATOR": "cpu"}  # fmt: skip
+ENV = {
+    "OMP_NUM_THREADS": "1",
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_MMAP_MAX_": "1000000",
+    "LMTRAIN_DEEPSPEED_ON_CPU": "1",
+    "DS_ACCELERATOR": "cpu",
+}
 
 
 @dataclass
