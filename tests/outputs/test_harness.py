@@ -41,14 +41,20 @@ def tasks(tmp_path: Path) -> Path:
 def test_log_likelihoods_are_our_own(corpus: Path, tasks: Path, tmp_path: Path) -> None:
     command = python()
     assert train_tiny(corpus, "optimizer.lr=0.01", f"run.dir={tmp_path / 'whole'}").code == 0
-    base, rows = save_pretrained(tmp_path / "base", max_position_embeddings=512), write_chats(tmp_path / "c.jsonl", 30)
+    wide = {"hidden_size": 64, "intermediate_size": 128}  # 4-bit weights come in blocks of 64
+    base, rows = (
+        save_pretrained(tmp_path / "base", max_position_embeddings=512, **wide),
+        write_chats(tmp_path / "c.jsonl", 30),
+    )
     common = [o for o in TINY if not o.startswith(("tokenizer=", "model.", "data.seq_len"))]
     chats = ["objective=sft", "data=chat_jsonl", f"data.path={rows}", "data.chat_template=vicuna", "data.seq_len=512",
              "data.packing=greedy", "data.val_fraction=0.2"]  # fmt: skip
-    adapter = ["model=pretrained", f"model.name_or_path={base}", "peft=lora", "optimizer.lr=0.1"]
-    ended = run("train", *common, *TWO_STEPS, *chats, *adapter, f"run.dir={tmp_path / 'adapter'}")
-    assert ended.code == 0, ended.err
-    models = [str(tmp_path / "whole"), str(tmp_path / "adapter")]
+    models = [str(tmp_path / "whole")]
+    for peft in ("lora", *(["qlora"] if find_spec("bitsandbytes") is not None else [])):
+        adapter = ["model=pretrained", f"model.name_or_path={base}", f"peft={peft}", "optimizer.lr=0.1"]
+        ended = run("train", *common, *TWO_STEPS, *chats, *adapter, f"run.dir={tmp_path / peft}")
+        assert ended.code == 0, ended.err
+        models.append(str(tmp_path / peft))
     script = Path(__file__).with_name("lm_eval_harness.py")
     words = [command, str(script), str(tasks), str(tmp_path / "found"), *models]
     done = subprocess.run(words, capture_output=True, text=True, timeout=500, cwd=tmp_path)

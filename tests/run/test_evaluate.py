@@ -178,7 +178,6 @@ def test_the_bootstrap_covers_what_it_should() -> None:
     (["evaluate.stride=64", "evaluate.context=64", "data=text", "data.val_path={texts}"], "less than evaluate.context"),
     (["evaluate.context=100", "data=text", "data.val_path={texts}"], "has positions for 64 tokens"),
     ([], "evaluate on what?"),
-    (["trainer.devices=2"], "uses one device"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused(argv: list[str], words: str, model: Path, texts: Path) -> None:
     ended = run("evaluate", f"run_dir={model}", *(word.format(texts=texts) for word in argv))

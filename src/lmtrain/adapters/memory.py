@@ -119,6 +119,11 @@ class MemoryBlock(nn.Module):
             weights = chosen + (weights - chosen).detach()
         return chapters, weights
 
+    def kept_bytes(self, tokens: int, itemsize: int) -> int:
+        """What is kept for the backward of `tokens` tokens: tiles of queries, keys, values and what they read."""
+        s, pairs = self.settings, tokens * self.settings.top_k
+        return 2 * tile_count(pairs, s.num_chapters) * (TILE + s.chapter_size) * s.memory_dim * itemsize
+
 
 def read_chapters(queries: Tensor, keys: Tensor, values: Tensor, chapters: Tensor) -> Tensor:
     """What each query finds in each of its chapters: softmax(q K^T / sqrt(d)) V of that chapter alone.
@@ -158,7 +163,7 @@ def tiles(chapters: Tensor, num_chapters: int) -> tuple[Tensor, Tensor]:
     Returns: (place of each row among all tiles' rows, [M] int64; chapter of each tile, [tiles] int64).
     """
     rows = chapters.shape[0]
-    count = min(rows, rows // TILE + num_chapters)  # as many as any distribution can need
+    count = tile_count(rows, num_chapters)
     index = torch.arange(num_chapters + 1, device=chapters.device)
     in_order, order = chapters.sort(stable=True)
     starts = torch.searchsorted(in_order, index)  # [C + 1], where each chapter's rows begin
@@ -168,6 +173,11 @@ def tiles(chapters: Tensor, num_chapters: int) -> tuple[Tensor, Tensor]:
     place = torch.empty_like(order).scatter(0, order, first_tile[in_order] * TILE + number)
     each = torch.arange(count, device=chapters.device)
     return place, torch.searchsorted(ends_of_tiles, each, right=True).clamp(max=num_chapters - 1)
+
+
+def tile_count(rows: int, num_chapters: int) -> int:
+    """As many tiles as any distribution of rows over chapters can need."""
+    return min(rows, rows // TILE + num_chapters)
 
 
 def decoder_layers(model: Any) -> nn.ModuleList:

@@ -1,7 +1,7 @@
 """The process group before Lightning connects it: rendezvous, broadcasts from rank 0, errors raised on all ranks."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -9,6 +9,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from lmtrain.errors import RunError, UserError
 
+S = TypeVar("S")
 T = TypeVar("T")
 # Tells ranks of one launcher the folder of the file in which they find each other; unlike a port, nobody takes it.
 MEETING = "LMTRAIN_MEETING"
@@ -73,3 +74,17 @@ def from_first(make: Callable[[], T]) -> T:
     if size() > 1:
         dist.broadcast_object_list(box, src=0)
     return box[0]  # type: ignore[return-value]
+
+
+def gathered(mine: T) -> list[T]:
+    """What each rank calls with, in the order of the ranks, on every one; all must call it."""
+    found = [mine] * size()
+    if size() > 1:
+        dist.all_gather_object(found, mine)
+    return found
+
+
+def shared_out(items: Sequence[S], do: Callable[[S], T]) -> list[T]:
+    """What `do` gives for each item, in their order, on every rank, each of which does every n-th of them."""
+    parts = gathered([do(item) for item in items[rank() :: size()]])
+    return [parts[i % size()][i // size()] for i in range(len(items))]

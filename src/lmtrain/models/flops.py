@@ -151,7 +151,8 @@ def memory_estimate(model: PreTrainedModel, config: Config) -> dict[str, int]:
         "parameters": _weights_bytes(model, weight_bytes) + (2 * in_blocks if mixed else 0),
         "gradients": weight_bytes * trained,
         "optimizer": int(_state_bytes(model, config.optimizer.name)),
-        "activations": tokens * _activation_bytes(model, config, weight_bytes, mixed),
+        "activations": tokens * _activation_bytes(model, config, weight_bytes, mixed)
+        + _memory_bytes(model, config, tokens, 2 if mixed else weight_bytes),
         **({"average": 4 * trained} if config.callbacks.ema.enabled else {}),
         "logits": _logits_bytes(model, config, tokens, 2 if mixed else weight_bytes),
     }
@@ -230,6 +231,12 @@ def _activation_bytes(model: PreTrainedModel, config: Config, weight_bytes: int,
     if config.trainer.activation_checkpointing is True:
         return len(layers) * stream * shape.hidden_size + layer
     return len(layers) * layer
+
+
+def _memory_bytes(model: nn.Module, config: Config, tokens: int, product: int) -> int:
+    """What the blocks of a memory keep for their backward; with checkpointing, one at a time."""
+    kept: list[int] = [m.kept_bytes(tokens, product) for m in model.modules() if hasattr(m, "kept_bytes")]  # type: ignore[operator]
+    return max(kept, default=0) if config.trainer.activation_checkpointing is True else sum(kept)
 
 
 def _block_activation_bytes(shape: Any, stream: int, product: int, mixed: bool, parts: int) -> int:

@@ -36,7 +36,11 @@ def windows(ids: np.ndarray, row: int, context: int, stride: int) -> Iterator[Wi
 
 
 def negative_log_likelihoods(
-    model: LanguageModel, stretches: Iterable[Window], batch_size: int, precision: str = "float32"
+    model: LanguageModel,
+    stretches: Iterable[Window],
+    batch_size: int,
+    precision: str = "float32",
+    part: tuple[int, int] = (0, 1),
 ) -> Iterator[tuple[int, float, int]]:
     """(row, summed negative log-likelihood in nats, scored tokens) of each window; in no order.
 
@@ -45,17 +49,23 @@ def negative_log_likelihoods(
 
     Args:
         precision: float32 or bfloat16 (autocast of matrix products; log-probabilities stay fp32).
+        part: (i, n) for every n-th batch from the i-th on: n callers have all windows, each batch as one would make it.
     """
-    device, waiting = model.model.device, iter(stretches)
+    device = model.model.device
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16")
+    for batch in islice(_batches(stretches, batch_size), part[0], None, part[1]):
+        with torch.inference_mode(), autocast:
+            sums = _summed(model, batch, device)
+        for window, total in zip(batch, sums, strict=True):
+            yield window.row, total, int(window.scored.sum())
+
+
+def _batches(stretches: Iterable[Window], batch_size: int) -> Iterator[list[Window]]:
+    waiting = iter(stretches)
     while some := list(islice(waiting, batch_size * _AHEAD)):
         some.sort(key=lambda window: -len(window.ids))
         for start in range(0, len(some), batch_size):
-            batch = some[start : start + batch_size]
-            with torch.inference_mode(), autocast:
-                sums = _summed(model, batch, device)
-            for window, total in zip(batch, sums, strict=True):
-                yield window.row, total, int(window.scored.sum())
+            yield some[start : start + batch_size]
 
 
 def _summed(model: LanguageModel, batch: list[Window], device: torch.device) -> list[float]:

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -14,6 +15,7 @@ from lmtrain.adapters.finetune import build_trainable_model
 from lmtrain.config.models import LoadedModel
 from lmtrain.config.objectives import DPOOptions
 from lmtrain.config.schema import Config
+from lmtrain.distributed import process_group as world
 from lmtrain.errors import UserError
 from lmtrain.losses.preferences import LOSSES, Pairs, preference_losses
 from lmtrain.models.language_model import LanguageModel
@@ -96,8 +98,9 @@ def start_ids(tokenizer: Any) -> list[int]:
 def _sums(model: LanguageModel, stretches: Iterable[Window], config: Config) -> tuple[np.ndarray, np.ndarray]:
     """Negative log-likelihood in nats and number of scored tokens of each row, fp64 [rows]."""
     sums: dict[int, list[float]] = {}
-    e = config.evaluate
-    for row, nll, tokens in negative_log_likelihoods(model, stretches, e.batch_size, e.precision):
+    e, part = config.evaluate, (world.rank(), world.size())
+    mine = list(negative_log_likelihoods(model, stretches, e.batch_size, e.precision, part))
+    for row, nll, tokens in itertools.chain.from_iterable(world.gathered(mine)):
         sums.setdefault(row, []).append(nll)
         sums.setdefault(~row, []).append(tokens)
     count = max(sums, default=-1) + 1
@@ -128,15 +131,19 @@ def _add_answers(
     scores: Scores, who: Subject, config: Config, questions: list[dict[str, Any]], end_ids: list[int]
 ) -> None:
     """Greedy answers, and what the metrics make of them."""
-    e, answers = config.evaluate, list[str]()
+    e = config.evaluate
     metrics = TextMetrics(e.metrics, config.run.allow_target)  # refused before anything is written
-    for start in range(0, len(questions), e.batch_size):
-        prompts = [q["prompt_ids"] for q in questions[start : start + e.batch_size]]
-        answers += sample_texts(
+
+    def answer(some: list[dict[str, Any]]) -> list[str]:
+        prompts = [q["prompt_ids"] for q in some]
+        return sample_texts(
             who.model.model, who.tokenizer, prompts, max_new_tokens=e.max_new_tokens, temperature=0.0, end_ids=end_ids
         )
+
+    batches = [questions[start : start + e.batch_size] for start in range(0, len(questions), e.batch_size)]
+    answers = [text for texts in world.shared_out(batches, answer) for text in texts]
     references = [q["reference"] for q in questions]
-    scores.whole |= metrics.score(answers, references)
+    scores.whole |= world.from_first(lambda: metrics.score(answers, references))
     scores.texts |= {"prompt": [q["prompt"] for q in questions], "answer": answers, "reference": references}
     if isinstance(metrics.metrics.get("exact_match"), ExactMatch):
         same = [a.strip() == r.strip() for a, r in zip(answers, references, strict=True)]

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from lmtrain.config.schema import Config
+from lmtrain.distributed import process_group as world
 from lmtrain.errors import UserError
 from lmtrain.outputs.generation import positions
 from lmtrain.outputs.scores import Scores
@@ -90,22 +91,14 @@ def evaluate(who: Subject, config: Config, tasks: Tasks) -> Evaluated:
 
 
 def run(who: Subject, config: Config, tasks: Tasks) -> dict[str, Any]:
-    """What the harness's `simple_evaluate` returns, samples with their log-likelihoods included."""
+    """Results, versions and samples, with their log-likelihoods, of the harness's `simple_evaluate`; on every rank."""
     import torch
     from lm_eval import simple_evaluate
-    from lm_eval.models.huggingface import HFLM
 
-    e, hf_model = config.evaluate, who.model.model
-    autocast = torch.autocast(hf_model.device.type, torch.bfloat16, enabled=e.precision == "bfloat16")
+    e = config.evaluate
+    autocast = torch.autocast(who.model.model.device.type, torch.bfloat16, enabled=e.precision == "bfloat16")
     with _quiet(), autocast:
-        model = HFLM(
-            hf_model,
-            tokenizer=who.tokenizer,
-            backend="causal",
-            batch_size=e.batch_size,
-            max_length=e.context or min(positions(hf_model), 2**20),
-            softmax_dtype="float32",
-        )
+        model = _model(who, config)
         try:
             found = simple_evaluate(
                 model,
@@ -123,8 +116,47 @@ def run(who: Subject, config: Config, tasks: Tasks) -> dict[str, Any]:
         except (OSError, ValueError, KeyError) as error:  # what datasets and the harness raise for what is not there
             said = " ".join(str(error).split())
             raise UserError(f"evaluate.tasks={','.join(tasks.names)}: {type(error).__name__}: {said}") from error
-    assert found is not None
-    return dict(found)
+    return world.gathered(_kept(found) if found is not None else {})[0]
+
+
+def _model(who: Subject, config: Config) -> Any:
+    """The harness's own HF model over the one held here; of several ranks each has its share of the documents."""
+    from lm_eval.models.huggingface import HFLM
+
+    class OnRanks(HFLM):
+        rank = property(lambda self: world.rank())
+        world_size = property(lambda self: world.size())
+
+        def all_gather(self, tensor: Any) -> Any:
+            return tensor.new_tensor(world.gathered(tensor.tolist()))
+
+        def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None:
+            found = world.gathered(obj)
+            return found if world.rank() == dst else None
+
+        def barrier(self) -> None:
+            world.gathered(None)
+
+    if world.size() > 1 and not hasattr(HFLM, "gather_object"):
+        raise UserError(
+            f"evaluate.tasks on several devices needs lm-eval 0.4.13 or newer (here {version('lm-eval')}): upgrade it, "
+            f"or set trainer.devices=1"
+        )
+    hf_model = who.model.model
+    return OnRanks(
+        hf_model,
+        tokenizer=who.tokenizer,
+        backend="causal",
+        batch_size=config.evaluate.batch_size,
+        max_length=config.evaluate.context or min(positions(hf_model), 2**20),
+        softmax_dtype="float32",
+    )
+
+
+def _kept(found: dict[str, Any]) -> dict[str, Any]:
+    """What is read of the harness's results, the samples in the order of the documents."""
+    samples = {task: sorted(of_task, key=lambda s: s["doc_id"]) for task, of_task in found["samples"].items()}
+    return {"results": found["results"], "versions": found["versions"], "samples": samples}
 
 
 def _number(value: Any) -> float | None:

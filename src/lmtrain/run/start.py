@@ -77,7 +77,8 @@ def _as_rank(config: Config, layout: Layout) -> int:
 
     from lmtrain.distributed import process_group as world
 
-    _place(config, layout)
+    place(config, layout)
+    rules.split_over(config, layout.per_node * layout.nodes)
     if ranks.was_restarted():
         config.run.resume = "auto"
     world.connect(config.trainer.accelerator)
@@ -94,7 +95,7 @@ def _as_rank(config: Config, layout: Layout) -> int:
     return code
 
 
-def _place(config: Config, layout: Layout) -> None:
+def place(config: Config, layout: Layout) -> None:
     """Sets devices and nodes to what was started; UserError where the command line says otherwise."""
     from lmtrain.distributed import devices
 
@@ -105,7 +106,6 @@ def _place(config: Config, layout: Layout) -> None:
             raise UserError(f"{key}={asked}, but {layout.by} has started {there}: leave {key} out or start as many")
     t.devices, t.num_nodes = layout.per_node, layout.nodes
     devices.resolve_auto(config)
-    rules.split_over(config, layout.per_node * layout.nodes)
 
 
 def _open_for_all(config: Config) -> tuple[str, str] | int:

@@ -1,0 +1,64 @@
+"""Runs one after the other on ranks that import torch once, and the most memory each held: started by memory.py.
+
+    python -m torch.distributed.run --nproc-per-node=2 benchmarks/memory_ranks.py JOBS.json
+
+Every rank writes <rank>.json beside the jobs: bytes for each of them. The kernel keeps the peak (VmHWM, proc(5)), which
+is asked anew after the second step, so nothing depends on when one looks.
+"""
+
+import ctypes
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+
+import lightning.pytorch as pl
+
+from lmtrain.config.compose import check, compose
+from lmtrain.distributed import devices
+from lmtrain.distributed.ranks import leave
+from lmtrain.run import folder as run_dir
+from lmtrain.run.session import Session
+
+
+class Peak(pl.Callback):
+    """Writes the most bytes that this process held between its second step and its fourth: into `path`."""
+
+    def __init__(self, path: str) -> None:
+        self.path = Path(path)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
+        if trainer.global_step == 2:
+            Path("/proc/self/clear_refs").write_text("5")  # the peak is what is held now
+        elif trainer.global_step == 4:
+            words = Path("/proc/self/status").read_text()
+            self.path.write_text(str(1024 * int(words.split("VmHWM:")[1].split()[0])))
+
+
+def held(overrides: list[str], path: Path) -> int:
+    """Bytes that this rank held at most in a run."""
+    path.unlink(missing_ok=True)
+    config = check(compose([*overrides, f"callbacks.extra=[{{_target_: memory_ranks.Peak, path: {path}}}]",
+                            "run.allow_target=[memory_ranks]"]))  # fmt: skip
+    devices.resolve_auto(config)
+    folder = run_dir.RunDir(Path(str(config.run.dir)))
+    if os.environ.get("RANK", "0") == "0":  # as the parent of a run does
+        folder = run_dir.open_run(config)
+    code = Session(config, folder).run()
+    if code != 0:
+        raise SystemExit(f"exit code {code}: {' '.join(overrides)}")
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return int(path.read_text())
+
+
+def main(jobs: list[list[str]], folder: Path) -> None:
+    rank = os.environ.get("RANK", "0")
+    found = [held(overrides, folder / f"peak_{rank}") for overrides in jobs]
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[1]).parent)
+    leave(0)

@@ -1,0 +1,158 @@
+"""Ranks on one node, started by torch's elastic launcher, which passes signals on and ends all when one fails.
+
+The parent resolved the config and writes it into a file that the ranks read: a rank never parses the command line.
+"""
+
+import contextlib
+import logging
+import os
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from lmtrain import errors
+from lmtrain.config import compose as rules
+from lmtrain.config.schema import Config
+from lmtrain.distributed import process_group as world
+from lmtrain.distributed import spinning
+from lmtrain.distributed.parent_death import end_with_parent, is_first
+from lmtrain.distributed.ranks import TYPED, print_from_rank, typed
+from lmtrain.errors import RunError, UserError
+from lmtrain.files import write_atomic
+
+_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
+_LAUNCHER = "LMTRAIN_LAUNCHER_PID"  # tells ranks whom to end with
+_SHUTDOWN_SECONDS = 300  # time for ranks to reach their step's end and save after a signal
+
+
+@contextlib.contextmanager
+def _process_as_it_was() -> Iterator[None]:
+    """Puts back what the elastic launcher changes; its log lines are hidden, since the ranks print their own."""
+    handlers = {number: signal.getsignal(number) for number in map(signal.Signals.__getitem__, _SIGNALS)}
+    environ, disabled = dict(os.environ), logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(disabled)
+        os.environ.clear()
+        os.environ.update(environ)
+        for number, handler in handlers.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+
+def launch(module: str, config: Config, folder: Path, processes: int, max_restarts: int = 0) -> int:
+    """Runs `processes` ranks, each `python -m MODULE <folder>/config.yaml`, until the last has left.
+
+    Args:
+        folder: of the config, the launcher's logs and the notes of ranks that failed; it exists.
+
+    Returns:
+        0; of a rank that failed WRONG_INPUT, which it has explained, or FAILED, explained here; -n where the signal
+        n came, which was passed on to the ranks.
+    """
+    write_atomic(folder / "config.yaml", rules.dump(config))
+    with _process_as_it_was(), tempfile.TemporaryDirectory(prefix="lmtrain_") as meeting:
+        os.environ[world.MEETING] = meeting
+        return _launch(module, folder, processes, max_restarts)
+
+
+def _launch(module: str, folder: Path, processes: int, max_restarts: int) -> int:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    os.environ |= {_LAUNCHER: str(os.getpid()), TYPED: shlex.join(typed())}
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # a rank that a library's crash ends says where it was
+    spinning.limit()  # where Python code, not the command line, starts the run
+    settings = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=max_restarts,
+        monitor_interval=0.2,
+        signals_to_handle=",".join(_SIGNALS),
+        shutdown_timeout=_SHUTDOWN_SECONDS,
+        logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
+    )
+    try:
+        elastic_launch(settings, sys.executable)("-m", module, str(folder / "config.yaml"))
+    except ChildFailedError as failure:
+        rank = _first_to_fail(folder, failure.failures)
+        first = failure.failures[rank]
+        if first.exitcode == errors.WRONG_INPUT:
+            return errors.WRONG_INPUT  # rank 0 has said why
+        errors.print_error(f"rank {rank} failed first, {_how(first.exitcode)}")
+        return errors.FAILED
+    except SignalException as stopped:
+        return -int(stopped.sigval)
+    return errors.FINISHED
+
+
+def _note_of_failure(folder: Path, rank: int) -> Path:
+    return folder / f"rank_{rank}_failed_at"
+
+
+def _first_to_fail(folder: Path, failures: dict[int, Any]) -> int:
+    """The rank that the others went down with, of torch's ProcessFailure by rank.
+
+    A rank that raised an error has noted when. One without a note was killed, which the others noticed, unless it was
+    ended because of them: by the launcher (SIGTERM, SIGKILL seconds later) or by NCCL's watchdog (SIGABRT).
+    """
+    earliest = min(failure.timestamp for failure in failures.values())  # seconds
+
+    def order(rank: int) -> tuple[int, int]:
+        failure, note = failures[rank], _note_of_failure(folder, rank)
+        if note.exists():
+            return 1, int(note.read_text())
+        if failure.exitcode == -signal.SIGTERM or failure.timestamp > earliest + 1:
+            return 3, 0
+        return (2, 0) if failure.exitcode == -signal.SIGABRT else (0, 0)
+
+    return min(failures, key=order)
+
+
+def _how(code: int) -> str:
+    """How a rank ended, by its exit code."""
+    if code >= 0:
+        return f"with exit code {code}; its traceback stands above"
+    memory = ": the machine ran out of memory, most likely" if code == -signal.SIGKILL else ""
+    return f"ended by {signal.Signals(-code).name}{memory}"
+
+
+def as_rank(config_path: Path, job: Callable[[Config], int]) -> int:
+    """The exit code that `job` gives in one rank, which ends with its launcher; a mistake is one message."""
+    if _LAUNCHER in os.environ:  # a launcher that was killed can't pass on a signal: save and leave
+        end_with_parent(int(os.environ[_LAUNCHER]), signal.SIGTERM)
+    failed_at = _note_of_failure(config_path.parent, int(os.environ["RANK"]))
+    failed_at.unlink(missing_ok=True)  # of an earlier start
+    try:
+        return job(rules.load(config_path))
+    except Exception as error:
+        with contextlib.suppress(OSError):  # the disk may be what failed
+            write_atomic(failed_at, str(time.time_ns()))
+        if not isinstance(error, UserError | RunError):
+            raise
+        print_from_rank(error)
+        return error.exit_code
+    finally:
+        _clear_after_launcher()
+
+
+def _clear_after_launcher() -> None:
+    """Removes the folder in which the ranks found each other, where the launcher was killed before it could."""
+    launcher = os.environ.get(_LAUNCHER)
+    if launcher is not None and os.getppid() != int(launcher) and is_first():
+        shutil.rmtree(os.environ[world.MEETING], ignore_errors=True)

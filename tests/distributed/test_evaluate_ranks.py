@@ -1,0 +1,95 @@
+"""`lmtrain.evaluate` on several gloo ranks: every number is that of one device."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import AutoModelForCausalLM
+
+from chats import write_chats, write_rows
+from inprocess import message, run
+from lmtrain.config.compose import check, compose
+from lmtrain.models.language_model import LanguageModel
+from lmtrain.outputs.log_likelihood import negative_log_likelihoods, windows
+from support import Run, rows
+from tiny_pretrained import save_pretrained
+
+SETTINGS = ["evaluate.batch_size=3", "evaluate.resamples=50", "trainer.accelerator=cpu"]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two of one tokenizer, with weights as they are drawn."""
+    folder = tmp_path_factory.mktemp("models")
+    return [
+        save_pretrained(folder / f"model_{r}", max_position_embeddings=512, initializer_range=r) for r in (0.2, 0.3)
+    ]
+
+
+def test_parts_are_the_batches_that_one_would_make(models: list[Path]) -> None:
+    model = LanguageModel(AutoModelForCausalLM.from_pretrained(models[0]), check(compose([])).objective).eval()
+    lengths = np.random.default_rng(0).integers(2, 60, 130)
+    stretches = [w for i, n in enumerate(lengths) for w in windows(np.arange(n) % 250, i, 20, 7)]
+    whole = list(negative_log_likelihoods(model, stretches, 4))
+    for n in (2, 3, 5):
+        parts = [list(negative_log_likelihoods(model, stretches, 4, part=(i, n))) for i in range(n)]
+        assert all(parts)
+        assert sorted(found for part in parts for found in part) == sorted(whole), "to the last bit"
+
+
+@pytest.mark.slow
+def test_the_numbers_are_those_of_one_device(models: list[Path], corpus: Path, tmp_path: Path) -> None:
+    """Text and a second model, conversations with their answers, pairs against a reference; parts differ in size."""
+    chats, pairs = write_chats(tmp_path / "c.jsonl", 30), write_rows(tmp_path / "p.jsonl", "preference_jsonl")
+    template = "data.chat_template=vicuna"
+    text = ["data=text", f"data.val_path={corpus}", "evaluate.context=64", "evaluate.stride=24", "evaluate.limit=7",
+            f"evaluate.against={models[1]}"]  # fmt: skip
+    answers = ["evaluate.answers=8", "evaluate.max_new_tokens=6"]
+    kinds = {
+        "text": text,
+        "chats": ["data=chat_jsonl", f"data.path={chats}", template, *answers],
+        "pairs": ["objective=dpo", "data=preference_jsonl", f"data.path={pairs}", template,
+                  f"evaluate.reference={models[1]}"],
+    }  # fmt: skip
+    jobs = [[f"run_dir={models[0]}", *SETTINGS, f"evaluate.name={name}", *words] for name, words in kinds.items()]
+    for job in jobs:
+        assert (ended := run("evaluate", *job, f"evaluate.dir={tmp_path / 'one'}")).code == 0, ended.err
+    (tmp_path / "jobs.json").write_text(json.dumps([[*job, f"evaluate.dir={tmp_path / 'two'}"] for job in jobs]))
+    script = Path(__file__).with_name("evaluations.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    done = subprocess.run([*command, str(tmp_path / "jobs.json")], capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("written:") == 3, "by the first rank alone"
+    found = {}
+    for name in kinds:
+        one, two = ((tmp_path / n / f"{name}.json").read_text() for n in ("one", "two"))
+        assert one == two
+        lines = [rows(tmp_path / n / f"{name}.rows.jsonl") for n in ("one", "two")]
+        assert lines[0] == lines[1]
+        found[name] = json.loads(one)
+    assert found["text"]["difference"]["loss"]["value"] != 0
+    assert (found["chats"]["data"]["conversations"], found["chats"]["data"]["answers"]) == (30, 8)
+    assert {"loss", "exact_match", "bleu", "rouge"} <= set(found["chats"]["scores"])
+    assert 0 < found["pairs"]["scores"]["accuracy"] < 1
+
+
+@pytest.mark.slow
+def test_what_one_rank_finds_wrong_is_said_once(models: list[Path], tmp_path: Path, lmtrain: Run) -> None:
+    """Where the second model can't be had, the scores of the first are kept."""
+    (tmp_path / "a.txt").write_text("a line of text\n" * 9)
+    argv = [f"run_dir={models[0]}", "data=text", f"data.val_path={tmp_path / 'a.txt'}", "trainer.devices=2"]
+    ended = lmtrain("evaluate", *SETTINGS, *argv, f"evaluate.against={models[1]}_x", f"evaluate.dir={tmp_path}")
+    assert ended.returncode == 2
+    said = message(ended.stderr)
+    assert "no such folder; did you mean" in said
+    assert "alone are kept" in said
+    assert len(list(tmp_path.glob("*.rows.jsonl"))) == 1
+
+
+def test_a_split_model_is_refused(models: list[Path]) -> None:
+    ended = run("evaluate", f"run_dir={models[0]}", "trainer.devices=2", "trainer.strategy=fsdp")
+    assert ended.code == 2
+    assert "holds a whole model on each device" in message(ended.err)
