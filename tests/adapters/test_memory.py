@@ -69,10 +69,10 @@ def dense(block: MemoryBlock, x: Tensor) -> Tensor:
 def test_all_chapters_are_dense_attention(router: str) -> None:
     torch.manual_seed(0)
     s = settings(top_k=6, router=router)
-    block = MemoryBlock(12, s, MemoryBank(s))
+    block = MemoryBlock(12, s, MemoryBank(s).double()).double()
     torch.nn.init.normal_(block.gate)
-    x = torch.randn(300, 12)
-    torch.testing.assert_close(block(x[None])[0], dense(block, x), rtol=0, atol=1e-6)
+    x = torch.randn(300, 12, dtype=torch.float64)
+    torch.testing.assert_close(block(x[None])[0], dense(block, x), rtol=0, atol=1e-12)
 
 
 def test_a_token_reads_its_own_chapters() -> None:

@@ -31,6 +31,7 @@ KINDS = {
     "llama": ["peft=memory"],
     "gpt2": ["peft=memory", "memory.share_bank=false", "memory.router=straight_through"],
     "lora": ["peft=memory_lora", "peft.r=4"],
+    "nf4": ["peft=memory", "peft.quantization=nf4"],
 }
 
 
@@ -41,6 +42,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         "llama": save_pretrained(folder / "llama", **tied),
         "gpt2": save_pretrained(folder / "gpt2", "gpt2", n_positions=256),
+        "nf4": save_pretrained(folder / "nf4", hidden_size=64, intermediate_size=128, **tied),
     }
 
 
@@ -62,11 +64,13 @@ def losses(run_dir: Path) -> dict[int, float]:
     return {r["step"]: r["train/loss"] for r in rows(run_dir / "metrics.jsonl") if "train/loss" in r}
 
 
-@pytest.mark.parametrize("kind", ["llama", *(pytest.param(k, marks=pytest.mark.slow) for k in ("gpt2", "lora"))])
+@pytest.mark.parametrize("kind", ["llama", *(pytest.param(k, marks=pytest.mark.slow) for k in ("gpt2", "lora", "nf4"))])
 def test_trains_resumes_exports_and_generates(
     kind: str, bases: dict[str, Path], chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    base = bases["gpt2" if kind == "gpt2" else "llama"]
+    if kind == "nf4":
+        pytest.importorskip("bitsandbytes")
+    base = bases.get(kind, bases["llama"])
     whole, folder = tmp_path / "whole", RunDir(tmp_path / "halved")
     for run_dir, steps in ((whole, 4), (folder.path, 2), (folder.path, 4)):
         ended = train(chats, base, run_dir, *KINDS[kind], f"trainer.max_steps={steps}", "run.resume=auto",

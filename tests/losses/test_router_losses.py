@@ -5,7 +5,19 @@ import torch
 from torch import Tensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from lmtrain.losses.router import deviation, load_balance, over_layers, router_terms, z_loss
+from lmtrain.losses.router import Totals, over_layers, router_terms, totals
+
+
+def load_balance(logits: Tensor, top_k: int) -> Tensor:
+    return router_terms(logits, top_k).load_balance
+
+
+def deviation(logits: Tensor) -> Tensor:
+    return router_terms(logits, 1).deviation
+
+
+def z_loss(logits: Tensor) -> Tensor:
+    return router_terms(logits, 1).z_loss
 
 
 def random_logits(rows: int = 50, choices: int = 6) -> Tensor:
@@ -58,3 +70,18 @@ def test_layers_are_summed_or_averaged() -> None:
     torch.testing.assert_close(summed.z_loss, terms[0].z_loss + terms[1].z_loss)
     torch.testing.assert_close(mean.z_loss, summed.z_loss / 2)
     torch.testing.assert_close(summed.dead, mean.dead, msg="a share is no sum")
+
+
+def test_parts_add_up_to_the_whole() -> None:
+    """Value and gradient of each term: of uneven parts with the totals of all, of all at once."""
+    logits = random_logits()
+    parts = logits.split([3, 20, 27])
+    whole = Totals(*(sum(values) for values in zip(*(totals(part, 2) for part in parts), strict=True)))
+    summed = [sum(values) for values in zip(*(router_terms(part, 2, whole) for part in parts), strict=True)]
+    for found, expected in zip(summed, router_terms(logits, 2), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+        if expected.requires_grad:
+            gradients = [torch.autograd.grad(term, logits, retain_graph=True)[0] for term in (found, expected)]
+            torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-16)
+    alone = sum(router_terms(part, 2).load_balance * len(part) / 50 for part in parts)
+    assert not torch.isclose(alone, summed[0]), "each part balanced by itself is another loss"

@@ -3,9 +3,11 @@
 import pytest
 import torch
 from family_variants import Variant, build, config_of
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from helpers_models import tiny
+from lmtrain.adapters.memory import MemorySettings, attach_memory, memory_blocks
 from lmtrain.config import compose as lmtrain_config
 from lmtrain.models import flops
 from lmtrain.models.blocks import decoder_blocks
@@ -39,6 +41,33 @@ def test_idle_experts_cost_nothing():
     few, many = (flops.flops_per_token(tiny("qwen3_moe", num_experts=n, **shape), 32) for n in (2, 8))
     layers, width = 2, 64
     assert many - few == 6 * layers * width * (8 - 2)
+
+
+@pytest.mark.parametrize("share_bank", [True, False])
+def test_chapters_that_are_not_read_cost_nothing(share_bank):
+    """Reading 2 of 8 chapters costs what torch counts for reading all of 2, but for the router.
+
+    Of a shared bank, which is there once, each layer reads as much as of one of its own.
+    """
+    shape = {"attention": "transformers"}
+
+    def with_memory(chapters):
+        model = model_of("llama", **shape)
+        attach_memory(model, MemorySettings(chapters, 48, 64, 2, 2, (0, 1), "top_k", 0.0, share_bank))
+        for block in memory_blocks(model):
+            torch.nn.init.ones_(block.gate)
+        return model
+
+    few, many, plain = with_memory(2), with_memory(8), model_of("llama", **shape)
+    given = [flops.flops_per_token(model, 128) for model in (few, many, plain)]
+    assert given[1] - given[0] == 6 * 2 * 256 * (8 - 2)
+    counted = []
+    for model in (few, plain):
+        model.set_attn_implementation("eager")
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # the fused one is not counted
+            model(torch.zeros(16, 128, dtype=torch.long), use_cache=False).logits.sum().backward()
+        counted.append(counter.get_total_flops() / (16 * 128))
+    assert given[0] - given[2] == pytest.approx(counted[0] - counted[1], rel=0.02)  # a tile or two are half empty
 
 
 def test_parameter_counts():

@@ -9,10 +9,22 @@ from test_kill_matrix import PLACES, chain
 from lmtrain.checkpoints import store
 from tiny_pretrained import save_pretrained
 
+TRAINED = ("lora_", "trainable_tokens", ".memory.", ".memory_bank.")
 # The shape is the base's own; `runs.SETTINGS` come first, so what is given here wins.
 SHAPE = ("model.num_", "model.hidden", "model.max_position", "tokenizer=")
 PEFT = {
     "lora": ["peft=lora", "peft.dropout=0.1", 'tokenizer.add_tokens=["<|a|>"]', "data.micro_batch_size=2"],
+    "memory": [
+        "peft=memory",
+        "memory.layers=[0,1]",
+        "memory.num_chapters=4",
+        "memory.chapter_size=8",
+        "memory.memory_dim=16",
+        "memory.top_k=2",
+        "memory.router_noise=0.5",
+        "router.scope=step",
+        "data.micro_batch_size=2",
+    ],
     "pissa": ["peft=lora", "peft.dropout=0.1", "peft.init_weights=pissa", "data.micro_batch_size=3"],
 }
 
@@ -31,7 +43,13 @@ def test_an_adapter_killed_in_a_save_and_a_validation(settings: list[str], corpu
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", PEFT)
+def test_a_memory_killed_in_a_save_and_a_validation(settings: list[str], corpus: Path, tmp_path: Path) -> None:
+    """With noise in its routers, and losses of whole steps, which read each micro-batch twice."""
+    assert_killed_equals_whole("memory", [("mid_save", 4), ("mid_validation", 9)], settings, corpus, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["lora", "pissa"])
 def test_adapter_kill_matrix(kind: str, settings: list[str], corpus: Path, tmp_path: Path) -> None:
     assert_killed_equals_whole(kind, PLACES, settings, corpus, tmp_path)
 
@@ -44,6 +62,6 @@ def assert_killed_equals_whole(
     done = train(corpus, tmp_path / "whole" / "run", *given)
     assert done.returncode == 0, done.stderr
     weights = store.load_weights(tmp_path / "whole" / "run" / "checkpoints" / "last")
-    assert all("lora_" in name or "trainable_tokens" in name for name in weights), "no base in a checkpoint"
+    assert all(any(part in name for part in TRAINED) for name in weights), "no base in a checkpoint"
     chain(corpus, tmp_path / "run", places, *given)
     assert_equal_runs(tmp_path / "whole" / "run", tmp_path / "run")

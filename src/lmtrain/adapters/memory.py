@@ -21,6 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 TILE = 64  # rows of one chapter that are multiplied at once
+# Of the first keys. Queries are near 1, so a token's scores differ by this much: it reads a few slots of a chapter.
+# With 1 it reads the mean of about 20, which is near zero and the same for all tokens, and learns much slower.
+KEY_STD = 3.0
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class MemoryBank(nn.Module):
         super().__init__()
         head_dim = settings.memory_dim // settings.num_heads
         shape = (settings.num_chapters, settings.num_heads, settings.chapter_size, head_dim)
-        self.keys = nn.Parameter(torch.empty(shape).normal_())
+        self.keys = nn.Parameter(torch.empty(shape).normal_(std=KEY_STD))
         self.values = nn.Parameter(torch.empty(shape).normal_())
 
 

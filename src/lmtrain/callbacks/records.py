@@ -89,6 +89,10 @@ class Records(Logger):
         """The run's own numbers of the step, or of its validation."""
         self._own[validation] = row
 
+    def add(self, row: Row) -> None:
+        """More of the run's own values of a logged step; lists of numbers stay in metrics.jsonl alone."""
+        self._own[False] |= row
+
     def holds(self, validation: bool) -> bool:
         """Whether the run's own numbers of the step, or of its validation, wait to be written."""
         return validation in self._own

@@ -6,7 +6,7 @@ from typing import Any
 from lmtrain.config.constraints import choice
 from lmtrain.config.growth import check_growth
 from lmtrain.config.keys import check_constraints
-from lmtrain.config.memory import check_memory
+from lmtrain.config.memory import check_memory, check_router
 from lmtrain.config.schedule import check_schedule
 from lmtrain.config.schema import Config
 from lmtrain.config.strategies import check_strategy
@@ -29,6 +29,7 @@ def check_values(c: Config) -> None:
     _check_names(c)
     _check_peft(c)
     check_memory(c)
+    check_router(c)
     c.objective.check(c)
     _check_pairs(c)
     _check_targets(c)

@@ -41,6 +41,16 @@ def check_memory(c: Config) -> None:
         raise UserError("trainer.strategy=fsdp_tp can't split a memory: set trainer.strategy=fsdp")
 
 
+def check_router(c: Config) -> None:
+    """Raises UserError where the routers' losses can't be those of whole steps."""
+    name = c.objective.name
+    if c.router.scope == "step" and name in ("dpo", "kto", "mdlm"):
+        raise UserError(
+            f"router.scope=step with objective={name}: it reads a micro-batch more than once, or without the routers' "
+            f"losses; set router.scope=micro_batch"
+        )
+
+
 def _check_text(layers: object) -> None:
     is_list = isinstance(layers, list) and layers and all(isinstance(i, int) and i >= 0 for i in layers)
     if not is_list and not (isinstance(layers, str) and re.fullmatch(r"every_[1-9]\d*", layers)):

@@ -115,6 +115,8 @@ class Router:
     deviation: Annotated[float, TRAJECTORY, not_negative]
     z_loss: Annotated[float, TRAJECTORY, not_negative]
     over_layers: Annotated[str, TRAJECTORY, choice("sum", "mean")]
+    scope: Annotated[str, TRAJECTORY, choice("micro_batch", "step")]
+    warn_after_steps: Annotated[int | None, SHOWN, at_least(1)]
 
 
 @dataclass(kw_only=True)

@@ -22,46 +22,63 @@ class RouterTerms(NamedTuple):
     dead: Tensor  # share of choices that no token made
 
 
+class Totals(NamedTuple):
+    """Sums over tokens that the terms of one router need; sums of parts add up. No gradient."""
+
+    chosen: Tensor  # [C], how many tokens have each choice among their top k
+    probabilities: Tensor  # [C]
+    tokens: Tensor  # []
+
+
 def probabilities_of(logits: Tensor) -> Tensor:
     """Softmax [N, C] in fp32, or fp64 where the logits are."""
-    return torch.softmax(logits if logits.dtype == torch.float64 else logits.float(), dim=-1)
+    return torch.softmax(at_least_fp32(logits), dim=-1)
 
 
-def shares(probabilities: Tensor, top_k: int) -> Tensor:
-    """[C]: the share of tokens that have each choice among their `top_k`; they sum to top_k."""
-    chosen = probabilities.topk(top_k, dim=-1).indices.flatten()
-    counts = probabilities.new_zeros(probabilities.shape[-1])
-    return counts.scatter_add(0, chosen, torch.ones_like(chosen, dtype=counts.dtype)) / probabilities.shape[0]
+def at_least_fp32(logits: Tensor) -> Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()
 
 
-def load_balance(logits: Tensor, top_k: int) -> Tensor:
-    """C * sum_i f_i * P_i (Fedus et al. 2021, arXiv:2101.03961, eq. 4-6); top_k where the load is even.
-
-    f_i is the share of tokens that choose i, without gradient, P_i its mean probability.
-    """
+@torch.no_grad()
+def totals(logits: Tensor, top_k: int) -> Totals:
+    """Of the tokens of these logits."""
     p = probabilities_of(logits)
-    return p.shape[-1] * torch.dot(shares(p, top_k), p.mean(0))
+    choices = p.topk(top_k, dim=-1).indices.flatten()
+    chosen = p.new_zeros(p.shape[-1]).scatter_add(0, choices, torch.ones_like(choices, dtype=p.dtype))
+    return Totals(chosen, p.sum(0), p.new_full((), p.shape[0]))
 
 
-def deviation(logits: Tensor) -> Tensor:
-    """sum_i (P_i - 1 / C)^2, P_i the mean probability of choice i."""
-    mean = probabilities_of(logits).mean(0)
-    return (mean - 1 / mean.shape[0]).square().sum()
+def router_terms(logits: Tensor, top_k: int, whole: Totals | None = None) -> RouterTerms:
+    """All terms of one router, of these tokens alone or their part in those of a whole.
 
+    load_balance: C * sum_i f_i * P_i (Fedus et al. 2021, arXiv:2101.03961, eq. 4-6); top_k where the load is even. f_i
+        is the share of tokens that choose i, without gradient, P_i its mean probability.
+    deviation: sum_i (P_i - 1 / C)^2.
+    z_loss: mean of logsumexp(logits)^2 (ST-MoE: Zoph et al. 2022, arXiv:2202.08906, eq. 5).
 
-def z_loss(logits: Tensor) -> Tensor:
-    """Mean of logsumexp(logits)^2 (ST-MoE: Zoph et al. 2022, arXiv:2202.08906, eq. 5)."""
-    return (logits if logits.dtype == torch.float64 else logits.float()).logsumexp(-1).square().mean()
-
-
-def router_terms(logits: Tensor, top_k: int) -> RouterTerms:
-    """All of them for one router."""
+    Args:
+        logits: [N, C].
+        top_k: how many choices a token makes.
+        whole: of all tokens, these among them; the parts then add up to the terms of the whole, and so do their
+            gradients. None: these tokens are the whole.
+    """
+    whole = whole if whole is not None else totals(logits, top_k)
+    choices, n = logits.shape[-1], whole.tokens
+    mean = probabilities_of(logits).sum(0) / n  # this part's share in P
+    away = whole.probabilities / n - 1 / choices  # sums to 0, so that sum_i away_i P_i is the deviation
+    deviation = torch.dot(away, mean)
     with torch.no_grad():
-        share = shares(probabilities_of(logits), top_k)
-        p = share / top_k
-        entropy = -torch.special.xlogy(p, p).sum() / max(math.log(p.shape[0]), 1e-9)
-        dead = (share == 0).to(share.dtype).mean()
-    return RouterTerms(load_balance(logits, top_k), deviation(logits), z_loss(logits), entropy, dead)
+        part = logits.shape[0] / n
+        p = whole.chosen / (n * top_k)
+        entropy = -torch.special.xlogy(p, p).sum() / max(math.log(choices), 1e-9)
+        dead = (p == 0).to(p.dtype).mean()
+    return RouterTerms(
+        load_balance=choices * torch.dot(whole.chosen / n, mean),
+        deviation=2 * deviation - deviation.detach(),  # the gradient of a square is twice that of one factor
+        z_loss=at_least_fp32(logits).logsumexp(-1).square().sum() / n,
+        entropy=part * entropy,
+        dead=part * dead,
+    )
 
 
 def over_layers(terms: Sequence[RouterTerms], how: str) -> RouterTerms:

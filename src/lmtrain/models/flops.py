@@ -67,12 +67,15 @@ def flops_per_token(model: PreTrainedModel, seq_len: int) -> float:
     """FLOPs of forward and backward per trained token, `6 N + 12 L H Q T` (PaLM, Chowdhery et al. 2022, appendix B).
 
     N counts the parameters a token is multiplied with: without tables that are only looked up, with a tied output
-    embedding, and of a mixture of experts the chosen ones. Attention is counted over all T keys, as MFU does by
-    convention, though the causal half of it is not computed; nothing is added for recomputed activations. A frozen
-    parameter takes part in the forward and in its input's gradient, so it counts 4 instead of 6.
+    embedding, of a mixture of experts the chosen ones, of a memory the chapters it reads after each layer. Attention is
+    counted over all T keys, as MFU does by convention, though the causal half of it is not computed; nothing is added
+    for recomputed activations. A frozen parameter takes part in the forward and in its input's gradient, so it counts 4
+    instead of 6.
     """
     config = model.config.get_text_config()
     total, trained, tables = parameter_counts(model)
+    in_memory, trained_in_memory = _chapter_parameters(model)
+    total, trained = total + in_memory, trained + trained_in_memory
     multiplied = total - tables - _idle_expert_parameters(model)
     if getattr(config, "tie_word_embeddings", False):
         multiplied += model.get_input_embeddings().weight.numel()
@@ -120,6 +123,16 @@ def _idle_expert_parameters(model: nn.Module) -> int:
         return 0
     in_experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
     return in_experts * (experts - chosen) // experts
+
+
+def _chapter_parameters(model: nn.Module) -> tuple[int, int]:
+    """(of all, of the trained): keys and values that a token reads of a memory, less those that there are."""
+    blocks: list[Any] = [m for m in model.modules() if getattr(m, "keeps_router_logits", False)]
+    banks = {id(block.bank): block.bank for block in blocks}
+    read = sum(block.top_k * sum(p[0].numel() for p in block.bank.parameters()) for block in blocks)
+    held = [p for bank in banks.values() for p in bank.parameters()]
+    change = read - sum(p.numel() for p in held)
+    return change, change if all(p.requires_grad for p in held) else 0
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:

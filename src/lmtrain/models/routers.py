@@ -4,14 +4,17 @@ transformers records them too (`output_router_logits`), but its recording breaks
 times; a hook that stores a tensor on its module does not.
 """
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
 
 from lmtrain.config.schema import Router
-from lmtrain.losses.router import over_layers, router_terms
+from lmtrain.losses.router import Totals, over_layers, router_terms, totals
 
 KEPT = "last_router_logits"
 REPORTED = ("deviation", "z_loss", "entropy", "dead")  # besides the loss of load balancing
@@ -62,8 +65,37 @@ class _Kind(NamedTuple):
     load_balance: float  # the loss's weight
 
 
+@dataclass
+class StepRouting:
+    """What the losses of a running step's micro-batch need to know of the whole step (router.scope=step).
+
+    units: what the sums of the step are divided by, of all ranks; part: of the micro-batch, both 0-dim.
+    whole: by kind the totals of the step, of all ranks; None while they are gathered, in `gathered`.
+    add_ranks: sums a tensor over the ranks that read different rows.
+    """
+
+    units: Tensor
+    part: Tensor
+    add_ranks: Callable[[Tensor], Tensor]
+    gathered: dict[str, Totals] = field(default_factory=dict)
+    whole: dict[str, Totals] | None = None
+
+    def gather(self, kind: str, found: Totals) -> None:
+        """Adds the totals of a micro-batch, but of an empty one."""
+        before = self.gathered.get(kind)
+        real = [value * (self.part > 0) for value in found]
+        self.gathered[kind] = Totals(*(real if before is None else map(torch.add, before, real)))
+
+    def finish(self) -> None:
+        """Every rank must call it."""
+        self.whole = {kind: _over_ranks(found, self.add_ranks) for kind, found in self.gathered.items()}
+
+
 class RouterLosses:
     """What routers add to the mean loss, and what is reported of them.
+
+    `step` is set while a step is trained whose losses are those of the whole step; `chosen` has how many tokens of the
+    step chose each choice, [routers, C] by kind, of this rank.
 
     Args:
         settings: the router section of the config; None: a mixture's own weight of load balancing, and no more.
@@ -81,23 +113,60 @@ class RouterLosses:
         self.deviation = settings.deviation if settings is not None else 0.0
         self.z_loss = settings.z_loss if settings is not None else 0.0
         self.over_layers = settings.over_layers if settings is not None else "sum"
+        self.of_steps = settings is not None and settings.scope == "step" and bool(self.kinds)
+        self.step: StepRouting | None = None
+        self.chosen: dict[str, Tensor] = {}
 
     def names(self) -> list[str]:
         """Of the means that are reported."""
         return [f"aux/{kind}_{name}" for kind in self.kinds for name in ("loss", *REPORTED)]
 
     def __call__(self, found: Logits) -> tuple[Tensor, dict[str, Tensor]]:
-        """(what is added to the mean loss, means that are reported); load balancing is reported as 1 where even."""
+        """(what is added to the mean loss, means that are reported); load balancing is reported as 1 where even.
+
+        Both are to be multiplied by the units of the micro-batch, whose sums are divided by those of the step.
+        """
         parts, aux = list[Tensor](), dict[str, Tensor]()
         for kind, logits in found.items():
             top_k, weight = self.kinds[kind]
-            terms = over_layers([router_terms(x, top_k) for x in logits], self.over_layers)
-            parts.append(weight * terms.load_balance)
-            parts += [w * term for w, term in ((self.deviation, terms.deviation), (self.z_loss, terms.z_loss)) if w]
+            each = [totals(x, top_k) for x in logits]
+            if torch.is_grad_enabled():
+                chosen = torch.stack([t.chosen for t in each])
+                self.chosen[kind] = self.chosen[kind] + chosen if kind in self.chosen else chosen
+            wholes, share = self._of_step(kind, each)
+            terms = over_layers(
+                [router_terms(x, top_k, whole) for x, whole in zip(logits, wholes, strict=True)], self.over_layers
+            )
+            added = [weight * terms.load_balance]
+            added += [w * term for w, term in ((self.deviation, terms.deviation), (self.z_loss, terms.z_loss)) if w]
+            parts.append(share * sum(added[1:], added[0]))
             layers = len(logits) if self.over_layers == "sum" else 1
-            aux[f"aux/{kind}_loss"] = terms.load_balance.detach() / (layers * top_k)
-            aux |= {f"aux/{kind}_{name}": getattr(terms, name).detach() for name in REPORTED}
+            aux[f"aux/{kind}_loss"] = share * terms.load_balance.detach() / (layers * top_k)
+            aux |= {f"aux/{kind}_{name}": share * getattr(terms, name).detach() for name in REPORTED}
         return sum(parts[1:], parts[0]), aux
+
+    def _of_step(self, kind: str, each: Sequence[Totals]) -> tuple[Sequence[Totals], Tensor | float]:
+        """(of each router the totals its terms are computed with, the factor of those terms).
+
+        Terms of a micro-batch are means, and weigh as much as its units do. Terms of a step are parts, which add up:
+        the factor undoes that weight. Where a step is a single micro-batch, its totals are summed over ranks here.
+        """
+        if self.step is None:
+            return each, 1.0
+        stacked = Totals(*map(torch.stack, zip(*each, strict=True)))
+        if self.step.whole is None:
+            self.step.gather(kind, stacked)
+            if not torch.is_grad_enabled():
+                return each, 1.0  # only gathered: what comes of it is not used
+        whole = self.step.whole[kind] if self.step.whole else _over_ranks(self.step.gathered[kind], self.step.add_ranks)
+        return [Totals(*router) for router in zip(*whole, strict=True)], self.step.units / self.step.part.clamp(min=1)
+
+
+def _over_ranks(found: Totals, add: Callable[[Tensor], Tensor]) -> Totals:
+    """Summed by one collective: [routers, C], [routers, C] and [routers]."""
+    choices = found.chosen.shape[-1]
+    summed = add(torch.cat([found.chosen, found.probabilities, found.tokens[:, None]], dim=1))
+    return Totals(summed[:, :choices], summed[:, choices:-1], summed[:, -1])
 
 
 def _keep(index: int) -> Any:

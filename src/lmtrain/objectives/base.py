@@ -24,6 +24,7 @@ from lmtrain.distributed.stop_request import StopRequest
 from lmtrain.errors import RunError
 from lmtrain.models.language_model import LanguageModel
 from lmtrain.objectives.guard import StepGuard
+from lmtrain.objectives.routing import routed
 from lmtrain.optim.groups import set_lr
 from lmtrain.optim.skipping import can_skip
 from lmtrain.strategies import lightning_private
@@ -54,7 +55,6 @@ class Objective(pl.LightningModule):
     """Base of all objectives: scales, clips, steps, and hands numbers to the callbacks through `last_step`.
 
     A subclass says what the loss of a micro-batch is, and how many units of weight (tokens, pairs) it holds:
-
         class WeightedLM(Objective):
             Options = WeightedLMOptions  # a dataclass derived from config.schema.Objective
 
@@ -167,7 +167,7 @@ class Objective(pl.LightningModule):
         step, micro_batches = int(batch["step"]), batch["micro_batches"]
         if step != self.trainer.global_step:
             raise RunError(f"the loader gave step {step} where {self.trainer.global_step} is due: please report this")
-        self._seed_step(step)
+        self.seed_step(step)
         optimizer = self.optimizers()
         self.set_rate(step)
 
@@ -180,7 +180,7 @@ class Objective(pl.LightningModule):
 
         placement = placement_of(self.trainer)
         sums: dict[str, Tensor] = {}
-        for i, micro_batch in enumerate(micro_batches):
+        for i, micro_batch in enumerate(routed(self, step, micro_batches, n_tokens)):
             placement.sync_gradients(self.model, last=i == len(micro_batches) - 1)
             parts = self.micro_batch_loss(micro_batch)
             self.manual_backward(parts.loss_sum * scale)
@@ -232,7 +232,7 @@ class Objective(pl.LightningModule):
         elif bad:
             optimizer.zero_grad(set_to_none=True)  # parameters without a gradient are left alone
 
-    def _seed_step(self, step: int) -> None:
+    def seed_step(self, step: int) -> None:
         """Dropout and all else random in a step follow from (seed, step, part): nothing to save, nothing to lose.
 
         Ranks that read the same rows draw the same: what they compute alike must stay alike.

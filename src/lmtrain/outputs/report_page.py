@@ -7,7 +7,9 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
+from lmtrain.outputs import heat_map
 from lmtrain.outputs.curves import FIRST, Curve, thinned
+from lmtrain.outputs.heat_map import HeatMap
 from lmtrain.terminal import visible
 
 _WIDE, _HIGH, _STATIC = 600, 260, 200  # of a chart drawn without JavaScript: its size, points of a curve
@@ -31,6 +33,7 @@ class Told:
     evaluations: list[tuple[str, dict[str, float]]]
     checkpoints: list[tuple[str, str]]
     history: list[str]
+    heat_maps: list[HeatMap] = field(default_factory=list)
     how_to_use: list[str] = field(default_factory=list)
     outcome: dict[str, str] = field(default_factory=dict)
     score: float | None = None
@@ -85,6 +88,8 @@ def overlaid(runs: Sequence[Told]) -> dict[str, list[dict[str, Any]]]:
 def _one(run: Told) -> list[str]:
     facts = "".join(f"<div><b>{_text(value)}</b><span>{_text(name)}</span></div>" for name, value in run.facts)
     parts = [f'<div class="facts">{facts}</div>', "<h2>Curves</h2>"]
+    for heat in run.heat_maps:
+        parts += [f"<h2>{_text(heat.title)}, chosen over time</h2>", heat_map.drawn(heat), f"<p>{_legend(heat)}</p>"]
     if run.evaluations:
         parts += ["<h2>Evaluations</h2>", _evaluations(run)]
     if run.samples:
@@ -100,6 +105,15 @@ def _one(run: Told) -> list[str]:
     if run.how_to_use:
         parts += ["<h2>How to use it</h2>", *(f"<pre>{_text(words)}</pre>" for words in run.how_to_use)]
     return parts
+
+
+def _legend(heat: HeatMap) -> str:
+    choices = len(heat.cells[0])
+    return (
+        f'<span class="soft">steps {heat.first:,} to {heat.last:,}, {choices} downwards from the first; the darker, '
+        f"the more tokens choose it: empty below {heat_map.LEVELS[0]:g} of the even share (1/{choices}), darkest from "
+        f"{heat_map.LEVELS[-1]:g} times it</span>"
+    )
 
 
 def _several(runs: Sequence[Told]) -> list[str]:

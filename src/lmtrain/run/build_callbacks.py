@@ -13,6 +13,7 @@ from lmtrain.callbacks.checkpoints import Checkpoints
 from lmtrain.callbacks.metrics import Metrics, WriteRecords
 from lmtrain.callbacks.preemption import Preemption
 from lmtrain.callbacks.progress import PlainLines, RichBar
+from lmtrain.callbacks.routing import Routing
 from lmtrain.callbacks.samples import Samples
 from lmtrain.callbacks.stream import FeedStream
 from lmtrain.callbacks.validation import EarlyStopping, Validation
@@ -84,7 +85,8 @@ def build_callbacks(
         before_training=t.val_before_training,
     )
     bad_steps = BadSteps(run_dir.path, t.max_bad_steps, t.log_every_n_steps)
-    callbacks: list[pl.Callback] = [metrics, bad_steps, *([average] if average is not None else []), validation]
+    callbacks: list[pl.Callback] = [metrics, Routing(metrics.records, config), bad_steps]
+    callbacks += [*([average] if average is not None else []), validation]
     if cb.early_stopping.enabled:
         es = cb.early_stopping
         callbacks.append(

@@ -14,6 +14,7 @@ from lmtrain.errors import UserError
 from lmtrain.files import read_jsonl, write_atomic
 from lmtrain.outputs import report_page
 from lmtrain.outputs.curves import charts
+from lmtrain.outputs.heat_map import heat_maps
 from lmtrain.outputs.report_page import Told
 from lmtrain.run import listing
 from lmtrain.run.folder import RunDir, checkpoint_names
@@ -57,6 +58,7 @@ def told(run: RunDir, name: str | None = None, ended: bool = False) -> Told:
         facts=_facts(config, listed, summary, rows),
         changed=_changed(config),
         charts=charts(rows),
+        heat_maps=heat_maps(rows),
         samples=_samples(run),
         evaluations=_evaluations(run),
         checkpoints=_checkpoints(run),

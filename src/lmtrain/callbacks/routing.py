@@ -1,0 +1,70 @@
+"""How routers spread their choices, in the record of each logged step; a word about one that sends all the same way."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from lmtrain import terminal
+from lmtrain.callbacks.records import Records
+from lmtrain.config.schema import Config
+from lmtrain.distributed.data_parallel import total
+from lmtrain.objectives.base import Objective
+
+MOST = 64  # numbers of a record: where there are more choices, neighbouring ones are counted together
+CHOICES = {"memory": "chapters", "router": "experts"}
+
+
+class Routing(pl.Callback):
+    """Counts, on the device, for how many steps in a row each router has made no more choices than one token makes."""
+
+    def __init__(self, records: Records, config: Config) -> None:
+        self.records, self.config = records, config
+        self.in_a_row: dict[str, Tensor] = {}  # steps, int64 [routers], by kind of router
+        self.told: set[tuple[str, int]] = set()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {kind: steps.tolist() for kind, steps in self.in_a_row.items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.in_a_row = {kind: torch.tensor(steps) for kind, steps in state_dict.items()}
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        assert isinstance(pl_module, Objective)
+        chosen = pl_module.model.router_losses.chosen
+        for kind, counts in chosen.items():
+            top_k = pl_module.model.router_losses.kinds[kind].top_k
+            same = ((counts > 0).sum(1) <= top_k) & (counts.shape[1] > top_k)
+            before = self.in_a_row.get(kind, torch.zeros_like(same, dtype=torch.int64))
+            self.in_a_row[kind] = torch.where(same, before.to(same.device) + 1, 0)
+        if self.records.holds(validation=False):  # the step is logged
+            self.records.add({f"aux/{kind}_use": use(total(trainer, counts)) for kind, counts in chosen.items()})
+            self.warn(pl_module, trainer.global_step)
+
+    def warn(self, module: Objective, step: int) -> None:
+        """Says once of each router that it has collapsed, and what helps."""
+        limit, losses = self.config.router.warn_after_steps, module.model.router_losses
+        for kind, steps in self.in_a_row.items():
+            for number, count in enumerate(steps.tolist()):
+                if limit is None or count < limit or (kind, number) in self.told:
+                    continue
+                self.told.add((kind, number))
+                top_k, choices = losses.kinds[kind].top_k, losses.chosen[kind].shape[1]
+                noise = f", memory.router_noise ({self.config.memory.router_noise:g})" if kind == "memory" else ""
+                terminal.console().print(
+                    f"note: step {step:,}: router {number + 1} of {len(steps)} has sent all tokens to the same {top_k} "
+                    f"of {choices} {CHOICES[kind]} for {count:,} steps, so the others are not trained: raise "
+                    f"router.load_balance ({losses.kinds[kind].load_balance:g}){noise} or lower optimizer.lr"
+                )
+
+
+def use(chosen: Tensor) -> list[int]:
+    """Thousandths of all choices that fell on each, over all routers, from [routers, C]; at most MOST numbers."""
+    shares = chosen.double().sum(0)
+    bins = min(MOST, shares.shape[0])
+    number = torch.arange(shares.shape[0], device=shares.device) * bins // shares.shape[0]
+    summed = shares.new_zeros(bins).index_add(0, number, shares)
+    return (1000 * summed / summed.sum().clamp(min=1)).round().long().tolist()

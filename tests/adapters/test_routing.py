@@ -1,0 +1,124 @@
+"""Router losses of whole steps, and what a run says of its routers: chapters chosen over time, a collapse."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from inprocess import message, run, train_tiny
+from lmtrain.adapters import memory
+from lmtrain.callbacks.routing import MOST, use
+from lmtrain.outputs.heat_map import LEVELS, HeatMap, drawn, heat_maps, level
+from support import TINY, Run, rows
+
+SHAPE = [
+    "model=memory_nano", "memory.layers=[0,1]", "memory.num_chapters=6", "memory.chapter_size=4",
+    "memory.memory_dim=16", "memory.top_k=2", "data.global_batch_size=8", "trainer.max_steps=3", "optimizer.lr=0.01",
+    "callbacks.samples.every_n_validations=0", "export.enabled=false",
+]  # fmt: skip
+LARGE = ["router.load_balance=1", "router.deviation=1", "router.z_loss=0.1"]
+AUX = [f"train/aux/memory_{name}" for name in ("loss", "deviation", "z_loss", "entropy", "dead")]
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    return [row for row in rows(folder / "metrics.jsonl") if "train/loss" in row]
+
+
+def trained(corpus: Path, folder: Path, *extra: str) -> list[dict[str, Any]]:
+    ended = train_tiny(corpus, *SHAPE, f"run.dir={folder}", *extra)
+    assert ended.code == 0, ended.err
+    return records(folder)
+
+
+def assert_equal(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    assert len(found) == len(expected) == 3
+    for a, b in zip(found, expected, strict=True):
+        for name in ("train/loss", "grad_norm", *AUX):
+            assert a[name] == pytest.approx(b[name], rel=2e-5, abs=1e-7), (a["step"], name)
+        assert a["aux/memory_use"] == b["aux/memory_use"]
+
+
+def test_losses_of_a_step_do_not_depend_on_its_micro_batches(corpus: Path, tmp_path: Path) -> None:
+    """Losses, gradients and trajectory of 1 x 8 and 4 x 2 rows are equal; computed by micro-batch they are not."""
+    whole = trained(corpus, tmp_path / "whole", *LARGE, "data.micro_batch_size=8", "router.scope=step")
+    split = trained(corpus, tmp_path / "split", *LARGE, "data.micro_batch_size=2", "router.scope=step")
+    assert_equal(split, whole)
+    apart = trained(corpus, tmp_path / "apart", *LARGE, "data.micro_batch_size=2")
+    assert abs(apart[0]["train/aux/memory_loss"] - whole[0]["train/aux/memory_loss"]) > 1e-3
+    assert abs(apart[0]["grad_norm"] - whole[0]["grad_norm"]) > 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows_at_once", [4, 2])
+def test_losses_of_a_step_are_of_all_ranks(rows_at_once: int, corpus: Path, tmp_path: Path, lmtrain: Run) -> None:
+    given = [*LARGE, "router.scope=step"]
+    expected = trained(corpus, tmp_path / "one", *given, "data.micro_batch_size=8")
+    done = run_ranks(lmtrain, corpus, tmp_path / "two", *given, f"data.micro_batch_size={rows_at_once}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert_equal(records(tmp_path / "two"), expected)
+
+
+def run_ranks(lmtrain: Run, corpus: Path, folder: Path, *extra: str) -> Any:
+    few = ["trainer.val_check_interval=1", "trainer.limit_val_batches=1", "data=text", "trainer.devices=2"]
+    return lmtrain("train", *TINY, *few, f"data.path={corpus}", *SHAPE, f"run.dir={folder}", *extra)
+
+
+def test_losses_of_a_step_want_one_reading_of_a_micro_batch() -> None:
+    dpo = ["objective=dpo", "data=preference_jsonl", "data.path=x", "data.seq_len=64"]
+    ended = run("train", *dpo, "router.scope=step")
+    assert ended.code == 2
+    assert "router.scope=step with objective=dpo" in message(ended.err)
+    assert "set router.scope=micro_batch" in message(ended.err)
+
+
+def test_a_collapsed_router_is_told_once_and_seen_in_the_report(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of two routers is forced: its logits are the same for every token."""
+    plain, blocks = memory.MemoryBlock.forward, list[Any]()
+
+    def forced(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        blocks.extend([self] if self not in blocks else [])
+        read = plain(self, hidden)
+        if self is not blocks[0]:
+            self.last_router_logits = self.last_router_logits * 0 + torch.arange(6.0)
+        return read
+
+    monkeypatch.setattr(memory.MemoryBlock, "forward", forced)
+    ended = train_tiny(corpus, *SHAPE, f"run.dir={tmp_path / 'a'}", "router.warn_after_steps=2")
+    assert ended.code == 0, ended.err
+    words = " ".join(ended.out.split())
+    assert words.count("has sent all tokens to the same 2 of 6 chapters for 2 steps") == 1
+    assert "step 2: router 2 of 2 has sent" in words
+    assert "raise router.load_balance (0.01), memory.router_noise (0) or lower optimizer.lr" in words
+
+    for row in records(tmp_path / "a"):
+        assert len(row["aux/memory_use"]) == 6
+        assert sum(row["aux/memory_use"]) == pytest.approx(1000, abs=3)
+    page = (tmp_path / "a" / "report.html").read_text()
+    assert "Chapters of the memory, chosen over time" in page
+    (heat,) = heat_maps(rows(tmp_path / "a" / "metrics.jsonl"))
+    assert (heat.first, heat.last, len(heat.cells)) == (1, 3, 3)
+    dark = {(x, y) for x, column in enumerate(heat.cells) for y, share in enumerate(column) if level(share, 6)}
+    assert {(x, y) for x in range(3) for y in (4, 5)} <= dark, "where the second router sends all"
+    assert all(f"M{x} {y}h1" in page for x, y in dark)
+
+
+def test_use_is_in_thousandths_and_of_few_numbers() -> None:
+    assert use(torch.tensor([[1.0, 1.0, 2.0], [0.0, 4.0, 0.0]])) == [125, 625, 250]
+    many = torch.zeros(1, 1000)
+    many[0, [0, 999]] = torch.tensor([1.0, 3.0])
+    assert len(use(many)) == MOST
+    assert (use(many)[0], use(many)[-1]) == (250, 750)
+
+
+def test_cells_are_darker_the_more_they_are_chosen() -> None:
+    assert [level(share / 64, 64) for share in (0, 0.04, 1, 64)] == [0, 0, LEVELS.index(1.0) + 1, len(LEVELS)]
+    many = [{"step": s, "aux/memory_use": [1000, 0] if s < 500 else [0, 1000]} for s in range(1000)]
+    (heat,) = heat_maps(many)
+    assert len(heat.cells) == 120
+    assert heat.cells[0] == [1.0, 0.0]
+    assert heat.cells[-1] == [0.0, 1.0]
+    assert drawn(HeatMap("t", 1, 2, [[1.0, 0.0], [0.0, 1.0]])).count("<path") == 1
+    assert heat_maps([{"step": 1, "train/loss": 2.0}]) == []
