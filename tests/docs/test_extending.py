@@ -80,3 +80,10 @@ def test_the_stairs_are_climbed_down_and_a_resumed_run_goes_on_where_it_was(corp
     for steps in (3, 6):
         train(corpus, *stairs, "run.dir=run", "run.resume=auto", f"trainer.max_steps={steps}")
     assert column(package / "run", "lr") == pytest.approx([5e-4, 1e-3, 1e-3, 5e-4, 5e-4, 2.5e-4])
+
+
+def test_the_source_is_prepared(package: Path) -> None:
+    done = run("prepare", *SMALL, "data.source=greetings.Greetings", "data.source_options={name: Ada, number: 30}",
+               "run.allow_target=[greetings]", "data.cache_dir=cache")  # fmt: skip
+    assert done.code == 0, done.err
+    assert next((package / "cache").glob("greetings-*")).is_dir()

@@ -9,7 +9,7 @@ from lmtrain.config.memory import check_memory
 from lmtrain.config.schedule import check_schedule
 from lmtrain.config.schema import Config
 from lmtrain.config.strategies import check_strategy
-from lmtrain.config.targets import check_names
+from lmtrain.config.targets import check_allowed, check_names
 from lmtrain.errors import UserError
 
 # Those of text_metrics.NAMED, which imports torch; bertscore:<encoder> beside them.
@@ -145,6 +145,8 @@ def _check_targets(c: Config) -> None:
     }.items():
         for entry in entries:
             check_names(key, entry, c.run.allow_target)
+    if "." in c.data.source:
+        check_allowed("data.source", c.data.source, c.run.allow_target)
     mode = (c.logger.get("wandb") or {}).get("mode", "online")
     choice("online", "offline", "disabled", "shared")("logger.wandb.mode", mode)
 

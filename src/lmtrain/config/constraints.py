@@ -51,6 +51,12 @@ def choice(*options: str) -> Constraint:
     return check
 
 
+def choice_or_class(*options: str) -> Constraint:
+    """One of these, or the path of a class, which has a dot in it."""
+    known = choice(*options, "package.module.Class")
+    return lambda key, value: None if "." in str(value) else known(key, value)
+
+
 def at_least(least: int) -> Constraint:
     def check(key: str, value: Any) -> None:
         if value is not None and not value >= least:

@@ -53,9 +53,10 @@ RULES = (
     Rule("objective.dpop_lambda", lambda c: getattr(c.objective, "loss", None) == "dpop", "set objective.loss=dpop"),
     Rule(
         "data.path",
-        lambda c: c.data.source not in ("python_stdlib", "mixture"),
+        lambda c: c.data.source not in ("python_stdlib", "mixture") and "." not in c.data.source,
         "choose what reads it: data=text, jsonl, parquet, bins, chat_jsonl or preference_jsonl",
     ),
+    Rule("data.source_options", lambda c: "." in c.data.source, "set data.source=package.module.Class too"),
     Rule("data.name", _from_hub, _HUB),
     Rule("data.config_name", _from_hub, _HUB),
     Rule("data.revision", _from_hub, _HUB),

@@ -12,6 +12,7 @@ from lmtrain.config.constraints import (
     above_zero,
     at_least,
     choice,
+    choice_or_class,
     name_or_names,
     not_negative,
     share,
@@ -22,7 +23,7 @@ from lmtrain.config.constraints import (
 class Data:
     # text, conversations, pairs, or the path of a row format's class: what the rows are taken for
     rows: Annotated[str, PREPARED, CONTENT]
-    source: Annotated[str, PREPARED, choice("hub", "files", "python_stdlib", "bins", "mixture")]
+    source: Annotated[str, PREPARED, choice_or_class("hub", "files", "python_stdlib", "bins", "mixture")]
     name: Annotated[str | None, PREPARED]
     config_name: Annotated[str | None, PREPARED]
     revision: Annotated[str | None, PREPARED]
@@ -33,6 +34,7 @@ class Data:
     val_split: Annotated[str | None, PREPARED]
     val_fraction: Annotated[float, PREPARED, share]
     num_samples: Annotated[int | None, PREPARED, at_least(1)]
+    source_options: Annotated[dict[str, Any] | None, PREPARED] = None  # arguments of a class that source names
     streaming: Annotated[bool, SHOWN]
     num_proc: Annotated[int | None, SHOWN, at_least(1)]
     cache_dir: Annotated[str, SHOWN]

@@ -1,4 +1,4 @@
-"""Where text comes from (the hub, local files, the standard library): its identity and its two splits of documents."""
+"""Where text comes from (the hub, files, the standard library, a class of the user): its identity, its two splits."""
 
 import re
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from lmtrain.config.schema import Data
 from lmtrain.data.cache import Facts
 from lmtrain.data.hub import Unreachable, commit_of
-from lmtrain.data.sources import files, hub, stdlib, stdlib_questions
+from lmtrain.data.sources import files, hub, own, stdlib, stdlib_questions
 from lmtrain.data.sources.pieces import Piece, at_least, first, join_rows, plan_cut, split
 from lmtrain.errors import UserError
 
@@ -56,6 +56,8 @@ def open_source(cfg: Data) -> Source:
         re.compile(cfg.document_start or "")
     except re.error as error:
         raise UserError(f"data.document_start={cfg.document_start!r} is not a regular expression: {error}") from None
+    if "." in cfg.source:
+        return own.open_own(cfg)
     if cfg.source == "python_stdlib":
         return _Stdlib(cfg)
     if cfg.source == "files" or cfg.path:
@@ -69,9 +71,9 @@ def pieces(source: Source, cfg: Data, name: str) -> Iterator[Piece] | None:
     data.min_length and data.num_samples apply to each split of the corpus; what is held out by data.val_fraction
     comes out of the documents they leave.
     """
-    own = _filtered(source, cfg, "val")
-    if own is not None:
-        return own if name == "val" else _filtered(source, cfg, "train")
+    held_out = _filtered(source, cfg, "val")
+    if held_out is not None:
+        return held_out if name == "val" else _filtered(source, cfg, "train")
     train = _filtered(source, cfg, "train")
     assert train is not None
     if cfg.val_fraction == 0:

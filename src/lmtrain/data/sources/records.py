@@ -47,7 +47,7 @@ def open_parts(cfg: Data) -> list[Part]:
             raise UserError("data.mixture is empty: list sources, data.mixture=[{path: a.jsonl, weight: 2}, {name: b}]")
         return [_part(cfg, entry, number) for number, entry in enumerate(cfg.mixture)]
     questions = cfg.source == "python_stdlib" and cfg.rows in ("conversations", "pairs")
-    if cfg.source not in ("hub", "files") and not questions:
+    if cfg.source not in ("hub", "files") and "." not in cfg.source and not questions:
         raise UserError(f"data.source={cfg.source} holds text, not rows: choose data=chat_jsonl data.path=..., say")
     return [Part(cfg, open_source(cfg), Fraction(1))]  # type: ignore[arg-type]
 
