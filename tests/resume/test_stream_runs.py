@@ -13,6 +13,7 @@ from runs import assert_equal_runs, environment, kill_at, stable_rows, train
 from test_kill_matrix import SIGKILLED
 
 from inprocess import message, run
+from lmtrain.data.text import encode
 from lmtrain.files import read_jsonl
 from support import TINY
 
@@ -152,3 +153,18 @@ def test_two_ranks_read_what_one_reads(text: Path, whole: Path, tmp_path: Path) 
         for key in ("train/loss", "val/loss", "grad_norm"):
             if key in a:
                 assert b[key] == pytest.approx(a[key], rel=1e-5), (a["step"], key)
+
+
+@pytest.mark.slow
+def test_a_malformed_row_far_into_a_stream_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encode, "BATCH", 1000)  # characters read ahead of what is tokenized
+    rows = [f'{{"text": "line {n} of some text with a few words"}}' for n in range(400)]
+    rows[200] = '{"text": broken'
+    (tmp_path / "a.jsonl").write_text("\n".join(rows))
+    ended = run("train", *command(tmp_path, tmp_path / "run", "data=jsonl"))
+    assert ended.code == 1, ended.err
+    said = message(ended.err)
+    assert "malformed JSON" in said
+    saved = sorted((tmp_path / "run" / "checkpoints").glob("step_*"))
+    assert saved
+    assert f"the last checkpoint is untouched ({saved[-1].name})" in said
