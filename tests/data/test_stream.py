@@ -147,6 +147,17 @@ def head(tmp_path: Path, data_config: Callable[..., Data], tokenizer_config: Cal
     return prepare_head(cfg, tokenizer_config("bytes"), progress=False)  # type: ignore[arg-type]
 
 
+def test_the_head_is_what_training_leaves_out(head: Head) -> None:
+    held = head.prepared.bins("val")
+    assert held is not None
+    first = held.shards[0].read(0, held.tokens)
+    after = np.concatenate([s.ids for s in segments(head.source, head.encoder(), head.begin)])
+    whole = np.concatenate([s.ids for s in segments(head.source, head.encoder(), Place())])
+    assert np.array_equal(np.concatenate([first, after]), whole)
+    assert 500 <= held.tokens < 600
+    assert held.shards[0].document_ends(1, held.tokens + 1)[-1] == held.tokens
+
+
 RING = Ring(
     bytes=20_000,
     shard_rows=24,
@@ -283,7 +294,7 @@ def test_a_source_that_breaks_is_read_again_and_nothing_is_lost(
     producer = Producer(broken, RING, folder, 0, head.begin, patience=600.0)
     stop.append(producer)
     producer.start()
-    count = 22 * RING.window_rows
+    count = 25 * RING.window_rows
     read = np.concatenate([tokens_of(s) for s in steps(folder, producer, RING, 0, count // 10)])
     wanted = reference(head, RING, count)
     assert sorted(map(tuple, read[:, :-1])) == sorted(map(tuple, wanted[:, :-1]))

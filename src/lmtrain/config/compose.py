@@ -25,6 +25,7 @@ from lmtrain.config.growth import Stages
 from lmtrain.config.quoting import mended
 from lmtrain.config.schema import Config
 from lmtrain.config.strategies import check_devices, ranks_per_part
+from lmtrain.config.stream import leave_out_ring
 from lmtrain.errors import UserError
 
 
@@ -124,6 +125,7 @@ def check(composed: DictConfig | Mapping[str, Any]) -> Config:
     check_values(config)
     if config.data.rows == "text" and config.data.packing == "concat":
         config.data.packing = None  # what it has always meant there
+    leave_out_ring(config.data)
     apply_fast_dev_run(config)
     batch_split(config.data.global_batch_size, config.data.micro_batch_size, parts=1)
     return config

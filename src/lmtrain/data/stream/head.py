@@ -92,9 +92,10 @@ def _fill(folder: Path, cfg: Data, source: StreamSource, meta: bins.Meta, show: 
     show.start("the head", None)
     try:
         for segment in segments(source, encoder, Place()):
-            writer.append(segment.ids, ends_document=segment.ends, text_bytes=segment.text_bytes)
+            last = writer.tokens + len(segment.ids) >= wanted  # what follows of its document is trained on
+            writer.append(segment.ids, ends_document=segment.ends or last, text_bytes=segment.text_bytes)
             show.advance(segment.text_bytes, len(segment.ids))
-            if writer.tokens >= wanted:
+            if last:
                 begin = segment.place._replace(skip=len(segment.ids))
                 break
         else:
