@@ -88,6 +88,14 @@ def test_packed_rows(family: str, changes: dict[str, Any], variants: int) -> Non
     assert graphs() == 2 * (variants + 1)
 
 
+def test_packed_rows_with_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(language_model, "choose_method", lambda *_: "dense_mask")
+    model = compiled("llama")
+    for lengths in MICRO_BATCHES:
+        model(**packed(lengths)).loss_sum.backward()
+    assert graphs() == 2
+
+
 def test_preferences() -> None:
     """The policy with gradients and dropout, the reference without."""
     model = compiled("llama")
