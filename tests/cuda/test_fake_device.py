@@ -45,8 +45,7 @@ PRETRAINING = {
     "16-mixed": ["trainer.precision=16-mixed"],
     "bf16-true": ["trainer.precision=bf16-true"],
     "packed_32-true": [*PACKED, "trainer.precision=32-true"],
-    "checkpointing": ["trainer.activation_checkpointing=true"],
-    "spikes": ["trainer.spike_factor=2.0"],
+    "checkpointing_spikes": ["trainer.activation_checkpointing=true", "trainer.spike_factor=2.0"],
     "fsdp_adafactor": ["optimizer=adafactor", "trainer.strategy=fsdp"],
     "fsdp": [*LLAMA, "optimizer=adamw", "trainer.strategy=fsdp", "trainer.activation_checkpointing=true"],
 }
@@ -61,12 +60,11 @@ FINE_TUNING = [
 LORA = ["peft=lora", "peft.r=4", "peft.dropout=0.1", "optimizer.lr=1e-3"]
 SFT = {
     "packed": [],
-    "padded": ["data.packing=off"],
+    "padded_noise": ["data.packing=off", "objective.neftune_alpha=5"],
     "lora": LORA,
     "lora_bf16-true": [*LORA, "trainer.precision=bf16-true"],
     "qlora": ["peft=qlora", "peft.r=4", "peft.dropout=0.1", "optimizer.lr=1e-3"],
     "memory": ["peft=memory", "memory.layers=[0]", "memory.share_bank=false"],
-    "noise": ["objective.neftune_alpha=5"],
 }
 DPO = {
     "frozen_copy": [],
