@@ -23,11 +23,15 @@ import library
 if __name__ == "__main__":
     library.load(sys.argv[1])
 
-import bitsandbytes as bnb  # before a device seems to be there: its kernels would be looked for
+import torch
+
+# Before a device seems to be there: its kernels would be looked for. It has functions compiled that nobody calls
+# here, for which torch would load all of inductor.
+with mock.patch.object(torch, "compile", lambda function=None, **_: function or (lambda found: found)):
+    import bitsandbytes as bnb
 import lightning.pytorch as pl
 import numpy as np
 import peft  # noqa: F401
-import torch
 import torch.distributed as distributed
 from lightning.pytorch.strategies import model_parallel
 from omegaconf import OmegaConf
