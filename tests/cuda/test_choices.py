@@ -146,6 +146,8 @@ def test_the_plan_says_what_keeps_a_gpu_waiting(gpu: Any) -> None:
     assert "optimizer.fused=true" in note
     (note,) = advice(fused, 0.1, True, "data.isolate_documents=true")
     assert "model.dropout=0" in note
+    (note,) = advice(fused, 0.1, True, "data.isolate_documents=true", "model.attention=slices")
+    assert "model.attention=auto doesn't" in note
     (note,) = advice(fused, 0.0, True, "trainer.precision=32-true")
     assert "trainer.precision=bf16-mixed" in note
 

@@ -23,8 +23,8 @@ from lmtrain.objectives.reference import evaluating
 # Rows of documents: lengths, their number and the number of documents all change.
 MICRO_BATCHES = [[[5, 9, 2, 1, 3], [7, 7, 6]], [[8, 4, 3], [10, 5]], [[8, 4, 3, 5, 5], [10, 15]], [[6, 9], [5, 10]]]
 GEMMA3: dict[str, Any] = {
-    "num_hidden_layers": 12, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 48,
-    "extra": {"sliding_window": 8},
+    "num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 48,
+    "extra": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2},
 }  # fmt: skip
 
 
@@ -86,6 +86,14 @@ def test_packed_rows(family: str, changes: dict[str, Any], variants: int) -> Non
         with torch.no_grad(), evaluating(model):
             model(**packed(lengths))
     assert graphs() == 2 * (variants + 1)
+
+
+def test_packed_rows_with_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(language_model, "choose_method", lambda *_: "dense_mask")
+    model = compiled("llama")
+    for lengths in MICRO_BATCHES:
+        model(**packed(lengths)).loss_sum.backward()
+    assert graphs() == 2
 
 
 def test_preferences() -> None:

@@ -17,7 +17,7 @@ from tiny_pretrained import save_pretrained
 
 HERE = Path(__file__).parent
 # More than 4,096 rows of 512 logits, or the loss would take its path for small ones.
-COMMON = ["model.vocab_size=512", "model.num_hidden_layers=2", "model.max_position_embeddings=1024"]
+COMMON = ["model.vocab_size=512", "model.num_hidden_layers=1", "model.max_position_embeddings=1024"]
 TEXT = ["data=text", "tokenizer=bytes", *COMMON, "data.global_batch_size=8", "data.micro_batch_size=8"]
 LLAMA = ["model=llama_nano", "model.num_key_value_heads=2"]
 SMALL = ["tokenizer=bytes", "model.hidden_size=256", "model.num_attention_heads=4", "model.num_key_value_heads=2"]
@@ -25,17 +25,19 @@ QWEN3 = ["model=qwen3_small", *SMALL, "model.intermediate_size=256"]
 MOE = ["model=moe_small", *SMALL, "model.moe_intermediate_size=128"]
 # Gemma 3's kind: sliding layers between full ones.
 SLIDING = [
-    *LLAMA, "model.family=gemma3_text", "model.hidden_act=null", "model.head_dim=64", "+model.extra.sliding_window=64",
+    *LLAMA, "model.num_hidden_layers=2", "model.family=gemma3_text",
+    "model.hidden_act=null", "model.head_dim=64", "+model.extra.sliding_window=64",
     "+model.extra.layer_types=[sliding_attention,full_attention]",
 ]  # fmt: skip
-MEMORY = ["model=memory_nano", "memory.layers=[0,1]", "memory.router_noise=0.1"]
+MEMORY = ["model=memory_nano", "memory.layers=[0]", "memory.router_noise=0.1"]
 STEPS = 3
 PACKED = ["data.isolate_documents=true"]
 
 PRETRAINING = {
-    "gpt2": ["data.global_batch_size=16", "objective.loss_chunk_tokens=4096"],
+    "gpt2": ["model.num_hidden_layers=2", "data.global_batch_size=16", "objective.loss_chunk_tokens=4096"],
     "llama": LLAMA,
     "llama_packed": [*LLAMA, *PACKED],
+    "packed_dropout": [*PACKED, "model.dropout=0.1"],
     "qwen3": QWEN3,
     "sliding": SLIDING,
     "moe": MOE,
@@ -43,8 +45,9 @@ PRETRAINING = {
     "16-mixed": ["trainer.precision=16-mixed"],
     "bf16-true": ["trainer.precision=bf16-true"],
     "packed_32-true": [*PACKED, "trainer.precision=32-true"],
-    "checkpointing": ["trainer.activation_checkpointing=true"],
-    "spikes": ["trainer.spike_factor=2.0"],
+    "checkpointing_spikes": ["trainer.activation_checkpointing=true", "trainer.spike_factor=2.0"],
+    "fsdp_adafactor": ["optimizer=adafactor", "trainer.strategy=fsdp"],
+    "fsdp": [*LLAMA, "optimizer=adamw", "trainer.strategy=fsdp", "trainer.activation_checkpointing=true"],
 }
 OPTIMIZERS = {name: [f"optimizer={name}"] for name in ("muon", "lion", "adafactor", "adamw_8bit")}
 OPTIMIZERS["not_fused"] = ["optimizer.fused=false"]
@@ -57,11 +60,11 @@ FINE_TUNING = [
 LORA = ["peft=lora", "peft.r=4", "peft.dropout=0.1", "optimizer.lr=1e-3"]
 SFT = {
     "packed": [],
-    "padded": ["data.packing=off"],
+    "padded_noise": ["data.packing=off", "objective.neftune_alpha=5"],
     "lora": LORA,
     "lora_bf16-true": [*LORA, "trainer.precision=bf16-true"],
-    "memory": ["peft=memory", "memory.layers=[1]", "memory.share_bank=false"],
-    "noise": ["objective.neftune_alpha=5"],
+    "qlora": ["peft=qlora", "peft.r=4", "peft.dropout=0.1", "optimizer.lr=1e-3"],
+    "memory": ["peft=memory", "memory.layers=[0]", "memory.share_bank=false"],
 }
 DPO = {
     "frozen_copy": [],
@@ -75,6 +78,8 @@ MAY_WAIT = {
     "callbacks/metrics.py": {"_log_step", "log_validation", "on_train_start", "state_dict"},
     "objectives/guard.py": {"counts", "to", "state_dict"},
     "objectives/base.py": {"validation_means"},
+    "callbacks/checkpoints.py": {"save"},
+    "distributed/dtensor.py": {"gather"},  # of shards, for a checkpoint
     "objectives/start_check.py": {"check_agreement", "check_start"},
     "losses/cross_entropy.py": {"adds_in_fp32"},  # the first time: it is tried on numbers
     "objectives/reference.py": {"_swap"},  # the first time: the first values come from the host
@@ -115,7 +120,27 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_pretrained(tmp_path_factory.mktemp("llama"), max_position_embeddings=256)
+    return save_pretrained(tmp_path_factory.mktemp("llama"), max_position_embeddings=256, num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def cases(text: Path, llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, list[str]]]:
+    folder = tmp_path_factory.mktemp("rows")
+    pretraining = [*TEXT, f"data.path={text}"]
+    optimizers = {**OPTIMIZERS, "planted": [*OPTIMIZERS["lion"], *PLANTED]}
+    tuning = [*FINE_TUNING, f"model.name_or_path={llama}"]
+    chats, pairs = (write_rows(folder / f"{kind}.jsonl", kind) for kind in ("chat_jsonl", "preference_jsonl"))
+    sft = ["objective=sft", "data=chat_jsonl", f"data.path={chats}", *tuning]
+    dpo = ["objective=dpo", "data=preference_jsonl", f"data.path={pairs}", *tuning]
+    groups = {
+        "pretraining": (pretraining, PRETRAINING),
+        "optimizers": (pretraining, optimizers),
+        "sft": (sft, SFT),
+        "dpo": (dpo, DPO),
+    }
+    return {
+        group: {name: [*fixed, *extra] for name, extra in named.items()} for group, (fixed, named) in groups.items()
+    }
 
 
 def check(result: dict[str, Any], dtype: str) -> None:
@@ -131,43 +156,37 @@ def check(result: dict[str, Any], dtype: str) -> None:
     assert elsewhere == []
 
 
-def test_pretraining(device: Path, text: Path, tmp_path: Path) -> None:
-    cases = {name: [*TEXT, f"data.path={text}", *extra] for name, extra in PRETRAINING.items()}
-    for name, result in seen(cases, device, tmp_path).items():
+def test_runs(device: Path, cases: dict[str, dict[str, list[str]]], tmp_path: Path) -> None:
+    """All in one process: it takes longer to start than a run does."""
+    flat = {f"{group}_{name}": overrides for group, named in cases.items() for name, overrides in named.items()}
+    results = seen(flat, device, tmp_path)
+    grouped = {group: {name: results[f"{group}_{name}"] for name in named} for group, named in cases.items()}
+    check_pretraining(grouped["pretraining"])
+    check_optimizers(grouped["optimizers"])
+    for result in grouped["sft"].values():
+        check(result, "bfloat16")
+    for name, result in grouped["dpo"].items():
+        check(result, "float32" if name == "32-true" else "bfloat16")
+
+
+def check_pretraining(results: dict[str, Any]) -> None:
+    for name, result in results.items():
         if name == "16-mixed":  # torch's gradient scaler asks each step whether a gradient was infinite
             result["waits"] = [w for w in result["waits"] if w[2] != "objectives/base.py training_step"]
-            result["waits"] = [w for w in result["waits"] if w[2] != "callbacks/checkpoints.py save"]
         if name == "gpt2":  # the first chunk's gradient of the output embedding begins the sum of each micro-batch
             assert result["fp32_sums"] > STEPS
         dtype = {"16-mixed": "float16", "packed_32-true": "float32"}.get(name, "bfloat16")
         check(result, dtype)
 
 
-def test_optimizers(device: Path, text: Path, tmp_path: Path) -> None:
-    cases = {name: [*TEXT, f"data.path={text}", *extra] for name, extra in OPTIMIZERS.items()}
-    results = seen({**cases, "planted": [*cases["lion"], *PLANTED]}, device, tmp_path)
+def check_optimizers(results: dict[str, Any]) -> None:
     planted = results.pop("planted")["waits"]
     assert [(what, Path(place.split()[0]).name) for step, what, place in planted if step == 2] == [
         ("item", "planted.py")
     ]
     for name, result in results.items():
-        if name not in ("muon", "lion"):  # the plan says so: these can't leave out a bad update by themselves
+        if name in ("adamw_8bit", "not_fused"):  # the plan says so: these can't leave out a bad update by themselves
             waits = [w for w in result["waits"] if w[2] == "objectives/base.py on_before_optimizer_step"]
             assert [step for step, *_ in waits] == [1, 2, 3]
             result["waits"] = [w for w in result["waits"] if w not in waits]
         check(result, "bfloat16")
-
-
-def test_sft(device: Path, llama: Path, tmp_path: Path) -> None:
-    source = write_rows(tmp_path / "chats.jsonl", "chat_jsonl")
-    fixed = ["objective=sft", "data=chat_jsonl", f"data.path={source}", *FINE_TUNING, f"model.name_or_path={llama}"]
-    for result in seen({name: [*fixed, *extra] for name, extra in SFT.items()}, device, tmp_path).values():
-        check(result, "bfloat16")
-
-
-def test_dpo(device: Path, llama: Path, tmp_path: Path) -> None:
-    source = write_rows(tmp_path / "pairs.jsonl", "preference_jsonl")
-    fixed = ["objective=dpo", "data=preference_jsonl", f"data.path={source}", *FINE_TUNING]
-    fixed += [f"model.name_or_path={llama}"]
-    for name, result in seen({n: [*fixed, *extra] for n, extra in DPO.items()}, device, tmp_path).items():
-        check(result, "float32" if name == "32-true" else "bfloat16")

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.attention.varlen  # registers its operator
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lmtrain
@@ -42,6 +43,8 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its part comes by on its own
         if func is aten._local_scalar_dense.default:
             return self._made_up(args[0])
         if func.overloadpacket in (aten._to_copy, aten.copy_):

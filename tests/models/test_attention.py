@@ -10,7 +10,7 @@ from lmtrain.models.documents import Documents, choose_method
 from lmtrain.models.language_model import LanguageModel
 
 CPU = torch.device("cpu")
-CPU_METHODS = ["slices", "block_mask"]
+CPU_METHODS = ["slices", "block_mask", "dense_mask"]
 
 
 @pytest.fixture(params=list(FAMILIES))
@@ -191,7 +191,8 @@ def test_autocast_runs_attention_in_bf16_but_for_short_rows_on_cpu(family, limit
         ("auto", "cpu", torch.float32, 0.0, "slices"),
         ("auto", "cpu", torch.bfloat16, 0.1, "slices"),
         ("auto", "cuda", torch.bfloat16, 0.0, "varlen"),
-        ("auto", "cuda", torch.bfloat16, 0.1, "slices"),
+        ("auto", "cuda", torch.bfloat16, 0.1, "dense_mask"),
+        ("dense_mask", "cuda", torch.bfloat16, 0.1, "dense_mask"),
         ("auto", "cuda", torch.float32, 0.0, "block_mask"),
         ("slices", "cuda", torch.bfloat16, 0.1, "slices"),
         ("varlen", "cuda", torch.float16, 0.0, "varlen"),
@@ -331,7 +332,7 @@ def test_exported_config_does_not_name_our_attention(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("method", ["varlen", "block_mask", "slices"])
+@pytest.mark.parametrize("method", ["varlen", "block_mask", "dense_mask", "slices"])
 @pytest.mark.parametrize("window", [None, 4])
 def test_methods_on_cuda_equal_plain_softmax_attention(method, window):
     q, k, v = (x.detach().to("cuda", torch.bfloat16).requires_grad_() for x in projections(kv_heads=2, width=64))

@@ -316,7 +316,7 @@ def test_muon_is_the_papers(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(p.double(), r, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["lion", "muon"])
+@pytest.mark.parametrize("name", ["adafactor", "lion", "muon"])
 def test_a_step_found_bad_on_the_device_changes_nothing(name: str) -> None:
     """What the fused kernels of CUDA promise: `found_inf` is a tensor, so nobody has to wait for it."""
     plain, asked = Net(), Net()
@@ -333,6 +333,22 @@ def test_a_step_found_bad_on_the_device_changes_nothing(name: str) -> None:
     other.found_inf = torch.ones(())  # type: ignore[attr-defined]
     other.step()
     assert all(torch.equal(a, b) for a, b in zip(values(asked, other), before, strict=True))
+
+
+def test_adafactor_leaves_out_a_first_step() -> None:
+    """Its means are still zero then, and nothing may be divided by them."""
+    model, expected = Net(), Net()
+    optimizer, plain = build(model, "adafactor"), build(expected, "adafactor")
+    before = copy.deepcopy(model)
+    backward(model, 0)
+    for parameter in model.parameters():
+        parameter.grad.fill_(float("inf"))
+    optimizer.found_inf = torch.ones(())  # type: ignore[attr-defined]
+    optimizer.step()
+    optimizer.zero_grad()
+    assert max_difference(model, before) == 0
+    optimizer.found_inf = torch.zeros(())  # type: ignore[attr-defined]
+    assert train(model, optimizer, range(3)) == pytest.approx(train(expected, plain, range(3)), rel=1e-5)
 
 
 def values(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -49,6 +49,14 @@ def test_seven_billion_parameters_in_little_memory(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(("device", "mib"), [("16", 256), ("h100", 1280), ("h200", 2048)])
+def test_larger_cards_hold_more_logits(device: str, mib: int) -> None:
+    """As the run will on that card, which need not be here."""
+    config = rules.check(rules.compose([*LARGE, "data.micro_batch_size=32", f"estimate.device={device}"]))
+    estimation.resolve(config)
+    assert estimation.memory(estimation.build(config), config)["logits"] == mib * 2**20
+
+
 @pytest.mark.parametrize("device", ["h100", "40", "24"])
 def test_what_is_advised_fits(device: str) -> None:
     """The overrides, typed as they are printed: at most three ways, the quickest first."""

@@ -74,17 +74,17 @@ def attention(
         out = _causal(query, key, value, scores, dropout, sliding_window).transpose(1, 2)
     elif documents.method == "slices":
         out = _slices(query, key, value, scores, dropout, sliding_window, documents)
-    elif query.is_cuda and not scores.plain:
+    elif documents.method == "dense_mask" or (documents.method == "block_mask" and not query.is_cuda):
+        out = _sdpa(query, key, value, scores, dropout, documents.mask(sliding_window)).transpose(1, 2)
+    elif not scores.plain:
         raise UserError(
             f"{type(module).__name__} caps its attention's scores or has a sink, which model.attention="
             f"{documents.method} doesn't do on CUDA: set model.attention=slices"
         )
     elif documents.method == "varlen":
         out = _varlen_documents(query, key, value, scaling, sliding_window, documents)
-    elif query.is_cuda:
-        out = _flex(query, key, value, scaling, documents.mask(sliding_window)).transpose(1, 2)
     else:
-        out = _sdpa(query, key, value, scores, dropout, documents.mask(sliding_window)).transpose(1, 2)
+        out = _flex(query, key, value, scaling, documents.mask(sliding_window)).transpose(1, 2)
     return out.contiguous(), None
 
 

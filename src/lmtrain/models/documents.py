@@ -1,11 +1,13 @@
 """Where documents lie in packed rows, and how they are kept apart.
 
 `model.attention` says how:
-    auto        the fastest that works: slices on CPU; on CUDA varlen, or block_mask where varlen can't be had
+    auto        the fastest that works: slices on CPU; on CUDA varlen, or block_mask where varlen can't be had, and
+                dense_mask in training with dropout on attention weights
     slices      one scaled_dot_product_attention per document (0.4 of a full causal row's time on a CPU)
     varlen      torch.nn.attention.varlen: flash attention over all documents at once; CUDA of compute capability 8.0 or
                 newer, bf16 or fp16, no dropout
-    block_mask  flex_attention on CUDA, elsewhere a dense mask
+    block_mask  flex_attention on CUDA, without dropout; elsewhere dense_mask
+    dense_mask  one scaled_dot_product_attention over whole rows with a mask [B, 1, T, T]
     sdpa        plain causal rows; refuses packed documents
     transformers  the model's own attention and masks; refuses packed documents
 """
@@ -21,7 +23,7 @@ from torch import Tensor
 
 from lmtrain.errors import UserError
 
-CHOICES = ("auto", "sdpa", "slices", "varlen", "block_mask", "transformers")
+CHOICES = ("auto", "sdpa", "slices", "varlen", "block_mask", "dense_mask", "transformers")
 
 FLASH_CAPABILITY = (8, 0)  # flash attention's kernels are for Ampere and newer: not for T4 (7.5) and V100 (7.0)
 
@@ -45,7 +47,7 @@ class Documents:
             are document borders, the first is 0, the last batch * seq_len.
         batch: rows of the micro-batch.
         seq_len: tokens per row.
-        method: slices, varlen or block_mask, from `choose_method`.
+        method: slices, varlen, block_mask or dense_mask, from `choose_method`.
         prefixes: None where no document sees another. Documents without tokens are not possible with it.
     """
 
@@ -61,7 +63,7 @@ class Documents:
             # Neighbours of one length are one batch: whole rows, for example.
             self.runs = [(length, len(list(run))) for length, run in groupby(lengths)]
             self.pieces = list(zip(lengths, prefixes.lengths.tolist(), strict=True)) if prefixes else []
-        elif method == "block_mask":
+        elif method in ("block_mask", "dense_mask"):
             self.token_document = torch.bucketize(
                 torch.arange(batch * seq_len, device=cu_seqlens.device), cu_seqlens[1:], right=True
             ).view(batch, seq_len)
@@ -73,9 +75,10 @@ class Documents:
             self.mask(None)  # here, so that a compiled block finds it made
 
     def mask(self, window: int | None) -> Any:
-        """The mask of layers with this sliding window: a flex BlockMask on CUDA, else [B, 1, T, T] bool."""
+        """The mask of layers with this window: for block_mask on CUDA a flex BlockMask, else [B, 1, T, T] bool."""
         if window not in self._masks:
-            make = self._flex_mask if self.cu_seqlens.is_cuda else self._dense_mask
+            flex = self.method == "block_mask" and self.cu_seqlens.is_cuda
+            make = self._flex_mask if flex else self._dense_mask
             self._masks[window] = make(window)
         return self._masks[window]
 
@@ -89,9 +92,9 @@ class Documents:
         return self._masks[key]
 
     def _dense_mask(self, window: int | None) -> Tensor:
-        q, kv = torch.meshgrid(*[torch.arange(self.seq_len, device=self.cu_seqlens.device)] * 2, indexing="ij")
-        rows = [self._visible(window)(torch.tensor(b, device=q.device), q, kv) for b in range(self.batch)]
-        return torch.stack(rows).unsqueeze(1)  # [B, 1, T, T]
+        row = torch.arange(self.batch, device=self.cu_seqlens.device).view(-1, 1, 1)
+        token = torch.arange(self.seq_len, device=self.cu_seqlens.device)
+        return self._visible(window)(row, token.view(1, -1, 1), token.view(1, 1, -1)).unsqueeze(1)  # [B, 1, T, T]
 
     def _visible(self, window: int | None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         """Whether query token q of row b sees key token kv of it."""
@@ -133,8 +136,10 @@ def choose_method(choice: str, device: torch.device, dtype: torch.dtype, dropout
     """
     half = dtype in (torch.bfloat16, torch.float16)
     if choice == "auto":
-        if device.type != "cuda" or dropout > 0 or not plain:
+        if device.type != "cuda" or not plain:
             return "slices"
+        if dropout > 0:  # which neither varlen nor flex_attention has; slices would wait for the documents' lengths
+            return "dense_mask"
         return "varlen" if half and why_not_varlen(device) is None else "block_mask"
     if choice in ("sdpa", "transformers"):
         raise UserError(
@@ -146,7 +151,7 @@ def choose_method(choice: str, device: torch.device, dtype: torch.dtype, dropout
         reason = why_not_varlen(device)
     elif choice == "varlen" and not half:
         reason = f"needs trainer.precision=bf16-mixed, bf16-true or 16-mixed (here attention is {dtype})"
-    elif choice != "slices" and dropout > 0 and device.type == "cuda":
+    elif choice in ("varlen", "block_mask") and dropout > 0 and device.type == "cuda":
         reason = f"has no attention dropout (here {dropout}): set model.dropout=0"
     if reason is not None:
         raise UserError(f"model.attention={choice} {reason}; or set model.attention=auto")

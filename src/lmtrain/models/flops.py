@@ -10,7 +10,7 @@ from lmtrain.config.deepspeed import engine_config
 from lmtrain.config.schema import Config
 from lmtrain.config.strategies import ranks_per_part
 from lmtrain.models.blocks import decoder_blocks
-from lmtrain.models.language_model import auto_chunk_bytes
+from lmtrain.models.language_model import auto_chunk_bytes, chunk_bytes_of
 
 # DeepSpeed's defaults, in numbers: of gradients reduced at a time, of parameters gathered at a time under ZeRO-3.
 ZERO_BUCKET, ZERO_LIVE = 5e8, 1e9
@@ -147,11 +147,14 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     return next((peak for known, peak in PEAK_FLOPS if known in name), None)
 
 
-def memory_estimate(model: PreTrainedModel, config: Config) -> dict[str, int]:
+def memory_estimate(model: PreTrainedModel, config: Config, card_bytes: int | None = None) -> dict[str, int]:
     """Bytes on one device by part, from shapes alone: `model` may be on the meta device.
 
     Activations are what transformers' GPT-2 and Llama blocks keep for the backward (Korthikanti et al. 2022, section 4,
     counts the same way), with attention that never forms its weights; allocator and kernels' workspace come on top.
+
+    Args:
+        card_bytes: memory of the GPU, which the size of a chunk of logits follows; None: of the one that is here.
     """
     _, trained, _ = parameter_counts(model)
     weight_bytes = 2 if config.trainer.precision == "bf16-true" else 4
@@ -167,7 +170,7 @@ def memory_estimate(model: PreTrainedModel, config: Config) -> dict[str, int]:
         "activations": tokens * _activation_bytes(model, config, weight_bytes, mixed)
         + _memory_bytes(model, config, tokens, 2 if mixed else weight_bytes),
         **({"average": 4 * trained} if config.callbacks.ema.enabled else {}),
-        "logits": _logits_bytes(model, config, tokens, 2 if mixed else weight_bytes),
+        "logits": _logits_bytes(model, config, tokens, 2 if mixed else weight_bytes, card_bytes),
     }
     return whole | _parts(whole, model, config, weight_bytes)
 
@@ -273,9 +276,13 @@ def _block_activation_bytes(shape: Any, stream: int, product: int, mixed: bool, 
     return norms + attention + 4 * product * inner // parts
 
 
-def _logits_bytes(model: PreTrainedModel, config: Config, tokens: int, product: int) -> int:
+def _logits_bytes(model: PreTrainedModel, config: Config, tokens: int, product: int, card_bytes: int | None) -> int:
     row = model.config.get_text_config().vocab_size * product
     chunk = config.objective.loss_chunk_tokens
     if isinstance(chunk, int):
         return min(tokens, chunk) * row
-    return min(tokens * row, auto_chunk_bytes(config.trainer.accelerator))
+    t = config.trainer
+    most = auto_chunk_bytes(t.accelerator)
+    if card_bytes is not None and t.accelerator == "cuda":
+        most = chunk_bytes_of(card_bytes)
+    return min(tokens * row, most)

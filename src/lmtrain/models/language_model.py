@@ -30,8 +30,12 @@ def auto_chunk_bytes(device_type: str) -> int:
     """Of the logits of one chunk: 1.25 GiB on a GPU of 80 GiB."""
     if device_type != "cuda" or not torch.cuda.is_available():
         return AUTO_CHUNK_BYTES
-    memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    return min(LARGEST_CHUNK_BYTES, max(AUTO_CHUNK_BYTES, memory // CHUNKS_PER_CARD))
+    return chunk_bytes_of(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+
+
+def chunk_bytes_of(card_bytes: int) -> int:
+    """Of the logits of one chunk on a GPU with so much memory."""
+    return min(LARGEST_CHUNK_BYTES, max(AUTO_CHUNK_BYTES, card_bytes // CHUNKS_PER_CARD))
 
 
 class LanguageModelOutput(NamedTuple):

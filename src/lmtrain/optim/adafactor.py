@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lmtrain.distributed.dtensor import like, whole
+from lmtrain.optim.skipping import factor, or_else
 
 
 class Adafactor(torch.optim.Optimizer):
@@ -21,6 +22,8 @@ class Adafactor(torch.optim.Optimizer):
     update's root mean square clipped to `clip_threshold`. Weight decay is decoupled: lr * weight_decay, as in AdamW.
     State in float32: `step`, and `row` [..., rows] and `column` [..., columns] of a matrix or `square` of a vector.
     """
+
+    takes_found_inf = True
 
     def __init__(
         self,
@@ -57,8 +60,7 @@ class Adafactor(torch.optim.Optimizer):
         parameters = chain.from_iterable(group["params"] for group in self.param_groups)
         for saved_id, parameter in zip(saved_ids, parameters, strict=True):
             for key, value in state_dict["state"].get(saved_id, {}).items():
-                device = value.device if key == "step" else parameter.device
-                self.state[parameter][key] = value.to(device, copy=True)
+                self.state[parameter][key] = value.to(parameter.device, copy=True)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -79,8 +81,10 @@ class Adafactor(torch.optim.Optimizer):
         state = self.state[parameter]
         if not state:
             state.update(_initial_state(gradient))
-        state["step"] += 1
-        weight = state["step"].item() ** group["beta2_decay"]  # 1 - beta2; `step` is on the CPU, so nothing waits
+        kept = factor(self)
+        (gradient,) = or_else(self, [gradient], [torch.zeros_like(gradient)])
+        state["step"] += kept
+        weight = _share_of_new(state["step"], group["beta2_decay"]) * kept
         square, eps = gradient.square(), group["eps"]
         if parameter.ndim >= 2:
             row = state["row"].lerp_(square.mean(-1) + eps, weight)  # [..., rows]
@@ -91,12 +95,21 @@ class Adafactor(torch.optim.Optimizer):
             update = gradient * state["square"].lerp_(square + eps, weight).rsqrt()
         clip = (whole(_rms(update)) / group["clip_threshold"]).clamp(min=1)
         scale = whole(_rms(parameter.float())).clamp(min=group["min_parameter_rms"])
-        parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        parameter.sub_(like(update.mul_(group["lr"] * scale / clip), parameter))
+        change = update.mul_(group["lr"] * scale / clip)
+        (change,) = or_else(self, [change], [torch.zeros_like(change)])  # not finite where the first step is left out
+        parameter.mul_(1 - group["lr"] * group["weight_decay"] * kept)
+        parameter.sub_(like(change, parameter))
+
+
+def _share_of_new(step: Tensor, beta2_decay: float) -> Tensor | float:
+    """1 - beta2: how much of the new squares goes into the means; on a GPU 0-dim fp32, so that nothing waits for it."""
+    if step.device.type == "cpu":
+        return float(max(step.item(), 1.0) ** beta2_decay)
+    return (step.double().clamp(min=1) ** beta2_decay).float()
 
 
 def _initial_state(gradient: Tensor) -> dict[str, Tensor]:
-    shape, step = gradient.shape, torch.zeros((), dtype=torch.float32)
+    shape, step = gradient.shape, torch.zeros((), dtype=torch.float32, device=gradient.device)
     if gradient.ndim < 2:
         return {"step": step, "square": torch.zeros_like(gradient)}
     column = gradient.new_zeros([*shape[:-2], shape[-1]])

@@ -68,13 +68,18 @@ def for_gpus(run: "Run") -> list[str]:
     if c.trainer.strategy != "deepspeed" and not can_skip(run.objective._optimizer):
         notes.append(
             f"each step waits for the GPU once, so that {c.optimizer.name} leaves out a bad update "
-            f"(with optimizer.fused=true AdamW, Muon and Lion do that by themselves)"
+            f"(Adafactor and Lion do that by themselves, AdamW and Muon with optimizer.fused=true)"
         )
     packed = c.data.isolate_documents or c.data.packing not in (None, "off") or c.objective.name == "dpo"
-    if packed and model.attention_dropout > 0:
+    if packed and c.model.attention == "slices":
         notes.append(
-            "dropout on attention weights (model.dropout) keeps packed documents apart by one attention call each, and "
-            "waits for the GPU with every micro-batch: with model.dropout=0 one call does all"
+            "model.attention=slices reads where documents lie from the GPU, waiting for it with every micro-batch: "
+            "model.attention=auto doesn't"
+        )
+    elif packed and model.attention_dropout > 0:
+        notes.append(
+            "with dropout on attention weights (model.dropout) packed documents are kept apart by a mask over whole "
+            "rows: with model.dropout=0 flash attention computes only what lies within documents"
         )
     if model.has_router and not c.trainer.precision.startswith("bf16"):
         notes.append(

@@ -143,7 +143,8 @@ def build(config: Config, tokens: int | None = None) -> PreTrainedModel:
 
 def memory(model: PreTrainedModel, config: Config) -> dict[str, int]:
     """Bytes of one device by part; of objective=dpo with the copy of what is trained, where it has one."""
-    parts = flops.memory_estimate(model, config)
+    card = None if config.estimate.device is None else int(device_of(config).bytes)
+    parts = flops.memory_estimate(model, config, card)
     o = config.objective
     copies = isinstance(o, DPOOptions) and o.reference in ("auto", "frozen_copy") and o.loss not in ("simpo", "orpo")
     if copies and config.peft.method == "none":
