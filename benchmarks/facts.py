@@ -24,7 +24,7 @@ from lmtrain.run.folder import RunDir
 
 TRAINED, HELD_OUT = "Where does {name} live?", "{name} lives in which town?"
 CONTENDERS = {
-    "memory": ["peft=memory", "memory.layers=[1,3]", "memory.memory_dim=128", "memory.top_k=2"],
+    "memory": ["peft=memory", "memory.layers=[0,2]", "memory.memory_dim=128", "memory.top_k=2"],
     "lora": ["peft=lora"],
 }
 
@@ -56,9 +56,11 @@ def settings(folder: Path, model: Path, args: argparse.Namespace, contender: str
 
 
 def batches(tokenizer: object, pairs: list[tuple[str, str]], phrasing: str) -> Iterator[tuple[list[int], list[int]]]:
+    """(prompt, answer) in the tokens of the whole text, as they are trained on."""
+    encode = lambda text: tokenizer(text)["input_ids"]  # type: ignore[operator]  # noqa: E731
     for name, town in pairs:
-        encode = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]  # type: ignore[operator]  # noqa: E731
-        yield encode(phrasing.format(name=name)), encode(f" {town}")
+        prompt = encode(phrasing.format(name=name))
+        yield prompt, encode(f"{phrasing.format(name=name)} {town}")[len(prompt) :]
 
 
 @torch.no_grad()
@@ -66,8 +68,7 @@ def exact_match(model: torch.nn.Module, tokenizer: object, pairs: list[tuple[str
     """Share of answers that greedy decoding gives whole: each of their tokens is the likeliest after those before."""
     right = 0
     for prompt, answer in batches(tokenizer, pairs, phrasing):
-        bos = [tokenizer.bos_token_id] if tokenizer.bos_token_id is not None else []  # type: ignore[attr-defined]
-        ids = torch.tensor([[*bos, *prompt, *answer]])
+        ids = torch.tensor([[*prompt, *answer]])
         likeliest = model(ids).logits[0, -len(answer) - 1 : -1].argmax(-1)
         right += likeliest.tolist() == answer
     return right / len(pairs)

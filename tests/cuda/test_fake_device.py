@@ -29,7 +29,7 @@ SLIDING = [
     "model.hidden_act=null", "model.head_dim=64", "+model.extra.sliding_window=64",
     "+model.extra.layer_types=[sliding_attention,full_attention]",
 ]  # fmt: skip
-MEMORY = ["model=memory_nano", "memory.layers=[0]", "memory.router_noise=0.1"]
+MEMORY = ["model=memory_nano", "memory.layers=[0]", "memory.router_noise=0.1", "router.scope=step"]
 STEPS = 3
 PACKED = ["data.isolate_documents=true"]
 
@@ -76,6 +76,7 @@ DPO = {
 # Who may wait for the device: whoever writes a row, a score or a checkpoint, and the start of the run.
 MAY_WAIT = {
     "callbacks/metrics.py": {"_log_step", "log_validation", "on_train_start", "state_dict"},
+    "callbacks/routing.py": {"use", "warn", "state_dict"},
     "objectives/guard.py": {"counts", "to", "state_dict"},
     "objectives/base.py": {"validation_means"},
     "callbacks/checkpoints.py": {"save"},
