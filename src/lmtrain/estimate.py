@@ -53,6 +53,7 @@ def estimate(config: Config) -> int:
 
 def rows(model: Any, config: Config, device: "Device") -> list[tuple[str, str]]:
     """(what, in words) of everything that does not depend on the strategy."""
+    from lmtrain.config.growth import step_sizes
     from lmtrain.models import flops
     from lmtrain.run import estimation
     from lmtrain.run.plan import gib, si
@@ -61,7 +62,7 @@ def rows(model: Any, config: Config, device: "Device") -> list[tuple[str, str]]:
     total, trained, tables = flops.parameter_counts(model)
     per_token = flops.flops_per_token(model, c.data.seq_len)
     step = c.data.global_batch_size * c.data.seq_len
-    tokens = step * t.max_steps if t.max_steps is not None else None
+    tokens = step_sizes(c.data).before(t.max_steps) * c.data.seq_len if t.max_steps is not None else None
     world = int(t.devices) * t.num_nodes
     kept = c.checkpoint.keep_last + c.checkpoint.keep_best
     saved = estimation.checkpoint_bytes(model, c)

@@ -21,6 +21,13 @@ def _load(group: str, option: str) -> dict:
     return {**merged, **plain}
 
 
+def data_of(values: dict) -> Data:
+    """Data of plain values, those of its sections too."""
+    made = {f.name: f.default_factory for f in dataclasses.fields(Data)}
+    sections = {name: made[name] for name in values if dataclasses.is_dataclass(made[name])}
+    return Data(**values | {name: section(**values[name]) for name, section in sections.items()})
+
+
 @pytest.fixture
 def data_config(tmp_path):
     """data_config("wikitext", min_length=5): that option of conf/data, cached in the test's own folder."""
@@ -29,7 +36,7 @@ def data_config(tmp_path):
         values = {**_load("data", option), "seq_len": 64, "cache_dir": str(tmp_path / "cache"), **settings}
         unknown = set(values) - {f.name for f in dataclasses.fields(Data)}
         assert not unknown
-        return Data(**values)
+        return data_of(values)
 
     return make
 

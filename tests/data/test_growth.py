@@ -13,13 +13,15 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from inprocess import Ended, message, run, stops_at
+from lmtrain import verify
 from lmtrain.callbacks.metrics import without_times
 from lmtrain.config.compose import check, compose
-from lmtrain.config.growth import Stages, step_sizes
+from lmtrain.config.growth import Stages, check_reached, row_lengths, step_sizes
 from lmtrain.data import order
 from lmtrain.data.corpus import build_corpus
 from lmtrain.data.modules import StepDataset
 from lmtrain.errors import UserError
+from lmtrain.run.trial import config_of
 from support import TINY, rows
 
 SEQ_LEN, ROWS = 32, 6  # of TINY
@@ -141,7 +143,9 @@ def test_a_run_that_grows_goes_on_exactly(text: Path, tmp_path: Path) -> None:
     assert "7 steps = 960 tokens" in plan
 
 
-def test_growing_steps_take_every_row_once_an_epoch(text: Path, tmp_path: Path) -> None:
+def test_growing_steps_take_every_row_once_an_epoch(tmp_path: Path) -> None:
+    text = tmp_path / "short.txt"
+    text.write_text("".join(f"line {i}\n" for i in range(130)))
     items = dataset(text, None, *SIZES)
     count = len(items.rows)
     steps = step_sizes(check(compose([*RUN, *SIZES])).data).steps_for(count)
@@ -194,14 +198,29 @@ def test_what_is_wrong_is_said(wrong: str, said: str) -> None:
         check(compose([*RUN, *re.split(" (?=data)", wrong)]))
 
 
-@pytest.mark.parametrize("grows", [LENGTHS, SIZES], ids=["rows", "steps"])
-def test_a_run_that_ends_before_it_has_grown_up(grows: list[str], text: Path, tmp_path: Path) -> None:
-    ended = train(text, tmp_path / "run", *grows, "trainer.max_steps=3")
+def test_a_run_that_ends_before_it_has_grown_up(text: Path, tmp_path: Path) -> None:
+    ended = train(text, tmp_path / "run", *LENGTHS, "trainer.max_steps=5")
     assert ended.code == 2
-    assert re.match(r"data\.(curriculum|batch_warmup)\.steps=[53]: the run ends after 3 steps", message(ended.err))
-    assert train(text, tmp_path / "try", *grows, "trainer.fast_dev_run=true").code == 0
+    assert message(ended.err).startswith("data.curriculum.steps=5: the run ends after 5 steps, before that: set data.")
+    config = check(compose([*RUN, *SIZES]))
+    check_reached(config, 4)
+    with pytest.raises(UserError, match=re.escape("data.batch_warmup.steps=3: the run ends after 3 steps")):
+        check_reached(config, 3)
+    tried = train(text, tmp_path / "try", *LENGTHS, *SIZES, "trainer.fast_dev_run=true")
+    assert tried.code == 0, tried.err
 
 
 def test_a_key_without_its_curriculum(text: Path, tmp_path: Path) -> None:
     ended = train(text, tmp_path / "run", "data.curriculum.steps=3", "trainer.max_steps=3")
     assert message(ended.err) == ("data.curriculum.steps has no effect here: set data.curriculum.by=length too")
+
+
+def test_trials_have_what_most_of_the_run_has(tmp_path: Path) -> None:
+    """A range test and a search for the largest micro-batch; a proof of exact resume passes through all lengths."""
+    config = check(compose([*RUN, *LENGTHS, *SIZES]))
+    trial = config_of(config, tmp_path, 4)
+    assert row_lengths(trial.data) is None
+    assert step_sizes(trial.data) == Stages.constant(ROWS)
+    proof = check(compose([*RUN, *LENGTHS, *SIZES, *verify.growing(config)]))
+    check_reached(proof, verify.STEPS)
+    assert {row_lengths(proof.data).at(step) for step in range(verify.STEPS)} == {8, 16, 32}  # type: ignore[union-attr]

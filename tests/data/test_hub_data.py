@@ -98,10 +98,10 @@ configs = importlib.util.module_from_spec(spec); spec.loader.exec_module(configs
 from lmtrain.data.text.prepare import prepare
 from lmtrain.data.sources.records import open_parts, split_records
 from lmtrain.errors import UserError
-from lmtrain.config.schema import Data, Tokenizer
+from lmtrain.config.schema import Tokenizer
 
 for data, data_settings, tokenizer, tokenizer_settings in json.loads(sys.argv[2]):
-    cfg = Data(**{**configs._load("data", data), "seq_len": 64, **data_settings})
+    cfg = configs.data_of({**configs._load("data", data), "seq_len": 64, **data_settings})
     began = time.perf_counter()
     try:
         prepared = prepare(cfg, Tokenizer(**{**configs._load("tokenizer", tokenizer), **tokenizer_settings}))

@@ -243,7 +243,8 @@ print(json.dumps({"grown": grown, "seen": peak() - before, "of": prepared.finger
 
 
 def child(cfg, **settings):
-    argument = json.dumps({"data": dataclasses.asdict(cfg), **settings})
+    data = {name: value for name, value in vars(cfg).items() if not dataclasses.is_dataclass(value)}
+    argument = json.dumps({"data": data, **settings})
     pipe = subprocess.PIPE
     return subprocess.Popen([sys.executable, "-c", CHILD, argument], stdout=pipe, stderr=pipe, text=True)
 

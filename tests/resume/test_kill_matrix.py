@@ -87,6 +87,17 @@ def test_a_mixture_of_text_whose_weights_change(corpus: Path, tmp_path: Path) ->
 
 
 @pytest.mark.slow
+def test_rows_and_steps_that_grow(corpus: Path, tmp_path: Path) -> None:
+    """Killed in steps of each size and in rows of each length."""
+    rows = ["data.curriculum={by: length, start_length: 8, steps: 9}", "data.micro_batch_size=2"]
+    settings = [*rows, "data.batch_warmup.start_size=2", "data.batch_warmup.steps=5"]
+    done = train(corpus, tmp_path / "whole", *settings, "data.num_workers=0")
+    assert done.returncode == 0, done.stderr
+    chain(corpus, tmp_path / "run", [("mid_save", 4), ("mid_validation", 9)], *settings, "data.num_workers=1")
+    assert_equal_runs(tmp_path / "whole", tmp_path / "run")
+
+
+@pytest.mark.slow
 def test_a_damaged_newest_checkpoint_costs_its_steps_only(
     uninterrupted: tuple[Path, str], corpus: Path, tmp_path: Path
 ) -> None:

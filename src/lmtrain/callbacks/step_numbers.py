@@ -2,7 +2,7 @@
 
 import math
 
-from lmtrain.config.growth import row_lengths, step_sizes
+from lmtrain.config.growth import Stages, row_lengths, step_sizes
 from lmtrain.config.schema import Config
 from lmtrain.data.modules import Rows
 
@@ -16,7 +16,8 @@ class StepNumbers:
 
     def __init__(self, config: Config, rows: Rows) -> None:
         self.seq_len, self.mixture = config.data.seq_len, getattr(rows, "mixture", None)
-        self.sizes, self.lengths = step_sizes(config.data), row_lengths(config.data)
+        self.sizes = step_sizes(config.data)
+        self.lengths = row_lengths(config.data) or Stages.constant(self.seq_len)
         epochs = config.trainer.max_epochs
         self.all_rows = len(rows) * epochs if epochs is not None else math.inf
 
@@ -26,7 +27,7 @@ class StepNumbers:
             given = self.mixture.rows_given(int(min(self.sizes.before(steps), self.all_rows)))
             for source, rows in zip(self.mixture.sources, given, strict=True):
                 found[f"tokens_seen/{source.name}"] = int(rows) * self.seq_len
-        if self.lengths is not None:
+        if len(self.lengths.values) > 1:
             found["row_length"] = self.row_length(steps)
         if len(self.sizes.values) > 1:
             found["step_rows"] = self.sizes.at(steps - 1)
@@ -34,7 +35,7 @@ class StepNumbers:
 
     def row_length(self, steps: int) -> int:
         """Tokens of a row in the last of so many steps."""
-        return self.seq_len if self.lengths is None else self.lengths.at(steps - 1)
+        return self.lengths.at(steps - 1)
 
     def rows_of_last(self, last: int, steps: int) -> int:
         """Rows of data.seq_len in the `last` of so many steps."""

@@ -145,7 +145,7 @@ def check_reached(c: Config, total_steps: int) -> None:
             )
 
 
-def rate_factor(data: Data, step: int) -> float:
-    """What data.batch_warmup.lr_scaling multiplies the learning rate of a step by."""
-    sizes, power = step_sizes(data), {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[data.batch_warmup.lr_scaling]
+def rate_factor(sizes: Stages, scaling: str, step: int) -> float:
+    """What a data.batch_warmup.lr_scaling multiplies the learning rate of a step by."""
+    power = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[scaling]
     return float((sizes.at(step) / sizes.last) ** power)

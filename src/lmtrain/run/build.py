@@ -3,7 +3,6 @@
 Nothing else in lmtrain instantiates these.
 """
 
-import functools
 import logging
 import math
 import warnings
@@ -189,7 +188,8 @@ def build_objective(config: Config, corpus: Corpus, total_steps: int, stop: Stop
 
 def scaled_by_rows(data: Data, schedule: Schedule) -> Schedule:
     """The schedule's factor, times what data.batch_warmup.lr_scaling has for steps of fewer rows."""
-    return lambda step, total_steps: schedule(step, total_steps) * rate_factor(data, step)
+    sizes, scaling = step_sizes(data), data.batch_warmup.lr_scaling
+    return lambda step, total_steps: schedule(step, total_steps) * rate_factor(sizes, scaling, step)
 
 
 def build_language_model(config: Config, tokenizer: Any) -> LanguageModel:
@@ -215,13 +215,14 @@ def build_metrics(
     hf_model = objective.model.model
     device = torch.device(config.trainer.accelerator)
     numbers = StepNumbers(config, rows_to_train(config, corpus))
-    per_token = functools.cache(lambda length: flops.flops_per_token(hf_model, length))
+    # Counted now, while every rank has the whole model.
+    per_token = {length: flops.flops_per_token(hf_model, length) for length in numbers.lengths.values}
     return Metrics(
         Records(run_dir.metrics),
         log_every_n_steps=config.trainer.log_every_n_steps,
         numbers=numbers,
         bytes_per_token={"": corpus.val_bytes_per_token, **{n: s.bytes_per_token for n, s in val_sets.items()}},
-        flops_per_token=lambda steps: per_token(numbers.row_length(steps)),
+        flops_per_token=lambda steps: per_token[numbers.row_length(steps)],
         peak=flops.peak_flops(device, config.trainer.precision),
     )
 
