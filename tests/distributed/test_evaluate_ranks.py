@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from chats import write_chats, write_rows
 from inprocess import message, run
 from lmtrain.config.compose import check, compose
+from lmtrain.distributed import process_group as world
 from lmtrain.models.language_model import LanguageModel
 from lmtrain.outputs.log_likelihood import negative_log_likelihoods, windows
 from support import Run, rows
@@ -38,6 +39,19 @@ def test_parts_are_the_batches_that_one_would_make(models: list[Path]) -> None:
         parts = [list(negative_log_likelihoods(model, stretches, 4, part=(i, n))) for i in range(n)]
         assert all(parts)
         assert sorted(found for part in parts for found in part) == sorted(whole), "to the last bit"
+
+
+def test_each_rank_does_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of seven items, three ranks do three, two and two; each has all results, in the order of the items."""
+    items, shares = list("abcdefg"), (["a", "d", "g"], ["b", "e"], ["c", "f"])
+    monkeypatch.setattr(world, "size", lambda: 3)
+    for rank, share in enumerate(shares):
+        done: list[str] = []
+        others = [[item.upper() for item in theirs] for theirs in shares]
+        monkeypatch.setattr(world, "rank", lambda rank=rank: rank)
+        monkeypatch.setattr(world, "gathered", lambda mine, r=rank, o=others: [*o[:r], mine, *o[r + 1 :]])
+        assert world.shared_out(items, lambda item, d=done: d.append(item) or item.upper()) == list("ABCDEFG")
+        assert done == share
 
 
 @pytest.mark.slow

@@ -264,7 +264,7 @@ def test_preferences_have_answers_too(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_ranks_score_as_one(chats: Path, tmp_path: Path, lmtrain: Run) -> None:
-    """Only the first rank has the answers: a metric that waited for the other's would hang."""
+    """Each rank writes its part of the answers, the first scores all: a metric that waited for others would hang."""
     for devices in (1, 2):
         settings = ["data.global_batch_size=8", "model.dropout=0", f"trainer.devices={devices}", NO_EXPORT]
         scores = ["callbacks.samples.metrics=[bleu,rouge]", f"run.dir={tmp_path}/{devices}", f"data.path={chats}"]

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from lmtrain.callbacks.records import Joined
 from lmtrain.config.schema import Samples as SamplesConfig
+from lmtrain.distributed import process_group as world
 from lmtrain.objectives.base import Objective
 from lmtrain.outputs.generation import sample_text
 from lmtrain.outputs.prompts import Prompt
@@ -58,15 +59,15 @@ class Samples(pl.Callback):
             self.validations += 1
         if self.validations % self.cfg.every_n_validations != 0:
             return {}
-        sharded = sharding.is_sharded(module.model)
-        if trainer.is_global_zero or sharded:
+        if sharding.is_sharded(module.model):  # a text needs all ranks
             with sharding.root_gathered(module.model):
-                self.texts = [self._continue(module, prompt, sharded) for prompt in self.prompts]
-        pairs = [(t, p.reference) for t, p in zip(self.texts, self.prompts, strict=False) if p.reference is not None]
-        scores = self.text_metrics.score(*map(list, zip(*pairs, strict=True))) if pairs else {}
-        if trainer.world_size > 1 and self.text_metrics.metrics:
-            scores = trainer.strategy.broadcast(scores)
-        return scores
+                self.texts = [self._continue(module, prompt, True) for prompt in self.prompts]
+        else:
+            self.texts = world.shared_out(self.prompts, lambda prompt: self._continue(module, prompt, False))
+        pairs = [(t, p.reference) for t, p in zip(self.texts, self.prompts, strict=True) if p.reference is not None]
+        if not pairs or not self.text_metrics.metrics:
+            return {}
+        return world.from_first(lambda: self.text_metrics.score(*map(list, zip(*pairs, strict=True))))
 
     def _continue(self, module: Objective, prompt: Prompt, together: bool) -> str:
         return sample_text(
