@@ -21,7 +21,7 @@ ROOMS = [
     "data.cache", "data.contents", "data.bpe", "data.folder_key", "data.progress", "data.order", "data.mixing",
     "data.borders", "data.tokenizers", "data.sources", "data.text", "data.stream", "data.chat", "data.modules",
     "data.examples",
-    "data.corpus", "data.val_sets",
+    "data.corpus", "data.build_corpus", "data.val_sets",
     "checkpoints", "strategies", "objectives", "outputs", "callbacks", "run", "sweeps", "stages", "cli",
 ]  # fmt: skip
 VERBS = [

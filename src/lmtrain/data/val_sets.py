@@ -10,7 +10,8 @@ import numpy as np
 
 from lmtrain.config.schema import Config, Data, Tokenizer
 from lmtrain.data import tokenizers
-from lmtrain.data.corpus import Corpus, row_format
+from lmtrain.data.build_corpus import row_format
+from lmtrain.data.corpus import Corpus
 from lmtrain.data.examples.prepare import prepare_examples
 from lmtrain.data.modules import MicroBatch, Rows
 from lmtrain.data.text import bins

@@ -32,7 +32,8 @@ from lmtrain.config.growth import check_reached, rate_factor, row_lengths, step_
 from lmtrain.config.schema import Config, Data
 from lmtrain.config.strategies import SHARING
 from lmtrain.config.targets import building, find_class
-from lmtrain.data.corpus import Corpus, build_corpus, fit_to_model
+from lmtrain.data.build_corpus import build_corpus
+from lmtrain.data.corpus import Corpus, fit_to_model
 from lmtrain.data.modules import FirstRows, Rows, TokenDataModule
 from lmtrain.data.tokenizers import plain_text_hash, tokenizer_hash
 from lmtrain.data.val_sets import ValSet, build_val_sets

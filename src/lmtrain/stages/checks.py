@@ -32,7 +32,7 @@ def _told_of(what: str, do: Callable[[], None]) -> None:
 def _check_stage(plan: Plan, one: PlannedStage, begun: bool) -> None:
     c = one.config
     if c.objective.rows != c.data.rows:
-        from lmtrain.data.corpus import check_rows
+        from lmtrain.data.build_corpus import check_rows
 
         check_rows(c)
     one.data = _digests(c.data)
