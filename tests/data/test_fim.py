@@ -78,7 +78,7 @@ def test_every_document_can_be_put_together_again(spm_rate: int, text: Path) -> 
         found = [put_together(part, *marks) for part in parts_of(tokens, end)]
         joined = [token for plain, _ in found for token in [*plain, end]][:-1]
         marked = [(length, plain) for plain, length in found if length is not None]
-        assert joined == windows.shards[shard].read(start, 33).tolist()[: 33 - 3 * len(marked)]
+        assert joined == shard.read(start, 33).tolist()[: 33 - 3 * len(marked)]
         documents += sum(len(plain) > 0 for plain, _ in found)
         rearranged += len(marked)
         prefixes += [length / len(plain) for length, plain in marked if len(plain) > 8]

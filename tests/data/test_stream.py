@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from lmtrain.config.growth import Stages
 from lmtrain.config.schema import Data
 from lmtrain.data.modules import StepDataset
 from lmtrain.data.sources import files
@@ -206,8 +207,8 @@ def steps(
 ) -> list[dict]:
     found = StreamRows(ring)
     found.folder = folder
-    sizes = {"global_batch_size": ring.global_batch_size, "micro_batch_size": 5}
-    dataset = StepDataset(found, seed=3, **sizes, max_epochs=None, rank=rank, world_size=ranks)
+    sizes = Stages.constant(ring.global_batch_size)
+    dataset = StepDataset(found, seed=3, sizes=sizes, micro_batch_size=5, max_epochs=None, rank=rank, world_size=ranks)
     read = []
     for step in range(first, last):
         assert producer.wait_for(ring.window_after(step), 60)

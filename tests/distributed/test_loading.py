@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from memory import anonymous_bytes, ranks_of
 from strategy_runs import DPO_LORA, LORA, SFT, Runs, names_of
 from transformers import AutoModelForCausalLM
 
@@ -32,6 +31,24 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = save_pretrained(tmp_path_factory.mktemp("llama"), **SHAPE)
     AutoModelForCausalLM.from_pretrained(folder).to(torch.bfloat16).save_pretrained(folder)
     return folder
+
+
+def ranks_of(pid: int) -> list[int]:
+    """The ranks that a run has started, or the run itself."""
+    try:
+        found = [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        found = []
+    return found or [pid]
+
+
+def anonymous_bytes(pid: int) -> int:
+    """Host memory of a process that is no file's; pages it shares with others count by its share."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+    except OSError:
+        return 0
+    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
 
 
 def most_while_loading(folder: Path, settings: list[str]) -> int:

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 
+from lmtrain.config.objectives import CausalLMOptions
 from lmtrain.config.schema import Config, Memory
 from lmtrain.errors import UserError
 
@@ -43,11 +44,10 @@ def check_memory(c: Config) -> None:
 
 def check_router(c: Config) -> None:
     """Raises UserError where the routers' losses can't be those of whole steps."""
-    name = c.objective.name
-    if c.router.scope == "step" and name in ("dpo", "kto", "mdlm"):
+    if c.router.scope == "step" and not isinstance(c.objective, CausalLMOptions):
         raise UserError(
-            f"router.scope=step with objective={name}: it reads a micro-batch more than once, or without the routers' "
-            f"losses; set router.scope=micro_batch"
+            f"router.scope=step with objective={c.objective.name}: only causal_lm and sft read each micro-batch "
+            f"once, with the routers' losses; set router.scope=micro_batch"
         )
 
 
