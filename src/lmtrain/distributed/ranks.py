@@ -115,8 +115,10 @@ def leave_after(job: Callable[[], int]) -> NoReturn:
     leave(code)
 
 
-def print_from_rank(error: UserError | RunError) -> None:
-    """Prints the error of one rank of many, or of all of them, once."""
+def print_from_rank(error: UserError | RunError) -> bool:
+    """Prints the error of one rank of many, or of all of them, once; whether it was printed here."""
     only_here = isinstance(error, RunError) and not error.shared  # all ranks find the same wrong input
     if only_here or is_first():
         errors.print_error(str(error))
+        return True
+    return False

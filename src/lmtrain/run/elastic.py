@@ -30,6 +30,7 @@ from lmtrain.files import write_atomic
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
 _LAUNCHER = "LMTRAIN_LAUNCHER_PID"  # tells ranks whom to end with
 _SHUTDOWN_SECONDS = 300  # time for ranks to reach their step's end and save after a signal
+_SAME_ERROR_SECONDS = 5  # for rank 0 to meet, and print, the error that another rank met
 
 
 @contextlib.contextmanager
@@ -93,7 +94,7 @@ def _launch(module: str, folder: Path, processes: int, max_restarts: int) -> int
         rank = _first_to_fail(folder, failure.failures)
         first = failure.failures[rank]
         if first.exitcode == errors.WRONG_INPUT:
-            return errors.WRONG_INPUT  # rank 0 has said why
+            return errors.WRONG_INPUT  # the rank, or rank 0 for all, has said why
         errors.print_error(f"rank {rank} failed first, {_how(first.exitcode)}")
         return errors.FAILED
     except SignalException as stopped:
@@ -103,6 +104,21 @@ def _launch(module: str, folder: Path, processes: int, max_restarts: int) -> int
 
 def _note_of_failure(folder: Path, rank: int) -> Path:
     return folder / f"rank_{rank}_failed_at"
+
+
+def _note_failure(path: Path, nanoseconds: int) -> None:
+    with contextlib.suppress(OSError):  # the disk may be what failed
+        write_atomic(path, str(nanoseconds))
+
+
+def _has_failed(folder: Path, rank: int) -> bool:
+    """Whether that rank has noted an error, or does so within _SAME_ERROR_SECONDS."""
+    end = time.monotonic() + _SAME_ERROR_SECONDS
+    while not _note_of_failure(folder, rank).exists():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def _first_to_fail(folder: Path, failures: dict[int, Any]) -> int:
@@ -140,13 +156,16 @@ def as_rank(config_path: Path, job: Callable[[Config], int]) -> int:
     failed_at.unlink(missing_ok=True)  # of an earlier start
     try:
         return job(rules.load(config_path))
-    except Exception as error:
-        with contextlib.suppress(OSError):  # the disk may be what failed
-            write_atomic(failed_at, str(time.time_ns()))
-        if not isinstance(error, UserError | RunError):
-            raise
-        print_from_rank(error)
+    except (UserError, RunError) as error:
+        now = time.time_ns()
+        printed = print_from_rank(error)  # before a write: the launcher ends this rank soon after another has left
+        _note_failure(failed_at, now)
+        if not printed and not _has_failed(config_path.parent, rank=0):
+            errors.print_error(str(error))
         return error.exit_code
+    except Exception:
+        _note_failure(failed_at, time.time_ns())
+        raise
     finally:
         _clear_after_launcher()
 

@@ -1,0 +1,50 @@
+"""What ranks of one launcher print when they fail: one message, by whichever rank met it."""
+
+from pathlib import Path
+
+import pytest
+
+from lmtrain.config import compose
+from lmtrain.config.schema import Config
+from lmtrain.errors import FAILED, WRONG_INPUT, RunError, UserError
+from lmtrain.run import elastic
+
+
+def failing(folder: Path, rank: int, error: Exception, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The exit code of a rank whose job raises the error."""
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setattr(elastic, "_SAME_ERROR_SECONDS", 0)
+    (folder / "config.yaml").write_text(compose.dump(compose.check(compose.compose(["data=text", "data.path=x"]))))
+
+    def job(config: Config) -> int:
+        raise error
+
+    return elastic.as_rank(folder / "config.yaml", job)
+
+
+def test_the_first_rank_prints_before_it_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another rank that has left meanwhile makes the launcher end this one."""
+    printed = list[str]()
+    monkeypatch.setattr(elastic, "write_atomic", lambda *_: printed.append(capsys.readouterr().err))
+    assert failing(tmp_path, 0, UserError("no such file"), monkeypatch) == WRONG_INPUT
+    assert printed == ["error: no such file\n"]
+
+
+@pytest.mark.parametrize("met_by_first", [False, True])
+def test_a_mistake_that_one_rank_alone_meets_is_printed(
+    met_by_first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if met_by_first:
+        failing(tmp_path, 0, UserError("no such file"), monkeypatch)
+    assert failing(tmp_path, 1, UserError("no such file"), monkeypatch) == WRONG_INPUT
+    assert capsys.readouterr().err == "error: no such file\n"
+    assert (tmp_path / "rank_1_failed_at").exists()
+
+
+def test_a_failed_run_is_printed_by_its_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert failing(tmp_path, 1, RunError("the disk is full"), monkeypatch) == FAILED
+    assert capsys.readouterr().err == "error: the disk is full\n"
