@@ -16,6 +16,7 @@ class UserError(Exception):
     """The config or the data is wrong; printed without a traceback, exit code 2."""
 
     exit_code = WRONG_INPUT
+    shared = False  # whether all ranks raise it, since they told each other
 
 
 class ReadError(UserError):

@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +15,10 @@ from chats import write_chats, write_rows
 from inprocess import message, run
 from lmtrain.config.compose import check, compose
 from lmtrain.distributed import process_group as world
+from lmtrain.errors import UserError
 from lmtrain.models.language_model import LanguageModel
 from lmtrain.outputs.log_likelihood import negative_log_likelihoods, windows
+from lmtrain.run import harness
 from support import Run, rows
 from tiny_pretrained import save_pretrained
 
@@ -45,6 +49,7 @@ def test_each_rank_does_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of seven items, three ranks do three, two and two; each has all results, in the order of the items."""
     items, shares = list("abcdefg"), (["a", "d", "g"], ["b", "e"], ["c", "f"])
     monkeypatch.setattr(world, "size", lambda: 3)
+    monkeypatch.setattr(world, "together", lambda make: make())
     for rank, share in enumerate(shares):
         done: list[str] = []
         others = [[item.upper() for item in theirs] for theirs in shares]
@@ -52,6 +57,42 @@ def test_each_rank_does_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(world, "gathered", lambda mine, r=rank, o=others: [*o[:r], mine, *o[r + 1 :]])
         assert world.shared_out(items, lambda item, d=done: d.append(item) or item.upper()) == list("ABCDEFG")
         assert done == share
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_an_error_of_one_rank_is_raised_on_all(broken: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the others have come less far: each rank is a thread, and every exchange waits for both."""
+    here, meeting, sent = threading.local(), threading.Barrier(2, timeout=30), [None, None]
+
+    def all_gather_object(found: list[object], mine: object) -> None:
+        sent[here.rank] = mine
+        meeting.wait()
+        found[:] = sent
+        meeting.wait()
+
+    def score() -> None:
+        if here.rank == broken:
+            raise UserError("can't be read")
+        world.gathered("what the harness waits for first")
+
+    def job(rank: int) -> tuple[str, list[int]]:
+        here.rank = rank
+        with pytest.raises(UserError) as raised:
+            world.together(score)
+        return str(raised.value), world.gathered(rank)
+
+    monkeypatch.setattr(world, "size", lambda: 2)
+    monkeypatch.setattr(world.dist, "all_gather_object", all_gather_object)
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(job, range(2))) == [("can't be read", [0, 1])] * 2
+
+
+def test_fewer_documents_than_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(world, "size", lambda: 3)
+    with pytest.raises(UserError, match=r"set trainer\.devices to at most 2"):
+        harness.check_limit(2)
+    harness.check_limit(3)
+    harness.check_limit(None)
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
@@ -55,15 +55,10 @@ def together(make: Callable[[], T]) -> T:
     try:
         made = make()
     except (UserError, RunError, OSError) as error:
+        if getattr(error, "shared", False):
+            raise
         mistake = error
-    if size() > 1:
-        found: list[Exception | None] = [None] * size()
-        dist.all_gather_object(found, mistake)
-        mistake = next((error for error in found if error is not None), None)
-        if isinstance(mistake, RunError):
-            mistake.shared = True
-    if mistake is not None:
-        raise mistake
+    _exchanged(None, mistake)
     return made  # type: ignore[return-value]
 
 
@@ -77,14 +72,35 @@ def from_first(make: Callable[[], T]) -> T:
 
 
 def gathered(mine: T) -> list[T]:
-    """What each rank calls with, in the order of the ranks, on every one; all must call it."""
-    found = [mine] * size()
+    """What each rank calls with, in the order of the ranks, on every one; all must call it.
+
+    Raises:
+        UserError, RunError, OSError: of a rank that met one meanwhile inside `together`, on all of them.
+    """
+    return _exchanged(mine, None)
+
+
+def _exchanged(mine: T, mistake: Exception | None) -> list[T]:
+    """The ranks' values, or the first one's mistake, raised on all, which is then marked as shared.
+
+    All that is gathered here has this form, so that a rank that met an error is understood by those that have not
+    come as far.
+    """
+    found: list[Any] = [(mine, mistake)] * size()
     if size() > 1:
-        dist.all_gather_object(found, mine)
-    return found
+        dist.all_gather_object(found, (mine, mistake))
+    error = next((error for _, error in found if error is not None), None)
+    if error is not None:
+        error.shared = size() > 1
+        raise error
+    return [value for value, _ in found]
 
 
 def shared_out(items: Sequence[S], do: Callable[[S], T]) -> list[T]:
-    """What `do` gives for each item, in their order, on every rank, each of which does every n-th of them."""
-    parts = gathered([do(item) for item in items[rank() :: size()]])
+    """What `do` gives for each item, in their order, on every rank, each of which does every n-th of them.
+
+    Raises:
+        UserError, RunError, OSError: of the first rank that met one, on all of them.
+    """
+    parts = gathered(together(lambda: [do(item) for item in items[rank() :: size()]]))
     return [parts[i % size()][i // size()] for i in range(len(items))]

@@ -43,7 +43,7 @@ def evaluate(who: Subject, config: Config, chosen: Config) -> Evaluated:
     kind = data.kind_of(chosen.data)
     if kind == "text":
         return _text(who, config, chosen)
-    rows = data.rows(chosen, who.tokenizer_name)
+    rows = world.together(lambda: data.rows(chosen, who.tokenizer_name))
     longest, most = int(rows.examples.lengths.max()), positions(who.model.model)
     if longest > most:
         raise UserError(f"a row has {longest} tokens and {who.name} positions for {most}: set data.max_length={most}")
@@ -99,7 +99,8 @@ def _sums(model: LanguageModel, stretches: Iterable[Window], config: Config) -> 
     """Negative log-likelihood in nats and number of scored tokens of each row, fp64 [rows]."""
     sums: dict[int, list[float]] = {}
     e, part = config.evaluate, (world.rank(), world.size())
-    mine = list(negative_log_likelihoods(model, stretches, e.batch_size, e.precision, part))
+    score = lambda: list(negative_log_likelihoods(model, stretches, e.batch_size, e.precision, part))  # noqa: E731
+    mine = world.together(score)
     for row, nll, tokens in itertools.chain.from_iterable(world.gathered(mine)):
         sums.setdefault(row, []).append(nll)
         sums.setdefault(~row, []).append(tokens)
@@ -161,7 +162,7 @@ def _pairs(who: Subject, config: Config, chosen: Config, rows: data.Rows) -> Eva
     nll, tokens = _sums(who.model, _examples(rows, 2 * count), config)
     reference, named = None, "none"
     if LOSSES[str(objective.loss)].has_reference and objective.reference != "none":
-        model, named = reference_model(who, config)
+        model, named = world.together(lambda: reference_model(who, config))
         reference = -_sums(model, _examples(rows, 2 * count), config)[0]
     scores = pair_scores(-nll, reference, tokens, objective)
     known = {"pairs": count, "rows_fingerprint": rows.fingerprint}

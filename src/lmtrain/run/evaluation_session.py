@@ -72,7 +72,9 @@ def evaluate(config: Config) -> int:
         except (UserError, RunError) as error:
             report.models = report.models[:1]
             kept = f"{error}; the scores of {who.name} alone are kept: {world.from_first(report.write)}"
-            raise type(error)(kept) from error
+            said = type(error)(kept)
+            said.shared = error.shared
+            raise said from error
     path = world.from_first(report.write)
     if world.rank() == 0:
         terminal.console().print(report.table())

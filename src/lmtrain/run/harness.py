@@ -92,6 +92,22 @@ def evaluate(who: Subject, config: Config, tasks: Tasks) -> Evaluated:
 
 def run(who: Subject, config: Config, tasks: Tasks) -> dict[str, Any]:
     """Results, versions and samples, with their log-likelihoods, of the harness's `simple_evaluate`; on every rank."""
+    check_limit(config.evaluate.limit)
+    found = world.together(lambda: _run(who, config, tasks))
+    return world.gathered(_kept(found) if found is not None else {})[0]
+
+
+def check_limit(limit: int | None) -> None:
+    """Raises UserError where fewer documents are asked for than there are ranks: the harness needs one for each."""
+    if limit is not None and world.size() > limit:
+        raise UserError(
+            f"evaluate.limit={limit} documents of a task for {world.size()} devices: set trainer.devices to at most "
+            f"{limit}"
+        )
+
+
+def _run(who: Subject, config: Config, tasks: Tasks) -> Any:
+    """What `simple_evaluate` gives: None on all ranks but the first."""
     import torch
     from lm_eval import simple_evaluate
 
@@ -100,7 +116,7 @@ def run(who: Subject, config: Config, tasks: Tasks) -> dict[str, Any]:
     with _quiet(), autocast:
         model = _model(who, config)
         try:
-            found = simple_evaluate(
+            return simple_evaluate(
                 model,
                 tasks=tasks.names,
                 task_manager=tasks.manager,
@@ -116,7 +132,6 @@ def run(who: Subject, config: Config, tasks: Tasks) -> dict[str, Any]:
         except (OSError, ValueError, KeyError) as error:  # what datasets and the harness raise for what is not there
             said = " ".join(str(error).split())
             raise UserError(f"evaluate.tasks={','.join(tasks.names)}: {type(error).__name__}: {said}") from error
-    return world.gathered(_kept(found) if found is not None else {})[0]
 
 
 def _model(who: Subject, config: Config) -> Any:
