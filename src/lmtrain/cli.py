@@ -254,4 +254,7 @@ def main(argv: list[str] | None = None) -> int:
             f"there is no verb {verb!r}{f'; did you mean {near[0]!r}?' if near else ''} ({', '.join(VERBS)})"
         )
         return errors.WRONG_INPUT
-    return importlib.import_module(f"lmtrain.{verb}").main(rest)
+    job = importlib.import_module(f"lmtrain.{verb}").main
+    if verb in ("train", "evaluate") and ranks.started_by() is not None:
+        ranks.leave_after(lambda: job(rest))
+    return job(rest)
