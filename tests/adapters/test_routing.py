@@ -32,11 +32,14 @@ def trained(corpus: Path, folder: Path, *extra: str) -> list[dict[str, Any]]:
 
 
 def assert_equal(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    """The first step to rounding. AdamW then steps by the sign of gradients near 0, where two orders of summation may
+    differ, and a token between two chapters may then choose the other."""
     assert len(found) == len(expected) == 3
     for a, b in zip(found, expected, strict=True):
+        first = a["step"] == 1
         for name in ("train/loss", "grad_norm", *AUX):
-            assert a[name] == pytest.approx(b[name], rel=2e-5, abs=1e-7), (a["step"], name)
-        assert a["aux/memory_use"] == b["aux/memory_use"]
+            assert a[name] == pytest.approx(b[name], rel=2e-5 if first else 1e-3, abs=1e-7), (a["step"], name)
+        assert a["aux/memory_use"] == pytest.approx(b["aux/memory_use"], rel=0, abs=0 if first else 2)
 
 
 def test_losses_of_a_step_do_not_depend_on_its_micro_batches(corpus: Path, tmp_path: Path) -> None:
@@ -70,6 +73,13 @@ def test_losses_of_a_step_want_one_reading_of_a_micro_batch() -> None:
     assert ended.code == 2
     assert "router.scope=step with objective=dpo" in message(ended.err)
     assert "set router.scope=micro_batch" in message(ended.err)
+
+
+def test_losses_of_a_step_want_no_filled_up_rows() -> None:
+    padded = ["objective=sft", "data=chat_jsonl", "data.path=x", "data.packing=off", "data.seq_len=64"]
+    ended = run("train", *padded, "router.scope=step")
+    assert ended.code == 2
+    assert "router.scope=step with data.packing=off" in message(ended.err)
 
 
 def test_a_collapsed_router_is_told_once_and_seen_in_the_report(

@@ -85,3 +85,12 @@ def test_parts_add_up_to_the_whole() -> None:
             torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-16)
     alone = sum(router_terms(part, 2).load_balance * len(part) / 50 for part in parts)
     assert not torch.isclose(alone, summed[0]), "each part balanced by itself is another loss"
+
+
+def test_a_step_without_tokens_has_finite_losses_and_no_gradient() -> None:
+    logits = random_logits()
+    nothing = Totals(torch.zeros(6).double(), torch.zeros(6).double(), torch.tensor(0.0, dtype=torch.float64))
+    terms = router_terms(logits, 2, nothing)
+    assert all(torch.isfinite(value) for value in terms)
+    (gradient,) = torch.autograd.grad(0 * (terms.load_balance + terms.deviation + terms.z_loss), logits)
+    assert gradient.count_nonzero() == 0

@@ -49,6 +49,11 @@ def check_router(c: Config) -> None:
             f"router.scope=step with objective={c.objective.name}: only causal_lm and sft read each micro-batch "
             f"once, with the routers' losses; set router.scope=micro_batch"
         )
+    if c.router.scope == "step" and c.data.packing == "off":
+        raise UserError(
+            "router.scope=step with data.packing=off: rows are filled up to the longest of their micro-batch, so the "
+            "losses would depend on the split of a step; set router.scope=micro_batch, or another data.packing"
+        )
 
 
 def _check_text(layers: object) -> None:

@@ -7,6 +7,7 @@ have the same losses: what they count must count once.
 from typing import NamedTuple
 
 import lightning.pytorch as pl
+import torch.distributed
 from torch import Tensor
 
 
@@ -28,4 +29,6 @@ def total(trainer: pl.Trainer, sums: Tensor) -> Tensor:
     """Sums (floating point) over all rows from sums over each rank's; every rank must call it."""
     if trainer.world_size == 1:
         return sums
-    return trainer.strategy.reduce(sums, reduce_op="sum") / data_parallel(trainer).copies
+    summed = sums.clone()
+    torch.distributed.all_reduce(summed)  # Lightning's reduce would pay a barrier before it
+    return summed / data_parallel(trainer).copies

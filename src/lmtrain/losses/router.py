@@ -63,7 +63,7 @@ def router_terms(logits: Tensor, top_k: int, whole: Totals | None = None) -> Rou
             gradients. None: these tokens are the whole.
     """
     whole = whole if whole is not None else totals(logits, top_k)
-    choices, n = logits.shape[-1], whole.tokens
+    choices, n = logits.shape[-1], whole.tokens.clamp(min=1)  # a step may have no trained token
     mean = probabilities_of(logits).sum(0) / n  # this part's share in P
     away = whole.probabilities / n - 1 / choices  # sums to 0, so that sum_i away_i P_i is the deviation
     deviation = torch.dot(away, mean)
