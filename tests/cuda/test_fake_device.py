@@ -94,7 +94,7 @@ def seen(cases: dict[str, list[str]], library: Path, folder: Path) -> dict[str, 
         input=json.dumps(cases),
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=60 + 30 * len(cases),
     )
     assert done.returncode == 0, done.stderr[-3000:]
     results = json.loads(done.stdout)

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -29,6 +30,22 @@ def python() -> str:
     return named or sys.executable
 
 
+def wait_until_ready(server: subprocess.Popen[bytes], log: Path) -> None:
+    end = time.monotonic() + 120
+    while "Uvicorn running" not in log.read_text(errors="replace"):
+        assert server.poll() is None, f"the server ended before it was ready: {log.read_text()[-2000:]}"
+        assert time.monotonic() < end, f"the server is not ready after 120 s: {log.read_text()[-2000:]}"
+        time.sleep(0.2)
+
+
+def end(server: subprocess.Popen[bytes]) -> None:
+    server.terminate()
+    try:
+        server.wait(30)
+    except subprocess.TimeoutExpired:
+        server.kill()
+
+
 @pytest.mark.slow
 def test_the_server_answers_as_the_run_does(tmp_path: Path) -> None:
     command = python()
@@ -42,14 +59,14 @@ def test_the_server_answers_as_the_run_does(tmp_path: Path) -> None:
     serve = [command, "-m", "transformers.cli.transformers", "serve", str(export), "--port", port, "--device", "cpu",
              "--dtype", "float32"]  # fmt: skip
     question, prompt = "how far is Oslo?", "Oslo is"
-    with subprocess.Popen(serve, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as server:
+    log = tmp_path / "serve.log"
+    with log.open("w") as stderr, subprocess.Popen(serve, stdout=subprocess.DEVNULL, stderr=stderr) as server:
         try:
-            assert server.stderr is not None
-            assert any("Uvicorn running" in line for line in server.stderr), "the server ended before it was ready"
+            wait_until_ready(server, log)
             script = [command, str(Path(__file__).with_name("serve_client.py")), f"http://localhost:{port}/v1"]
-            done = subprocess.run([*script, str(export), question, prompt], capture_output=True, text=True)
+            done = subprocess.run([*script, str(export), question, prompt], capture_output=True, text=True, timeout=120)
         finally:
-            server.terminate()
+            end(server)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     model, tokenizer = trained.load(str(tmp_path / "run"), "last")
