@@ -116,7 +116,7 @@ def measured(folder: Path, jobs: list[list[str]], count: int) -> list[int]:
     command += [str(Path(__file__).with_name("memory_ranks.py")), str(here / "jobs.json")]
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, **ENV, "PYTHONPATH": path}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False, timeout=600)
     if done.returncode != 0:
         raise SystemExit((done.stdout + done.stderr)[-3000:])
     ranks = [json.loads((here / f"{rank}.json").read_text()) for rank in range(count)]

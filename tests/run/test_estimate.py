@@ -113,6 +113,10 @@ def test_it_counts_what_the_plan_of_a_run_counts(lmtrain: Run, corpus: Path) -> 
 @pytest.mark.parametrize(("model", "strategy"), [("moe", "ddp"), ("qwen3", "fsdp"), ("memory", "zero3")])
 def test_within_15_percent_of_what_a_run_holds(model: str, strategy: str, tmp_path: Path) -> None:
     """The most that a rank holds, by the kernel's account, less what a model of next to nothing takes there."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError as error:
+        pytest.skip(f"the kernel's peak of a process can't be asked anew: {error}")
     (tmp_path / "text.txt").write_text("What one device holds, and how it falls with their number. " * 500)
     (found,) = benchmark.compare(tmp_path, [model], strategy, 2, rows=2, seq_len=128)
     config = rules.check(
