@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from ports import free_port
 from strategy_runs import CAUSAL, Runs
 
 from lmtrain.checkpoints import store
+from ports import free_port
 
 NODES, PER_NODE = 2, 2
 

@@ -10,12 +10,12 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from ports import free_port
 
 from lmtrain.callbacks.metrics import without_times
 from lmtrain.distributed import ranks
 from lmtrain.errors import UserError
 from lmtrain.files import read_jsonl
+from ports import free_port
 from support import TINY, lingers, rows
 
 TEXT = [*TINY, "data=text", "data.global_batch_size=8", "data.micro_batch_size=2", "trainer.max_steps=12",

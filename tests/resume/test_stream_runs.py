@@ -13,6 +13,7 @@ from runs import assert_equal_runs, environment, kill_at, stable_rows, train
 from test_kill_matrix import SIGKILLED
 
 from inprocess import message, run
+from lmtrain.data.stream.producer import Producer
 from lmtrain.data.text import encode
 from lmtrain.files import read_jsonl
 from support import TINY
@@ -73,6 +74,20 @@ def test_one_that_breaks_off_is_saved_and_goes_on(text: Path, whole: Path, tmp_p
     assert stable_rows(tmp_path / "run") == stable_rows(whole)
 
 
+def test_stopped_before_the_first_rows_it_ends_as_a_stopped_run(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nothing_comes(self: Producer) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped)
+
+    monkeypatch.setattr(Producer, "_produce", nothing_comes)
+    ended = run("train", *command(text, tmp_path / "run", "run.time_limit=0:00:01"))
+    assert ended.code == 75, ended.err
+    assert "stopped by run.time_limit at step 0 of 40; there is no checkpoint yet" in " ".join(ended.out.split())
+    assert not (tmp_path / "run" / "ring").exists()
+
+
 WRONG = {
     f"data.ring_bytes={RING // 4}": "holds less than two windows",
     "data.ring_bytes=100": "Set data.ring_bytes=",
@@ -81,7 +96,7 @@ WRONG = {
     "data.packing=first_fit": "set data.packing=null",
     "data.num_samples=9": "set data.num_samples=null",
     "data.ring_shard_tokens=20": "set data.ring_shard_tokens=33 or more",
-    "data.global_batch_size=120": "may need 120 at once",
+    "data.global_batch_size=120": "may need 240 at once",
     "data.num_workers=8": "and data.num_workers=8 may need 136",
     "data.ring_val_tokens=1000000": "are held out for validation",
     "tokenizer=char": "is made from all of the text",
