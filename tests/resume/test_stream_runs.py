@@ -2,7 +2,7 @@
 
 import gzip
 import random
-import subprocess
+import shutil
 import sys
 import threading
 from collections.abc import Iterator
@@ -16,6 +16,7 @@ from inprocess import message, run
 from lmtrain.data.stream.producer import Producer
 from lmtrain.data.text import encode
 from lmtrain.files import read_jsonl
+from ranks_again import run_ranks
 from support import TINY
 
 RING = 16_000
@@ -128,7 +129,7 @@ def watched(tmp_path: Path) -> Iterator[list[int]]:
     sizes, done = [0], threading.Event()
 
     def watch() -> None:
-        while not done.is_set():
+        while not done.wait(0.001):
             try:
                 sizes.append(sum(file.stat().st_size for file in (tmp_path / "run" / "ring").iterdir()))
             except FileNotFoundError:  # removed while it is looked at
@@ -159,7 +160,7 @@ def test_killed_again_and_again(corpus: Path, tmp_path: Path, watched: list[int]
 def test_two_ranks_read_what_one_reads(text: Path, whole: Path, tmp_path: Path) -> None:
     settings = command(text, tmp_path / "run", "trainer.devices=2")
     line = [sys.executable, "-m", "lmtrain.train", *settings]
-    done = subprocess.run(line, env=environment(), capture_output=True, text=True, timeout=600)
+    done = run_ranks(line, environment(), lambda: shutil.rmtree(tmp_path / "run", ignore_errors=True))
     assert done.returncode == 0, done.stdout + done.stderr
     one, two = (list(read_jsonl(folder / "metrics.jsonl")) for folder in (whole, tmp_path / "run"))
     assert len(one) == len(two) == 42
@@ -167,7 +168,8 @@ def test_two_ranks_read_what_one_reads(text: Path, whole: Path, tmp_path: Path) 
         assert a.get("rows") == b.get("rows")
         for key in ("train/loss", "val/loss", "grad_norm"):
             if key in a:
-                assert b[key] == pytest.approx(a[key], rel=1e-5), (a["step"], key)
+                # Two ranks add in another order, and 40 steps of AdamW carry the rounding on.
+                assert b[key] == pytest.approx(a[key], rel=1e-4), (a["step"], key)
 
 
 @pytest.mark.slow
