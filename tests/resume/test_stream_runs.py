@@ -173,6 +173,19 @@ def test_two_ranks_read_what_one_reads(text: Path, whole: Path, tmp_path: Path) 
 
 
 @pytest.mark.slow
+def test_two_ranks_say_once_what_keeps_the_first_rows_from_them(text: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(text, tmp_path / "text")
+    broken = sorted(folder.iterdir())[1]  # after the head, in the first window
+    content = broken.read_bytes()
+    broken.write_bytes(content[:30] + b"\xff" * 50 + content[80:])
+    line = [sys.executable, "-m", "lmtrain.train", *command(folder, tmp_path / "run", "trainer.devices=2")]
+    done = run_ranks(line, environment(), lambda: shutil.rmtree(tmp_path / "run", ignore_errors=True))
+    assert done.returncode == 2, done.stderr
+    assert broken.name in message(done.stderr)
+    assert not (tmp_path / "run" / "ring").exists()
+
+
+@pytest.mark.slow
 def test_a_malformed_row_far_into_a_stream_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encode, "BATCH", 1000)  # characters read ahead of what is tokenized
     rows = [f'{{"text": "line {n} of some text with a few words"}}' for n in range(400)]
