@@ -12,6 +12,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 
+from lmtrain.callbacks.preemption import Preemption
 from lmtrain.data.sources import stdlib, stdlib_questions
 from support import TINY
 
@@ -49,6 +50,9 @@ class StopsAt(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
         if trainer.global_step == self.step:
             os.kill(os.getpid(), signal.SIGTERM)
+            preemption = next(c for c in trainer.callbacks if isinstance(c, Preemption))  # type: ignore[attr-defined]
+            while preemption.stop.signals.first is None:  # a thread notes it, at its own time
+                time.sleep(0.001)
 
 
 def stops_at(step: int) -> list[str]:

@@ -45,6 +45,23 @@ class Raises(Greetings):
 
 class NoLabel:
     settings, resolved, notes = {}, "1", []
+
+
+class NoBytes(NoLabel):
+    label = "greetings"
+
+    def pieces(self, split):
+        return None
+
+
+class FixedSettings(Greetings):
+    @property
+    def settings(self):
+        return {}
+
+
+class ListedSettings(Greetings):
+    settings = ["kind"]
 """
 
 
@@ -108,7 +125,10 @@ def test_its_rows_are_conversations(module: Path) -> None:
         (["data.source=nobody"], "package.module.Class"),
         (["data.source_options={colour: red}"], "got an unexpected keyword argument 'colour'"),
         (["data.source=my_source.Raises"], "my_source.Raises raised ArithmeticError: no such number"),
-        (["data.source=my_source.NoLabel"], "it lacks label, pieces"),
+        (["data.source=my_source.NoLabel"], "it lacks label, pieces, text_bytes"),
+        (["data.source=my_source.NoBytes"], "it lacks text_bytes"),
+        (["data.source=my_source.FixedSettings"], "my_source.FixedSettings raised AttributeError: "),
+        (["data.source=my_source.ListedSettings"], "its settings are ['kind']: make them a dict"),
         (["data.source=files", "data.source_options={name: Ada}"], "data.source_options has no effect"),
         (["data.path=book.txt"], "data.path has no effect"),
     ],

@@ -2,11 +2,8 @@
 
 import json
 import os
-import re
 import shutil
-import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
@@ -14,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from inprocess import run
+from ranks_again import run_ranks
 from support import TINY, rows
 
 BATCH = ["data.global_batch_size=8", "data.micro_batch_size=2", "trainer.max_steps=20", "trainer.val_check_interval=10",
@@ -63,24 +61,17 @@ class Runs:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "LMTRAIN_DEEPSPEED_ON_CPU": "1", "DS_ACCELERATOR": "cpu",
                "PYTHONFAULTHANDLER": "1"}  # fmt: skip
-        for last in (False, True):
-            done = subprocess.run(
-                [*command, str(Path(__file__).with_name("ranks.py")), str(jobs)],
-                capture_output=True, text=True, timeout=600, env=env,
-            )  # fmt: skip
-            if last or not re.search(r"exitcode +: -(6|11)\b", done.stderr):
-                break
-            # Once in several hundred launches glibc ended a rank over a broken heap ("unaligned tcache chunk"), in
-            # native code under gloo; valgrind and glibc's own checks found nothing. Said, and tried once more.
-            warnings.warn(f"a rank was ended by a signal of its own: {done.stderr[-5000:]}", stacklevel=2)
-            for name in self.jobs:
-                shutil.rmtree(self.folder / name, ignore_errors=True)
+        done = run_ranks([*command, str(Path(__file__).with_name("ranks.py")), str(jobs)], env, self._clear)
         assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
         for rank in range(ranks):
             codes = dict(zip(self.jobs, json.loads((self.folder / f"{rank}.json").read_text()), strict=True))
             failed = {name: code for name, code in codes.items() if code != "0"}
             assert not failed, "\n".join(f"{name} on rank {rank}: {text}" for name, text in failed.items())
         self.jobs = {}
+
+    def _clear(self) -> None:
+        for name in self.jobs:
+            shutil.rmtree(self.folder / name, ignore_errors=True)
 
     def checkpoint(self, name: str, step: int) -> str:
         return str(self.folder / name / "checkpoints" / f"step_{step:08d}")

@@ -2,7 +2,7 @@
 
 import gzip
 import random
-import subprocess
+import shutil
 import sys
 import threading
 from collections.abc import Iterator
@@ -13,8 +13,10 @@ from runs import assert_equal_runs, environment, kill_at, stable_rows, train
 from test_kill_matrix import SIGKILLED
 
 from inprocess import message, run
+from lmtrain.data.stream.producer import Producer
 from lmtrain.data.text import encode
 from lmtrain.files import read_jsonl
+from ranks_again import run_ranks
 from support import TINY
 
 RING = 16_000
@@ -73,6 +75,20 @@ def test_one_that_breaks_off_is_saved_and_goes_on(text: Path, whole: Path, tmp_p
     assert stable_rows(tmp_path / "run") == stable_rows(whole)
 
 
+def test_stopped_before_the_first_rows_it_ends_as_a_stopped_run(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nothing_comes(self: Producer) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped)
+
+    monkeypatch.setattr(Producer, "_produce", nothing_comes)
+    ended = run("train", *command(text, tmp_path / "run", "run.time_limit=0:00:01"))
+    assert ended.code == 75, ended.err
+    assert "stopped by run.time_limit at step 0 of 40; there is no checkpoint yet" in " ".join(ended.out.split())
+    assert not (tmp_path / "run" / "ring").exists()
+
+
 WRONG = {
     f"data.ring_bytes={RING // 4}": "holds less than two windows",
     "data.ring_bytes=100": "Set data.ring_bytes=",
@@ -81,7 +97,7 @@ WRONG = {
     "data.packing=first_fit": "set data.packing=null",
     "data.num_samples=9": "set data.num_samples=null",
     "data.ring_shard_tokens=20": "set data.ring_shard_tokens=33 or more",
-    "data.global_batch_size=120": "may need 120 at once",
+    "data.global_batch_size=120": "may need 240 at once",
     "data.num_workers=8": "and data.num_workers=8 may need 136",
     "data.ring_val_tokens=1000000": "are held out for validation",
     "tokenizer=char": "is made from all of the text",
@@ -113,7 +129,7 @@ def watched(tmp_path: Path) -> Iterator[list[int]]:
     sizes, done = [0], threading.Event()
 
     def watch() -> None:
-        while not done.is_set():
+        while not done.wait(0.001):
             try:
                 sizes.append(sum(file.stat().st_size for file in (tmp_path / "run" / "ring").iterdir()))
             except FileNotFoundError:  # removed while it is looked at
@@ -144,7 +160,7 @@ def test_killed_again_and_again(corpus: Path, tmp_path: Path, watched: list[int]
 def test_two_ranks_read_what_one_reads(text: Path, whole: Path, tmp_path: Path) -> None:
     settings = command(text, tmp_path / "run", "trainer.devices=2")
     line = [sys.executable, "-m", "lmtrain.train", *settings]
-    done = subprocess.run(line, env=environment(), capture_output=True, text=True, timeout=600)
+    done = run_ranks(line, environment(), lambda: shutil.rmtree(tmp_path / "run", ignore_errors=True))
     assert done.returncode == 0, done.stdout + done.stderr
     one, two = (list(read_jsonl(folder / "metrics.jsonl")) for folder in (whole, tmp_path / "run"))
     assert len(one) == len(two) == 42
@@ -152,7 +168,21 @@ def test_two_ranks_read_what_one_reads(text: Path, whole: Path, tmp_path: Path) 
         assert a.get("rows") == b.get("rows")
         for key in ("train/loss", "val/loss", "grad_norm"):
             if key in a:
-                assert b[key] == pytest.approx(a[key], rel=1e-5), (a["step"], key)
+                # Two ranks add in another order, and 40 steps of AdamW carry the rounding on.
+                assert b[key] == pytest.approx(a[key], rel=1e-4), (a["step"], key)
+
+
+@pytest.mark.slow
+def test_two_ranks_say_once_what_keeps_the_first_rows_from_them(text: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(text, tmp_path / "text")
+    broken = sorted(folder.iterdir())[1]  # after the head, in the first window
+    content = broken.read_bytes()
+    broken.write_bytes(content[:30] + b"\xff" * 50 + content[80:])
+    line = [sys.executable, "-m", "lmtrain.train", *command(folder, tmp_path / "run", "trainer.devices=2")]
+    done = run_ranks(line, environment(), lambda: shutil.rmtree(tmp_path / "run", ignore_errors=True))
+    assert done.returncode == 2, done.stderr
+    assert broken.name in message(done.stderr)
+    assert not (tmp_path / "run" / "ring").exists()
 
 
 @pytest.mark.slow

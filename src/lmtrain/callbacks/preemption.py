@@ -56,7 +56,8 @@ class Preemption(pl.Callback):
             self.stop.deadline = None  # the first rank's clock is the run's: it tells the others, and the user
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.interrupted_validation:  # the one that was owed: its checkpoint is there
+        # In the validation that was owed, or before a stream had its first rows: the checkpoint, if any, is there.
+        if self.stop.agreed:
             self._end(trainer)
 
     def on_train_batch_end(

@@ -9,6 +9,7 @@ from lmtrain.data.stream.head import Head
 from lmtrain.data.stream.producer import Producer
 from lmtrain.data.stream.rows import StreamRows
 from lmtrain.data.stream.tokens import Place
+from lmtrain.distributed import process_group as world
 from lmtrain.distributed.stop_request import StopRequest
 from lmtrain.errors import ReadError, UserError
 
@@ -40,21 +41,28 @@ class FeedStream(pl.Callback):
         self.place = dict(state_dict)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not trainer.is_global_zero:
-            return
-        assert self.rows.folder is not None
+        """All ranks wait for the first rows, and meet what keeps the first one from reading them."""
         self.step = trainer.global_step
+        if not world.from_first(self._begin):
+            self.stop.agreed = True  # before a step was made: Preemption ends the run
+
+    def _begin(self) -> bool:
+        """Whether the first rows are there; False where the run was asked to stop before they were."""
+        assert self.rows.folder is not None
         window, place = self._where_to_begin()
         self.producer = Producer(self.head, self.rows.ring, self.rows.folder, window, place, self.patience)
         self.producer.start()
-        error = self._wait()
-        if error is not None:
-            raise error
+        return self._wait()
 
     def _where_to_begin(self) -> tuple[int, Place]:
         window = self.rows.ring.window_of(self.step)
-        if self.place is None:
+        if self.place is None and window == 0:
             return 0, self.head.begin
+        if self.place is None:
+            raise UserError(
+                f"the checkpoint of step {self.step} is of a run without a stream and holds no place to read on from: "
+                f"set data.ring_bytes=null as that run had it, or begin another run (run.name=...)"
+            )
         if self.place["window"] != window:
             raise UserError(
                 f"the checkpoint holds where window {self.place['window']} of the stream begins, and with the sizes of "
@@ -70,29 +78,35 @@ class FeedStream(pl.Callback):
         if self.producer is None or self.step == self.total_steps:
             return
         self.producer.discard_before(self.rows.ring.window_of(self.step))
-        error = self._wait()
-        if error is not None:
+        try:
+            self._wait()
+        except Exception as error:
             self.stop.ask(f"the stream, which broke off ({error}),", None if isinstance(error, ReadError) else error)
 
-    def _wait(self) -> Exception | None:
-        """Waits for the rows of the next two steps; returns what ended the stream before them, if anything has."""
+    def _wait(self) -> bool:
+        """Waits for the rows of the next two steps; False where the run was asked to stop before they were there.
+
+        Raises what ended the stream before them.
+        """
         assert self.producer is not None
         window = self.rows.ring.window_after(min(self.step + 1, self.total_steps - 1))
         while not self.producer.wait_for(window, _LOOK_SECONDS):
             if self.producer.error is not None:
-                return self.producer.error
+                raise self.producer.error
             if self.stop.asked():
-                break
-        return None
+                return False
+        return True
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._end()
+        self._end(trainer)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._end()
+        self._end(trainer)
 
-    def _end(self) -> None:
+    def _end(self, trainer: pl.Trainer) -> None:
+        """Removes the ring, also where nothing has filled it: loader workers wait for rows as long as it is there."""
         if self.producer is not None:
-            assert self.rows.folder is not None
             self.producer.stop()
+        if trainer.is_global_zero:
+            assert self.rows.folder is not None
             shutil.rmtree(self.rows.folder, ignore_errors=True)

@@ -28,6 +28,9 @@ from lmtrain.errors import UserError
 from lmtrain.objectives.base import Objective
 from lmtrain.run.folder import RunDir
 
+# Seconds: a minute less than torch's process groups wait for a rank, for the pauses between attempts to read.
+_PATIENCE_OF_GLOO, _PATIENCE_OF_NCCL = 29 * 60, 9 * 60
+
 
 def check_monitors(
     config: Config, corpus: Corpus, objective: Objective, samples: Samples | None, val_sets: dict[str, ValSet]
@@ -131,9 +134,21 @@ def build_feed(
     if corpus.stream is None:
         return None
     assert isinstance(corpus.train, StreamRows)
+    check_patience(config)
     corpus.train.folder = run_dir.ring
     world.from_first(lambda: _make_empty(run_dir.ring))
     return FeedStream(corpus.stream, corpus.train, stop, total_steps, config.data.ring_patience or 0.0)
+
+
+def check_patience(config: Config) -> None:
+    """UserError where other ranks would give up on the first one while it still tries to read."""
+    patience = config.data.ring_patience or 0.0
+    longest = _PATIENCE_OF_GLOO if config.trainer.accelerator == "cpu" else _PATIENCE_OF_NCCL
+    if world.size() > 1 and patience > longest:
+        raise UserError(
+            f"data.ring_patience={patience:g}: the ranks wait for the one that reads, and give up a minute after "
+            f"{longest} seconds: set data.ring_patience={longest} or less"
+        )
 
 
 def _make_empty(folder: Path) -> None:

@@ -3,6 +3,7 @@
 import hashlib
 import inspect
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from lmtrain.config.schema import Data
@@ -27,15 +28,24 @@ def open_own(cfg: Data) -> Any:
         raise UserError(f"data.source_options={options}: {cfg.source}: {error}") from None
     with building("data.source", cfg.source):
         source = cls(**options)
-    needed = ["label", "settings", "resolved", "notes", *(("pieces",) if cfg.rows == "text" else ("records",))]
-    missing = [name for name in needed if not hasattr(source, name)]
+    reads = ["pieces", "text_bytes"] if cfg.rows == "text" else ["records"]
+    with building("data.source", cfg.source):  # a property may raise
+        missing = [n for n in ("label", "settings", "resolved", "notes", *reads) if not hasattr(source, n)]
     if missing:
         raise UserError(
             f"data.source={cfg.source} is no source of {'text' if cfg.rows == 'text' else 'rows'}: it lacks "
             f"{', '.join(missing)} (lmtrain.data.sources.choose.Source says what they are)"
         )
-    source.settings = {**source.settings, "class": cfg.source, "options": options, "code": _code_of(cls)}
+    with building("data.source", cfg.source):
+        settings = _mapping(source.settings, cfg.source)
+        source.settings = {**settings, "class": cfg.source, "options": options, "code": _code_of(cls)}
     return source
+
+
+def _mapping(settings: Any, name: str) -> Mapping[str, Any]:
+    if not isinstance(settings, Mapping):
+        raise UserError(f"data.source={name}: its settings are {settings!r}: make them a dict of what shapes its data")
+    return settings
 
 
 def _code_of(cls: type) -> str:

@@ -11,7 +11,7 @@ from lmtrain.data.stream.head import Head
 from lmtrain.data.stream.rows import Ring, shard_file
 from lmtrain.data.stream.tokens import Place, Shard, endless, shards
 from lmtrain.data.text.shards import END_BYTES
-from lmtrain.errors import ReadError, RunError
+from lmtrain.errors import ReadError, RunError, first_line
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds between attempts to read; doubled each time
 
@@ -82,7 +82,9 @@ class Producer:
                 with self._changed:
                     self._changed.wait_for(lambda: self._stopped, pause)
                 pause = min(2 * pause, _LONGEST_PAUSE)
-            except Exception as error:
+            except BaseException as error:  # what panics in the Rust of tokenizers is no Exception
+                if not isinstance(error, Exception):
+                    error = RunError(f"the stream can't be tokenized: {type(error).__name__}: {first_line(error)}")
                 return self._fail(error)
 
     def _fail(self, error: Exception) -> None:

@@ -71,7 +71,8 @@ def make_ring(config: Config, dtype: str) -> Ring:
             f"{needed:,} bytes (2 x data.ring_window={d.ring_window} x data.ring_shard_tokens={d.ring_shard_tokens}, "
             f"{dtype}). Set data.ring_bytes={needed}, or lower data.ring_window"
         )
-    ahead = (1 + 2 * d.num_workers) * d.global_batch_size  # loader workers read two steps ahead each
+    # A step and the next lie in two windows; loader workers read two steps ahead each.
+    ahead = max(2, 1 + 2 * d.num_workers) * d.global_batch_size
     if ahead > ring.window_rows:
         workers = f" and data.num_workers={d.num_workers}" if d.num_workers else ""
         raise UserError(
