@@ -63,23 +63,6 @@ def test_equals_plain_softmax_attention(method, kv_heads, window):
     torch.testing.assert_close(ours, theirs)
 
 
-def test_layers_share_one_dense_mask(monkeypatch):
-    """In the dtype of the queries: scaled_dot_product_attention would copy another, and keep a copy for each layer."""
-    masks, plain = [], torch.nn.functional.scaled_dot_product_attention
-
-    def sdpa(*args, attn_mask, **options):
-        masks.append(attn_mask)
-        return plain(*args, attn_mask=attn_mask, **options)
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", sdpa)
-    q, k, v = projections()
-    layout = Documents(packed()["cu_seqlens"], 3, 20, "dense_mask")
-    for _ in range(2):
-        call(q, k, v, documents=layout)
-    assert masks[0] is masks[1]
-    assert masks[0].dtype == q.dtype
-
-
 def test_flex_block_mask_shows_the_same_pairs():
     """The mask CUDA gets; its kernel runs there only, its forward here."""
     from torch.nn.attention.flex_attention import flex_attention

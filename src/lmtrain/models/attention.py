@@ -75,9 +75,7 @@ def attention(
     elif documents.method == "slices":
         out = _slices(query, key, value, scores, dropout, sliding_window, documents)
     elif documents.method == "dense_mask" or (documents.method == "block_mask" and not query.is_cuda):
-        dense = documents.additive_mask(sliding_window, _compute_dtype(query, value)) if scores.plain else None
-        mask = documents.mask(sliding_window) if dense is None else dense
-        out = _sdpa(query, key, value, scores, dropout, mask).transpose(1, 2)
+        out = _sdpa(query, key, value, scores, dropout, documents.mask(sliding_window)).transpose(1, 2)
     elif not scores.plain:
         raise UserError(
             f"{type(module).__name__} caps its attention's scores or has a sink, which model.attention="
@@ -139,11 +137,13 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scores: Scores, dropout: 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, scores: Scores, dropout: float, mask: Tensor | None) -> Tensor:
     grouped = query.shape[1] != key.shape[1]
-    dtype, compute = _autocast_dtype(value), _compute_dtype(query, value)
+    dtype = compute = _autocast_dtype(value)
     # CUDA's kernel for fp32 and those that take a mask have no grouped heads, matmul has none at all.
     if grouped and (mask is not None or not scores.plain or (query.is_cuda and dtype == torch.float32)):
         key, value = _repeat_heads(key, query.shape[1], dim=1), _repeat_heads(value, query.shape[1], dim=1)
         grouped = False
+    if query.device.type == "cpu" and query.shape[2] < CPU_HALF_PRECISION_FROM:
+        compute = torch.promote_types(dtype, torch.float32)
     with torch.autocast(query.device.type, enabled=False):
         query, key, value = (x.to(compute) for x in (query, key, value))
         if scores.plain:
@@ -180,13 +180,6 @@ def _weights(query: Tensor, key: Tensor, scores: Scores, seen: Tensor) -> Tensor
 def _autocast_dtype(x: Tensor) -> torch.dtype:
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-
-
-def _compute_dtype(query: Tensor, value: Tensor) -> torch.dtype:
-    """Of scaled_dot_product_attention's inputs."""
-    dtype = _autocast_dtype(value)
-    short = query.device.type == "cpu" and query.shape[2] < CPU_HALF_PRECISION_FROM
-    return torch.promote_types(dtype, torch.float32) if short else dtype
 
 
 def _repeat_heads(x: Tensor, heads: int, dim: int) -> Tensor:

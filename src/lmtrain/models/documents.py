@@ -82,17 +82,6 @@ class Documents:
             self._masks[window] = make(window)
         return self._masks[window]
 
-    def additive_mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """The dense mask as [B, 1, T, T] in `dtype`, 0 where seen, -inf elsewhere, made once for all layers.
-
-        scaled_dot_product_attention would make it of a bool mask at each call, and keep each for the backward.
-        """
-        key = (window, dtype)
-        if key not in self._masks:
-            seen = self.mask(window)
-            self._masks[key] = torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, float("-inf"))
-        return self._masks[key]
-
     def lower_right_mask(self, length: int, prefix: int, window: int | None) -> Tensor:
         """[length, prefix + length] bool: what the queries of a document see of its prefix and itself."""
         key = (length, prefix, window)

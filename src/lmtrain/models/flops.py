@@ -10,7 +10,7 @@ from lmtrain.config.deepspeed import engine_config
 from lmtrain.config.schema import Config
 from lmtrain.config.strategies import ranks_per_part
 from lmtrain.models.blocks import decoder_blocks
-from lmtrain.models.language_model import attention_dropout, auto_chunk_bytes, chunk_bytes_of
+from lmtrain.models.language_model import auto_chunk_bytes, chunk_bytes_of
 
 # DeepSpeed's defaults, in numbers: of gradients reduced at a time, of parameters gathered at a time under ZeRO-3.
 ZERO_BUCKET, ZERO_LIVE = 5e8, 1e9
@@ -168,8 +168,7 @@ def memory_estimate(model: PreTrainedModel, config: Config, card_bytes: int | No
         "gradients": weight_bytes * trained,
         "optimizer": int(_state_bytes(model, config.optimizer.name)),
         "activations": tokens * _activation_bytes(model, config, weight_bytes, mixed)
-        + _memory_bytes(model, config, tokens, 2 if mixed else weight_bytes)
-        + _mask_bytes(model, config, 2 if mixed else weight_bytes),
+        + _memory_bytes(model, config, tokens, 2 if mixed else weight_bytes),
         **({"average": 4 * trained} if config.callbacks.ema.enabled else {}),
         "logits": _logits_bytes(model, config, tokens, 2 if mixed else weight_bytes, card_bytes),
     }
@@ -254,15 +253,6 @@ def _memory_bytes(model: nn.Module, config: Config, tokens: int, product: int) -
     """What the blocks of a memory keep for their backward; with checkpointing, one at a time."""
     kept: list[int] = [m.kept_bytes(tokens, product) for m in model.modules() if hasattr(m, "kept_bytes")]  # type: ignore[operator]
     return max(kept, default=0) if config.trainer.activation_checkpointing is True else sum(kept)
-
-
-def _mask_bytes(model: PreTrainedModel, config: Config, product: int) -> int:
-    """The mask of model.attention=dense_mask, bool and additive, which all layers share."""
-    d, choice = config.data, config.model.attention
-    packed = d.isolate_documents or d.packing not in (None, "off") or config.objective.name == "dpo"
-    drops = config.trainer.accelerator == "cuda" and attention_dropout(model.config.get_text_config()) > 0
-    dense = choice == "dense_mask" or (choice == "auto" and drops)
-    return d.micro_batch_size * d.seq_len**2 * (1 + product) if packed and dense else 0
 
 
 def _block_activation_bytes(shape: Any, stream: int, product: int, mixed: bool, parts: int) -> int:

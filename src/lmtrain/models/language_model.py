@@ -207,10 +207,7 @@ class LanguageModel(nn.Module):
         method = self._method(input_ids.device)
         if self._compiled():
             let_grow(cu_seqlens, *(prefixes or ()))
-        documents = Documents(cu_seqlens, input_ids.shape[0], input_ids.shape[1], method, prefixes)
-        if method == "dense_mask" and self.plain_softmax:
-            documents.additive_mask(None, self._dtype(input_ids.device))  # here, so that a compiled block finds it
-        return documents
+        return Documents(cu_seqlens, input_ids.shape[0], input_ids.shape[1], method, prefixes)
 
     def _whole_rows(self, input_ids: Tensor) -> Documents | None:
         """Rows as documents of their own where flash attention runs: it slides by itself, plain attention by a mask."""
@@ -223,14 +220,11 @@ class LanguageModel(nn.Module):
 
     def _method(self, device: torch.device) -> str:
         """How documents are kept apart in this forward."""
+        autocast = torch.is_autocast_enabled(device.type)
+        dtype = torch.get_autocast_dtype(device.type) if autocast else self.model.dtype
         dropout = self.attention_dropout if self.training else 0.0
         choice = getattr(self.model, "documents_attention", "transformers")
-        return choose_method(choice, device, self._dtype(device), dropout, self.plain_softmax)
-
-    def _dtype(self, device: torch.device) -> torch.dtype:
-        """Of matrix products."""
-        autocast = torch.is_autocast_enabled(device.type)
-        return torch.get_autocast_dtype(device.type) if autocast else self.model.dtype
+        return choose_method(choice, device, dtype, dropout, self.plain_softmax)
 
     def _compiled(self) -> bool:
         """Whether `compile_model` was called on the model: then the loss is compiled too."""
