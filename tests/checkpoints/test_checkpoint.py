@@ -3,6 +3,8 @@
 import errno
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +102,40 @@ def test_a_full_disk_leaves_the_checkpoints_before_it(tmp_path: Path, monkeypatc
     monkeypatch.undo()
     assert [p.name for p in tmp_path.iterdir()] == [store.name_of(1)]
     assert store.damage(tmp_path / store.name_of(1)) is None
+
+
+INTERRUPTED = """
+import sys
+from pathlib import Path
+
+import torch
+
+from lmtrain.checkpoints import store
+
+opener = torch.serialization._open_zipfile_writer_buffer
+begin = opener.__init__
+
+
+def begin_and_fail(self, *args):
+    begin(self, *args)
+    raise RuntimeError("DataLoader worker (pid 1) is killed")  # as torch's handler of SIGCHLD may, in any line
+
+
+opener.__init__ = begin_and_fail
+try:
+    store.publish({"state_dict": {}, "global_step": 1}, Path(sys.argv[1]) / "step_00000001")
+except RuntimeError as error:
+    message = str(error)
+print("goes on:", message)
+"""
+
+
+def test_an_exception_as_a_save_begins_is_an_exception(tmp_path: Path) -> None:
+    """It was an abort: torch's writer ended its archive, in the file that was closed by then, as it was collected."""
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED, tmp_path], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "goes on: DataLoader worker (pid 1) is killed\n"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_retention() -> None:

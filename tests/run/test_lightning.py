@@ -59,7 +59,7 @@ def test_profiler(profiler: str, corpus: Path, tmp_path: Path, lmtrain: Run) -> 
     done = lmtrain("train", *settings)
     assert done.returncode == 0, done.stderr
     report = next((tmp_path / "run").glob("*profile.txt")).read_text()
-    assert ("aten::" if profiler == "pytorch" else "run_training_batch") in report
+    assert ("ProfilerStep" if profiler == "pytorch" else "run_training_batch") in report
     if profiler == "pytorch":
         trace = json.loads(next((tmp_path / "run").glob("*.pt.trace.json")).read_text())
         assert any("aten::" in event.get("name", "") for event in trace["traceEvents"])
