@@ -1,4 +1,4 @@
-"""From documents to token ids, with bounded memory, on all cores (the tokenizers library's own threads).
+"""From documents to token ids, with bounded memory, on all cores.
 
 A long document is cut into segments that are tokenized apart. A cut is made only where tokenizers end a word anyway
 (after a single newline before a letter or digit, or before a single space between two), and only where tokenizing the
@@ -8,17 +8,21 @@ puts a space there).
 """
 
 import copy
+import functools
+import os
 import re
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from lmtrain.data.sources.pieces import Piece
+from lmtrain.data.text.byte_bpe import ByteBPE
 
 SEGMENT = 1 << 14  # characters; long enough that checking a cut costs nothing, short enough to feed many threads
-BATCH = 1 << 20  # characters tokenized at a time; the library needs about 100 bytes for each of their tokens
+BATCH = 1 << 20  # characters tokenized at a time; the tokenizers library needs about 100 bytes for each of their tokens
 _SURROUNDINGS = 48  # characters on either side of a cut: more than any token is long
 _TRIES = 8
 _CUT = re.compile(r"(?<=\S)\n(?=[^\W_])|(?<=[^\W_])(?= [^\W_])")
@@ -30,6 +34,9 @@ class Segment(NamedTuple):
     text: str
     continues: bool
     ends: bool
+
+
+_Ids = np.ndarray | Future[np.ndarray]  # uint32 [n]
 
 
 class Encoded(NamedTuple):
@@ -44,27 +51,34 @@ class Encoded(NamedTuple):
 class Encoder:
     """Tokenizes streams of documents; special tokens are never read out of the text itself."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, eos_id: int | None) -> None:
-        """eos_id: the token put after each document, or None for nothing."""
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, eos_id: int | None, threads: int | None = None) -> None:
+        """eos_id: the token put after each document, or None for nothing; threads: None for one a core."""
         self.backend = copy.deepcopy(tokenizer.backend_tokenizer)
         self.backend.no_truncation()
         self.backend.no_padding()
         # "<|endoftext|>" written in a document is text, not the end of it.
         self.backend.encode_special_tokens = True
-        self.eos = [] if eos_id is None else [eos_id]
+        self.eos = np.array([] if eos_id is None else [eos_id], dtype=np.uint32)
         self.newline = self._ids("\n")
+        self.threads = threads or len(os.sched_getaffinity(0))
+        self.fast = functools.cache(lambda: ByteBPE.of(self.backend))
 
     def encode(self, pieces: Iterable[Piece], continues: bool = False) -> Iterator[Encoded]:
         """Token ids of the documents, in order; `continues` where the first piece begins at a segment in a document."""
         batch: list[Segment] = []
-        size = 0
-        for segment in self.segments(pieces, continues):
-            batch.append(segment)
-            size += len(segment.text)
-            if size >= BATCH:
-                yield from self._encode_batch(batch)
-                batch, size = [], 0
-        yield from self._encode_batch(batch)
+        size, fast = 0, None  # a short text is not worth the making of a ByteBPE
+        begun: list[tuple[Segment, _Ids]] = []  # the batch before, while the next one is read
+        with ThreadPoolExecutor(self.threads) as pool:
+            for segment in self.segments(pieces, continues):
+                batch.append(segment)
+                size += len(segment.text)
+                if size >= BATCH:
+                    fast = self.fast()
+                    before, begun = begun, self._begin(batch, fast, pool)
+                    yield from map(self._finish, before)
+                    batch, size = [], 0
+            begun += self._begin(batch, fast, pool)
+            yield from map(self._finish, begun)
 
     def segments(self, pieces: Iterable[Piece], continues: bool = False) -> Iterator[Segment]:
         """Documents cut where it doesn't change their tokens, into segments of SEGMENT characters or somewhat more."""
@@ -97,14 +111,22 @@ class Encoder:
     def _ids(self, text: str) -> list[int]:
         return self.backend.encode(text, add_special_tokens=False).ids
 
-    def _encode_batch(self, batch: list[Segment]) -> Iterator[Encoded]:
+    def _begin(
+        self, batch: list[Segment], fast: ByteBPE | None, pool: ThreadPoolExecutor
+    ) -> list[tuple[Segment, "_Ids"]]:
+        """Each segment with its ids, those that `fast` covers while the caller goes on."""
         texts = ["\n" + s.text if s.continues else s.text for s in batch]
-        encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
-        for segment, encoding in zip(batch, encodings, strict=True):
-            ids = encoding.ids
-            if segment.continues:
-                ids = ids[len(self.newline) :]
-            if segment.ends:
-                ids = ids + self.eos
-            size = len(segment.text.encode())
-            yield Encoded(np.array(ids, dtype=np.uint32), size, segment.ends, len(segment.text))
+        found: dict[int, _Ids] = {}
+        if fast is not None:
+            found = {n: pool.submit(fast.encode, text) for n, text in enumerate(texts) if fast.covers(text)}
+        rest = [n for n in range(len(texts)) if n not in found]
+        encodings = self.backend.encode_batch_fast([texts[n] for n in rest], add_special_tokens=False)
+        found |= {n: np.array(e.ids, dtype=np.uint32) for n, e in zip(rest, encodings, strict=True)}
+        return [(segment, found[n]) for n, segment in enumerate(batch)]
+
+    def _finish(self, begun: tuple[Segment, "_Ids"]) -> Encoded:
+        segment, ids = begun
+        ids = ids.result() if isinstance(ids, Future) else ids
+        ids = ids[len(self.newline) :] if segment.continues else ids
+        ids = np.concatenate([ids, self.eos]) if segment.ends else ids
+        return Encoded(ids, len(segment.text.encode()), segment.ends, len(segment.text))

@@ -135,7 +135,7 @@ def _write_split(
     pieces = sources.pieces(source, cfg, name)
     if pieces is None:
         return None
-    encoder = Encoder(tokenizer, meta["eos_id"] if cfg.append_eos else None)
+    encoder = Encoder(tokenizer, meta["eos_id"] if cfg.append_eos else None, cfg.num_proc)
     writer = BinWriter(folder, name, meta["dtype"], cfg.shard_tokens or 2**30)
     show.start(name, sources.expected_bytes(source, cfg, name))
     try:
