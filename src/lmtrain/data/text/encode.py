@@ -60,7 +60,7 @@ class Encoder:
         self.backend.encode_special_tokens = True
         self.eos = np.array([] if eos_id is None else [eos_id], dtype=np.uint32)
         self.newline = self._ids("\n")
-        self.threads = threads or len(os.sched_getaffinity(0))
+        self.threads = threads or os.cpu_count() or 1
         self.fast = functools.cache(lambda: ByteBPE.of(self.backend))
 
     def encode(self, pieces: Iterable[Piece], continues: bool = False) -> Iterator[Encoded]:
