@@ -32,7 +32,7 @@ class Stretch(NamedTuple):
 
     @property
     def text_ids(self) -> np.ndarray:
-        """All of its tokens: the last target is in no input."""
+        """All of its tokens: in a window of text the last target is in no input."""
         return self.ids if self.targets[-1] == IGNORE else np.append(self.ids, self.targets[-1])
 
 
@@ -57,7 +57,7 @@ def stretches(rows: Rows, row: int) -> list[Stretch]:
         )
     group = getattr(rows, "group", 1)
     both = [examples.read(row * group + i) for i in range(group)]
-    return [Stretch(ids[:-1], np.where(learned[1:], ids[1:], IGNORE)) for ids, learned in both]
+    return [Stretch(ids, np.append(np.where(learned[1:], ids[1:], IGNORE), IGNORE)) for ids, learned in both]
 
 
 def lengths(rows: Rows) -> Score:

@@ -114,12 +114,12 @@ def _longest(config: Config, rows: Rows) -> int:
     examples: Any = getattr(rows, "examples", None)
     if examples is None or config.data.packing not in (None, "off"):
         return config.data.seq_len
-    return int(examples.lengths.max()) - 1  # nothing is predicted from the last
+    return int(examples.lengths.max())
 
 
 def losses(model: LanguageModel, rows: Rows, micro_batch_size: int, bf16: bool, chosen: np.ndarray) -> np.ndarray:
     """The mean loss of each row's learned tokens in nats, fp32 [n]; 0 for a row without any."""
-    found = [(n, s) for n, row in enumerate(chosen.tolist()) for s in difficulty.stretches(rows, row) if len(s.ids)]
+    found = [(n, s) for n, row in enumerate(chosen.tolist()) for s in difficulty.stretches(rows, row)]
     found.sort(key=lambda pair: -len(pair[1].ids))  # near lengths together: little is padding
     device, sums, counts = model.model.device, np.zeros(len(chosen)), np.zeros(len(chosen))
     for batch in _batches(found, micro_batch_size):
