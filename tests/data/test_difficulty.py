@@ -222,17 +222,17 @@ def test_scoring_goes_on_where_it_was_interrupted(tmp_path: Path, monkeypatch: p
         return rows.astype(np.float32) ** 2
 
     with pytest.raises(KeyboardInterrupt):
-        difficulty.scored_once(tmp_path / "scores", chosen, score, RowProgress(False))
+        difficulty.scored_once(tmp_path / "scores", chosen, lambda _: score, RowProgress(False))
     assert not (tmp_path / "scores").exists()
     asked.clear()
     for _ in range(2):
-        found = difficulty.scored_once(tmp_path / "scores", chosen, score, RowProgress(False))
+        found = difficulty.scored_once(tmp_path / "scores", chosen, lambda _: score, RowProgress(False))
         assert found.tolist() == (chosen.astype(np.float32) ** 2).tolist()
     assert asked == chosen[8:].tolist(), "two parts were there, and all of it the second time"
     assert [p.name for p in tmp_path.iterdir() if p.name != ".locks"] == ["scores"]
     (tmp_path / "scores" / "scores.npy").write_bytes(b"half")
     with pytest.raises(UserError, match=re.escape("scores.npy can't be read")):
-        difficulty.scored_once(tmp_path / "scores", chosen, score, RowProgress(False))
+        difficulty.scored_once(tmp_path / "scores", chosen, lambda _: score, RowProgress(False))
 
 
 WRONG = {

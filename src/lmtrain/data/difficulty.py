@@ -75,23 +75,20 @@ def compression(rows: Rows, tokenizer: Any) -> Score:
     return _each(score)
 
 
-def rarity(rows: Rows, chosen: np.ndarray, vocab_size: int) -> Score:
+def rarity(rows: Rows, chosen: np.ndarray, vocab_size: int, progress: RowProgress) -> Score:
     """The mean of -log(frequency) over the learned tokens of each row, counted in the rows `chosen`."""
-    frequency: list[np.ndarray] = []
-
-    def count() -> np.ndarray:
-        counts = np.zeros(vocab_size, dtype=np.int64)
-        for part in in_parts(chosen):
-            learned = np.concatenate([_learned(rows, row) for row in part.tolist()])
-            counts += np.bincount(learned, minlength=vocab_size)
-        with np.errstate(divide="ignore"):  # tokens that are nowhere are asked for nowhere
-            return -np.log(counts / max(1, counts.sum()))
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    progress.start("tokens of rows", len(chosen), doing="count")
+    for part in in_parts(chosen):
+        learned = np.concatenate([_learned(rows, row) for row in part.tolist()])
+        counts += np.bincount(learned, minlength=vocab_size)
+        progress.advance(len(part), 0)
+    with np.errstate(divide="ignore"):  # of tokens that are in none of these rows nothing is asked
+        surprise = -np.log(counts / max(1, counts.sum()))
 
     def score(row: int) -> float:
-        if not frequency:  # all rows are read for it: only where scores are missing
-            frequency.append(count())
         learned = _learned(rows, row)
-        return float(frequency[0][learned].mean()) if len(learned) else 0.0
+        return float(surprise[learned].mean()) if len(learned) else 0.0
 
     return _each(score)
 
@@ -109,7 +106,9 @@ def in_parts(chosen: np.ndarray) -> Iterator[np.ndarray]:
     return (chosen[start : start + PART] for start in range(0, len(chosen), PART))
 
 
-def scored_once(folder: Path, chosen: np.ndarray, score: Score, progress: RowProgress) -> np.ndarray:
+def scored_once(
+    folder: Path, chosen: np.ndarray, make_score: Callable[[RowProgress], Score], progress: RowProgress
+) -> np.ndarray:
     """The scores of the rows `chosen`, fp32 [n], kept in `folder`: found there, or computed into it.
 
     Safe to call from several processes at once (one computes, the others wait) and to kill at any moment: what was
@@ -125,7 +124,7 @@ def scored_once(folder: Path, chosen: np.ndarray, score: Score, progress: RowPro
     def build(temporary: Path) -> None:
         parts = folder.with_name(f"{folder.name}.parts")
         parts.mkdir(exist_ok=True)
-        np.save(temporary / _SCORES, _in_parts(parts, chosen, score, progress))
+        np.save(temporary / _SCORES, _in_parts(parts, chosen, make_score(progress), progress))
 
     if not is_complete(folder):
         build_once(folder, is_complete, build, progress.say)

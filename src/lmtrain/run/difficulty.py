@@ -2,7 +2,7 @@
 
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ def score_rows(config: Config, corpus: Corpus) -> tuple[np.ndarray, np.ndarray]:
     data, rows = config.data, corpus.train
     count = rows_in_order(data, len(rows))
     chosen = permute(np.arange(count), len(rows), config.seed, 0)
-    score, weights = _score(config, corpus, chosen)
+    make_score, weights = _score(config, corpus, chosen)
     # Which rows there are and what the first epoch cuts out of the text: all of the trajectory but how it is batched.
     unread = ("global_batch_size", "batch_warmup.", "curriculum.")
     shapes = {k: v for k, v in values(data, TRAJECTORY).items() if not k.startswith(unread)}
@@ -66,25 +66,25 @@ def score_rows(config: Config, corpus: Corpus) -> tuple[np.ndarray, np.ndarray]:
     folder = Path(data.cache_dir).expanduser() / f"difficulty-{data.curriculum.score}-{key_hash(key)[:12]}"
     progress = RowProgress(True)
     try:
-        return chosen, difficulty.scored_once(folder, chosen, score, progress)
+        return chosen, difficulty.scored_once(folder, chosen, make_score, progress)
     finally:
         progress.stop()
         if config.trainer.accelerator == "cuda":
             torch.cuda.empty_cache()  # the model's memory
 
 
-def _score(config: Config, corpus: Corpus, chosen: np.ndarray) -> tuple[Score, str | None]:
-    """What scores rows, and the hash of the weights it depends on."""
-    rows, name = corpus.train, config.data.curriculum.score
+def _score(config: Config, corpus: Corpus, chosen: np.ndarray) -> tuple[Callable[[RowProgress], Score], str | None]:
+    """What makes the score of rows, where it is needed, and the hash of the weights it depends on."""
+    rows, tokenizer, name = corpus.train, corpus.tokenizer, config.data.curriculum.score
     if name == "length":
-        return difficulty.lengths(rows), None
+        return lambda _: difficulty.lengths(rows), None
     if name == "compression":
-        return difficulty.compression(rows, corpus.tokenizer), None
+        return lambda _: difficulty.compression(rows, tokenizer), None
     if name == "rarity":
-        return difficulty.rarity(rows, chosen, vocab_size(corpus.tokenizer)), None
-    model = _load(config, corpus)
-    bf16 = "bf16" in config.trainer.precision
-    return functools.partial(losses, model, rows, config.data.micro_batch_size, bf16), weights_hash(model)
+        return lambda progress: difficulty.rarity(rows, chosen, vocab_size(tokenizer), progress), None
+    model, bf16 = _load(config, corpus), "bf16" in config.trainer.precision
+    score = functools.partial(losses, model, rows, config.data.micro_batch_size, bf16)
+    return lambda _: score, weights_hash(model)
 
 
 def _load(config: Config, corpus: Corpus) -> LanguageModel:
