@@ -4,6 +4,7 @@ import re
 from typing import Any
 
 from lmtrain.config.constraints import choice
+from lmtrain.config.difficulty import check_difficulty
 from lmtrain.config.growth import check_growth
 from lmtrain.config.keys import check_constraints
 from lmtrain.config.memory import check_memory, check_router
@@ -25,6 +26,7 @@ def check_values(c: Config) -> None:
     _check_run(c)
     _check_positions(c)
     check_growth(c)
+    check_difficulty(c)
     _check_fim(c)
     _check_names(c)
     _check_peft(c)
@@ -130,7 +132,7 @@ def _check_fim(c: Config) -> None:
     d = c.data
     if not d.fim.rate:
         return
-    others = {"data.packing": d.packing not in (None, "concat"), "data.curriculum.by": d.curriculum.by is not None}
+    others = {"data.packing": d.packing not in (None, "concat"), "data.curriculum.by": d.curriculum.by == "length"}
     for key, is_set in others.items():
         if is_set:
             raise UserError(

@@ -108,6 +108,7 @@ def not_compared(theirs: dict[str, Any], ours: Fingerprint, config: Config) -> l
         and value is not None
         and not (_shapes(name, config) is MODEL and name.split(".")[0] in told)
         and not (name.startswith("data.fim.") and config.data.fim.rate == 0)  # off: it shapes nothing
+        and not (name.startswith("data.curriculum.") and config.data.curriculum.by is None)
         and not name.endswith("._target_")  # which class it is, its section's name tells in checkpoints without it
     ]
 

@@ -77,7 +77,7 @@ def step_sizes(data: Data) -> Stages:
 def row_lengths(data: Data) -> Stages | None:
     """The tokens of a row in each optimizer step; None where it is always data.seq_len."""
     c = data.curriculum
-    if c.by is None or c.start_length is None or c.steps is None:
+    if c.by != "length" or c.start_length is None or c.steps is None:
         return None
     return Stages.growing(c.start_length, data.seq_len, c.steps)
 
@@ -85,7 +85,7 @@ def row_lengths(data: Data) -> Stages | None:
 def check_growth(c: Config) -> None:
     """Raises UserError for values that no row or step can grow by."""
     d = c.data
-    if d.curriculum.by is not None:
+    if d.curriculum.by == "length":
         _check_lengths(d)
     w = d.batch_warmup
     if w.start_size is None:

@@ -23,12 +23,16 @@ from lmtrain.config.constraints import (
 
 @dataclass(kw_only=True)
 class Curriculum:
-    """In which form rows of text come while the run is young: see config/growth.py."""
+    """In which form, or order, rows come while the run is young: see config/growth.py and config/difficulty.py."""
 
-    by: Annotated[str | None, TRAJECTORY, choice("length")] = None  # None: no curriculum
+    by: Annotated[str | None, TRAJECTORY, choice("length", "difficulty")] = None  # None: no curriculum
     start_length: Annotated[int | None, TRAJECTORY, at_least(1)] = None
     end_length: Annotated[int | None, SHOWN] = None  # None or data.seq_len, which it is
     steps: Annotated[int | None, TRAJECTORY, at_least(1)] = None
+    # Of difficulty only.
+    score: Annotated[str | None, TRAJECTORY, choice("length", "rarity", "compression", "loss")] = None
+    buckets: Annotated[int, TRAJECTORY, at_least(2)] = 10
+    model: Annotated[str | None, TRAJECTORY, CONTENT] = None  # whose loss scores: a folder or a name of the hub
 
 
 @dataclass(kw_only=True)
@@ -79,8 +83,8 @@ class Data:
     # Validated on beside the validation split: {name: {path or name, ...}}, see data/val_sets.py.
     val_sets: Annotated[dict[str, Any], SHOWN] = field(default_factory=dict)
     val_train_rows: Annotated[int, SHOWN, not_negative] = 0
-    # Text for pretraining only.
     curriculum: Curriculum = field(default_factory=Curriculum)
+    # Text for pretraining only.
     fim: FillInTheMiddle = field(default_factory=FillInTheMiddle)
     # a column or a list of columns, joined by column_separator
     text_column: Annotated[Any, PREPARED, name_or_names] = None

@@ -89,3 +89,17 @@ class PrepareProgress:
             words[0] = f"{self.text_bytes / 1e6:,.1f} of {self.total / 1e6:,.1f} MB"
             words.append(f"{(self.total - self.text_bytes) / 1e6 / speed:,.0f} s left")
         return ", ".join(words)
+
+
+class RowProgress(PrepareProgress):
+    """The same of rows, whose number is known: `start("rows", n, doing="score")`, then `advance(n, 0)`."""
+
+    def finish(self) -> None:
+        self.finish_bar()
+        self.say(f"{self.title}: {self._counts()}")
+
+    def _counts(self) -> str:
+        seconds = max(time.perf_counter() - self.began, 1e-6)
+        speed, left = self.text_bytes / seconds, (self.total or 0) - self.text_bytes
+        words = f"{self.text_bytes:,} of {self.total:,}, {speed:,.0f} rows/s"
+        return f"{words}, {left / speed:,.0f} s left" if left and speed else words

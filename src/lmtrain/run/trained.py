@@ -18,7 +18,6 @@ from lmtrain.config import compose as rules
 from lmtrain.data import hub
 from lmtrain.errors import RunError, UserError, first_line
 from lmtrain.run.folder import RunDir
-from lmtrain.run.resume import read_trainer_state
 
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "merges.txt")  # transformers makes an empty one without them
 _PREFIX = "model.model."  # LightningModule.model (LanguageModel) .model (transformers)
@@ -41,7 +40,7 @@ def from_run(run: RunDir, which: str) -> tuple[PreTrainedModel, Any, Path]:
     weights = {name.removeprefix(_PREFIX): tensor for name, tensor in store.load_weights(checkpoint).items()}
     check_names(model, weights)
     model.load_state_dict(weights, strict=trainable_names(model) is None)
-    state = read_trainer_state(checkpoint)
+    state = store.load_trainer_state(checkpoint, mmap=True)
     restore_start(model, state.get("adapter_start", {}))
     set_average(model, state, _PREFIX)
     return model, tokenizer, checkpoint
