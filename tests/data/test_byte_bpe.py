@@ -154,4 +154,4 @@ def test_long_text_is_encoded_as_short_text_is(prose: str) -> None:
     expected = [[*backend.encode(text, add_special_tokens=False).ids, tokenizer.eos_token_id] for text in documents]
     assert [part.ids.tolist() for part in found] == expected
     assert all(part.ids.dtype == np.uint32 for part in found)
-    assert encoder.fast() is not None
+    assert encoder.fast is not None

@@ -35,6 +35,7 @@ class SilentHead:
     def __init__(self, fails: Callable[[], None]) -> None:
         self.fails = fails
 
+    @property
     def encoder(self) -> None:
         self.fails()
 

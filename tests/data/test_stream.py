@@ -152,8 +152,8 @@ def test_the_head_is_what_training_leaves_out(head: Head) -> None:
     held = head.prepared.bins("val")
     assert held is not None
     first = held.shards[0].read(0, held.tokens)
-    after = np.concatenate([s.ids for s in segments(head.source, head.encoder(), head.begin)])
-    whole = np.concatenate([s.ids for s in segments(head.source, head.encoder(), Place())])
+    after = np.concatenate([s.ids for s in segments(head.source, head.encoder, head.begin)])
+    whole = np.concatenate([s.ids for s in segments(head.source, head.encoder, Place())])
     assert np.array_equal(np.concatenate([first, after]), whole)
     assert 500 <= held.tokens < 600
     assert held.shards[0].document_ends(1, held.tokens + 1)[-1] == held.tokens
@@ -196,7 +196,7 @@ def begin(
 
 def reference(head: Head, ring: Ring, count: int) -> np.ndarray:
     """The first rows after the head, int64 [count, seq_len + 1], with the text of two epochs."""
-    first = [s.ids for s in segments(head.source, head.encoder(), head.begin)]
+    first = [s.ids for s in segments(head.source, head.encoder, head.begin)]
     tokens = np.concatenate([*first, *first]).astype(np.int64)
     starts = [n // ring.shard_rows * ring.shard_tokens + n % ring.shard_rows * ring.seq_len for n in range(count)]
     return np.stack([tokens[s : s + ring.seq_len + 1] for s in starts])

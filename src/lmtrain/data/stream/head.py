@@ -5,8 +5,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerFast
-
 from lmtrain.config.schema import Data, Tokenizer
 from lmtrain.data import contents, tokenizers
 from lmtrain.data.folder_key import folder_key
@@ -15,7 +13,7 @@ from lmtrain.data.stream.source import StreamSource, open_stream
 from lmtrain.data.stream.tokens import Place, segments
 from lmtrain.data.text import bins
 from lmtrain.data.text.bin_writer import BinWriter
-from lmtrain.data.text.encode import Encoder
+from lmtrain.data.text.encode import Encoder, make_encoder
 from lmtrain.data.text.prepared import PreparedData, fill_once, folder_of, new_meta, open_folder
 from lmtrain.errors import UserError
 
@@ -30,14 +28,11 @@ class Head:
     source: StreamSource
     prepared: PreparedData
     begin: Place
-    eos_id: int | None  # put after each document
+    encoder: Encoder
 
     @property
     def fingerprint(self) -> str:
         return contents.fingerprint([self.prepared.fingerprint, self.source.identity])
-
-    def encoder(self) -> Encoder:
-        return Encoder(self.prepared.tokenizer, self.eos_id)
 
 
 def prepare_head(cfg: Data, tokenizer_cfg: Tokenizer, progress: bool = True) -> Head:
@@ -75,7 +70,7 @@ def prepare_head(cfg: Data, tokenizer_cfg: Tokenizer, progress: bool = True) -> 
         meta = bins.load_meta(target)
         begin = Place(**json.loads((target / _BEGIN).read_text(encoding="utf-8")))
         prepared = open_folder(target, meta, tokenizers.load_folder(target / "tokenizer"), source.notes, cfg, show)
-        return Head(source, prepared, begin, meta["eos_id"] if cfg.append_eos else None)
+        return Head(source, prepared, begin, make_encoder(prepared.tokenizer, cfg))
     finally:
         show.stop()
 
@@ -87,7 +82,7 @@ def _text(source: StreamSource) -> Iterator[str]:
 def _fill(folder: Path, cfg: Data, source: StreamSource, meta: bins.Meta, show: PrepareProgress) -> None:
     """Writes the first whole segments with at least data.ring_val_tokens tokens, and where they end."""
     tokenizer, wanted = tokenizers.load_folder(folder / "tokenizer"), cfg.ring_val_tokens or 0
-    encoder = Encoder(tokenizer, _eos(tokenizer, cfg))
+    encoder = make_encoder(tokenizer, cfg)
     writer = BinWriter(folder, "val", meta["dtype"], cfg.shard_tokens or 2**30)
     show.start("the head", None)
     try:
@@ -110,12 +105,3 @@ def _fill(folder: Path, cfg: Data, source: StreamSource, meta: bins.Meta, show: 
     (folder / _BEGIN).write_text(json.dumps(begin._asdict()), encoding="utf-8")
     bins.save_meta(meta, folder)
     show.finish()
-
-
-def _eos(tokenizer: PreTrainedTokenizerFast, cfg: Data) -> int | None:
-    if cfg.append_eos and tokenizer.eos_token_id is None:
-        raise UserError(
-            "the tokenizer has no end-of-text token to put after each document: set data.append_eos=false, or choose "
-            "one that has"
-        )
-    return tokenizer.eos_token_id if cfg.append_eos else None

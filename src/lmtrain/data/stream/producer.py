@@ -94,7 +94,7 @@ class Producer:
 
     def _produce(self) -> None:
         """Writes shards from `_place` on until it is stopped or can't read."""
-        stream = endless(self.head.source, self.head.encoder(), self.head.begin, self._place)
+        stream = endless(self.head.source, self.head.encoder, self.head.begin, self._place)
         for shard in shards(stream, self.ring.shard_tokens):
             files = self._files(shard)
             size = sum(len(content) for content in files.values())

@@ -18,8 +18,10 @@ from typing import NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
+from lmtrain.config.schema import Data
 from lmtrain.data.sources.pieces import Piece
 from lmtrain.data.text.byte_bpe import ByteBPE
+from lmtrain.errors import UserError
 
 SEGMENT = 1 << 14  # characters; long enough that checking a cut costs nothing, short enough to feed many threads
 BATCH = 1 << 20  # characters tokenized at a time; the tokenizers library needs about 100 bytes for each of their tokens
@@ -48,6 +50,20 @@ class Encoded(NamedTuple):
     characters: int
 
 
+def make_encoder(tokenizer: PreTrainedTokenizerFast, cfg: Data) -> "Encoder":
+    """As `cfg` says: with the end-of-text token after each document or without, on data.num_proc threads.
+
+    Raises:
+        UserError: the tokenizer has no such token.
+    """
+    if cfg.append_eos and tokenizer.eos_token_id is None:
+        raise UserError(
+            "the tokenizer has no end-of-text token to put after each document: set data.append_eos=false, or choose "
+            "one that has"
+        )
+    return Encoder(tokenizer, tokenizer.eos_token_id if cfg.append_eos else None, cfg.num_proc)
+
+
 class Encoder:
     """Tokenizes streams of documents; special tokens are never read out of the text itself."""
 
@@ -61,19 +77,23 @@ class Encoder:
         self.eos = np.array([] if eos_id is None else [eos_id], dtype=np.uint32)
         self.newline = self._ids("\n")
         self.threads = threads or os.cpu_count() or 1
-        self.fast = functools.cache(lambda: ByteBPE.of(self.backend))
+
+    @functools.cached_property
+    def fast(self) -> ByteBPE | None:
+        """The same tokenizer, faster, where there is one; a short text is not worth the making of it."""
+        return ByteBPE.of(self.backend)
 
     def encode(self, pieces: Iterable[Piece], continues: bool = False) -> Iterator[Encoded]:
         """Token ids of the documents, in order; `continues` where the first piece begins at a segment in a document."""
         batch: list[Segment] = []
-        size, fast = 0, None  # a short text is not worth the making of a ByteBPE
+        size, fast = 0, None
         begun: list[tuple[Segment, _Ids]] = []  # the batch before, while the next one is read
         with ThreadPoolExecutor(self.threads) as pool:
             for segment in self.segments(pieces, continues):
                 batch.append(segment)
                 size += len(segment.text)
                 if size >= BATCH:
-                    fast = self.fast()
+                    fast = self.fast
                     before, begun = begun, self._begin(batch, fast, pool)
                     yield from map(self._finish, before)
                     batch, size = [], 0

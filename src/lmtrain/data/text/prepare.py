@@ -4,8 +4,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerFast
-
 from lmtrain.config.schema import Data, Tokenizer
 from lmtrain.data import tokenizers
 from lmtrain.data.folder_key import folder_key
@@ -13,7 +11,7 @@ from lmtrain.data.progress import PrepareProgress
 from lmtrain.data.sources import choose as sources
 from lmtrain.data.text import bins
 from lmtrain.data.text.bin_writer import BinWriter
-from lmtrain.data.text.encode import Encoder
+from lmtrain.data.text.encode import Encoder, make_encoder
 from lmtrain.data.text.prepared import PreparedData, fill_once, folder_of, is_complete, new_meta, open_folder
 from lmtrain.data.text.ready_bins import open_ready
 from lmtrain.errors import UserError
@@ -103,14 +101,9 @@ def _fill(
     )
     tokenizers.save(made, folder / "tokenizer")
     tokenizer = tokenizers.load_folder(folder / "tokenizer")
-    if cfg.append_eos and tokenizer.eos_token_id is None:
-        raise UserError(
-            f"tokenizer {named.label} has no end-of-text token to put after each document: set data.append_eos=false, "
-            f"or choose a tokenizer that has one"
-        )
-    meta = new_meta(tokenizer, key)
+    encoder, meta = make_encoder(tokenizer, cfg), new_meta(tokenizer, key)
     for name in ("train", "val"):
-        counts = _write_split(folder, cfg, source, name, tokenizer, meta, show)
+        counts = _write_split(folder, cfg, source, name, encoder, meta["dtype"], show)
         if counts is not None:
             meta["splits"][name] = counts
     bins.save_meta(meta, folder)
@@ -127,16 +120,15 @@ def _write_split(
     cfg: Data,
     source: sources.Source,
     name: str,
-    tokenizer: PreTrainedTokenizerFast,
-    meta: bins.Meta,
+    encoder: Encoder,
+    dtype: str,
     show: PrepareProgress,
 ) -> bins.SplitMeta | None:
     """Tokenizes one split; None where there is no such split or nothing is left of it."""
     pieces = sources.pieces(source, cfg, name)
     if pieces is None:
         return None
-    encoder = Encoder(tokenizer, meta["eos_id"] if cfg.append_eos else None, cfg.num_proc)
-    writer = BinWriter(folder, name, meta["dtype"], cfg.shard_tokens or 2**30)
+    writer = BinWriter(folder, name, dtype, cfg.shard_tokens or 2**30)
     show.start(name, sources.expected_bytes(source, cfg, name))
     try:
         for part in encoder.encode(pieces):
