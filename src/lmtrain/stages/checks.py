@@ -58,7 +58,7 @@ def _digests(data: Data) -> list[str]:
     if data.source == "bins":
         folder = Path(str(data.path)).expanduser()
         if not folder.is_dir():
-            raise UserError(f"data.path={data.path}: no such folder of bins")
+            raise UserError(f"data.path={data.path}: no such folder of bins on this machine")
         return []
     if data.source == "hub" and not data.path:
         return []
