@@ -73,8 +73,10 @@ class Server:
                 server.breaks_at = None
 
             def send_header(self, keyword: str, value: str) -> None:
-                if keyword != "Last-Modified" or server.tagged:
+                if keyword != "Last-Modified":
                     super().send_header(keyword, value)
+                elif server.tagged:
+                    super().send_header("ETag", f'"{value}"')
 
         return Handler
 
