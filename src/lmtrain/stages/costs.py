@@ -5,6 +5,7 @@ From the shapes of its model alone: no weights are read, and an export that isn'
 
 import copy
 import multiprocessing
+import signal
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -41,7 +42,8 @@ def costs(plan: Plan, names: set[str]) -> dict[str, Cost]:
     work = [(one.name, _shaped(plan, one), one.run) for one in plan.stages if one.name in names]
     if not work or "torch" in sys.modules:
         return _costs(work)
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+    spawn, deaf = multiprocessing.get_context("spawn"), (signal.SIGINT, signal.SIG_IGN)  # this process answers Ctrl-C
+    with ProcessPoolExecutor(1, spawn, initializer=signal.signal, initargs=deaf) as pool:
         return pool.submit(_costs, work).result()
 
 
