@@ -115,6 +115,13 @@ def test_what_makes_no_sense_is_said(override: str, text: Path, tmp_path: Path) 
     assert not (tmp_path / "run").exists()
 
 
+def test_a_ring_too_small_is_said_before_anything_is_read(text: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    ended = run("train", *command(text, tmp_path / "run", "data.ring_bytes=100", f"data.cache_dir={cache}"))
+    assert "holds less than two windows" in message(ended.err)
+    assert not cache.exists()
+
+
 def test_conversations_are_not_streamed(tmp_path: Path) -> None:
     (tmp_path / "chats.jsonl").write_text('{"messages": []}\n')
     chats = ["objective=sft", "data=chat_jsonl", f"data.path={tmp_path}/chats.jsonl", "data.ring_bytes=1000"]

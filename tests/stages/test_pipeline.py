@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from tiny import tiny, write
 from inprocess import Ended, run
 from lmtrain.config import compose
 from lmtrain.errors import UserError
+from lmtrain.run.plan_time import span
 from lmtrain.stages import definition, plan, state, sweep, words
 from lmtrain.stages import run as stages
 from support import REPO
@@ -125,6 +127,8 @@ def test_unknown_pipelines() -> None:
         ("pipeline=labtop",): "did you mean laptop?",
         ("run.name=a",): "which pipeline? pipeline=laptop needs no network",
         ("pipeline=none.yaml",): "there is no such pipeline",
+        ("pipeline=laptop", "stf.optimizer.lr=1e-4"): "there is no stage stf; did you mean sft? (pretrain, sft, dpo, ",
+        ("pipeline=laptop", "optimizr.lr=1e-4"): "there is no key 'optimizr.lr'; did you mean optimizer.lr",
     }.items():
         ended = run("pipeline", *argv)
         assert (ended.code, message in ended.err) == (2, True), ended.err
@@ -219,6 +223,12 @@ class Verbs:
         return ended.code
 
 
+def cells(shown: str, stage: str) -> list[str]:
+    """What the plan says of how much a stage takes."""
+    rows = [line for line in shown.partition("what each takes")[2].splitlines() if line.startswith(f" {stage} ")]
+    return re.split(r"  +", rows[0].strip())
+
+
 def test_skips_continues_and_runs_again(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
     verbs = Verbs()
     del tree["stages"]["dpo"]  # test_pipeline_kills.py has all three
@@ -237,12 +247,22 @@ def test_skips_continues_and_runs_again(tree: Tree, monkeypatch: pytest.MonkeyPa
     assert f"{scores['answers/loss']['sft']:.4f}" in page
     assert all(f'href="{name}/report.html"' in page for name in tree["stages"])
 
+    pipelines = Path("outputs/tiny/plan.txt").read_text()
+    for name in tree["stages"]:  # what the stage itself said, when its model was there
+        own = Path(f"outputs/tiny/{name}/plan.txt").read_text()
+        assert cells(pipelines, name)[-2:] == [re.search(r"memory +about (.*?) a device", own)[1], "not known yet"]  # type: ignore[index]
+
     again, ran = start()
     assert (again.code, ran) == (0, [])
     assert again.out.count("finished: skipped") == 2
+    assert cells(again.out, "sft")[-1].startswith("took ")
 
+    summary = Path("outputs/tiny/sft/summary.json")
+    told = json.loads(summary.read_text())
+    summary.write_text(json.dumps(told | {"tokens_per_s": 2.0}))
     changed, ran = start("sft.optimizer.lr=3e-4")
     assert (changed.code, ran) == (0, ["sft", "answers-sft"]), changed.err
+    assert cells(changed.out, "sft")[-1] == f"about {span(told['tokens'] / 2)}, as sft"
     assert "stage sft has changed" in changed.out
     kept = Path("outputs/tiny/replaced")
     assert [p.name for p in kept.iterdir()] == ["sft_1"]

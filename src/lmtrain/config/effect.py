@@ -4,6 +4,7 @@ A key set to its default anyway is let through: it says what happens. Imports no
 """
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,7 +167,7 @@ def default_in(tree: DictConfig) -> Callable[[str], Any]:
 
 def suffix_of(path: str) -> str:
     """The suffix that tells what a file, or the files of a glob, hold; '' where none does."""
-    name = Path(path)
+    name = Path(re.sub(r"\?.*", "", path) if path.startswith(("http://", "https://")) else path)
     return (Path(name.stem) if name.suffix.lower() in _COMPRESSED else name).suffix.lower()
 
 

@@ -30,7 +30,8 @@ def mended(override: str) -> str:
         return override
     if "list[str]" in type_ and value.startswith("[") and value.endswith("]") and not re.search("[\"']", value):
         return f"{key}=[{','.join(_quoted(entry.strip()) for entry in value[1:-1].split(','))}]"
-    return f"{key}={_quoted(value)}" if found.type in (str, str | None) else override
+    is_text = found.type in (str, str | None) or ("://" in value and value[0] not in "'\"[{")  # an address of files
+    return f"{key}={_quoted(value)}" if is_text else override
 
 
 _PROSE = ("generate.prompt", "generate.system_prompt", "data.system_prompt")  # texts that no sweep tries

@@ -63,7 +63,7 @@ class Data:
     name: Annotated[str | None, PREPARED]
     config_name: Annotated[str | None, PREPARED]
     revision: Annotated[str | None, PREPARED]
-    path: Annotated[Any, PREPARED, CONTENT, name_or_names]  # a file, folder or glob, or a list of them
+    path: Annotated[Any, PREPARED, CONTENT, name_or_names]  # a file, folder, glob or address, or a list
     val_path: Annotated[Any, PREPARED, CONTENT, name_or_names]  # the same, held out for validation
     format: Annotated[str, PREPARED, CONTENT, choice("auto", "text", "jsonl", "json", "csv", "tsv", "parquet", "arrow")]
     train_split: Annotated[str, PREPARED]

@@ -109,6 +109,7 @@ def _text(config: Config) -> Corpus:
 
 def _stream(config: Config) -> Corpus:
     """Rows of a stream that a run reads ahead of training; the first tokens of it are the validation split."""
+    make_ring(config, "uint16")  # refuses what no vocabulary fits into before anything is read
     head = prepare_head(config.data, config.tokenizer)
     prepared = head.prepared
     val = prepared.bins("val")

@@ -4,6 +4,9 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from transformers import PreTrainedModel
+
+from lmtrain.config.schema import Config
 from lmtrain.errors import UserError
 from lmtrain.models import flops
 from lmtrain.run import estimation
@@ -15,10 +18,10 @@ if TYPE_CHECKING:
 _NEWEST = 30  # runs beside this one that are looked into
 
 
-def speed_of(run: "Run") -> dict[str, Any]:
+def speed_of(config: Config, model: PreTrainedModel, world_size: int) -> dict[str, Any]:
     """What tokens/s depends on; two runs that agree in it are as fast as each other. Stands in summary.json."""
-    c, t = run.config, run.config.trainer
-    total, trained, _ = flops.parameter_counts(run.objective.model.model)
+    c, t = config, config.trainer
+    total, trained, _ = flops.parameter_counts(model)
     return {
         "objective": c.objective.name,
         "parameters": total,
@@ -30,33 +33,41 @@ def speed_of(run: "Run") -> dict[str, Any]:
         "strategy": t.strategy,
         "compile": t.compile,
         "activation_checkpointing": t.activation_checkpointing,
-        "devices": f"{run.trainer.world_size} x {t.accelerator}",
+        "devices": f"{world_size} x {t.accelerator}",
         "host": socket.gethostname(),
     }
 
 
 def words(run: "Run", tokens: float, flops_per_token: float) -> str:
     """Time of training `tokens` more tokens, validation apart, and how that is known."""
-    found = earlier(run)
+    found = earlier(speed_of(run.config, run.objective.model.model, run.trainer.world_size), run.dir.path)
     if found is not None:
-        name, speed = found
-        return f"about {span(tokens / speed)} at {speed:,.0f} tokens/s, the speed of {name}"
-    peak = None if run.config.trainer.accelerator != "cuda" else estimation.device_of(run.config).peak
-    if peak is None:
+        before, speed = found
+        return f"about {span(tokens / speed)} at {speed:,.0f} tokens/s, the speed of {before.path.name}"
+    hoped = hoped_for(run.config, run.trainer.world_size, flops_per_token)
+    if hoped is None:
         return "shown after the first steps: no run of this kind lies beside this one"
     mfu = run.config.estimate.mfu
-    speed = mfu * peak * run.trainer.world_size / flops_per_token
-    return f"about {span(tokens / speed)} at {speed:,.0f} tokens/s, were {mfu:.0%} of the peak reached (estimate.mfu)"
+    return f"about {span(tokens / hoped)} at {hoped:,.0f} tokens/s, were {mfu:.0%} of the peak reached (estimate.mfu)"
 
 
-def earlier(run: "Run") -> tuple[str, float] | None:
-    """Name and tokens/s of the newest run in this or a sibling folder that agrees in all that speed depends on."""
-    mine, root = speed_of(run), run.dir.path.parent
+def hoped_for(config: Config, world_size: int, flops_per_token: float) -> float | None:
+    """Tokens/s, were estimate.mfu of the GPUs' peak reached; None on a CPU and on GPUs whose peak isn't known."""
+    peak = None if config.trainer.accelerator != "cuda" else estimation.device_of(config).peak
+    return None if peak is None else config.estimate.mfu * peak * world_size / flops_per_token
+
+
+def earlier(mine: dict[str, Any], run: Path) -> tuple[RunDir, float] | None:
+    """The newest run in this or a sibling folder that agrees in all that speed depends on, and its tokens/s.
+
+    mine: what `speed_of` says of the run in the folder `run`.
+    """
+    root = run.parent
     folders = [p for p in root.iterdir() if p.is_dir()] if root.is_dir() else []
     for folder in sorted(folders, key=_age)[:_NEWEST]:
         summary = _summary(folder)
         if summary.get("speed_of") == mine and summary.get("tokens_per_s"):
-            return folder.name, float(summary["tokens_per_s"])
+            return RunDir(folder), float(summary["tokens_per_s"])
     return None
 
 

@@ -55,7 +55,7 @@ def write_summary(run: "Run", status: str, started: float, error: BaseException 
         "best_metric": {run.config.checkpoint.monitor: dict(scores)[best]} if best is not None else None,
         "validation": metrics.last_val,
         "tokens_per_s": round(metrics.train_tokens / metrics.train_seconds, 1) if metrics.train_seconds else None,
-        "speed_of": speed_of(run),
+        "speed_of": speed_of(run.config, run.objective.model.model, run.trainer.world_size),
         "wall_seconds": round(time.time() - started, 1),
         "device": f"{run.trainer.world_size} x {run.config.trainer.accelerator}",
         "precision": run.config.trainer.precision,

@@ -58,7 +58,7 @@ def _digests(data: Data) -> list[str]:
     if data.source == "bins":
         folder = Path(str(data.path)).expanduser()
         if not folder.is_dir():
-            raise UserError(f"data.path={data.path}: no such folder of bins")
+            raise UserError(f"data.path={data.path}: no such folder of bins on this machine")
         return []
     if data.source == "hub" and not data.path:
         return []
@@ -124,7 +124,7 @@ def _base(plan: Plan, one: PlannedStage) -> PlannedStage | None:
     return None
 
 
-def _lineage(plan: Plan, one: PlannedStage) -> Iterator[PlannedStage]:
+def lineage(plan: Plan, one: PlannedStage) -> Iterator[PlannedStage]:
     """The stage, the one it begins with, and so on to the first."""
     found: PlannedStage | None = one
     while found is not None:
@@ -146,22 +146,22 @@ def _check_template(plan: Plan, one: PlannedStage) -> None:
     data = one.config.data
     if data.rows == "text":
         return
-    lineage = list(_lineage(plan, one))
-    if lineage[-1].config.tokenizer.kind == "hub":
+    behind = list(lineage(plan, one))
+    if behind[-1].config.tokenizer.kind == "hub":
         return  # one that may bring tokens and template of its own: the stage itself tells
-    templates = [s.config.data.chat_template for s in lineage if s.config.data.chat_template]
+    templates = [s.config.data.chat_template for s in behind if s.config.data.chat_template]
     columns = {"prompt_completion", "text", "preference_text"}
     if not templates and data.conversation_format not in columns:
         raise UserError(
-            f"the tokenizer that {lineage[-1].name} trains has no chat template: choose one with data.chat_template "
+            f"the tokenizer that {behind[-1].name} trains has no chat template: choose one with data.chat_template "
             f"(alpaca, vicuna and zephyr need no tokens of their own)"
         )
     from lmtrain.data.chat.named_templates import NAMED
 
-    added = {token for s in lineage for token in s.config.tokenizer.add_tokens or []}
+    added = {token for s in behind for token in s.config.tokenizer.add_tokens or []}
     missing = [token for token in NAMED.get(templates[0] if templates else "", ()) if token not in added]
     if missing:
         raise UserError(
-            f"data.chat_template={templates[0]} is made of tokens that the tokenizer of {lineage[-1].name} lacks: add "
+            f"data.chat_template={templates[0]} is made of tokens that the tokenizer of {behind[-1].name} lacks: add "
             f"them with 'tokenizer.add_tokens=[{','.join(missing)}]', or choose alpaca, vicuna or zephyr"
         )

@@ -31,7 +31,7 @@ from lmtrain.errors import UserError
 REFERENCE = re.compile(r"\$\{stage\.([^.}]*)\.?([^}]*)\}")
 FOLDERS = ("export", "export_merged", "run")  # what of a stage can be named
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
-_SECTIONS = {field.name for field in dataclasses.fields(Config)} | {"stage", "experiment", "evaluations", "stages"}
+SECTIONS = {field.name for field in dataclasses.fields(Config)} | {"stage", "experiment", "evaluations", "stages"}
 
 
 @dataclass(frozen=True)
@@ -122,8 +122,8 @@ def _named(tree: dict[str, Any], key: str, where: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise UserError(f"{where}: {key} must be names with what belongs to each below it")
     for name in found:
-        if not _NAME.fullmatch(str(name)) or name in _SECTIONS:
-            why = "is a part of the config" if name in _SECTIONS else "use a-z, 0-9 and _, a letter first"
+        if not _NAME.fullmatch(str(name)) or name in SECTIONS:
+            why = "is a part of the config" if name in SECTIONS else "use a-z, 0-9 and _, a letter first"
             raise UserError(f"{where}: {key} can't have one called {name}: {why}")
     return found
 

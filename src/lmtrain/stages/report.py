@@ -12,6 +12,7 @@ from lmtrain import terminal
 from lmtrain.errors import UserError
 from lmtrain.files import write_atomic
 from lmtrain.run.folder import RunDir
+from lmtrain.stages.costs import UNKNOWN, Cost
 from lmtrain.stages.plan import Plan, PlannedStage
 from lmtrain.stages.state import State
 from lmtrain.terminal import visible
@@ -19,33 +20,47 @@ from lmtrain.terminal import visible
 Row = list[str]
 
 
-def show_plan(plan: Plan, statuses: dict[str, str]) -> None:
-    """Prints what each stage is, on what data, and whether it will run; keeps it as plan.txt."""
-    header = ["stage", "what happens", "objective", "model", "data", "rows (train, val)", "steps x rows"]
-    rows = [_planned(one, statuses[one.name]) for one in plan.stages]
-    title = f"pipeline {plan.pipeline.name} in {plan.folder}"
+def show_plan(plan: Plan, statuses: dict[str, str], costs: dict[str, Cost]) -> None:
+    """Prints what each stage is, on what data, whether it will run and what it will take; keeps it as plan.txt."""
+    what = _table(
+        f"pipeline {plan.pipeline.name} in {plan.folder}",
+        ["stage", "what happens", "objective", "model", "data"],
+        [_what(one, statuses[one.name]) for one in plan.stages],
+    )
+    much = _table(
+        "what each takes",
+        ["stage", "rows (train, val)", "steps x rows", "memory of a device", "time"],
+        [_how_much(one, costs[one.name]) for one in plan.stages],
+    )
     lines = [f"evaluation {e.name}: {', '.join(e.of)}" for e in plan.pipeline.evaluations]
+    if any(cost.time == UNKNOWN for cost in costs.values()):
+        lines.append("time: each stage shows it after its first steps, where no run of its kind lies in this folder")
     text = io.StringIO()
     for console in (terminal.console(), terminal.console(file=text, width=160)):
-        console.print(_table(title, header, rows))
+        console.print(what, much)
         for line in lines:
             console.print(line, markup=False, highlight=False)
     write_atomic(plan.folder / "plan.txt", text.getvalue())
 
 
-def _planned(one: PlannedStage, status: str) -> Row:
+def _what(one: PlannedStage, status: str) -> Row:
     c = one.config
-    steps = f"{c.trainer.max_steps:,}" if c.trainer.max_steps is not None else f"{c.trainer.max_epochs} epochs"
     begins = list(one.stage.needs)
     model = (
         f"of {', '.join(begins)}"
         if c.model.init == "pretrained" and begins
         else str(getattr(c.model, "name_or_path", None) or c.model.name)
     )
-    counted = " and ".join(f"{one.rows[name]:,}" for name in ("train", "val") if name in one.rows)
     data = Path(str(c.data.path)).name if c.data.path else str(c.data.name or c.data.source)
     what = f"{c.objective.name}, {c.peft.method}" if c.peft.method != "none" else c.objective.name
-    return [one.name, status, what, model, data, counted, f"{steps} x {c.data.global_batch_size}"]
+    return [one.name, status, what, model, data]
+
+
+def _how_much(one: PlannedStage, cost: Cost) -> Row:
+    t = one.config.trainer
+    steps = f"{t.max_steps:,}" if t.max_steps is not None else f"{t.max_epochs} epochs"
+    counted = " and ".join(f"{one.rows[name]:,}" for name in ("train", "val") if name in one.rows)
+    return [one.name, counted, f"{steps} x {one.config.data.global_batch_size}", cost.memory, cost.time]
 
 
 def _table(title: str, header: list[str], rows: list[Row]) -> Any:

@@ -5,9 +5,10 @@ import shutil
 import time
 from pathlib import Path
 
-from lmtrain import errors
+from lmtrain import errors, terminal
 from lmtrain.errors import RunError
 from lmtrain.stages import checks, report, state, work
+from lmtrain.stages.costs import Cost, costs
 from lmtrain.stages.plan import Plan, PlannedEvaluation, PlannedStage
 from lmtrain.stages.state import State
 from lmtrain.stages.work import Work
@@ -42,7 +43,8 @@ class _Pipeline:
         self.state.write()
 
     def run(self, typed: list[str]) -> int:
-        report.show_plan(self.plan, self.statuses())
+        statuses = self.statuses()
+        report.show_plan(self.plan, statuses, self._costs(statuses))
         with Work() as work_:
             for one in self.plan.stages:
                 code = self._stage(one, work_) or self._evaluations(work_)
@@ -65,10 +67,17 @@ class _Pipeline:
             elif row.identity != self.plan.identity(one, known):
                 found[one.name] = "has changed: runs again"
             elif (digest := state.export_digest(one)) is not None:
-                found[one.name], known[one.name] = "finished: skipped", digest
+                found[one.name], known[one.name] = state.FINISHED, digest
             else:
                 found[one.name] = "goes on"
         return found
+
+    def _costs(self, statuses: dict[str, str]) -> dict[str, Cost]:
+        """What the stages that may run will take, and of the finished ones how long they took."""
+        done = {name for name, status in statuses.items() if status == state.FINISHED}
+        took = {name: Cost("", f"took {self.state.rows[name].seconds / 60:.1f} minutes") for name in done}
+        terminal.status.say("reckoning the stages' memory")
+        return took | costs(self.plan, set(statuses) - done)
 
     def _stage(self, one: PlannedStage, work_: Work) -> int:
         """Trains a stage unless it has finished."""

@@ -16,6 +16,7 @@ from lmtrain.files import write_atomic
 from lmtrain.run.folder import RunDir
 from lmtrain.stages.plan import PlannedStage
 
+FINISHED = "finished: skipped"  # what the plan says of a stage that is not run again
 _ENDED = ("finished", "stopped_early")
 _ABOUT = ("README.md", "lmtrain_config.yaml")  # of an export: what tells of the run, its times and places
 

@@ -1,12 +1,13 @@
 """The command line of a pipeline: which word goes to which stage, and what each stage is started with."""
 
 import dataclasses
+import difflib
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from lmtrain.errors import UserError
-from lmtrain.stages.definition import REFERENCE, Pipeline, needs_of
+from lmtrain.stages.definition import REFERENCE, SECTIONS, Pipeline, needs_of
 from lmtrain.sweeps.trials import quoted
 
 _OWN = ("run.name", "run.root", "run.dir")  # of the pipeline's folder
@@ -46,7 +47,7 @@ def key_of(word: str) -> str:
 def sort(words: list[str], pipeline: Pipeline) -> Typed:
     """Deals the words out: sft.optimizer.lr=1e-4 to the stage sft, run.name to the pipeline, others to all stages."""
     typed = Typed(pipeline_of(words))
-    names = {one.name for one in pipeline.stages} | {one.name for one in pipeline.evaluations}
+    names = [*(s.name for s in pipeline.stages), *(e.name for e in pipeline.evaluations)]
     for word in words:
         key = key_of(word)
         first = key.partition(".")[0]
@@ -57,6 +58,8 @@ def sort(words: list[str], pipeline: Pipeline) -> Typed:
         elif first in names:
             sign = re.match(r"[+~]*", word)[0]  # type: ignore[index]
             typed.of.setdefault(first, []).append(sign + word[len(sign) + len(first) + 1 :])
+        elif "." in key and first not in SECTIONS and (near := difflib.get_close_matches(first, names, n=1)):
+            raise UserError(f"{word}: there is no stage {first}; did you mean {near[0]}? ({', '.join(names)})")
         else:
             typed.common.append(word)
     return typed

@@ -9,6 +9,7 @@ from lmtrain.config.schema import Data
 from lmtrain.data.cache import Facts
 from lmtrain.data.hub import Unreachable, commit_of
 from lmtrain.data.sources import files, hub, own, stdlib, stdlib_questions
+from lmtrain.data.sources.addresses import size_of
 from lmtrain.data.sources.pieces import Piece, at_least, first, join_rows, plan_cut, split
 from lmtrain.errors import UserError
 
@@ -145,7 +146,7 @@ class _Files:
             "sample_by": cfg.sample_by,
         }
         facts = Facts(cfg.cache_dir)
-        self.resolved: str | None = "+".join(facts.digest([p for p, _ in part]) for part in self.splits.values())
+        self.resolved: str | None = "+".join(files.digest([p for p, _ in part], facts) for part in self.splits.values())
 
     def pieces(self, name: str) -> Iterator[Piece] | None:
         return files.read_pieces(self.splits[name], self.cfg) if name in self.splits else None
@@ -156,7 +157,8 @@ class _Files:
     def text_bytes(self, name: str) -> int | None:
         part = self.splits.get(name, [])
         plain = all(format == "text" and path.suffix not in files.COMPRESSED for path, format in part)
-        return sum(path.stat().st_size for path, _ in part) if plain else None
+        sizes = [size_of(path) for path, _ in part]
+        return sum(size or 0 for size in sizes) if plain and None not in sizes else None
 
 
 class _Hub:

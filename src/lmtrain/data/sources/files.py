@@ -1,11 +1,16 @@
-"""Local files of data: which there are, of what format, and their documents and rows."""
+"""Files of data, here or at an address: which there are, of what format, and their documents and rows."""
 
 import glob
+import hashlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from lmtrain.config.schema import Data
+from lmtrain.data.cache import Facts
+from lmtrain.data.sources import addresses
+from lmtrain.data.sources.addresses import File, Found, size_of
 from lmtrain.data.sources.lines import COMPRESSED, raw_lines, text_blocks, uncompressed_name
 from lmtrain.data.sources.pieces import Piece, join_rows
 from lmtrain.data.sources.rows import columns_of, text_of
@@ -25,11 +30,12 @@ FORMATS = {
 }
 _ALIKE = (["json", "jsonl"], ["csv", "tsv"])  # formats that one folder may hold together
 _NOT_DATA = ("dataset_info.json", "state.json")  # beside the Arrow files of datasets' save_to_disk
+_LOCAL = ("file://", "local://")  # addresses of files on this machine, read as their paths
 _BLOCK = 1 << 20  # characters of text read at a time
 _NAMED = 5  # files that are named where more are not read
 
 
-def find_files(path: Any, wanted: str, key: str = "data.path") -> tuple[list[tuple[Path, str]], list[str]]:
+def find_files(path: Any, wanted: str, key: str = "data.path") -> tuple[list[tuple[File, str]], list[str]]:
     """The files of a file, folder, glob or a list of them, each with its format, in a stable order.
 
     Returns:
@@ -38,7 +44,7 @@ def find_files(path: Any, wanted: str, key: str = "data.path") -> tuple[list[tup
     Raises:
         UserError: nothing there, an empty file, a format that can't be told, or several formats in one folder.
     """
-    found: list[tuple[Path, str]] = []
+    found: list[tuple[File, str]] = []
     notes: list[str] = []
     for part in [path] if isinstance(path, str | Path) else list(path):
         files, unread = _expand(str(part), wanted, key)
@@ -53,57 +59,80 @@ def find_files(path: Any, wanted: str, key: str = "data.path") -> tuple[list[tup
     return found, notes
 
 
-def _expand(part: str, wanted: str, key: str) -> tuple[list[tuple[Path, str]], list[Path]]:
+def _expand(part: str, wanted: str, key: str) -> tuple[list[tuple[File, str]], list[File]]:
     """The files to read, and those of a folder or glob that are not read."""
-    path = Path(part).expanduser()
-    if path.is_file():
-        if path.stat().st_size == 0:
+    kind, found = _find(part, key)
+    if kind == "file":
+        if size_of(found[0]) == 0:
             raise UserError(f"{key}={part} is empty: there is nothing to train on")
-        return [(path, _format_of(path, wanted))], []
+        return [(found[0], _format_of(found[0], wanted))], []
+    if kind == "glob":
+        full = [p for p in found if size_of(p) != 0]
+        return [(p, _format_of(p, wanted)) for p in full], [p for p in found if size_of(p) == 0]
+    files = [(p, _suffix_format(p)) for p in found if p.name not in _NOT_DATA and not p.name.startswith("cache-")]
+    known = [(p, f) for p, f in files if f is not None and wanted in ("auto", f) and size_of(p) != 0]
+    if not known:
+        raise UserError(
+            f"{key}={part} holds no {'file with a known suffix' if wanted == 'auto' else f'{wanted} file'} "
+            f"(known: {', '.join(FORMATS)}); for other names give a glob and data.format=text"
+        )
+    read = {p for p, _ in known}
+    return known, [p for p, _ in files if p not in read]
+
+
+def _find(part: str, key: str) -> tuple[Found, list[File]]:
+    """All files of a file, folder or glob, sorted, and which of these it is."""
+    if addresses.is_address(part) and not part.startswith(_LOCAL):
+        kind, found = addresses.find(part, key)
+        if kind == "folder" and any(p.name == "dataset_dict.json" for p in found):
+            raise UserError(f"{key}={part} holds the splits of a dataset: name the folder of one of them")
+        return kind, list(found)
+    path = Path(part.partition("://")[2] if part.startswith(_LOCAL) else part).expanduser()
+    if path.is_file():
+        return "file", [path]
     if path.is_dir():
         if (path / "dataset_dict.json").exists():
             splits = sorted(p.name for p in path.iterdir() if p.is_dir())
             raise UserError(f"{part} holds the splits {', '.join(splits)}: set {key}={part}/{splits[0]}")
-        files = [(p, _suffix_format(p)) for p in sorted(path.rglob("*")) if _is_data(p, path)]
-        known = [(p, f) for p, f in files if f is not None and wanted in ("auto", f) and p.stat().st_size]
-        if not known:
-            raise UserError(
-                f"{key}={part} holds no {'file with a known suffix' if wanted == 'auto' else f'{wanted} file'} "
-                f"(known: {', '.join(FORMATS)}); for other names give a glob and data.format=text"
-            )
-        read = {p for p, _ in known}
-        return known, [p for p, _ in files if p not in read]
+        return "folder", [p for p in sorted(path.rglob("*")) if p.is_file() and not _is_hidden(p, path)]
     if path.exists():
         raise UserError(f"{key}={part} is a device, pipe or socket: name a file, a folder or a glob")
     matches = sorted(Path(m) for m in glob.glob(str(path), recursive=True) if Path(m).is_file())
     if not matches:
         raise UserError(f"{key}={part}: no such file or folder, and as a glob it matches nothing")
-    full = [p for p in matches if p.stat().st_size]
-    return [(p, _format_of(p, wanted)) for p in full], [p for p in matches if p not in full]
+    return "glob", list(matches)
 
 
-def _is_data(path: Path, folder: Path) -> bool:
-    """Hidden files and folders (.git, .cache) and what `datasets` keeps beside its tables are no data."""
-    hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-    return path.is_file() and not hidden and path.name not in _NOT_DATA and not path.name.startswith("cache-")
+def digest(files: list[File], facts: Facts) -> str:
+    """One name for what the files hold: of local ones their bytes, of others what their file system says of them."""
+    local = [file for file in files if isinstance(file, Path)]
+    if len(local) == len(files):
+        return facts.digest(local)
+    parts = [facts.digest([file]) if isinstance(file, Path) else file.identity() for file in files]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def _unread(folder: str, files: list[Path]) -> str:
+def _is_hidden(path: Path, folder: Path) -> bool:
+    """.git, .cache and what is in them."""
+    return any(part.startswith(".") for part in path.relative_to(folder).parts)
+
+
+def _unread(folder: str, files: list[File]) -> str:
     """One line that counts and names the files of a folder that are not read."""
-    names = [f"{p.name}{'' if p.stat().st_size else ' (empty)'}" for p in files[:_NAMED]]
+    names = [f"{p.name}{' (empty)' if size_of(p) == 0 else ''}" for p in files[:_NAMED]]
     more = f" and {len(files) - _NAMED:,} more" if len(files) > _NAMED else ""
     are = "file is" if len(files) == 1 else "files are"
     return f"{folder}: {len(files):,} {are} not read: {', '.join(names)}{more}"
 
 
-def _suffix_format(path: Path) -> str | None:
+def _suffix_format(path: File) -> str | None:
     suffix = Path(uncompressed_name(path)).suffix.lower()
     format = FORMATS.get(suffix)
     compressed = path.suffix.lower() in COMPRESSED
     return None if compressed and format in ("parquet", "arrow") else format
 
 
-def _format_of(path: Path, wanted: str) -> str:
+def _format_of(path: File, wanted: str) -> str:
     if wanted != "auto":
         return wanted
     format = _suffix_format(path)
@@ -115,7 +144,7 @@ def _format_of(path: Path, wanted: str) -> str:
     return format
 
 
-def read_pieces(files: list[tuple[Path, str]], cfg: Data) -> Iterator[Piece]:
+def read_pieces(files: list[tuple[File, str]], cfg: Data) -> Iterator[Piece]:
     """The documents of the files, in order."""
     if cfg.document_start:
         yield from join_rows(_all_rows(files, cfg), cfg.document_start)
@@ -128,12 +157,12 @@ def read_pieces(files: list[tuple[Path, str]], cfg: Data) -> Iterator[Piece]:
             yield from (Piece(row, True) for row in read_rows(path, format, cfg))
 
 
-def _all_rows(files: list[tuple[Path, str]], cfg: Data) -> Iterator[str]:
+def _all_rows(files: list[tuple[File, str]], cfg: Data) -> Iterator[str]:
     for path, format in files:
         yield from read_rows(path, format, cfg)
 
 
-def read_rows(path: Path, format: str, cfg: Data) -> Iterator[str]:
+def read_rows(path: File, format: str, cfg: Data) -> Iterator[str]:
     """The text of each row of a file: of a plain text one its lines, or paragraphs."""
     if format == "text":
         # Lines keep their ends where they are to be joined again.
@@ -146,12 +175,12 @@ def read_rows(path: Path, format: str, cfg: Data) -> Iterator[str]:
         yield text_of(row, columns, cfg.column_separator or "", where)
 
 
-def _lines(path: Path, keep: bool) -> Iterator[str]:
+def _lines(path: File, keep: bool) -> Iterator[str]:
     for line in raw_lines(path):
         yield line if keep else line.rstrip("\r\n")
 
 
-def _paragraphs(path: Path) -> Iterator[str]:
+def _paragraphs(path: File) -> Iterator[str]:
     """Stretches between blank lines."""
     held: list[str] = []
     for line in raw_lines(path):
@@ -164,7 +193,7 @@ def _paragraphs(path: Path) -> Iterator[str]:
         yield "".join(held).rstrip("\r\n")
 
 
-def read_records(files: list[tuple[Path, str]]) -> Iterator[Record]:
+def read_records(files: list[tuple[File, str]]) -> Iterator[Record]:
     """Every row of the files with all its columns and its place; instead of one that can't be read, what is wrong."""
     for path, format in files:
         if format == "text":

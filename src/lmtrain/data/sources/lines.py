@@ -10,16 +10,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from lmtrain.data.sources.addresses import File, opened
 from lmtrain.errors import ReadError, UserError
 
 
-def _open_zstd(path: Path, _mode: str) -> IO[bytes]:
+def _open_zstd(file: Path | IO[bytes], _mode: str) -> IO[bytes]:
     import pyarrow as pa
 
-    return io.BufferedReader(pa.CompressedInputStream(pa.OSFile(str(path)), "zstd"), 1 << 20)
+    raw = pa.OSFile(str(file)) if isinstance(file, Path) else pa.PythonFile(file, "r")
+    return io.BufferedReader(pa.CompressedInputStream(raw, "zstd"), 1 << 20)
 
 
-COMPRESSED: dict[str, Callable[[Path, str], Any]] = {
+COMPRESSED: dict[str, Callable[[Path | IO[bytes], str], Any]] = {
     ".gz": gzip.open,
     ".bz2": bz2.open,
     ".xz": lzma.open,
@@ -29,25 +31,27 @@ BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError)  # what decompressors r
 _BOM = "\ufeff"  # some Windows programs begin UTF-8 files with it
 
 
-def uncompressed_name(path: Path) -> str:
+def uncompressed_name(path: File) -> str:
     """The file's name without .gz, .bz2, .xz or .zst."""
     return path.stem if path.suffix.lower() in COMPRESSED else path.name
 
 
-def open_binary(path: Path) -> IO[bytes]:
+def open_binary(path: File) -> IO[bytes]:
     """The file, decompressed where its suffix says that it is compressed.
 
     Raises:
         UserError: it can't be opened.
     """
     try:
-        opener: Callable[[Path, str], Any] = COMPRESSED.get(path.suffix.lower(), open)
-        return opener(path, "rb")
+        opener: Callable[[Any, str], Any] | None = COMPRESSED.get(path.suffix.lower())
+        if isinstance(path, Path):
+            return (opener or open)(path, "rb")
+        return opened(path) if opener is None else opener(opened(path), "rb")
     except OSError as error:
         raise ReadError(f"{path} can't be read: {error.strerror or error}") from None
 
 
-def text_blocks(path: Path, characters: int, start: int = 0) -> Iterator[str]:
+def text_blocks(path: File, characters: int, start: int = 0) -> Iterator[str]:
     """The file's text from byte `start` of what is uncompressed on, `characters` at a time.
 
     Raises:
@@ -60,7 +64,7 @@ def text_blocks(path: Path, characters: int, start: int = 0) -> Iterator[str]:
                 yield block
 
 
-def raw_lines(path: Path) -> Iterator[str]:
+def raw_lines(path: File) -> Iterator[str]:
     """Lines with their ends, exactly as they stand in the file.
 
     Raises:
@@ -69,7 +73,7 @@ def raw_lines(path: Path) -> Iterator[str]:
     return (line for _, line in located_lines(path))
 
 
-def located_lines(path: Path, start: int = 0) -> Iterator[tuple[int, str]]:
+def located_lines(path: File, start: int = 0) -> Iterator[tuple[int, str]]:
     """As `raw_lines`, from the line at byte `start` of what is uncompressed on; each with the byte where it begins."""
     with open_binary(path) as file, _explained(path):
         _skip(file, start)
@@ -79,7 +83,7 @@ def located_lines(path: Path, start: int = 0) -> Iterator[tuple[int, str]]:
 
 
 @contextlib.contextmanager
-def _explained(path: Path) -> Iterator[None]:
+def _explained(path: File) -> Iterator[None]:
     """What goes wrong in reading as one message."""
     try:
         yield
@@ -97,17 +101,17 @@ def _skip(file: IO[bytes], start: int) -> None:
         start -= len(part)
 
 
-def data_lines(path: Path) -> Iterator[str]:
+def data_lines(path: File) -> Iterator[str]:
     """Lines of a file of rows: as `raw_lines`, without a byte order mark at the beginning."""
     return (line for _, line in located_data_lines(path))
 
 
-def located_data_lines(path: Path, start: int = 0) -> Iterator[tuple[int, str]]:
+def located_data_lines(path: File, start: int = 0) -> Iterator[tuple[int, str]]:
     """As `located_lines`, without a byte order mark at the beginning."""
     return ((at, line if at else line.removeprefix(_BOM)) for at, line in located_lines(path, start))
 
 
-def _explain_encoding(path: Path) -> str:
+def _explain_encoding(path: File) -> str:
     with open_binary(path) as file:
         for number, line in enumerate(file, start=1):
             try:

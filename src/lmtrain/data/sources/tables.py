@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lmtrain.data.sources.addresses import File, opened
 from lmtrain.data.sources.lines import BROKEN, data_lines, located_data_lines, open_binary
 from lmtrain.data.sources.rows import check_columns
 from lmtrain.errors import ReadError, UserError
@@ -27,7 +28,7 @@ _ROWS = 256  # rows of a columnar file read at a time
 _BLANK = re.compile(r"[ \t\n\r]*")
 
 
-def read_table(path: Path, format: str, columns: list[str] | None = None) -> Iterator[Record]:
+def read_table(path: File, format: str, columns: list[str] | None = None) -> Iterator[Record]:
     """The rows of a file of `format`, a key of READERS.
 
     columns: of columnar files these are read, the others left out; None reads all.
@@ -38,14 +39,14 @@ def read_table(path: Path, format: str, columns: list[str] | None = None) -> Ite
     yield from READERS[format](path, columns)
 
 
-def _json_lines(path: Path, columns: list[str] | None) -> Iterator[Record]:
+def _json_lines(path: File, columns: list[str] | None) -> Iterator[Record]:
     decoder = _Decoder(checked=columns is None)
     for number, line in enumerate(data_lines(path), start=1):
         if line.strip():
             yield f"{path}, line {number}", _row_of(line, decoder)
 
 
-def json_lines_from(path: Path, start: int) -> Iterator[tuple[int, dict[str, Any] | str]]:
+def json_lines_from(path: File, start: int) -> Iterator[tuple[int, dict[str, Any] | str]]:
     """The rows of JSON lines from byte `start` on, each with the byte where it begins; instead of a bad one what it is.
 
     Raises:
@@ -67,7 +68,7 @@ def _row_of(line: str, decoder: "_Decoder") -> dict[str, Any] | str:
     return row if after == len(line) else f"malformed JSON (Extra data, column {after + 1}): {_excerpt(line)}"
 
 
-def _json(path: Path, columns: list[str] | None) -> Iterator[Record]:
+def _json(path: File, columns: list[str] | None) -> Iterator[Record]:
     """A list of objects, or one object per line."""
     if _has_lines(path):
         yield from _json_lines(path, columns)
@@ -99,13 +100,13 @@ def _json(path: Path, columns: list[str] | None) -> Iterator[Record]:
         raise UserError(f"{path}: malformed JSON (after the list there is more): {_excerpt(text[at + 1 :][:200])}")
 
 
-def _has_lines(path: Path) -> bool:
+def _has_lines(path: File) -> bool:
     """Whether a .json file holds an object per line instead of one list."""
     with open_binary(path) as file:
         try:
             return file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{")
         except BROKEN as error:
-            raise UserError(f"{path} can't be read: {error}") from None
+            raise ReadError(f"{path} can't be read: {error}") from None
 
 
 def _start(text: str, at: int) -> int:
@@ -152,7 +153,7 @@ def _excerpt(line: str) -> str:
     return line if len(line) <= 80 else line[:77] + "..."
 
 
-def _csv(path: Path, columns: list[str] | None, delimiter: str = ",") -> Iterator[Record]:
+def _csv(path: File, columns: list[str] | None, delimiter: str = ",") -> Iterator[Record]:
     """Every value is a string. The first line names the columns; quotes are read as RFC 4180 has them."""
     csv.field_size_limit(sys.maxsize)
     reader = csv.reader(data_lines(path), delimiter=delimiter, strict=True)
@@ -189,15 +190,15 @@ def _header(names: list[str], where: str) -> list[str]:
     return names
 
 
-def _tsv(path: Path, columns: list[str] | None) -> Iterator[Record]:
+def _tsv(path: File, columns: list[str] | None) -> Iterator[Record]:
     yield from _csv(path, columns, delimiter="\t")
 
 
-def _parquet(path: Path, columns: list[str] | None) -> Iterator[Record]:
+def _parquet(path: File, columns: list[str] | None) -> Iterator[Record]:
     return ((f"{path}, row {number}", row) for number, row in parquet_from(path, columns, 0))
 
 
-def parquet_from(path: Path, columns: list[str] | None, start: int) -> Iterator[tuple[int, dict[str, Any]]]:
+def parquet_from(path: File, columns: list[str] | None, start: int) -> Iterator[tuple[int, dict[str, Any]]]:
     """The rows from number `start` on, each with its number; row groups before it are not read.
 
     Raises:
@@ -207,7 +208,7 @@ def parquet_from(path: Path, columns: list[str] | None, start: int) -> Iterator[
     import pyarrow.parquet as pq
 
     try:
-        with pq.ParquetFile(path) as file:
+        with pq.ParquetFile(path if isinstance(path, Path) else opened(path)) as file:
             check_columns(columns or [], file.schema_arrow.names, str(path))
             sizes = [file.metadata.row_group(g).num_rows for g in range(file.num_row_groups)]
             ends = list(itertools.accumulate(sizes))
@@ -223,12 +224,12 @@ def parquet_from(path: Path, columns: list[str] | None, start: int) -> Iterator[
         raise ReadError(f"{path} can't be read as parquet: {error}") from None
 
 
-def _arrow(path: Path, columns: list[str] | None) -> Iterator[Record]:
+def _arrow(path: File, columns: list[str] | None) -> Iterator[Record]:
     """Arrow streams, which `datasets` writes, and Arrow files."""
     import pyarrow as pa
 
     try:
-        with pa.OSFile(str(path)) as source:
+        with pa.OSFile(str(path)) if isinstance(path, Path) else pa.PythonFile(opened(path), "r") as source:
             is_file = source.read(6) == b"ARROW1"
             source.seek(0)
             if is_file:
@@ -239,11 +240,13 @@ def _arrow(path: Path, columns: list[str] | None) -> Iterator[Record]:
                 batches = iter(reader)
             check_columns(columns or [], reader.schema.names, str(path))
             yield from _numbered(path, (batch.select(columns or reader.schema.names) for batch in batches))
-    except (pa.ArrowException, OSError) as error:
+    except pa.ArrowInvalid as error:
         raise UserError(f"{path} can't be read as Arrow: {error}") from None
+    except (pa.ArrowException, OSError) as error:
+        raise ReadError(f"{path} can't be read as Arrow: {error}") from None
 
 
-def _numbered(path: Path, batches: "Iterator[pa.RecordBatch]") -> Iterator[Record]:
+def _numbered(path: File, batches: "Iterator[pa.RecordBatch]") -> Iterator[Record]:
     number = 0
     for batch in batches:
         for row in batch.to_pylist():
@@ -251,7 +254,7 @@ def _numbered(path: Path, batches: "Iterator[pa.RecordBatch]") -> Iterator[Recor
             number += 1
 
 
-READERS: dict[str, Callable[[Path, list[str] | None], Iterator[Record]]] = {
+READERS: dict[str, Callable[[File, list[str] | None], Iterator[Record]]] = {
     "jsonl": _json_lines,
     "json": _json,
     "csv": _csv,

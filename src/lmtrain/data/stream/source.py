@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 from lmtrain.config.schema import Data
 from lmtrain.data.hub import Unreachable, commit_of, explain_unreachable
 from lmtrain.data.sources import files, hub
+from lmtrain.data.sources.addresses import Address, File
 from lmtrain.data.sources.lines import located_lines, text_blocks
 from lmtrain.data.sources.rows import columns_of, text_of
 from lmtrain.data.sources.tables import json_lines_from, parquet_from
@@ -54,8 +55,7 @@ class _Files:
         found, self.notes = files.find_files(cfg.path, cfg.format)
         self.files, self.parts = found, len(found)
         self.label = Path(str(cfg.path if isinstance(cfg.path, str) else cfg.path[0]).split("*")[0]).name or "files"
-        # Names and sizes: to hash the files would be to read the stream.
-        self.identity = [[path.name, path.stat().st_size, format] for path, format in found]
+        self.identity = [[*_told(path), format] for path, format in found]
 
     def rows(self, part: int, start: int) -> Iterator[Block]:
         path, format = self.files[part]
@@ -63,7 +63,7 @@ class _Files:
             return self._document(path, start)
         return self._rows(path, format, start)
 
-    def _document(self, path: Path, start: int) -> Iterator[Block]:
+    def _document(self, path: File, start: int) -> Iterator[Block]:
         shortest = self.cfg.min_length or 0
         if start == 0 and shortest and not _reaches(path, shortest):
             return
@@ -73,12 +73,12 @@ class _Files:
         if start:  # a compressed file may hold nothing
             yield Block(start, "", True)
 
-    def _rows(self, path: Path, format: str, start: int) -> Iterator[Block]:
+    def _rows(self, path: File, format: str, start: int) -> Iterator[Block]:
         for row, text in self._texts(path, format, start):
             if len(text) >= max(1, self.cfg.min_length or 0):
                 yield Block(row, text, True)
 
-    def _texts(self, path: Path, format: str, start: int) -> Iterator[tuple[int, str]]:
+    def _texts(self, path: File, format: str, start: int) -> Iterator[tuple[int, str]]:
         columns, separator = columns_of(self.cfg.text_column), self.cfg.column_separator or ""
         if format == "text" and self.cfg.sample_by == "line":
             yield from ((at, line.rstrip("\r\n")) for at, line in located_lines(path, start))
@@ -96,7 +96,12 @@ class _Files:
             yield from ((number, text) for number, text in texts if number >= start)
 
 
-def _reaches(path: Path, characters: int) -> bool:
+def _told(file: File) -> list[Any]:
+    """Name, size and what a file system says of its version: to hash the files would be to read the stream."""
+    return [str(file), file.size, file.version] if isinstance(file, Address) else [file.name, file.stat().st_size]
+
+
+def _reaches(path: File, characters: int) -> bool:
     """Whether a text file has at least so many characters."""
     return len(next(text_blocks(path, characters), "")) >= characters
 

@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerFast
 from lmtrain.config.schema import Data, Tokenizer
 from lmtrain.data import tokenizers
 from lmtrain.data.cache import Facts
+from lmtrain.data.sources.addresses import is_address
 from lmtrain.data.text import bins
 from lmtrain.data.tokenizers import Identity
 from lmtrain.errors import UserError
@@ -23,6 +24,8 @@ def open_ready(
     """
     if not cfg.path or not isinstance(cfg.path, str):
         raise UserError("data=bins needs data.path=<folder>: one that lmtrain prepared, or with train.bin and val.bin")
+    if is_address(cfg.path):
+        raise UserError(f"data.path={cfg.path}: bins are read from a disk: copy the folder to one and name it there")
     folder = Path(cfg.path).expanduser()
     train = bins.open_bins(folder, "train")
     if train.meta is not None:
