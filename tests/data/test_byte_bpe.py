@@ -143,6 +143,19 @@ def test_published_tokenizers(name: str, prose: str) -> None:
             assert fast.encode(text).tolist() == backend.encode(text, add_special_tokens=False).ids
 
 
+def test_a_run_of_spaces_without_end_is_left_to_the_library(prose: str) -> None:
+    """tiktoken raises an error where its regular expression has to go back over so many."""
+    backend = trained(*PRE_TOKENIZERS["gpt2"], prose)
+    fast = ByteBPE.of(backend)
+    assert fast is not None
+    run = " " * 60_000 + "x"
+    assert fast.encode(run).tolist() == backend.encode(run).ids
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
+    run = " " * 2 * encode.BATCH + "x"
+    (found,) = encode.Encoder(tokenizer, None).encode([Piece(run, ends=True)])
+    assert found.ids.tolist() == backend.encode(run).ids
+
+
 def test_long_text_is_encoded_as_short_text_is(prose: str) -> None:
     """The encoder's batches take the fast way; a short text, and one with a strange character, do not."""
     backend = trained(*PRE_TOKENIZERS["smollm2"], prose, sorted(set(BYTES.alphabet()) - {"Ą"}))

@@ -23,6 +23,7 @@ LETTERS = {byte: chr(byte) for byte in _SEEN}
 LETTERS |= {byte: chr(256 + n) for n, byte in enumerate(b for b in range(256) if b not in _SEEN)}
 _BYTES = {letter: byte for byte, letter in LETTERS.items()}
 _NO_ID = 2**32 - 1
+_LONGEST = 1 << 16  # characters: tiktoken gives up where it has to go back over a million (a run of spaces)
 _PLAIN = {"continuing_subword_prefix": "", "end_of_word_suffix": "", "dropout": 0, "byte_fallback": False,
           "ignore_merges": False, "unk_token": ""}  # fmt: skip
 
@@ -65,6 +66,8 @@ class ByteBPE:
 
     def covers(self, text: str) -> bool:
         """Whether `encode` gives the tokenizer's ids for this text."""
+        if len(text) > _LONGEST:
+            return False
         if not text.isascii():
             if self._nfc and not unicodedata.is_normalized("NFC", text):
                 return False
