@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 import lmtrain
+from lmtrain.callbacks.system import resident_bytes
 from lmtrain.data import order
 from lmtrain.data.stream.head import prepare_head
 from lmtrain.data.stream.producer import Producer
@@ -71,7 +72,13 @@ def read(options: argparse.Namespace, folder: Path) -> None:
                 os.replace(temporary, state)
             found = order.step_rows(step, rows=len(rows), global_batch_size=options.rows, seed=1)
             digest = hashlib.sha256(np.ascontiguousarray(rows.read(found)["input_ids"].numpy())).hexdigest()
-            line = {"step": step, "digest": digest, "disk": on_disk(rows.folder), "rss": resident(), "at": time.time()}
+            line = {
+                "step": step,
+                "digest": digest,
+                "disk": on_disk(rows.folder),
+                "rss": resident_bytes(),
+                "at": time.time(),
+            }
             lines.write(json.dumps(line) + "\n")
             lines.flush()
             step += 1
@@ -85,10 +92,6 @@ def on_disk(folder: Path) -> int:
         with contextlib.suppress(FileNotFoundError):  # it got its name, or went
             total += file.stat().st_size
     return total
-
-
-def resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def reader(options: argparse.Namespace, folder: Path) -> subprocess.Popen[bytes]:

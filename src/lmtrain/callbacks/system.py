@@ -14,7 +14,7 @@ _PAGES = Path("/proc/self/statm")
 
 def machine_numbers(device: torch.device) -> dict[str, float]:
     """host_memory_gib: resident, of this process. On CUDA gpu_utilization (0 to 1) and gpu_watts, with nvidia-ml-py."""
-    numbers = {"host_memory_gib": round(_resident_bytes() / 2**30, 3)}
+    numbers = {"host_memory_gib": round(resident_bytes() / 2**30, 3)}
     if device.type == "cuda" and has_nvml():
         numbers["gpu_utilization"] = torch.cuda.utilization(device) / 100
         numbers["gpu_watts"] = torch.cuda.power_draw(device) / 1000
@@ -27,7 +27,7 @@ def has_nvml() -> bool:
     return importlib.util.find_spec("pynvml") is not None
 
 
-def _resident_bytes() -> int:
+def resident_bytes() -> int:
     """Now on Linux; elsewhere the most there was."""
     if _PAGES.exists():
         return int(_PAGES.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -177,9 +177,9 @@ def load_weights(path: Path, mmap: bool = False) -> dict[str, torch.Tensor]:
     return _unpickle(path / "model.pt", mmap)
 
 
-def load_trainer_state(path: Path, mmap: bool = False) -> dict[str, Any]:
-    """trainer.pt of a checkpoint: all but the weights."""
-    state = _unpickle(path / "trainer.pt", mmap)
+def load_trainer_state(path: Path) -> dict[str, Any]:
+    """trainer.pt of a checkpoint, all but the weights; its tensors are mapped, not read."""
+    state = _unpickle(path / "trainer.pt", mmap=True)
     if "callbacks" not in state or "fingerprint" not in state:
         raise UserError(f"{path / 'trainer.pt'} is not of a checkpoint that lmtrain has written; take another one")
     return state

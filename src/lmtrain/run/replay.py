@@ -42,7 +42,7 @@ def replay(config: Config) -> int:
     objective = build.build_objective(config, corpus, step + 1)
     checkpoint = _newest_at_or_before(run.checkpoints, step)
     if checkpoint is not None:
-        saved = resume.read_trainer_state(checkpoint)
+        saved = store.load_trainer_state(checkpoint)
         ours = resume.named_alike(objective.fingerprint, saved["fingerprint"], corpus)
         resume.check_fingerprint(checkpoint, saved["fingerprint"], ours, config, print)
         objective.schedule_steps = saved["schedule_steps"]

@@ -58,11 +58,6 @@ def find(config: Config, folder: RunDir, tell: Callable[[str], None]) -> Path | 
     return path
 
 
-def read_trainer_state(checkpoint: Path) -> dict[str, Any]:
-    """trainer.pt of a checkpoint; its tensors are mapped, not read."""
-    return store.load_trainer_state(checkpoint, mmap=True)
-
-
 def named_alike(ours: Fingerprint, theirs: dict[str, Any], corpus: Corpus) -> Fingerprint:
     """A run's fingerprint, with its data called what the checkpoint calls it, where an earlier version would have."""
     contents = theirs["contents"] if "keys" in theirs else theirs
@@ -125,7 +120,7 @@ def fit_schedule(run: "Run", schedule_steps: int, tell: Callable[[str], None]) -
 
 def knows_validation(checkpoint: Path) -> bool:
     """Whether its step was validated before it was saved. If one was due there, the resumed run begins with it."""
-    state = read_trainer_state(checkpoint)["callbacks"][Metrics.__name__]
+    state = store.load_trainer_state(checkpoint)["callbacks"][Metrics.__name__]
     return state["last_val"].get("step") == store.step_of(checkpoint)
 
 
@@ -176,7 +171,7 @@ def _set_damaged_aside(folder: Path, checkpoint: Path | None, tell: Callable[[st
 
 
 def _tell_of_lost_rows(run: "Run", checkpoint: Path, tell: Callable[[str], None]) -> None:
-    state = read_trainer_state(checkpoint)["callbacks"][Metrics.__name__]
+    state = store.load_trainer_state(checkpoint)["callbacks"][Metrics.__name__]
     written, found = state.get("rows"), run.metrics.records.rows  # older checkpoints don't know how many there were
     if found == 0 or (written is not None and found < written):
         of = f" of {written:,}" if written is not None else ""

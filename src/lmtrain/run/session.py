@@ -69,7 +69,7 @@ class Session:
         hub_upload.check(config.export)
         hf_folder.generation_config(run.objective.model.model, run.corpus.tokenizer, None, config.export.generation)
         if self.checkpoint is not None:
-            saved = resume.read_trainer_state(self.checkpoint)
+            saved = store.load_trainer_state(self.checkpoint)
             ours = resume.named_alike(run.objective.fingerprint, saved["fingerprint"], run.corpus)
             resume.check_fingerprint(self.checkpoint, saved["fingerprint"], ours, config, notes.append)
             resume.fit_schedule(run, saved["schedule_steps"], notes.append)

@@ -40,7 +40,7 @@ def from_run(run: RunDir, which: str) -> tuple[PreTrainedModel, Any, Path]:
     weights = {name.removeprefix(_PREFIX): tensor for name, tensor in store.load_weights(checkpoint).items()}
     check_names(model, weights)
     model.load_state_dict(weights, strict=trainable_names(model) is None)
-    state = store.load_trainer_state(checkpoint, mmap=True)
+    state = store.load_trainer_state(checkpoint)
     restore_start(model, state.get("adapter_start", {}))
     set_average(model, state, _PREFIX)
     return model, tokenizer, checkpoint

@@ -271,9 +271,8 @@ class _Reading(io.RawIOBase):
     def _as_os_error(self) -> Iterator[None]:
         try:
             yield
-        except (OSError, MemoryError) as error:
-            if isinstance(error, MemoryError) or error.__cause__ is None:
-                raise
-            raise OSError(_why(error)) from error
         except Exception as error:
+            says_why = isinstance(error, OSError) and error.__cause__ is None
+            if says_why or isinstance(error, MemoryError):
+                raise
             raise OSError(_why(error)) from error

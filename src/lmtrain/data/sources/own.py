@@ -26,17 +26,15 @@ def open_own(cfg: Data) -> Any:
         inspect.signature(cls).bind(**options)
     except TypeError as error:
         raise UserError(f"data.source_options={options}: {cfg.source}: {error}") from None
-    with building("data.source", cfg.source):
-        source = cls(**options)
     reads = ["pieces", "text_bytes"] if cfg.rows == "text" else ["records"]
-    with building("data.source", cfg.source):  # a property may raise
+    with building("data.source", cfg.source):  # a property may raise too
+        source = cls(**options)
         missing = [n for n in ("label", "settings", "resolved", "notes", *reads) if not hasattr(source, n)]
-    if missing:
-        raise UserError(
-            f"data.source={cfg.source} is no source of {'text' if cfg.rows == 'text' else 'rows'}: it lacks "
-            f"{', '.join(missing)} (lmtrain.data.sources.choose.Source says what they are)"
-        )
-    with building("data.source", cfg.source):
+        if missing:
+            raise UserError(
+                f"data.source={cfg.source} is no source of {'text' if cfg.rows == 'text' else 'rows'}: it lacks "
+                f"{', '.join(missing)} (lmtrain.data.sources.choose.Source says what they are)"
+            )
         settings = _mapping(source.settings, cfg.source)
         source.settings = {**settings, "class": cfg.source, "options": options, "code": _code_of(cls)}
     return source

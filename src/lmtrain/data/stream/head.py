@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from lmtrain.config.schema import Data, Tokenizer
@@ -28,7 +29,12 @@ class Head:
     source: StreamSource
     prepared: PreparedData
     begin: Place
-    encoder: Encoder
+    cfg: Data
+
+    @cached_property
+    def encoder(self) -> Encoder:
+        """Made by the rank that reads on: it copies the tokenizer."""
+        return make_encoder(self.prepared.tokenizer, self.cfg)
 
     @property
     def fingerprint(self) -> str:
@@ -70,7 +76,7 @@ def prepare_head(cfg: Data, tokenizer_cfg: Tokenizer, progress: bool = True) -> 
         meta = bins.load_meta(target)
         begin = Place(**json.loads((target / _BEGIN).read_text(encoding="utf-8")))
         prepared = open_folder(target, meta, tokenizers.load_folder(target / "tokenizer"), source.notes, cfg, show)
-        return Head(source, prepared, begin, make_encoder(prepared.tokenizer, cfg))
+        return Head(source, prepared, begin, cfg)
     finally:
         show.stop()
 

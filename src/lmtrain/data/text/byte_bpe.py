@@ -52,11 +52,11 @@ class ByteBPE:
         settings = json.loads(backend.to_str())
         pattern = _pattern(settings["pre_tokenizer"])
         nfc = (settings["normalizer"] or {}).get("type") == "NFC"
-        known = pattern is not None and (nfc or settings["normalizer"] is None) and settings["model"]["type"] == "BPE"
-        if not known or not all(token["special"] for token in settings["added_tokens"]):
+        plain = nfc or settings["normalizer"] is None
+        if pattern is None or not plain or not all(token["special"] for token in settings["added_tokens"]):
             return None
-        found = _ranks(backend, settings["model"])
-        if found is None or pattern is None:
+        found = _ranks(backend, settings["model"]) if settings["model"]["type"] == "BPE" else None
+        if found is None:
             return None
         ranks, ids = found
         encoding = tiktoken.Encoding("lmtrain", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
