@@ -51,6 +51,7 @@ def main() -> None:
     contenders = {
         "base, all trained": model_with(0, (), args.depth),
         "one block, 64 chapters": model_with(64, (0,), args.depth),
+        "one block, 128 chapters": model_with(128, (0,), args.depth),
         "every_4, 64 chapters": model_with(64, every_4, args.depth),
         "every_4, 128 chapters": model_with(128, every_4, args.depth),
     }
