@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 NEEDED = ("torch", "lightning", "hydra", "omegaconf", "transformers", "tokenizers", "peft", "torchmetrics", "rich",
-          "huggingface_hub", "filelock", "yaml", "numpy", "safetensors", "tiktoken")  # fmt: skip
+          "huggingface_hub", "filelock", "yaml", "numpy", "safetensors")  # fmt: skip
 
 
 def missing(names: tuple[str, ...]) -> list[str]:

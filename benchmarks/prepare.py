@@ -20,8 +20,8 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from lmtrain.data.text.byte_bpe import GPT2 as PATTERN
 from lmtrain.data.text.byte_bpe import LETTERS
+from lmtrain.data.text.words import GPT2
 
 CONTENDERS = ("lmtrain", "datasets", "datasets_threads", "nanogpt_way")
 
@@ -66,7 +66,7 @@ def in_nanogpts_way(options: argparse.Namespace) -> int:
     letters = {letter: byte for byte, letter in LETTERS.items()}
     end = vocabulary.pop("<|endoftext|>")
     ranks = {bytes(letters[letter] for letter in token): rank for token, rank in vocabulary.items()}
-    encoding = tiktoken.Encoding("gpt2", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={"<|end|>": end})
+    encoding = tiktoken.Encoding("gpt2", pat_str=GPT2, mergeable_ranks=ranks, special_tokens={"<|end|>": end})
 
     def encode(row: dict) -> dict:
         ids = [*encoding.encode_ordinary(row["text"]), end]

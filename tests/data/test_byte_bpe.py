@@ -1,6 +1,8 @@
-"""tiktoken's ids are the tokenizers library's, for every text that it is used on."""
+"""Ids of byte-level BPEs found over arrays are the tokenizers library's, for every text."""
 
+import itertools
 import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -9,26 +11,31 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 from transformers import PreTrainedTokenizerFast
 
 from lmtrain.data.sources.pieces import Piece
-from lmtrain.data.text import encode
-from lmtrain.data.text.byte_bpe import SPLITS, ByteBPE
+from lmtrain.data.text import byte_bpe, encode
+from lmtrain.data.text.byte_bpe import ByteBPE
+from lmtrain.data.text.words import LLAMA3, QWEN2
 
 HUB = Path(__file__).parents[3] / "shared" / "hub" / "models"
 BYTES = pre_tokenizers.ByteLevel
+
+
+def split(pattern: str) -> pre_tokenizers.PreTokenizer:
+    by_pattern = pre_tokenizers.Split(Regex(pattern), "isolated")
+    return pre_tokenizers.Sequence([by_pattern, BYTES(add_prefix_space=False, use_regex=False)])
+
+
 PRE_TOKENIZERS = {
     "gpt2": (None, BYTES(add_prefix_space=False)),
     "smollm2": (None, pre_tokenizers.Sequence([pre_tokenizers.Digits(True), BYTES(add_prefix_space=False)])),
-    "qwen2": (
-        normalizers.NFC(),
-        pre_tokenizers.Sequence(
-            [pre_tokenizers.Split(Regex(SPLITS[0]), "isolated"), BYTES(add_prefix_space=False, use_regex=False)]
-        ),
-    ),
+    "qwen2": (normalizers.NFC(), split(QWEN2)),
+    "llama3": (None, split(LLAMA3)),
 }
 OTHERS = {
     "prefix_space": (None, BYTES(add_prefix_space=True)),
     "lowercase": (normalizers.Lowercase(), BYTES(add_prefix_space=False)),
     "whitespace": (None, pre_tokenizers.Whitespace()),
     "grouped_digits": (None, pre_tokenizers.Sequence([pre_tokenizers.Digits(False), BYTES(add_prefix_space=False)])),
+    "another_pattern": (None, split(QWEN2.replace("+", "{1,5}"))),
     "none": (None, None),
 }
 
@@ -68,32 +75,85 @@ def odd_texts(prose: str) -> list[str]:
     return ["".join(rng.choices(parts, k=rng.randint(1, 60))) for _ in range(3000)]
 
 
+def fast_of(backend: Tokenizer) -> ByteBPE:
+    fast = ByteBPE.of(backend)
+    assert fast is not None
+    return fast
+
+
+def assert_alike(fast: ByteBPE, backend: Tokenizer, texts: list[str]) -> None:
+    expected = [encoding.ids for encoding in backend.encode_batch(texts, add_special_tokens=False)]
+    assert [ids.tolist() for ids in fast.encode(texts)] == expected
+
+
 @pytest.mark.parametrize("kind", PRE_TOKENIZERS)
 def test_ids_are_the_librarys(kind: str, prose: str) -> None:
     backend = trained(*PRE_TOKENIZERS[kind], prose)
-    fast = ByteBPE.of(backend)
-    assert fast is not None
-    covered = [text for text in odd_texts(prose) if fast.covers(text)]
-    assert len(covered) > 1500
-    expected = [encoding.ids for encoding in backend.encode_batch(covered, add_special_tokens=False)]
-    assert [fast.encode(text).tolist() for text in covered] == expected
+    texts = odd_texts(prose)
+    assert_alike(fast_of(backend), backend, texts)
+    assert_alike(fast_of(backend), backend, [text for text in texts if text.isascii()])
 
 
-def test_what_is_not_normalized_is_left_to_the_library(prose: str) -> None:
-    fast = ByteBPE.of(trained(*PRE_TOKENIZERS["qwen2"], prose))
-    assert fast is not None
-    assert fast.covers("caf\u00e9")
-    assert not fast.covers("cafe\u0301")
+@pytest.mark.parametrize("kind", PRE_TOKENIZERS)
+def test_words_end_where_the_librarys_do(kind: str, prose: str) -> None:
+    """Every text of up to five characters, one of each kind, and those that contractions are made of."""
+    backend = trained(*PRE_TOKENIZERS[kind], prose[:3000])
+    texts = ["".join(text) for n in range(6) for text in itertools.product("lS1.' \n\t", repeat=n)]
+    texts += ["".join(text) for text in itertools.product("rve'l é", repeat=5)]
+    texts += ["a" + "1" * n + end for n in range(12) for end in ("", "b", " 1")]
+    assert_alike(fast_of(backend), backend, texts)
 
 
-def test_a_byte_without_a_token_is_left_to_the_library(prose: str) -> None:
+def test_what_python_and_the_library_sort_differently_is_left_to_the_library(prose: str) -> None:
+    """6,000 characters of Unicode, some to a text: some that are no letter for one of the two are among them."""
+    backend = trained(*PRE_TOKENIZERS["qwen2"], prose)
+    characters = random.Random(0).sample([chr(n) for n in range(0x20000) if not 0xD800 <= n < 0xE000], 6000)
+    texts = ["a" + "".join(characters[n : n + 6]) + " b" for n in range(0, len(characters), 6)]
+    assert_alike(fast_of(backend), backend, texts)
+
+
+def test_a_character_of_another_kind_is_noticed(prose: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where Python's Unicode is older than the library's, and takes a letter for a sign."""
+    kind_of = byte_bpe.words.kind_of
+    monkeypatch.setattr(byte_bpe.words, "kind_of", lambda c: byte_bpe.words.OTHER if c == "é" else kind_of(c))
+    backend = trained(*PRE_TOKENIZERS["gpt2"], prose)
+    assert_alike(fast_of(backend), backend, ["caf\u00e9 caf\u00e9s", "a \u00e9", "plain"])
+
+
+def test_text_that_is_not_normalized(prose: str) -> None:
+    backend = trained(*PRE_TOKENIZERS["qwen2"], prose)
+    assert_alike(fast_of(backend), backend, ["caf\u00e9", "cafe\u0301", "e\u0301"])
+
+
+def test_a_byte_without_a_token(prose: str) -> None:
     """SmolLM2 has none for some control characters: the library drops them."""
     alphabet = sorted(set(BYTES.alphabet()) - {"Ą"})  # byte 4
     backend = trained(*PRE_TOKENIZERS["smollm2"], prose, alphabet)
-    fast = ByteBPE.of(backend)
-    assert fast is not None
-    assert fast.covers("plain")
-    assert not fast.covers("a\x04b")
+    assert_alike(fast_of(backend), backend, ["plain", "a\x04b", "\x04", "\x04\x04", "a\x00b", "\x00", ""])
+
+
+def test_words_move_into_larger_tables(prose: str) -> None:
+    """More words than a table holds at first, of 1 to 40 bytes, each seen again."""
+    backend = trained(*PRE_TOKENIZERS["gpt2"], prose)
+    fast = fast_of(backend)
+    rng = random.Random(2)
+    texts = [
+        " ".join("".join(rng.choices("abcdefgh", k=rng.choice([2, 5, 8, 9, 15, 16, 17, 40]))) for _ in range(500))
+        for _ in range(40)
+    ]
+    for _ in range(2):
+        for n in range(0, 40, 4):
+            assert_alike(fast, backend, texts[n : n + 4])
+    assert len(fast._table) > 8000
+
+
+def test_threads_share_one(prose: str) -> None:
+    backend = trained(*PRE_TOKENIZERS["smollm2"], prose)
+    fast, texts = fast_of(backend), odd_texts(prose)
+    parts = [texts[n : n + 50] for n in range(0, len(texts), 50)]
+    with ThreadPoolExecutor(8) as pool:
+        found = [ids.tolist() for part in pool.map(fast.encode, parts) for ids in part]
+    assert found == [encoding.ids for encoding in backend.encode_batch(texts, add_special_tokens=False)]
 
 
 @pytest.mark.parametrize("kind", OTHERS)
@@ -107,26 +167,27 @@ def test_added_words_are_left_to_the_library(prose: str) -> None:
     assert ByteBPE.of(backend) is None
 
 
-def test_merges_in_another_order_are_left_to_the_library() -> None:
-    """Two ways to one token that stand apart: the library takes ab+c before and a+bc after b+d, tiktoken knows one."""
+def test_merges_in_any_order() -> None:
+    """Two ways to one token that stand apart, and a token that no text gives."""
     letters = sorted(BYTES.alphabet())
     vocabulary = {token: n for n, token in enumerate([*letters, "ab", "bc", "abc", "bd"])}
-    backend = Tokenizer(models.BPE(vocabulary, [("a", "b"), ("ab", "c"), ("b", "d"), ("b", "c"), ("a", "bc")]))
-    backend.pre_tokenizer = BYTES(add_prefix_space=False)
-    assert ByteBPE.of(backend) is None
+    for merges in (
+        [("a", "b"), ("ab", "c"), ("b", "d"), ("b", "c"), ("a", "bc")],
+        [("a", "b"), ("b", "c"), ("a", "bc")],
+    ):
+        backend = Tokenizer(models.BPE(vocabulary, merges))
+        backend.pre_tokenizer = BYTES(add_prefix_space=False)
+        assert_alike(fast_of(backend), backend, ["abc", "bc", "aabc", "abcabc", "abd", "bcd abcd"])
 
 
-def test_a_token_that_no_text_gives_is_never_given() -> None:
-    """a+bc is listed, but ab is merged first: the library writes "abc" as ab, c, and so does tiktoken."""
+def test_whole_words_before_merges(prose: str) -> None:
+    """Llama 3's `ignore_merges`: a word that is a token is that token, whatever its merges give."""
     letters = sorted(BYTES.alphabet())
-    vocabulary = {token: n for n, token in enumerate([*letters, "ab", "bc", "abc"])}
-    backend = Tokenizer(models.BPE(vocabulary, [("a", "b"), ("b", "c"), ("a", "bc")]))
+    vocabulary = {token: n for n, token in enumerate([*letters, "ab", "cab"])}
+    backend = Tokenizer(models.BPE(vocabulary, [("a", "b")], ignore_merges=True))
     backend.pre_tokenizer = BYTES(add_prefix_space=False)
-    fast = ByteBPE.of(backend)
-    assert fast is not None
-    for text in ("abc", "bc", "aabc", "abcabc"):
-        assert fast.encode(text).tolist() == backend.encode(text).ids
-    assert fast.encode("abc").tolist() == [vocabulary["ab"], vocabulary["c"]]
+    assert_alike(fast_of(backend), backend, ["cab", "cabs", "cab cab"])
+    assert fast_of(backend).encode(["cab"])[0].tolist() == [vocabulary["cab"]]
 
 
 @pytest.mark.parametrize("name", ["openai-community/gpt2", "HuggingFaceTB/SmolLM2-135M-Instruct"])
@@ -136,20 +197,11 @@ def test_published_tokenizers(name: str, prose: str) -> None:
         pytest.skip("the loopback hub's tokenizers are not here")
     backend = Tokenizer.from_file(str(file))
     backend.encode_special_tokens = True
-    fast = ByteBPE.of(backend)
-    assert fast is not None
-    for text in odd_texts(prose)[:1000]:
-        if fast.covers(text):
-            assert fast.encode(text).tolist() == backend.encode(text, add_special_tokens=False).ids
+    assert_alike(fast_of(backend), backend, odd_texts(prose)[:1000])
 
 
-def test_a_run_of_spaces_without_end_is_left_to_the_library(prose: str) -> None:
-    """tiktoken raises an error where its regular expression has to go back over so many."""
+def test_a_run_of_spaces_without_end(prose: str) -> None:
     backend = trained(*PRE_TOKENIZERS["gpt2"], prose)
-    fast = ByteBPE.of(backend)
-    assert fast is not None
-    run = " " * 60_000 + "x"
-    assert fast.encode(run).tolist() == backend.encode(run).ids
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
     run = " " * 2 * encode.BATCH + "x"
     (found,) = encode.Encoder(tokenizer, None).encode([Piece(run, ends=True)])
@@ -157,7 +209,7 @@ def test_a_run_of_spaces_without_end_is_left_to_the_library(prose: str) -> None:
 
 
 def test_long_text_is_encoded_as_short_text_is(prose: str) -> None:
-    """The encoder's batches take the fast way; a short text, and one with a strange character, do not."""
+    """The encoder's batches take the fast way, a short text does not."""
     backend = trained(*PRE_TOKENIZERS["smollm2"], prose, sorted(set(BYTES.alphabet()) - {"Ą"}))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
     documents = [prose[n : n + 9000] + ("\x04" if n % 7 == 0 else "") for n in range(0, len(prose), 9000)]

@@ -1,131 +1,180 @@
-"""Byte-level BPE tokenizers computed by tiktoken: the ids of the tokenizers library, several times as fast.
+"""Byte-level BPE tokenizers over arrays: the ids of the tokenizers library, several times as fast.
 
-tiktoken merges the neighbours whose union has the lowest rank (Sennrich et al. 2016); the tokenizers library merges the
-pair that stands first in its list. Both give the same ids where each token's merges stand next to one another in the
-list and the token's own text is tokenized as that token: two neighbours that give it can then only be the listed pair,
-because neighbours in an encoding are also the encoding of their text alone. Tokens that no text gives are left out.
+Such a tokenizer cuts a text into words by a regular expression and then tokenizes each word by itself. Here the words
+are found by array operations (words.py) and looked up in a table (word_table.py); those that are not in it the library
+tokenizes.
 
-The two libraries' regular expressions may sort a character differently (they carry tables of different versions of
-Unicode), so each character is tried in both before the first text that has it is encoded here.
+Python and the library may sort a character differently (they carry tables of different versions of Unicode), so each
+character is tried in both, beside others, before the first text that has it is encoded here.
 """
 
 import json
+import threading
 import unicodedata
 from typing import Any
 
 import numpy as np
-import tiktoken
 from tokenizers import Tokenizer
+
+from lmtrain.data.text import words
+from lmtrain.data.text.word_table import LONGEST, WordTable
 
 # The letter that stands for each byte in such a vocabulary: itself where it can be seen, the next above 255 where not.
 _SEEN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 LETTERS = {byte: chr(byte) for byte in _SEEN}
 LETTERS |= {byte: chr(256 + n) for n, byte in enumerate(b for b in range(256) if b not in _SEEN)}
-_BYTES = {letter: byte for byte, letter in LETTERS.items()}
-_NO_ID = 2**32 - 1
-_LONGEST = 1 << 16  # characters: tiktoken gives up where it has to go back over a million (a run of spaces)
-_PLAIN = {"continuing_subword_prefix": "", "end_of_word_suffix": "", "dropout": 0, "byte_fallback": False,
-          "ignore_merges": False, "unk_token": ""}  # fmt: skip
-
-GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-# After `Digits`, which ends the white space before each digit.
-GPT2_DIGITS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?=\p{N})|\s+(?!\S)|\s+"
-# `Split` patterns that leave no character out: Qwen2's and Qwen3's.
-SPLITS = [
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-]
 _PROBES = ("{0}", "{0}{0}", "a{0}a", "1{0}1", " {0} ", ".{0}.", "'{0}", "\n{0}\n", "  {0}")
+_END = "\0"  # between texts
+_ROOM = _END * (LONGEST + 1)  # after the last, for what looks ahead
+_NEW = 255  # the kind of a character that has not been tried
+_ASCII = bytes(words.kind_of(chr(n)) for n in range(128)) + bytes(128)
+_IN_TABLE = 1 << 20  # words: about 100 MB
+_BESIDE = 1 << 16  # words that fit no table, or wait for the next
+_LONG = 64  # bytes; longer words hardly come twice
 
 
 class ByteBPE:
-    """Encodes text as the tokenizer does without special tokens; see `of`."""
+    """Encodes texts as the tokenizer does without special tokens; see `of`. Threads may share one."""
 
-    def __init__(self, backend: Tokenizer, encoding: tiktoken.Encoding, ids: np.ndarray, nfc: bool) -> None:
-        """ids: the tokenizer's id of each of `encoding`'s, uint32 [n]; nfc: the tokenizer normalizes text to NFC."""
-        self._backend, self._encoding, self._ids, self._nfc = backend, encoding, ids, nfc
-        self._known: set[str] = set()
-        self._strange: set[str] = set()  # characters that the two treat differently
+    def __init__(self, backend: Tokenizer, begins: words.Begins, nfc: bool) -> None:
+        """begins: where the tokenizer's words begin; nfc: it normalizes text to NFC."""
+        self._backend, self._begins, self._nfc = backend, begins, nfc
+        self._kinds = np.full(0x110000, _NEW, dtype=np.uint8)  # of each code point
+        self._kinds[0] = words.END
+        self._strange = {_END}  # characters whose texts the library encodes
+        self._table = WordTable.empty()
+        self._beside: dict[bytes, list[int]] = {}  # words that are not in the table
+        self._lock = threading.RLock()
+        self._learn("".join(map(chr, range(128))))
 
     @classmethod
     def of(cls, backend: Tokenizer) -> "ByteBPE | None":
-        """The same tokenizer; None where it is of another kind or its merges are in no order that tiktoken knows."""
+        """The same tokenizer; None for one of another kind."""
         settings = json.loads(backend.to_str())
-        pattern = _pattern(settings["pre_tokenizer"])
+        begins = _begins(settings["pre_tokenizer"])
         nfc = (settings["normalizer"] or {}).get("type") == "NFC"
         plain = nfc or settings["normalizer"] is None
-        if pattern is None or not plain or not all(token["special"] for token in settings["added_tokens"]):
+        random = settings["model"].get("dropout")
+        if begins is None or not plain or random or not all(token["special"] for token in settings["added_tokens"]):
             return None
-        found = _ranks(backend, settings["model"]) if settings["model"]["type"] == "BPE" else None
-        if found is None:
-            return None
-        ranks, ids = found
-        encoding = tiktoken.Encoding("lmtrain", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
-        made = cls(backend, encoding, ids, nfc)
-        made._try(set(map(chr, range(128))))
-        return made
+        return cls(backend, begins, nfc)
 
-    def covers(self, text: str) -> bool:
-        """Whether `encode` gives the tokenizer's ids for this text."""
-        if len(text) > _LONGEST:
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        """The token ids of each text, uint32 [n]. Other threads run meanwhile."""
+        self._learn("".join(text for text in texts if not text.isascii()))
+        found: dict[int, np.ndarray] = {}
+        covered = [n for n, text in enumerate(texts) if self._covers(text)]
+        for ascii_only in (True, False):  # apart: ASCII takes less work
+            some = [n for n in covered if texts[n].isascii() is ascii_only]
+            found |= zip(some, self._encode([texts[n] for n in some]), strict=True)
+        rest = [n for n in range(len(texts)) if n not in found]
+        encodings = self._backend.encode_batch_fast([texts[n] for n in rest], add_special_tokens=False)
+        found |= {n: np.array(e.ids, dtype=np.uint32) for n, e in zip(rest, encodings, strict=True)}
+        return [found[n] for n in range(len(texts))]
+
+    def _covers(self, text: str) -> bool:
+        """Whether `_encode` gives the tokenizer's ids for this text."""
+        if self._nfc and not unicodedata.is_normalized("NFC", text):
             return False
-        if not text.isascii():
-            if self._nfc and not unicodedata.is_normalized("NFC", text):
-                return False
-            if new := set(text) - self._known:
-                self._try(new)
         return not any(character in text for character in self._strange)
 
-    def encode(self, text: str) -> np.ndarray:
-        """Token ids of a text that it covers, uint32 [n]. Other threads run meanwhile."""
-        return self._ids[self._encoding.encode_to_numpy(text, disallowed_special=())]
+    def _encode(self, texts: list[str]) -> list[np.ndarray]:
+        if not texts:
+            return []
+        joined = _END.join(texts) + _ROOM
+        raw = joined.encode()
+        begins, ends = self._find_words(joined, self._kinds, len(texts))
+        if not joined.isascii():
+            begins = np.flatnonzero((np.frombuffer(raw, np.uint8) & 0xC0) != 0x80)[begins]  # in bytes
+        ids, counts = self._ids(raw, begins[:-1], np.diff(begins))
+        return np.split(ids, np.cumsum(counts)[ends[:-1]])
 
-    def _try(self, characters: set[str]) -> None:
-        """Compares what both give for each character beside others of each kind."""
-        ordered = sorted(characters)
-        probes = [probe.format(character) for character in ordered for probe in _PROBES]
-        expected = self._backend.encode_batch_fast(probes, add_special_tokens=False)
-        for index, (text, encoding) in enumerate(zip(probes, expected, strict=True)):
-            character = ordered[index // len(_PROBES)]
-            unassigned = self._nfc and unicodedata.category(character) == "Cn"  # may compose in a newer Unicode
-            if unassigned or self.encode(text).tolist() != encoding.ids:
-                self._strange.add(character)
-        self._known |= characters
+    def _find_words(self, joined: str, kind_of: np.ndarray, texts: int) -> tuple[np.ndarray, np.ndarray]:
+        """Where words begin, in characters, and which of these begins are the ends of texts; the last is one."""
+        if joined.isascii():
+            characters = np.frombuffer(joined.encode(), np.uint8)
+            kinds = np.frombuffer(joined.encode().translate(_ASCII), np.uint8)
+        else:
+            characters = np.frombuffer(joined.encode("utf-32-le"), np.uint32)
+            kinds = kind_of[characters]
+        begins = np.flatnonzero(self._begins(characters, kinds))
+        ends = np.flatnonzero(kinds[begins] == words.END)[:texts]
+        return begins[: ends[-1] + 1], ends
+
+    def _ids(self, raw: bytes, begins: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of all words, and how many each word has; none where it is the end of a text."""
+        table, text = self._table, np.frombuffer(raw, np.uint8)
+        places, counts = table.find(text, begins, lengths)
+        missing = np.flatnonzero((counts == 0) & (text[begins] != 0))
+        begin, end = begins[missing], begins[missing] + lengths[missing]
+        theirs = self._look_up([raw[a:b] for a, b in zip(begin.tolist(), end.tolist(), strict=True)])
+        counts[missing] = [len(ids) for ids in theirs]
+        ids = table.ids.take(_ranges(places, counts), mode="clip") if len(table) else np.empty(counts.sum(), np.uint32)
+        at = np.cumsum(counts) - counts
+        ids[_ranges(at[missing], counts[missing])] = [i for ids in theirs for i in ids]
+        return ids, counts
+
+    def _look_up(self, missing: list[bytes]) -> list[list[int]]:
+        """The ids of words that the table doesn't have."""
+        known, tokenize = self._beside, self._backend.model.tokenize
+        found: dict[bytes, list[int]] = {}
+        for word in missing:
+            if word not in known and word not in found:
+                found[word] = [token.id for token in tokenize(word.decode("latin-1").translate(LETTERS))]
+        if found:
+            self._keep({word: ids for word, ids in found.items() if len(word) <= _LONG})
+        return [found[word] if word in found else known[word] for word in missing]
+
+    def _keep(self, found: dict[bytes, list[int]]) -> None:
+        """For later texts. Table and dictionary are replaced, never shortened: other threads read them."""
+        with self._lock:
+            self._beside.update(found)
+            if len(self._beside) < min(max(4096, len(self._table) // 2), _BESIDE):
+                return
+            fits = {word: ids for word, ids in self._beside.items() if ids and len(word) <= LONGEST}
+            if len(self._table) < _IN_TABLE:
+                self._table = self._table.with_words(fits)
+            rest = {word: ids for word, ids in self._beside.items() if word not in fits}
+            self._beside = rest if len(rest) < _BESIDE // 2 else {}
+
+    def _learn(self, text: str) -> None:
+        """Tries the text's new characters: whether words end where the library's do, beside others of each kind."""
+        codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+        with self._lock:
+            new = [chr(code) for code in np.unique(codes[self._kinds[codes] == _NEW])]
+            if not new:
+                return
+            kinds = self._kinds.copy()
+            kinds[[ord(character) for character in new]] = [words.kind_of(character) for character in new]
+            probes = [probe.format(character) for character in new for probe in _PROBES]
+            begins, ends = self._find_words(_END.join(probes) + _ROOM, kinds, len(probes))
+            strange = {
+                c for c in new if self._nfc and unicodedata.category(c) == "Cn"
+            }  # may compose in a newer Unicode
+            for n, found in enumerate(np.split(begins, ends[:-1] + 1)):
+                expected = [begin for _, (begin, _) in self._backend.pre_tokenizer.pre_tokenize_str(probes[n])]
+                if (found[:-1] - found[0]).tolist() != expected:
+                    strange.add(new[n // len(_PROBES)])
+            self._strange, self._kinds = self._strange | strange, kinds
 
 
-def _pattern(pre_tokenizer: dict[str, Any] | None) -> str | None:
-    """The one regular expression whose matches are the words that the pre-tokenizer makes; None for other kinds."""
+def _begins(pre_tokenizer: dict[str, Any] | None) -> words.Begins | None:
+    """Where the words begin that the pre-tokenizer makes; None for other kinds."""
     if pre_tokenizer is None:
         return None
     *before, last = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
     if last["type"] != "ByteLevel" or last["add_prefix_space"] or len(before) > 1:
         return None
     if not before:
-        return GPT2 if last["use_regex"] else None
+        return words.gpt2 if last["use_regex"] else None
     first = before[0]
     if first["type"] == "Digits" and first["individual_digits"]:
-        return GPT2_DIGITS if last["use_regex"] else None
-    isolated = first["type"] == "Split" and first["behavior"] == "Isolated" and not first["invert"]
-    pattern = first["pattern"].get("Regex") if isolated else None
-    return pattern if pattern in SPLITS and not last["use_regex"] else None
-
-
-def _ranks(backend: Tokenizer, model: dict[str, Any]) -> tuple[dict[bytes, int], np.ndarray] | None:
-    """The rank of each token's bytes, and the tokenizer's id for each rank; None for another order of merges."""
-    if any((model.get(key) or plain) != plain for key, plain in _PLAIN.items()):
+        return words.gpt2_digits if last["use_regex"] else None
+    if first["type"] != "Split" or first["behavior"] != "Isolated" or first["invert"] or last["use_regex"]:
         return None
-    vocabulary = model["vocab"]
-    ranks = {bytes([byte]): byte for byte in range(256)}
-    ids = [vocabulary.get(LETTERS[byte], _NO_ID) for byte in range(256)]
-    last, seen = "", set(_BYTES)
-    for left, right in model["merges"]:
-        token = left + right
-        if token == last:
-            continue
-        if token in seen or not _BYTES.keys() >= set(token):
-            return None
-        seen.add(token)
-        last = token
-        if [part.id for part in backend.model.tokenize(token)] == [vocabulary[token]]:
-            ranks[bytes(_BYTES[letter] for letter in token)] = len(ids)
-            ids.append(vocabulary[token])
-    return ranks, np.array(ids, dtype=np.uint32)
+    return words.PATTERNS.get(first["pattern"].get("Regex"))
+
+
+def _ranges(begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """begin, begin + 1, ... of each range, int64 [sum of counts]."""
+    return np.repeat(begins - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())

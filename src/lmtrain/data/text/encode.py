@@ -25,6 +25,7 @@ from lmtrain.errors import UserError
 
 SEGMENT = 1 << 14  # characters; long enough that checking a cut costs nothing, short enough to feed many threads
 BATCH = 1 << 20  # characters tokenized at a time; the tokenizers library needs about 100 bytes for each of their tokens
+_PART = 1 << 17  # characters that a thread encodes at a time; many, because each takes a hundred array operations
 _SURROUNDINGS = 48  # characters on either side of a cut: more than any token is long
 _TRIES = 8
 _CUT = re.compile(r"(?<=\S)\n(?=[^\W_])|(?<=[^\W_])(?= [^\W_])")
@@ -38,7 +39,8 @@ class Segment(NamedTuple):
     ends: bool
 
 
-_Ids = np.ndarray | Future[np.ndarray]  # uint32 [n]
+_Found = list[np.ndarray]  # of each segment, uint32 [n]
+_Begun = tuple[list[Segment], _Found | Future[_Found]]
 
 
 class Encoded(NamedTuple):
@@ -87,7 +89,7 @@ class Encoder:
         """Token ids of the documents, in order; `continues` where the first piece begins at a segment in a document."""
         batch: list[Segment] = []
         size, fast = 0, None
-        begun: list[tuple[Segment, _Ids]] = []  # the batch before, while the next one is read
+        begun: list[_Begun] = []  # the batch before, while the next one is read
         with ThreadPoolExecutor(self.threads) as pool:
             for segment in self.segments(pieces, continues):
                 batch.append(segment)
@@ -95,10 +97,10 @@ class Encoder:
                 if size >= BATCH:
                     fast = self.fast
                     before, begun = begun, self._begin(batch, fast, pool)
-                    yield from map(self._finish, before)
+                    yield from self._finish(before)
                     batch, size = [], 0
             begun += self._begin(batch, fast, pool)
-            yield from map(self._finish, begun)
+            yield from self._finish(begun)
 
     def segments(self, pieces: Iterable[Piece], continues: bool = False) -> Iterator[Segment]:
         """Documents cut where it doesn't change their tokens, into segments of SEGMENT characters or somewhat more."""
@@ -131,22 +133,34 @@ class Encoder:
     def _ids(self, text: str) -> list[int]:
         return self.backend.encode(text, add_special_tokens=False).ids
 
-    def _begin(
-        self, batch: list[Segment], fast: ByteBPE | None, pool: ThreadPoolExecutor
-    ) -> list[tuple[Segment, "_Ids"]]:
-        """Each segment with its ids, those that `fast` covers while the caller goes on."""
-        texts = ["\n" + s.text if s.continues else s.text for s in batch]
-        found: dict[int, _Ids] = {}
+    def _begin(self, batch: list[Segment], fast: ByteBPE | None, pool: ThreadPoolExecutor) -> list[_Begun]:
+        """Segments with their ids, which `fast` finds while the caller goes on."""
         if fast is not None:
-            found = {n: pool.submit(fast.encode, text) for n, text in enumerate(texts) if fast.covers(text)}
-        rest = [n for n in range(len(texts)) if n not in found]
-        encodings = self.backend.encode_batch_fast([texts[n] for n in rest], add_special_tokens=False)
-        found |= {n: np.array(e.ids, dtype=np.uint32) for n, e in zip(rest, encodings, strict=True)}
-        return [(segment, found[n]) for n, segment in enumerate(batch)]
+            return [(part, pool.submit(fast.encode, _texts(part))) for part in _parts(batch)]
+        encodings = self.backend.encode_batch_fast(_texts(batch), add_special_tokens=False)
+        return [(batch, [np.array(e.ids, dtype=np.uint32) for e in encodings])]
 
-    def _finish(self, begun: tuple[Segment, "_Ids"]) -> Encoded:
-        segment, ids = begun
-        ids = ids.result() if isinstance(ids, Future) else ids
-        ids = ids[len(self.newline) :] if segment.continues else ids
-        ids = np.concatenate([ids, self.eos]) if segment.ends else ids
-        return Encoded(ids, len(segment.text.encode()), segment.ends, len(segment.text))
+    def _finish(self, begun: list[_Begun]) -> Iterator[Encoded]:
+        for segments, found in begun:
+            for segment, ids in zip(segments, found.result() if isinstance(found, Future) else found, strict=True):
+                ids = ids[len(self.newline) :] if segment.continues else ids
+                ids = np.concatenate([ids, self.eos]) if segment.ends else ids
+                yield Encoded(ids, len(segment.text.encode()), segment.ends, len(segment.text))
+
+
+def _texts(segments: list[Segment]) -> list[str]:
+    return ["\n" + s.text if s.continues else s.text for s in segments]
+
+
+def _parts(batch: list[Segment]) -> Iterator[list[Segment]]:
+    """Of _PART characters or somewhat more."""
+    part: list[Segment] = []
+    size = 0
+    for segment in batch:
+        part.append(segment)
+        size += len(segment.text)
+        if size >= _PART:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
