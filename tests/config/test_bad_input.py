@@ -47,6 +47,7 @@ MISSPELT = {
     "traner.max_steps=3": "did you mean trainer.max_steps",
     "trainer.max_step=3": "did you mean trainer.max_steps",
     "warmup_step=10": "did you mean schedule.warmup_steps?",
+    "optimizer.warmup_step=10": "did you mean schedule.warmup_steps",
     "max_step=5": "did you mean trainer.max_steps?",
     "dta.path=x": "did you mean data.path",
     "data.global_batchsize=8": "did you mean data.global_batch_size",

@@ -57,10 +57,8 @@ OPEN = ("model.extra",)  # nodes to which a user may add keys of their own
 
 
 def _nearest(key: str, valid: list[str]) -> list[str]:
-    """At most three keys that look like it: the most similar one, those with the same last word, other similar ones.
-
-    Where there is none, those whose last word is nearly its own: warmup_step without its section.
-    """
+    """At most three keys that look like it: those whose last word is nearly its own (optimizer.warmup_step), where no
+    key ends in that very word; the most similar one, those with the same last word, other similar ones."""
     parents = [key.rsplit(".", n)[0] for n in range(1, key.count(".") + 1)]
     if any(parent in OPEN for parent in parents):
         return []
@@ -68,10 +66,10 @@ def _nearest(key: str, valid: list[str]) -> list[str]:
     near = difflib.get_close_matches(key, choices, n=3, cutoff=0.7)
     last = {v: v.rsplit(".", 1)[-1] for v in choices}
     name = key.rsplit(".", 1)[-1]
-    found = near[:1] + [v for v in choices if last[v] == name] + near[1:]
-    if not found:
-        similar = difflib.get_close_matches(name, set(last.values()), n=1, cutoff=0.85)
-        found = [v for v in choices if last[v] in similar]
+    same = [v for v in choices if last[v] == name]
+    similar = [] if same else difflib.get_close_matches(name, set(last.values()), n=1, cutoff=0.85)
+    found = sorted((v for v in choices if last[v] in similar), key=lambda v: v not in near)
+    found += near[:1] + same + near[1:]
     return list(dict.fromkeys(found))[:3]
 
 
