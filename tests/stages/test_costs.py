@@ -1,6 +1,7 @@
 """What the plan of a pipeline says that its stages take, against models that are there."""
 
 import copy
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,8 @@ from lmtrain.adapters.finetune import build_trainable_model
 from lmtrain.data import tokenizers
 from lmtrain.distributed import devices
 from lmtrain.run import estimation
+from lmtrain.run import folder as run_dir
+from lmtrain.run.folder import RunDir
 from lmtrain.run.plan import gib
 from lmtrain.stages import costs, definition, plan, words
 
@@ -69,3 +72,18 @@ def test_where_torch_is_not_loaded_it_stays_so(corpus: Path, tmp_path: Path) -> 
     (tmp_path / "main.py").write_text(code)
     done = subprocess.run([sys.executable, str(tmp_path / "main.py")], capture_output=True, text=True, cwd=tmp_path)
     assert done.stdout.endswith(" MiB False\n"), done.stderr
+
+
+def test_time_is_told_by_runs_on_the_same_rows_only(corpus: Path, tmp_path: Path) -> None:
+    """A step of answers has as many tokens as an earlier step only where nothing that shapes rows has changed."""
+    config = planned(tiny(corpus, tmp_path), tmp_path).stages[1].config
+    earlier = RunDir(tmp_path / "earlier")
+    earlier.path.mkdir()
+    run_dir.write_config(earlier, config)
+    (earlier.path / "summary.json").write_text('{"status": "completed", "step": 10, "tokens": 700}')
+    steps, rows = config.trainer.max_steps, config.data.global_batch_size
+    assert steps is not None
+    assert costs._tokens(config, earlier) == 70 * steps
+    for changes in ({"max_length": 40}, {"train_on": "last_assistant"}, {"global_batch_size": 2 * rows}):
+        changed = dataclasses.replace(config, data=dataclasses.replace(config.data, **changes))
+        assert costs._tokens(changed, earlier) is None

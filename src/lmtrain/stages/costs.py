@@ -4,6 +4,7 @@ From the shapes of its model alone: no weights are read, and an export that isn'
 """
 
 import copy
+import functools
 import multiprocessing
 import signal
 import sys
@@ -14,6 +15,8 @@ from typing import Any
 
 import yaml
 
+from lmtrain.config import keys
+from lmtrain.config.constraints import PREPARED, TRAJECTORY
 from lmtrain.config.growth import step_sizes
 from lmtrain.config.schema import Config
 from lmtrain.errors import first_line
@@ -22,8 +25,6 @@ from lmtrain.stages.checks import lineage
 from lmtrain.stages.plan import Plan, PlannedStage
 
 UNKNOWN = "not known yet"
-# What the tokens of a step depend on where rows are as long as their text is.
-_SAME_ROWS = ("source", "name", "path", "num_samples", "mixture", "global_batch_size", "seq_len", "packing")
 
 
 @dataclass(frozen=True)
@@ -116,8 +117,10 @@ def _tokens(c: Config, earlier: RunDir | None) -> int | None:
 
 
 def _same_rows(c: Config, earlier: RunDir) -> bool:
+    """Whether its steps had as many tokens, where rows are as long as their text is."""
     try:
         data = yaml.safe_load(earlier.config.read_text(encoding="utf-8"))["data"]
-        return all(data.get(key) == getattr(c.data, key) for key in _SAME_ROWS)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError, AttributeError):
+        ours = keys.values(c.data, PREPARED, TRAJECTORY)
+        return all(functools.reduce(dict.get, name.split("."), data) == value for name, value in ours.items())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError):
         return False
