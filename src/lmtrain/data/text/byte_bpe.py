@@ -29,7 +29,7 @@ _ROOM = _END * (LONGEST + 1)  # after the last, for what looks ahead
 _NEW = 255  # the kind of a character that has not been tried
 _ASCII = bytes(words.kind_of(chr(n)) for n in range(128)) + bytes(128)
 _IN_TABLE = 1 << 20  # words: about 100 MB
-_BESIDE = 1 << 16  # words that fit no table, or wait for the next
+_MANY = 1 << 17  # words beside it
 _LONG = 64  # bytes; longer words hardly come twice
 
 
@@ -43,7 +43,8 @@ class ByteBPE:
         self._kinds[0] = words.END
         self._strange = {_END}  # characters whose texts the library encodes
         self._table = WordTable.empty()
-        self._beside: dict[bytes, list[int]] = {}  # words that are not in the table
+        self._waiting: dict[bytes, list[int]] = {}  # words for the next table
+        self._others: dict[bytes, list[int]] = {}  # words that no table holds
         self._lock = threading.RLock()
         self._learn("".join(map(chr, range(128))))
 
@@ -116,26 +117,32 @@ class ByteBPE:
 
     def _look_up(self, missing: list[bytes]) -> list[list[int]]:
         """The ids of words that the table doesn't have."""
-        known, tokenize = self._beside, self._backend.model.tokenize
-        found: dict[bytes, list[int]] = {}
+        waiting, others, tokenize = self._waiting, self._others, self._backend.model.tokenize
+        found: list[list[int]] = []
+        new: dict[bytes, list[int]] = {}
         for word in missing:
-            if word not in known and word not in found:
-                found[word] = [token.id for token in tokenize(word.decode("latin-1").translate(LETTERS))]
-        if found:
-            self._keep({word: ids for word, ids in found.items() if len(word) <= _LONG})
-        return [found[word] if word in found else known[word] for word in missing]
+            ids = waiting.get(word) or others.get(word) or new.get(word)
+            if ids is None:
+                ids = new[word] = [token.id for token in tokenize(word.decode("latin-1").translate(LETTERS))]
+            found.append(ids)
+        if new:
+            self._keep(new)
+        return found
 
-    def _keep(self, found: dict[bytes, list[int]]) -> None:
-        """For later texts. Table and dictionary are replaced, never shortened: other threads read them."""
+    def _keep(self, new: dict[bytes, list[int]]) -> None:
+        """For later texts. What other threads may be reading is replaced, never shortened."""
         with self._lock:
-            self._beside.update(found)
-            if len(self._beside) < min(max(4096, len(self._table) // 2), _BESIDE):
-                return
-            fits = {word: ids for word, ids in self._beside.items() if ids and len(word) <= LONGEST}
-            if len(self._table) < _IN_TABLE:
-                self._table = self._table.with_words(fits)
-            rest = {word: ids for word, ids in self._beside.items() if word not in fits}
-            self._beside = rest if len(rest) < _BESIDE // 2 else {}
+            for word, ids in new.items():
+                if len(word) <= LONGEST and ids:
+                    self._waiting[word] = ids
+                elif len(word) <= _LONG:
+                    self._others[word] = ids
+            if len(self._waiting) >= min(max(4096, len(self._table) // 8), _MANY):
+                if len(self._table) < _IN_TABLE:
+                    self._table = self._table.with_words(self._waiting)
+                self._waiting = {}
+            if len(self._others) >= _MANY:
+                self._others = {}
 
     def _learn(self, text: str) -> None:
         """Tries the text's new characters: whether words end where the library's do, beside others of each kind."""

@@ -11,17 +11,24 @@ _COUNT_BITS = 5  # a word has at least a byte a token
 class WordTable:
     """A hash table with linear probing. It never changes, so threads can read it: `with_words` makes a larger one."""
 
-    def __init__(self, keys: np.ndarray, counts: np.ndarray, ids: np.ndarray) -> None:
+    def __init__(self, keys: np.ndarray, counts: np.ndarray, ids: np.ndarray, like: "WordTable | None" = None) -> None:
         """keys: each word's bytes, padded with zeros, uint64 [w, 2]; counts: of its ids, int64 [w]; ids: uint32 [n].
 
-        The first words are found fastest.
+        The first words are found fastest. like: a table of the first of these words, which is copied where it is large
+        enough for all.
         """
         self._keys, self._counts, self.ids = keys, counts, ids
         size = 1 << max(10, (2 * len(keys)).bit_length())
         self._shift, self._mask = np.uint64(65 - size.bit_length()), size - 1
-        self._first, self._second = np.zeros(size, np.uint64), np.zeros(size, np.uint64)
-        self._places = np.zeros(size, np.int64)  # where the word's ids begin, then how many they are; 0: a free slot
-        self._insert((np.cumsum(counts) - counts) << _COUNT_BITS | counts)
+        if like is not None and like._mask == self._mask:
+            held = len(like)
+            self._first, self._second, self._places = like._first.copy(), like._second.copy(), like._places.copy()
+        else:
+            held = 0
+            self._first, self._second = np.zeros(size, np.uint64), np.zeros(size, np.uint64)
+            self._places = np.zeros(size, np.int64)  # where the word's ids begin, then how many they are; 0: free
+        places = (np.cumsum(counts) - counts) << _COUNT_BITS | counts
+        self._insert(keys[held:, 0], keys[held:, 1], places[held:])
 
     @classmethod
     def empty(cls) -> "WordTable":
@@ -39,6 +46,7 @@ class WordTable:
             np.concatenate([self._keys, np.frombuffer(text, "<u8").reshape(-1, 2)]),
             np.concatenate([self._counts, counts]),
             np.concatenate([self.ids, more]),
+            like=self,
         )
 
     def find(self, text: np.ndarray, begins: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -62,8 +70,7 @@ class WordTable:
         found[lengths > LONGEST] = 0
         return found >> _COUNT_BITS, found & ((1 << _COUNT_BITS) - 1)
 
-    def _insert(self, places: np.ndarray) -> None:
-        first, second = self._keys[:, 0], self._keys[:, 1]
+    def _insert(self, first: np.ndarray, second: np.ndarray, places: np.ndarray) -> None:
         slots = self._slots(first, second)
         left = np.arange(len(places))
         while len(left):
