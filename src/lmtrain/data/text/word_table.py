@@ -20,13 +20,13 @@ class WordTable:
         self._keys, self._counts, self.ids = keys, counts, ids
         size = 1 << max(10, (2 * len(keys)).bit_length())
         self._shift, self._mask = np.uint64(65 - size.bit_length()), size - 1
+        # Eight bytes, the other eight, and where the word's ids begin, then how many they are; 0: a free slot.
+        self._first, self._second = np.zeros(size, np.uint64), np.zeros(size, np.uint64)
+        self._places = np.zeros(size, np.int64)
+        held = 0
         if like is not None and like._mask == self._mask:
-            held = len(like)
             self._first, self._second, self._places = like._first.copy(), like._second.copy(), like._places.copy()
-        else:
-            held = 0
-            self._first, self._second = np.zeros(size, np.uint64), np.zeros(size, np.uint64)
-            self._places = np.zeros(size, np.int64)  # where the word's ids begin, then how many they are; 0: free
+            held = len(like)
         places = (np.cumsum(counts) - counts) << _COUNT_BITS | counts
         self._insert(keys[held:, 0], keys[held:, 1], places[held:])
 
