@@ -47,8 +47,8 @@ def test_a_key_set_to_its_default_passes(corpus: Path) -> None:
     assert ended.code == 0, ended.err
 
 
-def test_verbs_that_read_a_run_take_nothing_else(tmp_path: Path) -> None:
-    for verb in ("generate", "export"):
+def test_verbs_that_read_a_run_refuse_what_only_training_reads(tmp_path: Path) -> None:
+    for verb in ("generate", "export", "evaluate"):
         ended = run(verb, f"run_dir={tmp_path}", "trainer.max_steps=3")
         assert ended.code == 2
         assert f"trainer.max_steps has no effect in `lmtrain {verb}`" in message(ended.err)

@@ -100,6 +100,7 @@ WRONG = {
     "stage sft sets run.dir": ("sft", "run.dir=elsewhere"),
     "sft needs what pretrain exports": ("pretrain", "export.enabled=false"),
     "data.streaming has no effect": ("dpo", "data.streaming=true"),
+    "evaluation answers: trainer.max_steps has no effect": ("answers", "trainer.max_steps=3"),
     "evaluation answers: there is no key 'evaluate.nothing'": ("answers", "evaluate.nothing=1"),
 }  # fmt: skip
 

@@ -99,6 +99,11 @@ _READS_ONLY = {
     "generate": ("run_dir", "generate", "seed", "model.trust_remote_code"),
     "export": ("run_dir", "export", "seed"),
 }
+_OF_TRAINING = (
+    "optimizer", "schedule", "callbacks", "trainer.max_steps", "trainer.max_epochs", "trainer.max_time",
+    "trainer.val_check_interval", "trainer.save_every_n_steps", "trainer.log_every_n_steps",
+    "trainer.gradient_clip_val",
+)  # fmt: skip
 
 
 def typed_keys(overrides: Sequence[str]) -> dict[str, str]:
@@ -134,6 +139,8 @@ def _begins(key: str, prefix: str) -> bool:
 
 
 def _of_another_verb(verb: str, key: str) -> str | None:
+    if verb == "evaluate" and "." in key and any(_begins(key, of_training) for of_training in _OF_TRAINING):
+        return "in `lmtrain evaluate`, which trains nothing (evaluate.limit=100 takes fewer rows)"
     if verb in _READS_ONLY:
         if any(_begins(key, own) for own in _READS_ONLY[verb]):
             return None
