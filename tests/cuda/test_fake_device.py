@@ -47,6 +47,7 @@ PRETRAINING = {
     "packed_32-true": [*PACKED, "trainer.precision=32-true"],
     "checkpointing_spikes": ["trainer.activation_checkpointing=true", "trainer.spike_factor=2.0"],
     "fsdp_adafactor": ["optimizer=adafactor", "trainer.strategy=fsdp"],
+    "fsdp_two_ranks": ["optimizer=adamw", "trainer.strategy=fsdp", "trainer.devices=2", "data.micro_batch_size=2"],
     "fsdp": [*LLAMA, "optimizer=adamw", "trainer.strategy=fsdp", "trainer.activation_checkpointing=true"],
 }
 OPTIMIZERS = {name: [f"optimizer={name}"] for name in ("muon", "lion", "adafactor", "adamw_8bit")}
@@ -80,6 +81,7 @@ MAY_WAIT = {
     "objectives/guard.py": {"counts", "to", "state_dict"},
     "objectives/base.py": {"validation_means"},
     "callbacks/checkpoints.py": {"save"},
+    "callbacks/preemption.py": {"after_batch"},  # of a validation, about once a second
     "distributed/dtensor.py": {"gather"},  # of shards, for a checkpoint
     "objectives/start_check.py": {"check_agreement", "check_start"},
     "losses/cross_entropy.py": {"adds_in_fp32"},  # the first time: it is tried on numbers
