@@ -108,6 +108,9 @@ class Objective(pl.LightningModule):
             UserError: the options, the model and the data don't go together.
         """
 
+    def continue_from(self, saved: dict[str, Any]) -> None:
+        """Called before training where a run continues, with all that its checkpoint holds but the weights."""
+
     @abstractmethod
     def micro_batch_loss(self, batch: dict[str, Tensor]) -> LossParts:
         """The loss of one micro-batch, as sums over its trained tokens (or pairs), never as means.
