@@ -256,8 +256,7 @@ def run(name: str, overrides: list[str], folder: Path) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         for patch in patches:
             stack.enter_context(patch)
-        if distributed.is_initialized():
-            stack.callback(distributed.destroy_process_group)
+        stack.callback(end_group)
         built = build.build(config, run_folder, Console(quiet=True), time.time())
         end = EndOfTraining(watch)
         built.trainer.callbacks.append(end)
@@ -286,6 +285,11 @@ class _Stream:
     def wait_stream(self, *_: Any) -> None: ...
     def synchronize(self) -> None:
         raise AssertionError("the host waits for a stream")
+
+
+def end_group() -> None:
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 def ranks_of(trainer: Any) -> list[Any]:
