@@ -14,11 +14,12 @@ from legs import Leg
 from workload import made_pairs
 
 
-def lmtrain(reference: str) -> Contender:
+def lmtrain(precomputed: bool) -> Contender:
     def leg(task: Task, folder: Path) -> Leg:
+        online = "adapter_off" if task.options.lora else "frozen_copy"
         settings = {
             "objective": "dpo",
-            "objective.reference": reference,
+            "objective.reference": "precomputed" if precomputed else online,
             "data": "preference_jsonl",
             "data.train_on": "completion",  # as TRL: all that the template writes behind the prompt
             "data.on_too_long": "drop",
@@ -41,8 +42,8 @@ def trl(**settings: Any) -> Contender:
 
 
 CONTENDERS: dict[str, Contender] = {
-    "lmtrain": lmtrain("auto"),
-    "lmtrain_precomputed": lmtrain("precomputed"),
+    "lmtrain": lmtrain(precomputed=False),
+    "lmtrain_precomputed": lmtrain(precomputed=True),
     "trl": trl(),
     "trl_precomputed": trl(precompute_ref_log_probs=True),
 }

@@ -11,6 +11,7 @@ import functools
 import gc
 import io
 import json
+import os
 import sys
 import time
 import traceback
@@ -43,10 +44,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from watch import Watch
 
 from lmtrain.adapters import memory_adapter, quantized
+from lmtrain.callbacks.preemption import Preemption
 from lmtrain.checkpoints.checkpoint_io import FolderCheckpointIO
 from lmtrain.config.compose import check, compose
 from lmtrain.data.modules import TokenDataModule
-from lmtrain.distributed import devices
+from lmtrain.distributed import devices, process_group
 from lmtrain.models import attention
 from lmtrain.models.language_model import LanguageModel
 from lmtrain.objectives import with_reference
@@ -57,7 +59,7 @@ from lmtrain.run.folder import RunDir
 aten = torch.ops.aten
 STEPS = 3  # rows are logged at steps 1 and 3: nothing may wait in step 2
 FIXED = [
-    "trainer.accelerator=cuda", "trainer.compile=false", f"trainer.max_steps={STEPS}",
+    "trainer.accelerator=cuda", "trainer.devices=1", "trainer.compile=false", f"trainer.max_steps={STEPS}",
     "trainer.log_every_n_steps=100", "trainer.val_check_interval=null", "trainer.limit_val_batches=1",
     "callbacks.samples.every_n_validations=0", "callbacks.progress.style=none", "logger=none", "export.enabled=false",
 ]  # fmt: skip
@@ -75,7 +77,7 @@ def pretend(capability: tuple[int, int] = (9, 0)) -> contextlib.ExitStack:
     """torch.cuda's answers to what lmtrain, Lightning and torch ask about the device."""
     answers: dict[str, Any] = {
         "is_available": lambda: True,
-        "device_count": lambda: 1,
+        "device_count": lambda: 2,
         "current_device": lambda: 0,
         "set_device": lambda device: None,
         "get_device_name": lambda device=None: "no device",
@@ -235,7 +237,7 @@ def run(name: str, overrides: list[str], folder: Path) -> dict[str, Any]:
             quantized, "loading_options", lambda cfg, precision, _: loading_options(cfg, precision, "cpu")
         ),
         mock.patch.object(bnb.nn.modules, "fix_4bit_weight_quant_state_from_module", keep_state),
-        *one_rank(config.trainer.strategy),
+        *ranks_of(config.trainer),
         # What looks at values, before training.
         mock.patch.object(with_reference, "first_values_hash", return_value=""),
         mock.patch.object(Precomputed, "find", no_reference),
@@ -254,6 +256,7 @@ def run(name: str, overrides: list[str], folder: Path) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         for patch in patches:
             stack.enter_context(patch)
+        stack.callback(end_group)
         built = build.build(config, run_folder, Console(quiet=True), time.time())
         end = EndOfTraining(watch)
         built.trainer.callbacks.append(end)
@@ -284,11 +287,19 @@ class _Stream:
         raise AssertionError("the host waits for a stream")
 
 
-def one_rank(strategy: str) -> list[Any]:
-    """What shards need beside a device: streams, and a group of one process whose collectives do nothing."""
-    if strategy != "fsdp":
+def end_group() -> None:
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def ranks_of(trainer: Any) -> list[Any]:
+    """What shards need beside a device: streams, and a group of which this is the first rank; it sends nothing."""
+    if trainer.strategy != "fsdp":
         return []
-    distributed.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=1)
+    number = int(trainer.devices)
+    distributed.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=number)
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(number), "LOCAL_WORLD_SIZE": str(number)}
+    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "0"}
     mesh = model_parallel._setup_device_mesh
 
     def real_mesh(*args: Any) -> Any:
@@ -296,6 +307,9 @@ def one_rank(strategy: str) -> list[Any]:
             return mesh(*args)
 
     return [
+        *([mock.patch.dict(os.environ, {**rank, **address})] if number > 1 else []),
+        mock.patch.object(process_group, "size", return_value=1),  # what ranks tell each other before they train
+        mock.patch.object(Preemption, "_end"),  # a made-up sum says that a rank was asked to stop
         mock.patch.object(torch.cuda, "Stream", _Stream),
         mock.patch.object(torch.cuda, "Event", _Stream),
         mock.patch.object(torch.cuda, "current_stream", return_value=_Stream()),

@@ -1,5 +1,7 @@
 """What is decided for a GPU, on a machine without one."""
 
+import copy
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,8 +34,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     return pretend
 
 
+@functools.cache
+def composed(*overrides: str) -> Config:
+    return check(compose(list(overrides)))
+
+
 def resolved(*overrides: str) -> Config:
-    config = check(compose(list(overrides)))
+    config = copy.deepcopy(composed(*overrides))
     devices.resolve_auto(config)
     return config
 

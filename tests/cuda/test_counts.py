@@ -1,32 +1,51 @@
-"""What ranks tell each other each step."""
+"""What ranks tell each other each step, on hosts: a collective on the device would be waited for."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor
 
-from lmtrain.objectives import base
+from lmtrain.distributed.data_parallel import agreed
 
 
-def test_counts_are_made_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A number made into a tensor is copied to the device (lift_fresh), for which torch waits."""
-    seen: set[str] = set()
+def trainer_of(ranks: int, copies: int = 1) -> Any:
+    strategy = SimpleNamespace(tensor_parallel_size=copies, root_device=torch.device("meta"))
+    return SimpleNamespace(world_size=ranks, global_rank=0, strategy=strategy)
 
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.add(str(func))
-            return func(*args, **(kwargs or {}))
 
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda counts: None)
-    monkeypatch.setattr(base, "data_parallel", lambda trainer: SimpleNamespace(copies=1))
-    stop = SimpleNamespace(asked=lambda: True, agreed=False)
-    objective: Any = SimpleNamespace(stop=stop, trainer=None)
-    n_tokens, tokens = torch.tensor(7), torch.tensor(9)
-    with Watch():
-        agreed = base.Objective._agree(objective, n_tokens, tokens)
-    assert [int(t) for t in agreed] == [7, 9]
-    assert stop.agreed is True
-    assert "aten.lift_fresh.default" not in seen
-    assert "aten.new_full.default" in seen
+@pytest.mark.parametrize(("copies", "counts"), [(1, [14, 18]), (2, [7, 9])])
+@pytest.mark.parametrize("asked", [(False, False), (True, False), (False, True)])
+def test_counts_and_a_request_to_stop(
+    copies: int, counts: list[int], asked: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two ranks that count alike, reading rows of their own or the same ones."""
+
+    def all_reduce(summed: Tensor) -> None:
+        assert summed.device.type == "cpu"
+        summed += torch.tensor([7, 9, int(asked[1])])
+
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    found, stop = agreed(trainer_of(2, copies), torch.tensor([7, 9]), asked[0])
+    assert found.tolist() == counts
+    assert stop is any(asked)
+
+
+def test_a_group_of_gpus_alone_sums_on_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Summed(Exception): ...
+
+    def all_reduce(summed: Tensor) -> None:
+        assert summed.device.type == "meta"
+        raise Summed
+
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda: "cuda:nccl")
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    with pytest.raises(Summed):
+        agreed(trainer_of(2), torch.tensor([7, 9]), False)
+
+
+def test_one_rank_asks_nobody() -> None:
+    counts = torch.tensor([7, 9])
+    assert agreed(trainer_of(1), counts, True) == (counts, True)

@@ -5,6 +5,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,9 @@ from lmtrain.data.build_corpus import build_corpus
 from lmtrain.data.modules import StepDataset
 from lmtrain.errors import RunError, UserError
 from lmtrain.losses.preferences import LOSSES
+from lmtrain.objectives import with_reference
 from lmtrain.objectives.dpo import DPO, kl_per_token
-from lmtrain.objectives.reference import FrozenCopy, choose, weights_hash
+from lmtrain.objectives.reference import Choice, FrozenCopy, weights_hash
 from lmtrain.objectives.start_check import check_start
 from lmtrain.run.build import build_datamodule, build_objective
 from support import rows
@@ -113,6 +115,7 @@ def batch_of(corpus: Any, *pair: int) -> dict[str, torch.Tensor]:
 
 STARTS = {
     "full": [*LLAMA],
+    "full_copy": [*LLAMA, "objective.reference=frozen_copy"],
     "full_precomputed": [*LLAMA, "objective.reference=precomputed"],
     "lora": [*LORA],
     "lora_copy": [*LORA, "objective.reference=frozen_copy"],
@@ -285,18 +288,18 @@ def test_gradients_of_splits_agree(pairs: Path, llama: Path) -> None:
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * b.abs().max().item())
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize(("method", "online"), [("full", "frozen_copy"), ("lora", "adapter_off")])
 def test_precomputed_equals_online_over_an_epoch_with_dropout(
-    method: str, pairs: Path, gpt2: Path, tmp_path: Path
+    method: str, online: str, pairs: Path, gpt2: Path, tmp_path: Path
 ) -> None:
     epoch = ["trainer.max_steps=null", "trainer.max_epochs=1", "model.dropout=0.3", "optimizer.lr=1e-3"]
     argv = [*LLAMA, *epoch] if method == "full" else [*LORA, "peft.dropout=0.2", *epoch]
-    for reference in ("auto", "precomputed"):
+    for reference in (online, "precomputed"):
         ended = dpo(pairs, gpt2, tmp_path / reference, *argv, f"objective.reference={reference}")
         assert ended.code == 0, ended.err
-    online, precomputed = (logged(tmp_path / reference) for reference in ("auto", "precomputed"))
-    assert online[0][0]["train/loss"] != pytest.approx(math.log(2), abs=1e-3)  # dropout is on in training
-    for a, b in zip(online[0] + online[1], precomputed[0] + precomputed[1], strict=True):
+    expected, precomputed = (logged(tmp_path / reference) for reference in (online, "precomputed"))
+    assert expected[0][0]["train/loss"] != pytest.approx(math.log(2), abs=1e-3)  # dropout is on in training
+    for a, b in zip(expected[0] + expected[1], precomputed[0] + precomputed[1], strict=True):
         for key in a:
             assert a[key] == pytest.approx(b[key], rel=1e-4, abs=1e-4), key
 
@@ -318,6 +321,80 @@ def test_precomputed_numbers_are_kept_and_told_apart(pairs: Path, llama: Path, g
     assert ended.code == 1
     assert "policy and reference differ before the first step" in message(ended.err)
     assert "precomputed log-probabilities are of another model" in message(ended.err)
+
+
+def test_precomputed_numbers_are_of_all_rows(pairs: Path, llama: Path, tmp_path: Path) -> None:
+    """Whichever rows a run reads, the next run with this model and data finds those of all."""
+    settings = [
+        *LLAMA,
+        "objective.reference=precomputed",
+        "trainer.max_steps=2",
+        f"data.cache_dir={tmp_path / 'cache'}",
+    ]
+    few = dpo(pairs, llama, tmp_path / "few", *settings, "trainer.overfit_batches=1")
+    assert few.code == 0, few.err
+    assert logged(tmp_path / "few")[0][0]["train/rewards/margin"] == pytest.approx(0, abs=1e-4)
+    again = dpo(pairs, llama, tmp_path / "all", *settings)
+    assert again.code == 0, again.err
+    assert "reference log-probabilities" not in again.err
+
+
+EPOCH = ["trainer.max_steps=null", "trainer.max_epochs=1"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "read"),
+    [
+        ([], None),
+        (EPOCH, None),
+        (["trainer.max_steps=4"], None),
+        (["trainer.max_steps=3"], 32),
+        (["trainer.limit_val_batches=1", *EPOCH], 36),
+        (["trainer.limit_val_batches=1", "trainer.val_check_interval=2", *EPOCH], None),
+        (["trainer.overfit_batches=1", *EPOCH], 16),
+    ],
+)
+def test_a_pass_over_all_pairs_pays_where_the_run_reads_as_many(argv: list[str], read: int | None) -> None:
+    corpus: Any = SimpleNamespace(train=range(32), val=range(8))
+    words = "" if read is None else f"the run reads {read} pairs, fewer than the 40 there are"
+    assert with_reference.why_online_is_less(check(compose([*DPO_RUN, *argv])), corpus) == words
+
+
+def test_auto_precomputes_where_that_pays(pairs: Path, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen(*argv: str) -> str:
+        objective = built(pairs, llama, *LLAMA, *argv)[2]
+        made = {"precomputed": objective.precomputed, "frozen_copy": objective.frozen_copy}
+        assert [name for name, reference in made.items() if reference is not None] == [objective.reference]
+        return dict(objective.plan_rows())["loss"].partition("reference: ")[2]
+
+    assert chosen() == "precomputed (one pass over the pairs before training, no copy of the weights)"
+    assert chosen("trainer.max_steps=3") == "frozen_copy (the run reads 32 pairs, fewer than the 40 there are)"
+    assert chosen(f"data.val_sets={{more: {{path: {pairs}}}}}").startswith("frozen_copy (those of data.val_sets")
+    two_ranks = SimpleNamespace(size=lambda: 2, from_first=lambda make: make())
+    monkeypatch.setattr(with_reference, "world", two_ranks)
+    assert chosen().startswith("frozen_copy (one of 2 processes would compute all pairs")
+
+
+def test_auto_stays_what_it_was_when_the_run_began(pairs: Path, llama: Path, tmp_path: Path) -> None:
+    """A longer run would precompute, which rounds another way: resumed, it equals one that never did, bit for bit."""
+    few = [*LLAMA, "run.resume=auto", "trainer.val_check_interval=3", "trainer.save_every_n_steps=3"]
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert dpo(pairs, llama, whole, *few, "objective.reference=frozen_copy", "trainer.max_steps=6").code == 0
+    assert dpo(pairs, llama, cut, *few, "trainer.max_steps=3").code == 0
+    ended = dpo(pairs, llama, cut, *few, "trainer.max_steps=6")
+    assert ended.code == 0, ended.err
+    assert "reference: frozen_copy (as the run began)" in ended.out
+    assert "reference log-probabilities" not in ended.err
+    assert logged(cut) == logged(whole)
+
+    _, _, objective = built(pairs, llama, *LLAMA)
+    objective.continue_from({})  # a checkpoint of an earlier version
+    assert (objective.reference, objective.precomputed) == ("frozen_copy", None)
+    objective.continue_from({"reference": "precomputed"})
+    assert objective.reference == "precomputed"
+    _, _, objective = built(pairs, llama, *LLAMA, "objective.reference=precomputed")
+    objective.continue_from({"reference": "frozen_copy"})  # typed now: it may change
+    assert objective.reference == "precomputed"
 
 
 def test_the_check_says_what_differs(pairs: Path, llama: Path) -> None:
@@ -351,13 +428,13 @@ def test_references_that_do_not_fit_are_refused(pairs: Path, llama: Path) -> Non
             built(pairs, llama, *argv, override)
     free = [*LLAMA, "objective.reference=none"]
     assert [built(pairs, llama, *argv)[2].reference for argv in (LLAMA, LORA, [*LORA, "peft.bias=all"], free)] == [
-        "frozen_copy",
+        "precomputed",
         "adapter_off",
         "frozen_copy",
         "none",
     ]
-    assert choose.__doc__ is not None
-    assert all(name in choose.__doc__ or name == "auto" for name in REFERENCES)
+    assert Choice.__doc__ is not None
+    assert all(name in Choice.__doc__ or name == "auto" for name in REFERENCES)
 
 
 def test_wrong_settings_are_refused() -> None:
@@ -401,7 +478,7 @@ def test_kl_is_zero_where_both_agree_and_never_negative() -> None:
     assert kl[1].item() == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("name", ["full", "lora_dropout", "full_precomputed", "pissa"])
+@pytest.mark.parametrize("name", ["full_copy", "lora_dropout", "full_precomputed", "pissa"])
 def test_a_resumed_run_is_the_same_run(name: str, pairs: Path, llama: Path, tmp_path: Path) -> None:
     argv = [
         *STARTS[name],
@@ -473,7 +550,7 @@ def test_bad_pairs_are_counted_and_long_ones_dropped(pairs: Path, llama: Path, t
 
 
 def test_the_last_short_step_and_empty_micro_batches(pairs: Path, llama: Path) -> None:
-    config, corpus, objective = built(pairs, llama, *LLAMA)
+    config, corpus, objective = built(pairs, llama, *LLAMA, "objective.reference=frozen_copy")
     datamodule = build_datamodule(config, corpus, 4)
     assert len(datamodule.train_rows) == 32
     empty = corpus.train.empty()

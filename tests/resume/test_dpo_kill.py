@@ -13,7 +13,7 @@ REPLACED = ("model.num_", "model.hidden", "model.max_position", "tokenizer=", "d
 PAIRS = ["objective=dpo", "data=preference_jsonl", "data.chat_template=zephyr", "data.val_fraction=0.2",
          "data.seq_len=512", "optimizer.lr=0.01", "model=pretrained"]  # fmt: skip
 KINDS = {
-    "frozen_copy": ["data.micro_batch_size=2"],
+    "frozen_copy": ["objective.reference=frozen_copy", "data.micro_batch_size=2"],
     "adapter_off": ["peft=lora", "peft.dropout=0.1", "data.micro_batch_size=3"],
     "precomputed": ["objective.reference=precomputed", "data.micro_batch_size=2"],
 }

@@ -32,3 +32,21 @@ def total(trainer: pl.Trainer, sums: Tensor) -> Tensor:
     summed = sums.clone()
     torch.distributed.all_reduce(summed)  # Lightning's reduce would pay a barrier before it
     return summed / data_parallel(trainer).copies
+
+
+def agreed(trainer: pl.Trainer, counts: Tensor, asked: bool) -> tuple[Tensor, bool]:
+    """Counts of all rows of a step, from this rank's, and whether any rank was asked to stop; every rank must call it.
+
+    Hosts wait for each other, not for their devices.
+
+    Args:
+        counts: int64 [n] in host memory, as are those returned.
+    """
+    if trainer.world_size == 1:
+        return counts, asked
+    # The group that Lightning makes of GPUs, under a Trainer of one's own, knows no tensors in host memory.
+    has_hosts = "cpu:" in torch.distributed.get_backend_config()
+    summed = torch.cat([counts, torch.tensor([int(asked)])]).to("cpu" if has_hosts else trainer.strategy.root_device)
+    torch.distributed.all_reduce(summed)
+    *total, stops = summed.tolist()
+    return torch.tensor(total) // data_parallel(trainer).copies, stops > 0

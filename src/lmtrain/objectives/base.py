@@ -19,7 +19,7 @@ from lmtrain.config.schema import Config
 from lmtrain.data.corpus import Corpus
 from lmtrain.data.order import step_seed
 from lmtrain.distributed import dtensor as layout
-from lmtrain.distributed.data_parallel import data_parallel, total
+from lmtrain.distributed.data_parallel import agreed, data_parallel, total
 from lmtrain.distributed.stop_request import StopRequest
 from lmtrain.errors import RunError
 from lmtrain.models.language_model import LanguageModel
@@ -108,6 +108,9 @@ class Objective(pl.LightningModule):
             UserError: the options, the model and the data don't go together.
         """
 
+    def continue_from(self, saved: dict[str, Any]) -> None:
+        """Called before training where a run continues, with all that its checkpoint holds but the weights."""
+
     @abstractmethod
     def micro_batch_loss(self, batch: dict[str, Tensor]) -> LossParts:
         """The loss of one micro-batch, as sums over its trained tokens (or pairs), never as means.
@@ -132,7 +135,7 @@ class Objective(pl.LightningModule):
     def count_tokens(self, batch: dict[str, Tensor]) -> Tensor:
         """What the sums of a micro-batch are divided by, int64 []: trained tokens, or pairs; known before its forward.
 
-        A micro-batch of `Rows.empty()`, which trains nothing, must count 0.
+        A micro-batch of `Rows.empty()`, which trains nothing, must count 0. `batch` is in host memory or on the device.
         """
 
     def count_seen(self, batch: dict[str, Tensor]) -> Tensor:
@@ -163,6 +166,14 @@ class Objective(pl.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return self._optimizer
 
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Counts a step's tokens over all ranks while it is in host memory; a request to stop rides along."""
+        if "micro_batches" in batch:
+            parts = [torch.stack([self.count_tokens(mb), self.count_seen(mb)]) for mb in batch["micro_batches"]]
+            counts, self.stop.agreed = agreed(self.trainer, torch.stack(parts).sum(0), self.stop.asked())
+            batch["n_tokens"], batch["seen"] = counts
+        return batch
+
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         step, micro_batches = int(batch["step"]), batch["micro_batches"]
         if step != self.trainer.global_step:
@@ -171,10 +182,7 @@ class Objective(pl.LightningModule):
         optimizer = self.optimizers()
         self.set_rate(step)
 
-        n_tokens = torch.stack([self.count_tokens(mb) for mb in micro_batches]).sum()
-        seen = torch.stack([self.count_seen(mb) for mb in micro_batches]).sum()
-        if self.trainer.world_size > 1:
-            n_tokens, seen = self._agree(n_tokens, seen)
+        n_tokens, seen = batch["n_tokens"], batch["seen"]
         # Gradients are averaged over the parts of the step that ranks read; times their number makes that the sum.
         scale = data_parallel(self.trainer).size / n_tokens.clamp(min=1)
 
@@ -198,16 +206,6 @@ class Objective(pl.LightningModule):
     def set_rate(self, step: int) -> None:
         """The learning rate that the schedule has for the step, counted from 0."""
         set_lr(self._optimizer, self.schedule(step, self.schedule_steps))
-
-    def _agree(self, n_tokens: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-        """Trained and seen tokens of the whole step; whether any rank was asked to stop rides along."""
-        # Filled on the device: a tensor made of a number would be copied there, and waited for.
-        stop = n_tokens.new_full((), int(self.stop.asked()))
-        counts = torch.stack([n_tokens, seen, stop])
-        torch.distributed.all_reduce(counts)  # Lightning's reduce would pay a barrier before it
-        self.stop.agreed = bool(counts[2])
-        n_tokens, seen = counts[:2] // data_parallel(self.trainer).copies
-        return n_tokens, seen
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.logs_itself and lightning_private.is_log_step(self.trainer):

@@ -56,7 +56,7 @@ class DPO(ReferenceObjective):
         assert isinstance(options, DPOOptions)
         self.loss, self.options = options.loss, loss_options(options)
         check_reference(options)
-        self.settle_reference(options.reference if LOSSES[options.loss].has_reference else "none", config)
+        self.settle_reference(options.reference if LOSSES[options.loss].has_reference else "none", config, corpus)
         self.fingerprint["keys"]["objective.length_normalize"] = self.options.length_normalize  # auto resolved
 
     def count_tokens(self, batch: dict[str, Tensor]) -> Tensor:
@@ -71,7 +71,7 @@ class DPO(ReferenceObjective):
     def plan_rows(self) -> list[tuple[str, str]]:
         shown = {k: v for k, v in self.options._asdict().items() if k in self._loss_keys() and v}
         words = ", ".join([self.loss, *(f"{key}={value:g}" for key, value in shown.items())])
-        return [("loss", f"{words}; reference: {self.reference}")]
+        return [("loss", f"{words}; reference: {self.reference_words()}")]
 
     def _loss_keys(self) -> list[str]:
         flips = ["label_smoothing"]

@@ -63,7 +63,7 @@ class KTO(ReferenceObjective):
         return ["loss", "rewards/margin", "logps/mean", "kl"]
 
     def plan_rows(self) -> list[tuple[str, str]]:
-        return [("loss", f"KTO, beta={self.options.beta:g}; reference: {self.reference}")]
+        return [("loss", f"KTO, beta={self.options.beta:g}; reference: {self.reference_words()}")]
 
     def check_start(self, batch: dict[str, Tensor]) -> None:
         check_agreement(self, batch, ("answer",))

@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,8 +26,19 @@ from lmtrain.errors import UserError
 from lmtrain.strategies.sharding import reshard
 
 
-def choose(wanted: str, model: nn.Module) -> str:
-    """objective.reference, auto resolved for this model: frozen_copy, adapter_off, precomputed or none.
+class Choice(NamedTuple):
+    """What a model is held to: frozen_copy, adapter_off, precomputed or none; and why, where auto chose it."""
+
+    kind: str
+    why: str = ""
+
+
+def choose(wanted: str, model: nn.Module, why_online: str) -> Choice:
+    """objective.reference, auto resolved for this model.
+
+    Args:
+        why_online: why it doesn't pay, or isn't possible, to precompute the reference of a model that is trained
+            whole; "" where it pays.
 
     Raises:
         UserError: the adapter's base is not where the run starts.
@@ -38,9 +49,15 @@ def choose(wanted: str, model: nn.Module) -> str:
             f"objective.reference=adapter_off: {obstacle}, so the base is not the model this run starts from: "
             f"set objective.reference=frozen_copy"
         )
-    if wanted == "auto":
-        return "frozen_copy" if obstacle else "adapter_off"
-    return wanted
+    if wanted != "auto":
+        return Choice(wanted)
+    if obstacle is None:
+        return Choice("adapter_off", "the base is what the run starts from")
+    if trainable_names(model) is not None:
+        return Choice("frozen_copy", "of what is trained, a part of the model")
+    if why_online:
+        return Choice("frozen_copy", why_online)
+    return Choice("precomputed", "one pass over the pairs before training, no copy of the weights")
 
 
 def _why_not_adapter_off(model: nn.Module) -> str | None:

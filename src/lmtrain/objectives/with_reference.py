@@ -11,15 +11,42 @@ import torch
 from torch import Tensor
 
 from lmtrain.adapters.trainable import adapter_of
+from lmtrain.config.compose import horizon
 from lmtrain.config.deepspeed import check_frozen_copy
 from lmtrain.config.fingerprint import of_model
+from lmtrain.config.growth import step_sizes
 from lmtrain.config.schema import Config
+from lmtrain.data.corpus import Corpus
 from lmtrain.distributed import process_group as world
 from lmtrain.errors import UserError
 from lmtrain.models.documents import Prefixes
 from lmtrain.models.language_model import LogProbs
 from lmtrain.objectives.base import Objective
-from lmtrain.objectives.reference import FrozenCopy, Precomputed, choose, evaluating, first_values_hash
+from lmtrain.objectives.reference import Choice, FrozenCopy, Precomputed, choose, evaluating, first_values_hash
+
+
+def why_not_precomputed(config: Config, corpus: Corpus | None) -> str:
+    """Why log-probabilities of the reference can't be had before training unless asked for; "" where they can."""
+    if corpus is None:
+        return "this objective's rows keep no log-probabilities"
+    if world.size() > 1:
+        return f"one of {world.size()} processes would compute all pairs while the others wait"
+    return "those of data.val_sets are not computed before training" if config.data.val_sets else ""
+
+
+def why_online_is_less(config: Config, corpus: Corpus | None) -> str:
+    """Why a forward of the reference a step is less work than one over all pairs; "" where it is not."""
+    if corpus is None:
+        return ""
+    t, sizes = config.trainer, step_sizes(config.data)
+    rows = len(corpus.train)
+    few = min(rows, t.overfit_batches * config.data.global_batch_size) if t.overfit_batches else rows
+    steps = horizon(t.max_steps, t.max_epochs, few, sizes)
+    val = 0 if corpus.val is None else len(corpus.val)
+    each = val if t.limit_val_batches is None else min(val, t.limit_val_batches * config.data.micro_batch_size)
+    validated = each * max(1, steps // (t.val_check_interval or steps))
+    read = sizes.before(steps) + validated
+    return f"the run reads {read:,} pairs, fewer than the {rows + val:,} there are" if read < rows + val else ""
 
 
 class ReferenceObjective(Objective):
@@ -28,20 +55,30 @@ class ReferenceObjective(Objective):
     loss_is_nll = False
     answers: int
 
-    def settle_reference(self, wanted: str, config: Config) -> None:
+    def settle_reference(self, wanted: str, config: Config, corpus: Corpus | None = None) -> None:
         """Sets `reference`, auto resolved: the model as it is now, before a checkpoint is read.
 
         Args:
             wanted: auto, frozen_copy, adapter_off, precomputed or none.
+            corpus: whose rows take a `reference`, log-probabilities [rows, answers]; None where they take none.
 
         Raises:
             UserError: see `reference.choose`.
         """
-        self.reference = world.from_first(lambda: choose(wanted, self.model.model))
-        if self.reference == "frozen_copy":
-            check_frozen_copy(config.trainer)
+        self.wanted, self._config, self._corpus = wanted, config, corpus
+        why_online = why_not_precomputed(config, corpus) or why_online_is_less(config, corpus)
+        self._use(world.from_first(lambda: choose(wanted, self.model.model, why_online)))
+        # On resume the model is built anew: it has to be the one the run started with.
+        if self.reference != "none":
+            self.fingerprint["contents"]["reference"] = world.from_first(lambda: first_values_hash(self.model))
+
+    def _use(self, choice: Choice) -> None:
+        config = self._config
+        self.reference, self.why_reference = choice
         self.frozen_copy: FrozenCopy | None = None
         self.precomputed: Precomputed | None = None
+        if self.reference == "frozen_copy":
+            check_frozen_copy(config.trainer)
         if self.reference == "precomputed":
             if config.data.val_sets:
                 raise UserError(
@@ -50,9 +87,23 @@ class ReferenceObjective(Objective):
                 )
             contents = {name: self.fingerprint["contents"][name] for name in ("data", "model")}
             self.precomputed = Precomputed(config.data.cache_dir, {**contents, **of_model(config)})
-        # On resume the model is built anew: it has to be the one the run started with.
-        if self.reference != "none":
-            self.fingerprint["contents"]["reference"] = world.from_first(lambda: first_values_hash(self.model))
+
+    def continue_from(self, saved: dict[str, Any]) -> None:
+        """What auto chose when the run began holds to its end: the other differs from it by rounding."""
+        began = saved.get("reference", "frozen_copy")  # earlier versions precomputed only what they were told to
+        either = {"frozen_copy", "precomputed"}
+        if self.wanted != "auto" or began == self.reference or {began, self.reference} != either:
+            return
+        if began == "frozen_copy" or not why_not_precomputed(self._config, self._corpus):
+            self._use(Choice(began, "as the run began"))
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["reference"] = self.reference
+
+    def reference_words(self) -> str:
+        """For the plan."""
+        return self.reference + (f" ({self.why_reference})" if self.why_reference else "")
 
     @abstractmethod
     def check_start(self, batch: dict[str, Tensor]) -> None:
@@ -65,15 +116,14 @@ class ReferenceObjective(Objective):
 
     def setup(self, stage: str) -> None:
         """Computes the reference's log-probabilities, before a checkpoint is read into the model."""
-        if self.precomputed is None:
+        if self.precomputed is None or self._corpus is None:
             return
-        datamodule: Any = self.trainer.datamodule  # type: ignore[attr-defined]
-        splits = {"train": datamodule.train_rows, "val": datamodule.val_rows}
+        # All there are, whichever of them the run reads: the next one finds them.
+        splits: dict[str, Any] = {"train": self._corpus.train, "val": self._corpus.val}
         splits = {name: rows for name, rows in splits.items() if rows is not None}
         say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
-        self.precomputed.find(
-            self.model, splits, lambda rows: self._reference_of_all(rows, datamodule.micro_batch_size), say
-        )
+        size = self._config.data.micro_batch_size
+        self.precomputed.find(self.model, splits, lambda rows: self._reference_of_all(rows, size), say)
 
     def _reference_of_all(self, rows: Any, micro_batch_size: int) -> np.ndarray:
         """Log-probabilities of all rows' answers under the model as it is, [n, answers] fp64."""

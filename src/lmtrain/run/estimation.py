@@ -142,7 +142,7 @@ def build(config: Config, tokens: int | None = None) -> PreTrainedModel:
 
 
 def memory(model: PreTrainedModel, config: Config) -> dict[str, int]:
-    """Bytes of one device by part; of objective=dpo with the copy of what is trained, where it has one."""
+    """Bytes of one device by part; of objective=dpo with the copy of what is trained, where it has or may have one."""
     card = None if config.estimate.device is None else int(device_of(config).bytes)
     parts = flops.memory_estimate(model, config, card)
     o = config.objective

@@ -46,6 +46,7 @@ def replay(config: Config) -> int:
         ours = resume.named_alike(objective.fingerprint, saved["fingerprint"], corpus)
         resume.check_fingerprint(checkpoint, saved["fingerprint"], ours, config, print)
         objective.schedule_steps = saved["schedule_steps"]
+        objective.continue_from(saved)
     else:
         objective.schedule_steps = config.trainer.max_steps or step + 1
     microscope = Microscope(step)

@@ -73,6 +73,7 @@ class Session:
             ours = resume.named_alike(run.objective.fingerprint, saved["fingerprint"], run.corpus)
             resume.check_fingerprint(self.checkpoint, saved["fingerprint"], ours, config, notes.append)
             resume.fit_schedule(run, saved["schedule_steps"], notes.append)
+            run.objective.continue_from(saved)
         after = store.step_of(self.checkpoint) if self.checkpoint is not None else 0
         world.together(lambda: loggers.start_loggers(run.trainer.loggers, after, notes.append))
         return run
