@@ -20,7 +20,7 @@ ROOMS = [
     "terminal", "errors", "files", "losses", "config", "distributed", "data.hub", "models", "adapters", "optim",
     "data.cache", "data.contents", "data.bpe", "data.folder_key", "data.progress", "data.order", "data.mixing",
     "data.borders", "data.tokenizers", "data.sources", "data.text", "data.stream", "data.chat", "data.modules",
-    "data.examples", "data.difficulty",
+    "data.examples", "data.row_numbers", "data.difficulty",
     "data.corpus", "data.build_corpus", "data.val_sets",
     "checkpoints", "strategies", "objectives", "outputs", "callbacks", "run", "sweeps", "stages", "cli",
 ]  # fmt: skip

@@ -19,7 +19,7 @@ from lmtrain.callbacks.metrics import without_times
 from lmtrain.config.compose import check, compose
 from lmtrain.config.growth import step_sizes
 from lmtrain.config.schema import Config
-from lmtrain.data import difficulty, order
+from lmtrain.data import difficulty, order, row_numbers
 from lmtrain.data.build_corpus import build_corpus
 from lmtrain.data.corpus import Corpus
 from lmtrain.data.modules import rows_of_step
@@ -212,7 +212,7 @@ def test_prepare_scores_ahead_of_training(text: Path, tmp_path: Path) -> None:
 
 
 def test_scoring_goes_on_where_it_was_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(difficulty, "PART", 4)
+    monkeypatch.setattr(row_numbers, "PART", 4)
     chosen, asked = order.permute(np.arange(19), 19, 0, 0), list[int]()
 
     def score(rows: np.ndarray) -> np.ndarray:

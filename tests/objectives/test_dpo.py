@@ -20,6 +20,7 @@ from lmtrain.checkpoints import store
 from lmtrain.config.compose import check, compose
 from lmtrain.config.growth import Stages
 from lmtrain.config.objectives import PREFERENCE_LOSSES, REFERENCES
+from lmtrain.data import row_numbers
 from lmtrain.data.build_corpus import build_corpus
 from lmtrain.data.modules import StepDataset
 from lmtrain.errors import RunError, UserError
@@ -503,6 +504,34 @@ def test_a_resumed_run_is_the_same_run(name: str, pairs: Path, llama: Path, tmp_
     a, b = (store.load(store.scan(folder / "checkpoints")[-1])["state_dict"] for folder in (cut, whole))
     assert a.keys() == b.keys()
     assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_an_interrupted_reference_goes_on(
+    pairs: Path, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a failure in the third of four parts two are not computed again, and the numbers are the same."""
+    monkeypatch.setattr(row_numbers, "PART", 8)
+    settings = [*LLAMA, "objective.reference=precomputed", "trainer.max_steps=1"]
+    assert dpo(pairs, llama, tmp_path / "whole", *settings, f"data.cache_dir={tmp_path / 'whole_cache'}").code == 0
+    compute, asked = DPO._reference_of, list[int]()
+
+    def interrupted(self: DPO, rows: Any, chosen: np.ndarray) -> np.ndarray:
+        asked.append(len(chosen))
+        if len(asked) == 3:
+            raise RunError("out of memory")
+        return compute(self, rows, chosen)
+
+    monkeypatch.setattr(DPO, "_reference_of", interrupted)
+    cache = f"data.cache_dir={tmp_path / 'cache'}"
+    assert dpo(pairs, llama, tmp_path / "cut", *settings, cache).code == 1
+    assert not list((tmp_path / "cache").glob("reference-*[!s]"))
+    ended = dpo(pairs, llama, tmp_path / "again", *settings, cache)
+    assert ended.code == 0, ended.err
+    assert asked == [8, 8, 8, 8, 8, 8], "three begun, then the third, the fourth and those of validation"
+    assert "reference of train pairs: 32 of 32" in ended.err
+    (folder,), (whole,) = ((tmp_path / name).glob("reference-*") for name in ("cache", "whole_cache"))
+    for split in ("train.npy", "val.npy"):
+        assert np.array_equal(np.load(folder / split), np.load(whole / split))
 
 
 def test_the_reference_is_in_no_checkpoint_and_no_optimizer(pairs: Path, llama: Path, tmp_path: Path) -> None:

@@ -6,20 +6,19 @@ Competence-based curricula (Platanios et al. 2019) take rarity: the mean of -log
 import itertools
 import shutil
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from lmtrain.data import row_numbers
 from lmtrain.data.cache import build_once
 from lmtrain.data.modules import Rows
 from lmtrain.data.progress import RowProgress
 from lmtrain.data.text.windows import IGNORE
 from lmtrain.errors import UserError
-from lmtrain.files import fsync
 
-PART = 512  # rows whose scores are kept together; an interrupted scoring goes on after the last of them
 _SCORES = "scores.npy"
 Score = Callable[[np.ndarray], np.ndarray]  # rows int64 [n] -> fp32 [n], the harder the larger
 
@@ -79,7 +78,7 @@ def rarity(rows: Rows, chosen: np.ndarray, vocab_size: int, progress: RowProgres
     """The mean of -log(frequency) over the learned tokens of each row, counted in the rows `chosen`."""
     counts = np.zeros(vocab_size, dtype=np.int64)
     progress.start("tokens of rows", len(chosen), doing="count")
-    for part in in_parts(chosen):
+    for part in row_numbers.in_parts(chosen):
         learned = np.concatenate([_learned(rows, row) for row in part.tolist()])
         counts += np.bincount(learned, minlength=vocab_size)
         progress.advance(len(part), 0)
@@ -102,10 +101,6 @@ def _each(score: Callable[[int], float]) -> Score:
     return lambda chosen: np.array([score(row) for row in chosen.tolist()], dtype=np.float32)
 
 
-def in_parts(chosen: np.ndarray) -> Iterator[np.ndarray]:
-    return (chosen[start : start + PART] for start in range(0, len(chosen), PART))
-
-
 def scored_once(
     folder: Path, chosen: np.ndarray, make_score: Callable[[RowProgress], Score], progress: RowProgress
 ) -> np.ndarray:
@@ -122,27 +117,17 @@ def scored_once(
         return (folder / _SCORES).exists()
 
     def build(temporary: Path) -> None:
-        parts = folder.with_name(f"{folder.name}.parts")
-        parts.mkdir(exist_ok=True)
-        np.save(temporary / _SCORES, _in_parts(parts, chosen, make_score(progress), progress))
+        score = make_score(progress)
+        progress.start("rows", len(chosen), doing="score")
+        parts = row_numbers.parts_of(folder)
+        np.save(
+            temporary / _SCORES, row_numbers.compute(parts, chosen, lambda rows: _checked(score(rows), rows), progress)
+        )
 
     if not is_complete(folder):
         build_once(folder, is_complete, build, progress.say)
-        shutil.rmtree(folder.with_name(f"{folder.name}.parts"), ignore_errors=True)
-    return _load(folder / _SCORES)
-
-
-def _in_parts(parts: Path, chosen: np.ndarray, score: Score, progress: RowProgress) -> np.ndarray:
-    found = []
-    progress.start("rows", len(chosen), doing="score")
-    for number, rows in enumerate(in_parts(chosen)):
-        path = parts / f"{number:08d}.npy"
-        if not path.exists():
-            _save(path, _checked(score(rows), rows))
-        found.append(_load(path))
-        progress.advance(len(rows), 0)
-    progress.finish()
-    return np.concatenate(found)
+        shutil.rmtree(row_numbers.parts_of(folder), ignore_errors=True)
+    return row_numbers.load(folder / _SCORES)
 
 
 def _checked(scores: np.ndarray, rows: np.ndarray) -> np.ndarray:
@@ -153,24 +138,6 @@ def _checked(scores: np.ndarray, rows: np.ndarray) -> np.ndarray:
             f"order: does data.curriculum.model give such losses elsewhere too?"
         )
     return scores
-
-
-def _save(path: Path, scores: np.ndarray) -> None:
-    """Whole or not at all."""
-    temporary = path.with_suffix(".tmp.npy")
-    np.save(temporary, scores)
-    fsync(temporary)
-    temporary.replace(path)
-    fsync(path.parent)
-
-
-def _load(path: Path) -> np.ndarray:
-    try:
-        return np.asarray(np.load(path))
-    except (OSError, ValueError, EOFError) as error:
-        raise UserError(
-            f"{path} can't be read ({error}): delete {path.parent}, and the rows are scored again"
-        ) from None
 
 
 def easy_first(chosen: np.ndarray, scores: np.ndarray, buckets: int) -> np.ndarray:

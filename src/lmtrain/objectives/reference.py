@@ -8,8 +8,10 @@ none          for losses that have no reference
 """
 
 import contextlib
+import functools
 import hashlib
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +22,9 @@ from torch import Tensor, nn
 
 from lmtrain.adapters.memory_adapter import has_been_trained, reads_memory
 from lmtrain.adapters.trainable import adapter_of, trainable_names
+from lmtrain.data import row_numbers
 from lmtrain.data.cache import build_once
+from lmtrain.data.progress import RowProgress
 from lmtrain.distributed.dtensor import held, is_part, part, swap
 from lmtrain.errors import UserError
 from lmtrain.strategies.sharding import reshard
@@ -170,24 +174,31 @@ class Precomputed:
         identity = json.dumps(self.identity, sort_keys=True, default=str)
         return hashlib.sha256(f"{weights_hash(model)} {identity}".encode()).hexdigest()[:16]
 
-    def find(
-        self, model: nn.Module, splits: dict[str, Any], compute: Callable[[Any], np.ndarray], say: Callable[[str], None]
-    ) -> None:
-        """Sets `reference` of every split's rows; `compute` gives the [n, 2] fp64 of one.
+    def find(self, model: nn.Module, splits: dict[str, Any], numbers: Callable[[Any, np.ndarray], np.ndarray]) -> None:
+        """Sets `reference` of every split's rows; `numbers` gives those of some, int64 [n], of one: [n, answers] fp64.
 
-        The processes of a run may all call it: one computes, the others wait for its folder.
+        The processes of a run may all call it: one computes, the others wait for its folder. Interrupted, the next call
+        goes on after the last part that was kept.
         """
-        self.folder = self.cache_dir / f"reference-{self.key(model)}"
+        folder = self.folder = self.cache_dir / f"reference-{self.key(model)}"
+        parts = row_numbers.parts_of(folder)
 
         def is_complete(folder: Path) -> bool:
             return all((folder / f"{name}.npy").exists() for name in splits)
 
-        def build(folder: Path) -> None:
+        def build(temporary: Path) -> None:
             for name, rows in splits.items():
-                say(f"reference log-probabilities of {len(rows):,} {name} pairs, once for this model and data")
-                np.save(folder / f"{name}.npy", compute(rows))
+                progress.say(f"reference log-probabilities of {len(rows):,} {name} pairs, once for this model and data")
+                progress.start(f"{name} pairs", len(rows), doing="reference of")
+                every, of = np.arange(len(rows)), functools.partial(numbers, rows)
+                np.save(temporary / f"{name}.npy", row_numbers.compute(parts / name, every, of, progress))
 
-        if not is_complete(self.folder):
-            build_once(self.folder, is_complete, build, say)
+        if not is_complete(folder):
+            progress = RowProgress(True)
+            try:
+                build_once(folder, is_complete, build, progress.say)
+            finally:
+                progress.stop()
+            shutil.rmtree(parts, ignore_errors=True)
         for name, rows in splits.items():
-            rows.reference = np.load(self.folder / f"{name}.npy")
+            rows.reference = row_numbers.load(folder / f"{name}.npy")

@@ -1,9 +1,8 @@
 """What objectives that hold the model to a reference share: log-probabilities of answers under both."""
 
 import contextlib
-import sys
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -121,20 +120,18 @@ class ReferenceObjective(Objective):
         # All there are, whichever of them the run reads: the next one finds them.
         splits: dict[str, Any] = {"train": self._corpus.train, "val": self._corpus.val}
         splits = {name: rows for name, rows in splits.items() if rows is not None}
-        say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
-        size = self._config.data.micro_batch_size
-        self.precomputed.find(self.model, splits, lambda rows: self._reference_of_all(rows, size), say)
+        self.precomputed.find(self.model, splits, self._reference_of)
 
-    def _reference_of_all(self, rows: Any, micro_batch_size: int) -> np.ndarray:
-        """Log-probabilities of all rows' answers under the model as it is, [n, answers] fp64."""
+    def _reference_of(self, rows: Any, chosen: np.ndarray) -> np.ndarray:
+        """Log-probabilities of the answers of some rows, int64 [n], under the model as it is, [n, answers] fp64."""
         precision: Any = self.trainer.precision_plugin
-        device = self.trainer.strategy.root_device
+        device, size = self.trainer.strategy.root_device, self._config.data.micro_batch_size
         model = precision.convert_module(self.model).to(device)
         found = []
         with torch.no_grad(), evaluating(model), precision.forward_context():
-            for start in range(0, len(rows), micro_batch_size):
-                index = np.arange(start, min(start + micro_batch_size, len(rows)))
-                batch = rows.read(np.stack([np.zeros_like(index), index], axis=1))
+            for start in range(0, len(chosen), size):
+                some = chosen[start : start + size]
+                batch = rows.read(np.stack([np.zeros_like(some), some], axis=1))
                 found.append(self.answer_log_probs({k: v.to(device) for k, v in batch.items()})[0].cpu())
         return torch.cat(found).numpy()
 
