@@ -24,8 +24,8 @@ from lmtrain.run.folder import RunDir
 
 TRAINED, HELD_OUT = "Where does {name} live?", "{name} lives in which town?"
 CONTENDERS = {
-    "memory": ["peft=memory", "memory.layers=[0,2]", "memory.memory_dim=128", "memory.top_k=2"],
-    "lora": ["peft=lora"],
+    "memory": ["peft=memory", "memory.memory_dim=128", "memory.top_k=2"],
+    "lora": ["peft=lora", "peft.r=192", "peft.alpha=192"],
 }
 
 
