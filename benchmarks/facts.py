@@ -24,8 +24,11 @@ from lmtrain.run.folder import RunDir
 
 TRAINED, HELD_OUT = "Where does {name} live?", "{name} lives in which town?"
 CONTENDERS = {
-    "memory": ["peft=memory", "memory.layers=[0,2]", "memory.memory_dim=128", "memory.top_k=2"],
-    "lora": ["peft=lora"],
+    "memory": [
+        *("peft=memory", "memory.layers=[1,2,3]", "memory.memory_dim=128", "memory.num_heads=8", "memory.top_k=2"),
+        *("memory.share_bank=false", "optimizer=muon"),
+    ],
+    "lora": ["peft=lora", "peft.r=192", "peft.alpha=192"],  # as many parameters as a memory of one shared bank
 }
 
 
@@ -49,10 +52,10 @@ def settings(folder: Path, model: Path, args: argparse.Namespace, contender: str
         "trainer.save_every_n_steps=null",
         "callbacks.samples.every_n_validations=0",
     ]
-    learning = [f"optimizer.lr={args.lr}", "optimizer.weight_decay=0", "schedule=cosine", "schedule.warmup_ratio=0.05"]
+    learning = ["optimizer.weight_decay=0", "schedule=cosine", "schedule.warmup_ratio=0.05"]
     quiet = ["export.enabled=false", "logger=none", "report.enabled=false", f"run.dir={folder / contender}"]
-    return ["model=pretrained", f"model.name_or_path={model}", *CONTENDERS[contender], *data, *rows, *steps, *learning,
-            *quiet, *args.override]  # fmt: skip
+    chosen = ["model=pretrained", f"model.name_or_path={model}", *CONTENDERS[contender], f"optimizer.lr={args.lr}"]
+    return [*chosen, *data, *rows, *steps, *learning, *quiet, *args.override]
 
 
 def batches(tokenizer: object, pairs: list[tuple[str, str]], phrasing: str) -> Iterator[tuple[list[int], list[int]]]:
@@ -96,7 +99,7 @@ def main() -> None:
     parser.add_argument("--facts", type=int, default=2000)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--rows", type=int, default=200)
-    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--lr", type=float, default=1e-2)
     parser.add_argument("--contenders", default=",".join(CONTENDERS))
     parser.add_argument("--override", action="append", default=[], help="one more setting of every run")
     args = parser.parse_args()

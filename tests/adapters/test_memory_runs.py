@@ -188,3 +188,30 @@ def test_a_checkpoint_on_another_base_is_refused(bases: dict[str, Path], chats: 
                       "export.enabled=false")  # fmt: skip
         assert ended.code == code, ended.err
     assert "model.name_or_path" in ended.err
+
+
+def test_an_exported_memory_is_trained_further(bases: dict[str, Path], chats: Path, tmp_path: Path) -> None:
+    """As the base of a new run: it begins where the export stands, whether its base is frozen or trained too."""
+    steady = ["trainer.max_steps=2", "schedule=constant", "optimizer.lr=0.02"]
+    ended = train(chats, bases["llama"], tmp_path / "first", "peft=memory", *steady)
+    assert ended.code == 0, ended.err
+    first = RunDir(tmp_path / "first")
+    expected = logits(trained.from_run(first, "last")[0], IDS)
+    for kind in (["peft=memory"], ["peft=none", "memory=bank"]):
+        unmoved = RunDir(tmp_path / f"unmoved_{len(kind)}")
+        ended = train(chats, first.export, unmoved.path, *kind, "trainer.max_steps=1", "optimizer.lr=0")
+        assert ended.code == 0, ended.err
+        assert (logits(trained.from_run(unmoved, "last")[0], IDS) - expected).abs().max() < 1e-5
+        assert trained.load(str(unmoved.export), "last")[0].config.model_type == "memory_llama"
+    ended = train(chats, first.export, tmp_path / "second", "peft=memory", *steady)
+    assert ended.code == 0, ended.err
+    assert losses(tmp_path / "second")[1] < losses(first.path)[1]
+
+    ended = train(chats, first.export, tmp_path / "third", "peft=memory", "memory.top_k=1")
+    assert ended.code == 2
+    assert "memory.top_k of the memory in" in ended.err
+    assert "set memory.top_k=2" in ended.err
+    named = [f"model.name_or_path={first.export}", f"data.path={chats}", f"run.dir={tmp_path / 'fourth'}"]
+    ended = run("train", *CHATS, *SHORT, *named, "data=chat_jsonl", "data.seq_len=256")
+    assert ended.code == 2
+    assert "has a memory: to go on training it set peft=memory" in ended.err

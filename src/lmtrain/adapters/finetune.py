@@ -19,6 +19,7 @@ def build_trainable_model(config: Config, tokenizer: Any) -> PreTrainedModel:
     Raises:
         UserError: see `build_model`, `adapters.attach` and `split.check`.
     """
+    memory_adapter.check_chosen(config)
     new_tokens = new_token_ids(config, tokenizer)
     model = build_model(
         config.model,

@@ -1,7 +1,9 @@
 """A memory put into the model of a run: its settings from the config, its size, what is frozen, the first check."""
 
 import contextlib
+import dataclasses
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,10 +11,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lmtrain.adapters.memory import MemorySettings, attach_memory, decoder_layers, memory_blocks
+from lmtrain.adapters.memory_export import load_memory, settings_in
 from lmtrain.adapters.trainable import switched
 from lmtrain.config.memory import chosen_layers
+from lmtrain.config.models import LoadedModel
 from lmtrain.config.schema import Config, Memory
+from lmtrain.config.schema import Model as ModelConfig
 from lmtrain.errors import RunError, UserError
+from lmtrain.models.memory_folder import is_exported
 
 BYTES = 16  # a trained fp32 number: itself, its gradient, AdamW's two moments
 
@@ -20,13 +26,18 @@ BYTES = 16  # a trained fp32 number: itself, its gradient, AdamW's two moments
 def attach(model: PreTrainedModel, config: Config) -> None:
     """Puts the memory of `config.memory` into the model; with peft.method=memory all else is frozen.
 
-    The memory's first values depend on the seed alone; the global random generator is left as it was.
+    Its first values are those of the export that model.name_or_path names, else they depend on the seed alone; the
+    global random generator is left as it was.
 
     Raises:
-        UserError: a layer that doesn't exist, a bank that doesn't fit, a model whose layers can't be found.
+        UserError: a layer that doesn't exist, a bank that doesn't fit, a model whose layers can't be found, an export's
+            memory of another shape.
         RunError: the model with its new memory is not the model without.
     """
     settings = settings_of(config.memory, model)
+    exported = _exported(config.model)
+    if exported is not None:
+        _check_same(settings, settings_in(exported), exported)
     _check_size(settings, model, config.trainer.accelerator)
     if config.peft.method == "memory":
         model.requires_grad_(False)
@@ -38,7 +49,40 @@ def attach(model: PreTrainedModel, config: Config) -> None:
     if settings.share_bank:
         model.base_model.memory_bank.to(model.device)
     model.train()
-    check_start(model)
+    if exported is None:
+        check_start(model)
+    elif model.device.type != "meta":
+        load_memory(model, exported)
+
+
+def check_chosen(config: Config) -> None:
+    """Raises UserError where the pretrained model has a memory and the run has none, which would drop it."""
+    exported = _exported(config.model)
+    if exported is not None and config.memory.num_chapters is None:
+        raise UserError(
+            f"model.name_or_path={exported} has a memory: to go on training it set peft=memory (the base is frozen), "
+            f"peft=memory_lora, or memory=bank (everything is trained), with the memory.* it was trained with"
+        )
+
+
+def _exported(model: ModelConfig) -> Path | None:
+    """The folder of the pretrained model where that has a memory."""
+    if not isinstance(model, LoadedModel) or not model.name_or_path:
+        return None
+    folder = Path(model.name_or_path)
+    return folder if is_exported(folder) else None
+
+
+def _check_same(wanted: MemorySettings, there: MemorySettings, folder: Path) -> None:
+    # Noise is of training alone, all else of what the model computes.
+    for field in dataclasses.fields(MemorySettings):
+        new, old = getattr(wanted, field.name), getattr(there, field.name)
+        if new != old and field.name != "router_noise":
+            old = str(list(old)).replace(" ", "") if isinstance(old, tuple) else old
+            raise UserError(
+                f"memory.{field.name} of the memory in {folder} is {old}: set memory.{field.name}={old} to go on "
+                f"training it, or name the base in model.name_or_path to begin a new one"
+            )
 
 
 def settings_of(cfg: Memory, model: PreTrainedModel) -> MemorySettings:

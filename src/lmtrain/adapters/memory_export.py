@@ -12,14 +12,16 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import safe_open
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lmtrain.adapters import memory
 from lmtrain.adapters.memory import MemorySettings, attach_memory
 from lmtrain.errors import UserError
+from lmtrain.models.memory_folder import PREFIX, written_config
 
-MODELING, PREFIX = "modeling_memory", "memory_"
+MODELING = "modeling_memory"
 
 LICENSE = """# Copyright The lmtrain authors.
 #
@@ -93,16 +95,33 @@ def write(model: PreTrainedModel, settings: MemorySettings, state: dict[str, tor
     (folder / f"{MODELING}.py").write_text(modeling_file(model.config), encoding="utf-8")
 
 
-def is_exported(folder: Path) -> bool:
-    """Whether a folder is what `write` makes."""
-    path = folder / "config.json"
-    if not path.is_file():
-        return False
+def settings_in(folder: Path) -> MemorySettings:
+    """The shape of the memory in a folder that `write` made.
+
+    Raises:
+        UserError: its base is none of transformers', or its memory has other fields.
+    """
+    _, written = written_config(folder)
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        return False
-    return isinstance(config, dict) and str(config.get("model_type")).startswith(PREFIX) and "memory" in config
+        return MemorySettings(**{**written["memory"], "layers": tuple(written["memory"]["layers"])})
+    except (TypeError, KeyError) as error:
+        raise UserError(f"{folder}/config.json: memory is not what lmtrain writes ({error})") from None
+
+
+@torch.no_grad()
+def load_memory(model: PreTrainedModel, folder: Path) -> None:
+    """Puts the values of an exported memory into the memory of `model`, attached with the same shape.
+
+    Raises:
+        UserError: the folder's weights lack some of them.
+    """
+    new = {name: p for name, p in model.named_parameters() if ".memory." in name or ".memory_bank." in name}
+    for file in sorted(folder.expanduser().glob("*.safetensors")):
+        with safe_open(file, framework="pt") as weights:
+            for name in new.keys() & set(weights.keys()):
+                new.pop(name).copy_(weights.get_tensor(name))
+    if new:
+        raise UserError(f"{folder}: its weights lack {min(new)} of its memory: export it again")
 
 
 def load(folder: Path, **options: Any) -> PreTrainedModel:
@@ -111,14 +130,8 @@ def load(folder: Path, **options: Any) -> PreTrainedModel:
     Raises:
         UserError: its base is none of transformers', or its memory has other fields.
     """
-    written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    base = str(written["model_type"]).removeprefix(PREFIX)
-    if base not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise UserError(f"{folder}: a memory of {base}, which is no causal language model of transformers here")
-    try:
-        settings = MemorySettings(**{**written["memory"], "layers": tuple(written["memory"]["layers"])})
-    except (TypeError, KeyError) as error:
-        raise UserError(f"{folder}/config.json: memory is not what lmtrain writes ({error})") from None
+    base, _ = written_config(folder)
+    settings = settings_in(folder)
     model_class = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[base])
 
     def start(self: Any, config: Any) -> None:

@@ -22,6 +22,7 @@ from lmtrain.models.custom import custom_config, custom_model
 from lmtrain.models.documents import CHOICES
 from lmtrain.models.experts import use_experts
 from lmtrain.models.init import init_residual_projections
+from lmtrain.models.memory_folder import base_config, is_exported
 from lmtrain.models.probe import set_attention
 
 log = logging.getLogger(__name__)
@@ -187,7 +188,8 @@ def _pretrained_config(cfg: LoadedModel) -> PretrainedConfig:
         raise UserError(
             f"model.{MAX_POSITIONS}={cfg.max_position_embeddings}: {cfg.name_or_path} has its own; make it null"
         )
-    config = _from_hub(AutoConfig.from_pretrained, cfg)
+    folder = Path(cfg.name_or_path)
+    config = base_config(folder) if is_exported(folder) else _from_hub(AutoConfig.from_pretrained, cfg)
     overrides = _dropout_fields(cfg, config) | _extra_fields(cfg, config)
     if cfg.router_aux_loss_coef is not None:
         overrides["router_aux_loss_coef"] = cfg.router_aux_loss_coef

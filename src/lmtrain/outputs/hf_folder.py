@@ -20,6 +20,7 @@ from lmtrain.errors import RunError, UserError, disk_full, reason
 from lmtrain.files import fsync
 from lmtrain.models.attention import generation_mode
 from lmtrain.models.flops import parameter_counts
+from lmtrain.models.memory_folder import is_exported
 from lmtrain.outputs import model_card
 
 # Largest difference of reloaded from live logits: rounding of the stored dtype, grown through the layers. int8: the
@@ -227,7 +228,7 @@ def compare(live: torch.Tensor, tolerance: float, model: PreTrainedModel, folder
 
 def load_exported(folder: Path, like: PreTrainedModel) -> PreTrainedModel:
     """An exported folder in fp32, its adapter on a base stored as that of `like`."""
-    if memory_export.is_exported(folder):
+    if is_exported(folder):
         return memory_export.load(folder, dtype=torch.float32)
     if like.is_remote_code():  # the source beside the weights is that of this class
         return type(like).from_pretrained(folder, dtype=torch.float32)

@@ -17,6 +17,7 @@ from lmtrain.checkpoints import store
 from lmtrain.config import compose as rules
 from lmtrain.data import hub
 from lmtrain.errors import RunError, UserError, first_line
+from lmtrain.models.memory_folder import is_exported
 from lmtrain.run.folder import RunDir
 
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "merges.txt")  # transformers makes an empty one without them
@@ -86,7 +87,7 @@ def load(name: str, which: str, trust_remote_code: bool = False) -> tuple[PreTra
             from peft import AutoPeftModelForCausalLM
 
             model = AutoPeftModelForCausalLM.from_pretrained(path).get_base_model()
-        elif path.exists() and memory_export.is_exported(path):
+        elif path.exists() and is_exported(path):
             model = memory_export.load(path)
             options["config"] = model.config  # else the tokenizer asks to run the folder's code
         else:
