@@ -28,6 +28,7 @@ COMPRESSED: dict[str, Callable[[Path | IO[bytes], str], Any]] = {
     ".zst": _open_zstd,
 }
 BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError)  # what decompressors raise for damaged files
+_BUFFER = 1 << 20  # bytes read at a time: a document is often longer than Python's own 8 KiB
 _BOM = "\ufeff"  # some Windows programs begin UTF-8 files with it
 
 
@@ -45,7 +46,7 @@ def open_binary(path: File) -> IO[bytes]:
     try:
         opener: Callable[[Any, str], Any] | None = COMPRESSED.get(path.suffix.lower())
         if isinstance(path, Path):
-            return (opener or open)(path, "rb")
+            return open(path, "rb", buffering=_BUFFER) if opener is None else opener(path, "rb")
         return opened(path) if opener is None else opener(opened(path), "rb")
     except OSError as error:
         raise ReadError(f"{path} can't be read: {error.strerror or error}") from None

@@ -23,7 +23,7 @@ class _Stream:
 
     def __init__(self, path: Path, dtype: np.dtype) -> None:
         self.path, self.dtype = path, dtype
-        self.file = open(path, "wb+")  # noqa: SIM115
+        self.file = open(path, "wb+", buffering=_CHUNK)  # noqa: SIM115
         self.hash, self.hash_before = sha256(), sha256()
 
     def write(self, values: np.ndarray) -> None:

@@ -25,7 +25,8 @@ from lmtrain.errors import UserError
 
 SEGMENT = 1 << 14  # characters; long enough that checking a cut costs nothing, short enough to feed many threads
 BATCH = 1 << 20  # characters tokenized at a time; the tokenizers library needs about 100 bytes for each of their tokens
-_PART = 1 << 17  # characters that a thread encodes at a time; many, because each takes a hundred array operations
+_FAST_BATCH = 1 << 22  # the same where words are looked up, which needs less
+_PART = 1 << 17, 1 << 20  # characters that a thread looks up at a time, least and most: long arrays, few operations
 _SURROUNDINGS = 48  # characters on either side of a cut: more than any token is long
 _TRIES = 8
 _CUT = re.compile(r"(?<=\S)\n(?=[^\W_])|(?<=[^\W_])(?= [^\W_])")
@@ -94,7 +95,7 @@ class Encoder:
             for segment in self.segments(pieces, continues):
                 batch.append(segment)
                 size += len(segment.text)
-                if size >= BATCH:
+                if size >= (BATCH if fast is None else _FAST_BATCH):
                     fast = self.fast
                     before, begun = begun, self._begin(batch, fast, pool)
                     yield from self._finish(before)
@@ -136,7 +137,9 @@ class Encoder:
     def _begin(self, batch: list[Segment], fast: ByteBPE | None, pool: ThreadPoolExecutor) -> list[_Begun]:
         """Segments with their ids, which `fast` finds while the caller goes on."""
         if fast is not None:
-            return [(part, pool.submit(fast.encode, _texts(part))) for part in _parts(batch)]
+            least, most = _PART
+            size = max(least, min(most, _FAST_BATCH // self.threads))
+            return [(part, pool.submit(fast.encode, _texts(part))) for part in _parts(batch, size)]
         encodings = self.backend.encode_batch_fast(_texts(batch), add_special_tokens=False)
         return [(batch, [np.array(e.ids, dtype=np.uint32) for e in encodings])]
 
@@ -152,14 +155,14 @@ def _texts(segments: list[Segment]) -> list[str]:
     return ["\n" + s.text if s.continues else s.text for s in segments]
 
 
-def _parts(batch: list[Segment]) -> Iterator[list[Segment]]:
-    """Of _PART characters or somewhat more."""
+def _parts(batch: list[Segment], least: int) -> Iterator[list[Segment]]:
+    """Of `least` characters or somewhat more."""
     part: list[Segment] = []
     size = 0
     for segment in batch:
         part.append(segment)
         size += len(segment.text)
-        if size >= _PART:
+        if size >= least:
             yield part
             part, size = [], 0
     if part:
