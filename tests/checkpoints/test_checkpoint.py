@@ -138,6 +138,55 @@ def test_an_exception_as_a_save_begins_is_an_exception(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+SIGNALLED = """
+import random
+import signal
+import sys
+from pathlib import Path
+
+import torch
+
+from lmtrain.checkpoints import store
+
+
+def tell(*_):
+    global told
+    told += 1
+    if told <= 2:
+        raise RuntimeError("DataLoader worker (pid 1) is killed")
+
+
+def attempt(number):
+    signal.setitimer(signal.ITIMER_REAL, rng.uniform(0.005, 0.04), 2e-5)
+    store.write(Path(sys.argv[1]) / f"{number}.pt", state)
+
+
+signal.signal(signal.SIGALRM, tell)
+rng, raised = random.Random(0), 0
+state = {f"w{n}": torch.zeros(8) for n in range(2000)}
+for number in range(300):
+    told = 0
+    try:
+        try:
+            attempt(number)
+        except RuntimeError:
+            raised += 1
+    except RuntimeError:
+        pass
+    told = 2
+    signal.setitimer(signal.ITIMER_REAL, 0)
+print("raised:", raised)
+"""
+
+
+@pytest.mark.slow
+def test_an_exception_anywhere_in_a_save_is_an_exception(tmp_path: Path) -> None:
+    """Of two dead workers, told of at 300 random moments: it was an abort where the first came within a write."""
+    done = subprocess.run([sys.executable, "-c", SIGNALLED, tmp_path], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert int(done.stdout.removeprefix("raised: ")) > 50
+
+
 def test_retention() -> None:
     scores: retention.Scores = [(100, 3.0), (200, 1.0), (300, None), (400, 2.0), (500, 2.5)]
     assert retention.to_keep(scores, last=2, best=1, every=None, mode="min") == {200, 400, 500}

@@ -155,7 +155,7 @@ class EndOfTraining(pl.Callback):
         self.off_device = [str(name) for name, t in tensors.items() if t.device.type != "cuda"]
 
 
-def no_reference(self: Precomputed, model: Any, splits: dict[str, Any], compute: Any, say: Any) -> None:
+def no_reference(self: Precomputed, model: Any, splits: dict[str, Any], numbers: Any) -> None:
     for rows in splits.values():
         rows.reference = np.zeros((len(rows), 2))
 

@@ -16,7 +16,7 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -143,30 +143,18 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-class _UntilClosed:
-    """A file that drops what is written to it once it is closed.
-
-    An exception raised while torch.save begins (by the handler of a signal: torch's own tells so of a dead loading
-    process) leaves a zip writer behind. It ends its archive when it is collected, after the file was closed, and a
-    write that raises there aborts the process.
-    """
-
-    def __init__(self, handle: IO[bytes]) -> None:
-        self._handle = handle
-
-    def write(self, data: bytes) -> int:
-        return len(data) if self._handle.closed else self._handle.write(data)
-
-    def flush(self) -> None:
-        self._handle.flush()
-
-
 def write(file: Path, content: Any) -> dict[str, Any]:
-    """Writes a file of a checkpoint and syncs it; returns its entry in the manifest."""
-    with file.open("wb") as handle:
-        torch.save(content, cast("IO[bytes]", _UntilClosed(handle)))
-        handle.flush()
-        os.fsync(handle.fileno())
+    """Writes a file of a checkpoint and syncs it; returns its entry in the manifest.
+
+    The handler of a signal may raise in any line (torch's own tells so of a dead loading process). What torch.save
+    leaves behind then ends its archive as it is collected, and the process aborts where that fails: so the file is one
+    in whose `write` no line of Python runs, and after an exception it is left open.
+    """
+    handle = file.open("wb")
+    torch.save(content, handle)
+    handle.flush()
+    os.fsync(handle.fileno())
+    handle.close()
     return {"bytes": file.stat().st_size, "sha256": _sha256(file)}
 
 
