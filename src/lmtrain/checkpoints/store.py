@@ -13,9 +13,12 @@ import os
 import pickle
 import re
 import shutil
+import signal
 import stat
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -143,18 +146,32 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def write(file: Path, content: Any) -> dict[str, Any]:
-    """Writes a file of a checkpoint and syncs it; returns its entry in the manifest.
+@contextlib.contextmanager
+def _untold() -> Iterator[None]:
+    """Until it ends nobody is told of children that died: torch's handler raises in whatever line runs.
 
-    The handler of a signal may raise in any line (torch's own tells so of a dead loading process). What torch.save
-    leaves behind then ends its archive as it is collected, and the process aborts where that fails: so the file is one
-    in whose `write` no line of Python runs, and after an exception it is left open.
+    Within torch.save that would leave a zip writer behind which aborts the process as it is collected.
     """
-    handle = file.open("wb")
-    torch.save(content, handle)
-    handle.flush()
-    os.fsync(handle.fileno())
-    handle.close()
+    tell = signal.getsignal(signal.SIGCHLD)
+    if not callable(tell) or threading.current_thread() is not threading.main_thread():  # handlers run in that one
+        yield
+        return
+    waiting: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGCHLD, lambda *told: waiting.append(told))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, tell)
+        if waiting:
+            tell(*waiting[-1])
+
+
+def write(file: Path, content: Any) -> dict[str, Any]:
+    """Writes a file of a checkpoint and syncs it; returns its entry in the manifest."""
+    with _untold(), file.open("wb") as handle:
+        torch.save(content, handle)
+        handle.flush()
+        os.fsync(handle.fileno())
     return {"bytes": file.stat().st_size, "sha256": _sha256(file)}
 
 
