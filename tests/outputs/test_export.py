@@ -42,6 +42,7 @@ def test_export_gives_the_training_models_logits(family: str, corpus: Path, tmp_
     assert (run.export / "lmtrain_config.yaml").read_text() == run.config.read_text()
 
 
+@pytest.mark.slow
 def test_export_verb_and_generate(corpus: Path, tmp_path: Path, lmtrain: Run) -> None:
     settings = [*TINY, "data=text", f"data.path={corpus}", "trainer.max_steps=4", "trainer.save_every_n_steps=2"]
     done = lmtrain("train", *settings, "run.dir=run", "export.enabled=false")

@@ -37,6 +37,7 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ["model=pretrained", f"model.name_or_path={base}", "optimizer.lr=0.01"]
 
 
+@pytest.mark.slow
 def test_an_adapter_killed_in_a_save_and_a_validation(settings: list[str], corpus: Path, tmp_path: Path) -> None:
     """The short chain that every test run pays for."""
     assert_killed_equals_whole("lora", [("mid_save", 4), ("mid_validation", 9)], settings, corpus, tmp_path)

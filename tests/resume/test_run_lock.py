@@ -17,6 +17,7 @@ from lmtrain.run.folder import RunDir
 from support import lingers
 
 
+@pytest.mark.slow
 def test_the_same_command_again_waits_and_goes_on(corpus: Path, tmp_path: Path) -> None:
     """As where a launcher was killed and its ranks are still saving."""
     assert train(corpus, tmp_path / "whole", *LONG).returncode == 0
