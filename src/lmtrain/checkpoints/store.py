@@ -147,28 +147,28 @@ def _sha256(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def _untold() -> Iterator[None]:
-    """Until it ends nobody is told of children that died: torch's handler raises in whatever line runs.
+def _sigchld_waits() -> Iterator[None]:
+    """Handles a SIGCHLD that arrives within after it: torch's handler, for dead workers, raises in whatever line runs.
 
     Within torch.save that would leave a zip writer behind which aborts the process as it is collected.
     """
-    tell = signal.getsignal(signal.SIGCHLD)
-    if not callable(tell) or threading.current_thread() is not threading.main_thread():  # handlers run in that one
+    handler = signal.getsignal(signal.SIGCHLD)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():  # handlers run in that one
         yield
         return
     waiting: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGCHLD, lambda *told: waiting.append(told))
+    signal.signal(signal.SIGCHLD, lambda *arguments: waiting.append(arguments))
     try:
         yield
     finally:
-        signal.signal(signal.SIGCHLD, tell)
+        signal.signal(signal.SIGCHLD, handler)
         if waiting:
-            tell(*waiting[-1])
+            handler(*waiting[-1])
 
 
 def write(file: Path, content: Any) -> dict[str, Any]:
     """Writes a file of a checkpoint and syncs it; returns its entry in the manifest."""
-    with _untold(), file.open("wb") as handle:
+    with _sigchld_waits(), file.open("wb") as handle:
         torch.save(content, handle)
         handle.flush()
         os.fsync(handle.fileno())

@@ -93,8 +93,8 @@ class ByteBPE:
     def _find_words(self, joined: str, kind_of: np.ndarray, texts: int) -> tuple[np.ndarray, np.ndarray]:
         """Where words begin, in characters, and which of these begins are the ends of texts; the last is one."""
         if joined.isascii():
-            characters = np.frombuffer(joined.encode(), np.uint8)
-            kinds = np.frombuffer(joined.encode().translate(_ASCII), np.uint8)
+            raw = joined.encode()
+            characters, kinds = np.frombuffer(raw, np.uint8), np.frombuffer(raw.translate(_ASCII), np.uint8)
         else:
             characters = np.frombuffer(joined.encode("utf-32-le"), np.uint32)
             kinds = kind_of[characters]
@@ -147,17 +147,17 @@ class ByteBPE:
     def _learn(self, text: str) -> None:
         """Tries the text's new characters: whether words end where the library's do, beside others of each kind."""
         codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
-        with self._lock:
-            new = [chr(code) for code in np.unique(codes[self._kinds[codes] == _NEW])]
-            if not new:
-                return
+        codes = codes[self._kinds[codes] == _NEW]
+        if not len(codes):
+            return
+        with self._lock:  # another thread may have tried them meanwhile: then they are tried again
+            new = [chr(code) for code in np.unique(codes)]
             kinds = self._kinds.copy()
             kinds[[ord(character) for character in new]] = [words.kind_of(character) for character in new]
             probes = [probe.format(character) for character in new for probe in _PROBES]
             begins, ends = self._find_words(_END.join(probes) + _ROOM, kinds, len(probes))
-            strange = {
-                c for c in new if self._nfc and unicodedata.category(c) == "Cn"
-            }  # may compose in a newer Unicode
+            # In a newer Unicode, which the library may have, NFC may change what isn't assigned in Python's.
+            strange = {c for c in new if self._nfc and unicodedata.category(c) == "Cn"}
             for n, found in enumerate(np.split(begins, ends[:-1] + 1)):
                 expected = [begin for _, (begin, _) in self._backend.pre_tokenizer.pre_tokenize_str(probes[n])]
                 if (found[:-1] - found[0]).tolist() != expected:

@@ -39,26 +39,26 @@ def gpt2(characters: np.ndarray, kinds: np.ndarray) -> np.ndarray:
 
     characters: code points, uint8 or uint32 [n]; kinds: of each, uint8 [n]. The text ends with four ENDs at least.
     """
-    begins = _kind_begins(np.minimum(kinds, SPACE))
-    in_word = _in_word(kinds)
-    begins[1:] &= ~(in_word[1:] & (kinds[:-1] == SPACE))  # " word"
-    begins[:-1] |= (kinds[:-1] >= SPACE) & in_word[1:]  # the last of the white space before it
-    return _with_contractions(begins, characters, any_case=False)
+    return _gpt2(characters, kinds, _kind_begins(kinds), _in_word(kinds))
 
 
 def gpt2_digits(characters: np.ndarray, kinds: np.ndarray) -> np.ndarray:
     """The same after `Digits`: each digit alone, white space before one whole."""
-    begins = _kind_begins(np.minimum(kinds, SPACE)) | (kinds == NUMBER)
-    in_word = _in_word(kinds) & (kinds != NUMBER)
-    begins[1:] &= ~(in_word[1:] & (kinds[:-1] == SPACE))
-    begins[:-1] |= (kinds[:-1] >= SPACE) & in_word[1:]
+    digit = kinds == NUMBER
+    return _gpt2(characters, kinds, _kind_begins(kinds) | digit, _in_word(kinds) & ~digit)
+
+
+def _gpt2(characters: np.ndarray, kinds: np.ndarray, begins: np.ndarray, takes_space: np.ndarray) -> np.ndarray:
+    """takes_space: characters whose word takes the space before it, bool [n]."""
+    begins[1:] &= ~(takes_space[1:] & (kinds[:-1] == SPACE))
+    begins[:-1] |= (kinds[:-1] >= SPACE) & takes_space[1:]  # the last of the white space before it
     return _with_contractions(begins, characters, any_case=False)
 
 
 def qwen2(characters: np.ndarray, kinds: np.ndarray) -> np.ndarray:
     """The same for Qwen2's pattern."""
     white, newline = kinds >= SPACE, kinds == NEWLINE
-    begins = _kind_begins(np.minimum(kinds, SPACE)) | (kinds == NUMBER)
+    begins = _kind_begins(kinds) | (kinds == NUMBER)
     # White space: its last character goes to the word after it or stands alone, if it is no newline.
     begins[:-1] |= white[:-1] & ~newline[:-1] & _in_word(kinds)[1:]
     begins[1:] &= ~((kinds[1:] == OTHER) & (kinds[:-1] == SPACE))
@@ -82,6 +82,8 @@ PATTERNS: dict[str, Begins] = {QWEN2: qwen2, LLAMA3: llama3}
 
 
 def _kind_begins(kinds: np.ndarray) -> np.ndarray:
+    """Where another kind begins, all white space being one, and every END."""
+    kinds = np.minimum(kinds, SPACE)
     begins = np.ones(len(kinds), dtype=bool)
     np.not_equal(kinds[1:], kinds[:-1], out=begins[1:])
     begins |= kinds == END
