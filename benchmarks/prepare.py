@@ -20,7 +20,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from lmtrain.data.text.byte_bpe import LETTERS
+from lmtrain.data.text.merges import LETTERS
 from lmtrain.data.text.words import GPT2
 
 CONTENDERS = ("lmtrain", "datasets", "datasets_threads", "nanogpt_way")

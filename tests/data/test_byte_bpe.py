@@ -180,6 +180,39 @@ def test_merges_in_any_order() -> None:
         assert_alike(fast_of(backend), backend, ["abc", "bc", "aabc", "abcabc", "abd", "bcd abcd"])
 
 
+def test_pairs_of_any_rank() -> None:
+    """Merges as no training gives them, on all words of up to nine letters of three and on longer ones."""
+    letters = sorted(BYTES.alphabet())
+    rng = random.Random(3)
+    words = ["".join(word) for n in range(1, 10) for word in itertools.product("abc", repeat=n)]
+    words += ["".join(rng.choices("aab", k=n)) for n in range(10, 18) for _ in range(300)]
+    for _ in range(3):
+        tokens, merges = ["a", "b", "c"], []
+        while len(merges) < 40:
+            pair = rng.choice(tokens), rng.choice(tokens)
+            if len("".join(pair)) < 8 and pair not in merges:
+                merges.append(pair)
+                tokens.append("".join(pair))
+        rng.shuffle(merges)
+        vocabulary = {token: n for n, token in enumerate(dict.fromkeys([*letters, *tokens]))}
+        backend = Tokenizer(models.BPE(vocabulary, merges))
+        backend.pre_tokenizer = BYTES(add_prefix_space=False)
+        assert_alike(fast_of(backend), backend, [" ".join(words[n : n + 1000]) for n in range(0, len(words), 1000)])
+
+
+def test_a_full_table_begins_anew(prose: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(byte_bpe, "_IN_TABLE", 300)
+    monkeypatch.setattr(byte_bpe, "_MANY", 20)
+    vocabulary = {token: n for n, token in enumerate([*sorted(BYTES.alphabet()), "et", "eta"])}
+    whole = Tokenizer(models.BPE(vocabulary, [("e", "t")], ignore_merges=True))
+    whole.pre_tokenizer = BYTES(add_prefix_space=False)
+    for backend in (trained(*PRE_TOKENIZERS["gpt2"], prose), whole):
+        fast, texts = fast_of(backend), odd_texts(prose)
+        for n in range(0, 1000, 100):
+            assert_alike(fast, backend, texts[n : n + 100])
+        assert len(fast._table) < 2000
+
+
 def test_whole_words_before_merges(prose: str) -> None:
     """Llama 3's `ignore_merges`: a word that is a token is that token, whatever its merges give."""
     letters = sorted(BYTES.alphabet())
@@ -200,7 +233,8 @@ def test_published_tokenizers(name: str, prose: str) -> None:
     assert_alike(fast_of(backend), backend, odd_texts(prose)[:1000])
 
 
-def test_a_run_of_spaces_without_end(prose: str) -> None:
+def test_a_run_of_spaces_without_end(prose: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encode, "BATCH", 1 << 16)
     backend = trained(*PRE_TOKENIZERS["gpt2"], prose)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
     run = " " * 2 * encode.BATCH + "x"

@@ -1,8 +1,8 @@
 """Byte-level BPE tokenizers over arrays: the ids of the tokenizers library, several times as fast.
 
 Such a tokenizer cuts a text into words by a regular expression and then tokenizes each word by itself. Here the words
-are found by array operations (words.py) and looked up in a table (word_table.py); those that are not in it the library
-tokenizes.
+are found by array operations (words.py) and looked up in a table (word_table.py). Those that are not in it are merged
+together (merges.py) and added; words too long for the table the library tokenizes.
 
 Python and the library may sort a character differently (they carry tables of different versions of Unicode), so each
 character is tried in both, beside others, before the first text that has it is encoded here.
@@ -17,35 +17,33 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from lmtrain.data.text import words
-from lmtrain.data.text.word_table import LONGEST, WordTable
+from lmtrain.data.text.merges import LETTERS, Merges, is_plain, token_bytes
+from lmtrain.data.text.word_table import LONGEST, WordTable, key_bytes, word_keys
 
-# The letter that stands for each byte in such a vocabulary: itself where it can be seen, the next above 255 where not.
-_SEEN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-LETTERS = {byte: chr(byte) for byte in _SEEN}
-LETTERS |= {byte: chr(256 + n) for n, byte in enumerate(b for b in range(256) if b not in _SEEN)}
 _PROBES = ("{0}", "{0}{0}", "a{0}a", "1{0}1", " {0} ", ".{0}.", "'{0}", "\n{0}\n", "  {0}")
 _END = "\0"  # between texts
 _ROOM = _END * (LONGEST + 1)  # after the last, for what looks ahead
 _NEW = 255  # the kind of a character that has not been tried
 _ASCII = bytes(words.kind_of(chr(n)) for n in range(128)) + bytes(128)
-_IN_TABLE = 1 << 20  # words: about 100 MB
-_MANY = 1 << 17  # words beside it
+_IN_TABLE = 1 << 20  # words: up to 120 MB
+_MANY = 1 << 17  # words too long for the table
 _LONG = 64  # bytes; longer words hardly come twice
 
 
 class ByteBPE:
     """Encodes texts as the tokenizer does without special tokens; see `of`. Threads may share one."""
 
-    def __init__(self, backend: Tokenizer, begins: words.Begins, nfc: bool) -> None:
-        """begins: where the tokenizer's words begin; nfc: it normalizes text to NFC."""
+    def __init__(self, backend: Tokenizer, begins: words.Begins, nfc: bool, model: dict[str, Any]) -> None:
+        """begins: where the tokenizer's words begin; nfc: it normalizes to NFC; model: its BPE, as its JSON has it."""
         self._backend, self._begins, self._nfc = backend, begins, nfc
         self._kinds = np.full(0x110000, _NEW, dtype=np.uint8)  # of each code point
         self._kinds[0] = words.END
         self._strange = {_END}  # characters whose texts the library encodes
-        self._table = WordTable.empty()
-        self._waiting: dict[bytes, list[int]] = {}  # words for the next table
-        self._others: dict[bytes, list[int]] = {}  # words that no table holds
-        self._lock = threading.RLock()
+        self._merges = Merges(model["vocab"], model["merges"])
+        self._whole = model["vocab"] if model["ignore_merges"] else {}  # words that are tokens, whatever merging gives
+        self._table = self._new_table()
+        self._long: dict[bytes, list[int]] = {}  # words that the table can't hold
+        self._lock = threading.Lock()
         self._learn("".join(map(chr, range(128))))
 
     @classmethod
@@ -55,10 +53,10 @@ class ByteBPE:
         begins = _begins(settings["pre_tokenizer"])
         nfc = (settings["normalizer"] or {}).get("type") == "NFC"
         plain = nfc or settings["normalizer"] is None
-        random = settings["model"].get("dropout")
-        if begins is None or not plain or random or not all(token["special"] for token in settings["added_tokens"]):
+        added = any(not token["special"] for token in settings["added_tokens"])
+        if begins is None or not plain or added or not is_plain(settings["model"]):
             return None
-        return cls(backend, begins, nfc)
+        return cls(backend, begins, nfc, settings["model"])
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """The token ids of each text, uint32 [n]. Other threads run meanwhile."""
@@ -105,44 +103,57 @@ class ByteBPE:
     def _ids(self, raw: bytes, begins: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The ids of all words, and how many each word has; none where it is the end of a text."""
         table, text = self._table, np.frombuffer(raw, np.uint8)
-        places, counts = table.find(text, begins, lengths)
+        keys = word_keys(text, begins, lengths)
+        places, counts = table.find(keys)
         missing = np.flatnonzero((counts == 0) & (text[begins] != 0))
+        short = missing[lengths[missing] <= LONGEST]
+        if len(short):
+            self._add(table, keys[:, short], lengths[short])
+            places[short], counts[short] = table.find(keys[:, short])
+            missing = missing[counts[missing] == 0]
         begin, end = begins[missing], begins[missing] + lengths[missing]
         theirs = self._look_up([raw[a:b] for a, b in zip(begin.tolist(), end.tolist(), strict=True)])
         counts[missing] = [len(ids) for ids in theirs]
-        ids = table.ids.take(_ranges(places, counts), mode="clip") if len(table) else np.empty(counts.sum(), np.uint32)
+        ids = table.ids(_ranges(places, counts))
         at = np.cumsum(counts) - counts
         ids[_ranges(at[missing], counts[missing])] = [i for ids in theirs for i in ids]
         return ids, counts
 
-    def _look_up(self, missing: list[bytes]) -> list[list[int]]:
-        """The ids of words that the table doesn't have."""
-        waiting, others, tokenize = self._waiting, self._others, self._backend.model.tokenize
-        found: list[list[int]] = []
-        new: dict[bytes, list[int]] = {}
-        for word in missing:
-            ids = waiting.get(word) or others.get(word) or new.get(word)
-            if ids is None:
-                ids = new[word] = [token.id for token in tokenize(word.decode("latin-1").translate(LETTERS))]
-            found.append(ids)
-        if new:
-            self._keep(new)
-        return found
-
-    def _keep(self, new: dict[bytes, list[int]]) -> None:
-        """For later texts. What other threads may be reading is replaced, never shortened."""
+    def _add(self, table: WordTable, keys: np.ndarray, lengths: np.ndarray) -> None:
+        """Words that the table doesn't have, some of them several times. Those with a byte without a token stay out."""
+        _, once = np.unique(keys[0] * np.uint64(31) ^ keys[1], return_index=True)  # two words with one product: one
+        keys = keys[:, once]
+        ids, counts = self._merges.ids(key_bytes(keys), lengths[once])
         with self._lock:
-            for word, ids in new.items():
-                if len(word) <= LONGEST and ids:
-                    self._waiting[word] = ids
-                elif len(word) <= _LONG:
-                    self._others[word] = ids
-            if len(self._waiting) >= min(max(4096, len(self._table) // 8), _MANY):
-                if len(self._table) < _IN_TABLE:
-                    self._table = self._table.with_words(self._waiting)
-                self._waiting = {}
-            if len(self._others) >= _MANY:
-                self._others = {}
+            new = (table.find(keys)[1] == 0) & (counts > 0)  # another thread may have added some
+            table.add(keys[:, new], ids[np.repeat(new, counts)], counts[new])
+            if len(table) > _IN_TABLE and table is self._table:
+                self._table = self._new_table()
+
+    def _new_table(self) -> WordTable:
+        tokens = {token_bytes(token): i for token, i in self._whole.items()}
+        tokens = {word: i for word, i in tokens.items() if 0 < len(word) <= LONGEST and 0 not in word}
+        lengths = np.array([len(word) for word in tokens], dtype=np.int64)
+        text = np.frombuffer(b"".join(tokens) + bytes(LONGEST), np.uint8)
+        table = WordTable()
+        keys = word_keys(text, np.cumsum(lengths) - lengths, lengths)
+        table.add(keys, np.array(list(tokens.values()), dtype=np.uint32), np.ones_like(lengths))
+        return table
+
+    def _look_up(self, missing: list[bytes]) -> list[list[int]]:
+        """The ids of words that the table can't hold."""
+        known, tokenize = self._long, self._backend.model.tokenize
+        found: list[list[int]] = []
+        for word in missing:
+            ids = known.get(word)
+            if ids is None:
+                ids = [token.id for token in tokenize(word.decode("latin-1").translate(LETTERS))]
+                if len(word) <= _LONG:
+                    known[word] = ids
+            found.append(ids)
+        if len(known) >= _MANY:
+            self._long = {}
+        return found
 
     def _learn(self, text: str) -> None:
         """Tries the text's new characters: whether words end where the library's do, beside others of each kind."""

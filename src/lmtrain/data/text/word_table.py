@@ -2,87 +2,63 @@
 
 import numpy as np
 
+from lmtrain.data.text.key_table import KeyTable
+
 LONGEST = 16  # bytes of a word that a table can hold: two 64-bit keys
 _KEEP = np.array([(1 << 8 * n) - 1 for n in range(9)], dtype=np.uint64)  # of eight bytes the first n
-_MIX = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F], dtype=np.uint64)  # odd numbers with well-spread bits
 _COUNT_BITS = 5  # a word has at least a byte a token
 
 
 class WordTable:
-    """A hash table with linear probing. It never changes, so threads can read it: `with_words` makes a larger one."""
+    """One thread may add words while others find some: see KeyTable."""
 
-    def __init__(self, keys: np.ndarray, counts: np.ndarray, ids: np.ndarray, like: "WordTable | None" = None) -> None:
-        """keys: each word's bytes, padded with zeros, uint64 [w, 2]; counts: of its ids, int64 [w]; ids: uint32 [n].
-
-        The first words are found fastest. like: a table of the first of these words, which is copied where it is large
-        enough for all.
-        """
-        self._keys, self._counts, self.ids = keys, counts, ids
-        size = 1 << max(10, (2 * len(keys)).bit_length())
-        self._shift, self._mask = np.uint64(65 - size.bit_length()), size - 1
-        # Eight bytes, the other eight, and where the word's ids begin, then how many they are; 0: a free slot.
-        self._first, self._second = np.zeros(size, np.uint64), np.zeros(size, np.uint64)
-        self._places = np.zeros(size, np.int64)
-        held = 0
-        if like is not None and like._mask == self._mask:
-            self._first, self._second, self._places = like._first.copy(), like._second.copy(), like._places.copy()
-            held = len(like)
-        places = (np.cumsum(counts) - counts) << _COUNT_BITS | counts
-        self._insert(keys[held:, 0], keys[held:, 1], places[held:])
-
-    @classmethod
-    def empty(cls) -> "WordTable":
-        return cls(np.empty((0, 2), np.uint64), np.empty(0, np.int64), np.empty(0, np.uint32))
+    def __init__(self) -> None:
+        self._places = KeyTable()  # where a word's ids begin, then how many they are
+        self._ids, self._used = np.empty(1 << 12, dtype=np.uint32), 0
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._places)
 
-    def with_words(self, words: dict[bytes, list[int]]) -> "WordTable":
-        """These words (without zero bytes, of LONGEST bytes at most, with an id at least) and their ids too."""
-        text = b"".join(word.ljust(LONGEST, b"\0") for word in words)
-        counts = np.array([len(ids) for ids in words.values()], dtype=np.int64)
-        more = np.array([i for ids in words.values() for i in ids], dtype=np.uint32)
-        return WordTable(
-            np.concatenate([self._keys, np.frombuffer(text, "<u8").reshape(-1, 2)]),
-            np.concatenate([self._counts, counts]),
-            np.concatenate([self.ids, more]),
-            like=self,
-        )
+    def find(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Where the ids of each word begin, and how many they are: 0 of a word that isn't here. Both int64 [w].
 
-    def find(self, text: np.ndarray, begins: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Where in `ids` the ids of each word begin, and how many they are: 0 of a word that is not here.
-
-        text: UTF-8, uint8 [n], with LONGEST bytes after the last word; begins, lengths: of its words in bytes, int64
-        [w]. Both results int64 [w].
+        keys: of `word_keys`.
         """
-        eights = np.ndarray(len(text) - 7, "<u8", text, strides=(1,))
-        first = eights[begins] & _KEEP[np.minimum(lengths, 8)]
-        second = eights[begins + 8] & _KEEP[np.clip(lengths - 8, 0, 8)]
-        slots = self._slots(first, second)
-        places, same = self._look(slots, first, second)
-        found = np.where(same, places, 0)
-        left = np.flatnonzero(~same & (places != 0))
-        while len(left):  # at most half of the slots are taken
-            slots[left] = (slots[left] + 1) & self._mask
-            places, same = self._look(slots[left], first[left], second[left])
-            found[left[same]] = places[same]
-            left = left[~same & (places != 0)]
-        found[lengths > LONGEST] = 0
+        found = self._places.find(keys[0], keys[1])
         return found >> _COUNT_BITS, found & ((1 << _COUNT_BITS) - 1)
 
-    def _insert(self, first: np.ndarray, second: np.ndarray, places: np.ndarray) -> None:
-        slots = self._slots(first, second)
-        left = np.arange(len(places))
-        while len(left):
-            free = left[self._places[slots[left]] == 0]
-            taken, index = np.unique(slots[free], return_index=True)  # of several words the first gets a slot
-            words = free[index]
-            self._first[taken], self._second[taken], self._places[taken] = first[words], second[words], places[words]
-            left = left[self._places[slots[left]] != places[left]]
-            slots[left] = (slots[left] + 1) & self._mask
+    def ids(self, places: np.ndarray) -> np.ndarray:
+        """The ids that lie there, uint32 [n]; anything where nothing does."""
+        return self._ids.take(places, mode="clip")
 
-    def _slots(self, first: np.ndarray, second: np.ndarray) -> np.ndarray:
-        return ((first * _MIX[0] ^ second * _MIX[1]) >> self._shift).astype(np.int64)
+    def add(self, keys: np.ndarray, ids: np.ndarray, counts: np.ndarray) -> None:
+        """Words that aren't here, each once, of LONGEST bytes at most: their ids one after another, one at least each.
 
-    def _look(self, slots: np.ndarray, first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return self._places[slots], (self._first[slots] == first) & (self._second[slots] == second)
+        keys: of `word_keys`; ids: uint32 [n]; counts: how many each word has, int64 [w].
+        """
+        used = self._used + len(ids)
+        if used > len(self._ids):
+            self._ids = np.resize(self._ids, 2 * used)
+        self._ids[self._used : used] = ids
+        places = self._used + np.cumsum(counts) - counts
+        self._places.add(keys[0], keys[1], places << _COUNT_BITS | counts)
+        self._used = used
+
+
+def word_keys(text: np.ndarray, begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """The keys of words, uint64 [2, w]: their bytes, none of them zero; those of longer words are in no table.
+
+    text: UTF-8 without zero bytes, uint8 [n], with LONGEST bytes after the last word; begins, lengths: of its words, in
+    bytes, int64 [w].
+    """
+    eights = np.ndarray(len(text) - 7, "<u8", text, strides=(1,))
+    keys = np.empty((2, len(begins)), dtype=np.uint64)
+    keys[0] = eights[begins] & _KEEP[np.minimum(lengths, 8)]
+    keys[1] = ~(eights[begins + 8] & _KEEP[np.clip(lengths - 8, 0, 8)])  # eight bytes of 255 are no UTF-8
+    keys[0, lengths > LONGEST] = 0
+    return keys
+
+
+def key_bytes(keys: np.ndarray) -> np.ndarray:
+    """The bytes of the words with these keys, padded with zeros, uint8 [w, LONGEST]."""
+    return np.stack([keys[0], ~keys[1]], axis=1).astype("<u8").view(np.uint8)
