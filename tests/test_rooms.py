@@ -18,9 +18,9 @@ SOURCE = REPO / "src" / "lmtrain"
 # From the ground up. A room is a folder or a file of the package; each may import itself and what stands before it.
 ROOMS = [
     "terminal", "errors", "files", "losses", "config", "distributed", "data.hub", "models", "adapters", "optim",
-    "data.cache", "data.contents", "data.bpe", "data.folder_key", "data.progress", "data.order", "data.mixing",
-    "data.borders", "data.tokenizers", "data.sources", "data.text", "data.stream", "data.chat", "data.modules",
-    "data.examples", "data.row_numbers", "data.difficulty",
+    "data.cache", "data.contents", "data.child", "data.bpe", "data.folder_key", "data.progress", "data.order",
+    "data.mixing", "data.borders", "data.tokenizers", "data.sources", "data.text", "data.stream", "data.chat",
+    "data.modules", "data.examples", "data.row_numbers", "data.difficulty",
     "data.corpus", "data.build_corpus", "data.val_sets",
     "checkpoints", "strategies", "objectives", "outputs", "callbacks", "run", "sweeps", "stages", "cli",
 ]  # fmt: skip

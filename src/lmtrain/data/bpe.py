@@ -1,28 +1,24 @@
 """Trains a BPE tokenizer in a child process, so that a signal can interrupt it at once.
 
 The tokenizers library hears no signal while it trains, which takes minutes on a large corpus. The process reads
-stretches of text on standard input, each as its length in bytes (8 bytes, little endian) and its UTF-8 bytes, and
-writes the trained tokenizer's JSON to standard output.
+stretches of text on standard input and writes the trained tokenizer's JSON to standard output.
 """
 
 import contextlib
 import json
 import os
 import signal
-import struct
-import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import IO
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from lmtrain.data import child
 from lmtrain.distributed.parent_death import end_with_parent
 from lmtrain.errors import RunError
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
-_LENGTH = struct.Struct("<Q")
 
 
 def train(text: Iterator[str], vocab_size: int, min_frequency: int, end_of_text: str) -> Tokenizer:
@@ -32,14 +28,7 @@ def train(text: Iterator[str], vocab_size: int, min_frequency: int, end_of_text:
         RunError: the process that trains it was ended by something else, such as a lack of memory.
     """
     asked = json.dumps({"vocab_size": vocab_size, "min_frequency": min_frequency, "end_of_text": end_of_text})
-    package = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(p for p in (package, os.environ.get("PYTHONPATH")) if p)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "lmtrain.data.bpe", asked, str(os.getpid())],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": path},
-    )
+    process = child.start("lmtrain.data.bpe", asked, str(os.getpid()))
     assert process.stdin is not None
     assert process.stdout is not None
     try:
@@ -55,8 +44,7 @@ def train(text: Iterator[str], vocab_size: int, min_frequency: int, end_of_text:
         process.stdout.close()
         code = process.wait()
     if code != 0:
-        memory = ": out of memory, most likely; lower tokenizer.train_characters" if code == -signal.SIGKILL else ""
-        raise RunError(f"the process that trained the tokenizer ended with exit code {code}{memory}")
+        raise RunError(f"the process that trained the tokenizer {child.why(code, 'tokenizer.train_characters')}")
     return Tokenizer.from_str(trained.decode())
 
 
@@ -77,19 +65,18 @@ def _train(text: Iterator[str], vocab_size: int, min_frequency: int, end_of_text
 
 def _write(text: Iterator[str], pipe: IO[bytes]) -> None:
     for part in text:
-        raw = part.encode()
-        pipe.write(_LENGTH.pack(len(raw)) + raw)
+        child.send(pipe, part.encode())
     pipe.close()
 
 
 def _read(pipe: IO[bytes]) -> Iterator[str]:
-    while header := pipe.read(_LENGTH.size):
-        yield pipe.read(_LENGTH.unpack(header)[0]).decode()
+    while (raw := child.receive(pipe)) is not None:
+        yield raw.decode()
 
 
 def main(asked: str, parent: int) -> None:
     """The process itself. Ctrl-C, which a terminal sends to it too, is left to the one that started it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    child.ignore_interrupts()
     end_with_parent(parent, signal.SIGKILL)
     trained = _train(_read(sys.stdin.buffer), **json.loads(asked))
     sys.stdout.buffer.write(trained.to_str().encode())

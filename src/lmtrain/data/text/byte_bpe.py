@@ -9,7 +9,6 @@ character is tried in both, beside others, before the first text that has it is 
 """
 
 import json
-import threading
 import unicodedata
 from typing import Any
 
@@ -31,11 +30,15 @@ _LONG = 64  # bytes; longer words hardly come twice
 
 
 class ByteBPE:
-    """Encodes texts as the tokenizer does without special tokens; see `of`. Threads may share one."""
+    """Encodes texts as the tokenizer does without special tokens; see `covers`. For one thread."""
 
-    def __init__(self, backend: Tokenizer, begins: words.Begins, nfc: bool, model: dict[str, Any]) -> None:
-        """begins: where the tokenizer's words begin; nfc: it normalizes to NFC; model: its BPE, as its JSON has it."""
-        self._backend, self._begins, self._nfc = backend, begins, nfc
+    def __init__(self, backend: Tokenizer) -> None:
+        """backend: one that `covers` is true of."""
+        settings = _settings(backend)
+        model, begins = settings["model"], _begins(settings["pre_tokenizer"])
+        assert begins is not None
+        self._backend, self._begins = backend, begins
+        self._nfc = settings["normalizer"] is not None
         self._kinds = np.full(0x110000, _NEW, dtype=np.uint8)  # of each code point
         self._kinds[0] = words.END
         self._strange = {_END}  # characters whose texts the library encodes
@@ -43,23 +46,18 @@ class ByteBPE:
         self._whole = model["vocab"] if model["ignore_merges"] else {}  # words that are tokens, whatever merging gives
         self._table = self._new_table()
         self._long: dict[bytes, list[int]] = {}  # words that the table can't hold
-        self._lock = threading.Lock()
         self._learn("".join(map(chr, range(128))))
 
-    @classmethod
-    def of(cls, backend: Tokenizer) -> "ByteBPE | None":
-        """The same tokenizer; None for one of another kind."""
-        settings = json.loads(backend.to_str())
-        begins = _begins(settings["pre_tokenizer"])
-        nfc = (settings["normalizer"] or {}).get("type") == "NFC"
-        plain = nfc or settings["normalizer"] is None
+    @staticmethod
+    def covers(backend: Tokenizer) -> bool:
+        """Whether this gives the tokenizer's ids."""
+        settings = _settings(backend)
+        plain = settings["normalizer"] is None or settings["normalizer"]["type"] == "NFC"
         added = any(not token["special"] for token in settings["added_tokens"])
-        if begins is None or not plain or added or not is_plain(settings["model"]):
-            return None
-        return cls(backend, begins, nfc, settings["model"])
+        return plain and not added and is_plain(settings["model"]) and _begins(settings["pre_tokenizer"]) is not None
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """The token ids of each text, uint32 [n]. Other threads run meanwhile."""
+        """The token ids of each text, uint32 [n]."""
         self._learn("".join(text for text in texts if not text.isascii()))
         found: dict[int, np.ndarray] = {}
         covered = [n for n, text in enumerate(texts) if self._covers(text)]
@@ -108,7 +106,7 @@ class ByteBPE:
         missing = np.flatnonzero((counts == 0) & (text[begins] != 0))
         short = missing[lengths[missing] <= LONGEST]
         if len(short):
-            self._add(table, keys[:, short], lengths[short])
+            self._add(keys[:, short], lengths[short])
             places[short], counts[short] = table.find(keys[:, short])
             missing = missing[counts[missing] == 0]
         begin, end = begins[missing], begins[missing] + lengths[missing]
@@ -117,18 +115,17 @@ class ByteBPE:
         ids = table.ids(_ranges(places, counts))
         at = np.cumsum(counts) - counts
         ids[_ranges(at[missing], counts[missing])] = [i for ids in theirs for i in ids]
+        if len(table) > _IN_TABLE:
+            self._table = self._new_table()
         return ids, counts
 
-    def _add(self, table: WordTable, keys: np.ndarray, lengths: np.ndarray) -> None:
+    def _add(self, keys: np.ndarray, lengths: np.ndarray) -> None:
         """Words that the table doesn't have, some of them several times. Those with a byte without a token stay out."""
         _, once = np.unique(keys[0] * np.uint64(31) ^ keys[1], return_index=True)  # two words with one product: one
         keys = keys[:, once]
         ids, counts = self._merges.ids(key_bytes(keys), lengths[once])
-        with self._lock:
-            new = (table.find(keys)[1] == 0) & (counts > 0)  # another thread may have added some
-            table.add(keys[:, new], ids[np.repeat(new, counts)], counts[new])
-            if len(table) > _IN_TABLE and table is self._table:
-                self._table = self._new_table()
+        new = counts > 0
+        self._table.add(keys[:, new], ids[np.repeat(new, counts)], counts[new])
 
     def _new_table(self) -> WordTable:
         tokens = {token_bytes(token): i for token, i in self._whole.items()}
@@ -161,19 +158,24 @@ class ByteBPE:
         codes = codes[self._kinds[codes] == _NEW]
         if not len(codes):
             return
-        with self._lock:  # another thread may have tried them meanwhile: then they are tried again
-            new = [chr(code) for code in np.unique(codes)]
-            kinds = self._kinds.copy()
-            kinds[[ord(character) for character in new]] = [words.kind_of(character) for character in new]
-            probes = [probe.format(character) for character in new for probe in _PROBES]
-            begins, ends = self._find_words(_END.join(probes) + _ROOM, kinds, len(probes))
-            # In a newer Unicode, which the library may have, NFC may change what isn't assigned in Python's.
-            strange = {c for c in new if self._nfc and unicodedata.category(c) == "Cn"}
-            for n, found in enumerate(np.split(begins, ends[:-1] + 1)):
-                expected = [begin for _, (begin, _) in self._backend.pre_tokenizer.pre_tokenize_str(probes[n])]
-                if (found[:-1] - found[0]).tolist() != expected:
-                    strange.add(new[n // len(_PROBES)])
-            self._strange, self._kinds = self._strange | strange, kinds
+        new = [chr(code) for code in np.unique(codes)]
+        kinds = self._kinds.copy()
+        kinds[[ord(character) for character in new]] = [words.kind_of(character) for character in new]
+        probes = [probe.format(character) for character in new for probe in _PROBES]
+        begins, ends = self._find_words(_END.join(probes) + _ROOM, kinds, len(probes))
+        # In a newer Unicode, which the library may have, NFC may change what isn't assigned in Python's.
+        strange = {c for c in new if self._nfc and unicodedata.category(c) == "Cn"}
+        for n, found in enumerate(np.split(begins, ends[:-1] + 1)):
+            expected = [begin for _, (begin, _) in self._backend.pre_tokenizer.pre_tokenize_str(probes[n])]
+            if (found[:-1] - found[0]).tolist() != expected:
+                strange.add(new[n // len(_PROBES)])
+        self._strange, self._kinds = self._strange | strange, kinds
+
+
+def _settings(backend: Tokenizer) -> dict[str, Any]:
+    """What tokenizer.json says."""
+    settings: dict[str, Any] = json.loads(backend.to_str())
+    return settings
 
 
 def _begins(pre_tokenizer: dict[str, Any] | None) -> words.Begins | None:

@@ -21,12 +21,14 @@ from transformers import PreTrainedTokenizerFast
 from lmtrain.config.schema import Data
 from lmtrain.data.sources.pieces import Piece
 from lmtrain.data.text.byte_bpe import ByteBPE
+from lmtrain.data.text.encode_processes import EncodeProcesses
 from lmtrain.errors import UserError
 
-SEGMENT = 1 << 14  # characters; long enough that checking a cut costs nothing, short enough to feed many threads
+SEGMENT = 1 << 15  # characters; long enough that checking a cut costs little, short enough to feed many threads
 BATCH = 1 << 20  # characters tokenized at a time; the tokenizers library needs about 100 bytes for each of their tokens
 _FAST_BATCH = 1 << 22  # the same where words are looked up, which needs less
-_PART = 1 << 17, 1 << 20  # characters that a thread looks up at a time, least and most: long arrays, few operations
+_PART = 1 << 17, 1 << 20  # characters that a process gets at a time, least and most: long arrays, few operations
+_PROCESSES = 4  # more would wait for the text that this process reads
 _SURROUNDINGS = 48  # characters on either side of a cut: more than any token is long
 _TRIES = 8
 _CUT = re.compile(r"(?<=\S)\n(?=[^\W_])|(?<=[^\W_])(?= [^\W_])")
@@ -82,25 +84,26 @@ class Encoder:
         self.threads = threads or os.cpu_count() or 1
 
     @functools.cached_property
-    def fast(self) -> ByteBPE | None:
-        """The same tokenizer, faster, where there is one; a short text is not worth the making of it."""
-        return ByteBPE.of(self.backend)
+    def fast(self) -> bool:
+        """Whether ByteBPE finds the same ids; a short text is not worth the start of its processes."""
+        return ByteBPE.covers(self.backend)
 
     def encode(self, pieces: Iterable[Piece], continues: bool = False) -> Iterator[Encoded]:
         """Token ids of the documents, in order; `continues` where the first piece begins at a segment in a document."""
         batch: list[Segment] = []
-        size, fast = 0, None
+        size, fast = 0, False
         begun: list[_Begun] = []  # the batch before, while the next one is read
-        with ThreadPoolExecutor(self.threads) as pool:
+        processes = min(self.threads, _PROCESSES)
+        with EncodeProcesses(self.backend) as fast_encode, ThreadPoolExecutor(processes) as pool:
             for segment in self.segments(pieces, continues):
                 batch.append(segment)
                 size += len(segment.text)
-                if size >= (BATCH if fast is None else _FAST_BATCH):
+                if size >= (_FAST_BATCH if fast else BATCH):
                     fast = self.fast
-                    before, begun = begun, self._begin(batch, fast, pool)
+                    before, begun = begun, self._begin(batch, fast_encode if fast else None, pool)
                     yield from self._finish(before)
                     batch, size = [], 0
-            begun += self._begin(batch, fast, pool)
+            begun += self._begin(batch, fast_encode if fast else None, pool)
             yield from self._finish(begun)
 
     def segments(self, pieces: Iterable[Piece], continues: bool = False) -> Iterator[Segment]:
@@ -134,12 +137,12 @@ class Encoder:
     def _ids(self, text: str) -> list[int]:
         return self.backend.encode(text, add_special_tokens=False).ids
 
-    def _begin(self, batch: list[Segment], fast: ByteBPE | None, pool: ThreadPoolExecutor) -> list[_Begun]:
-        """Segments with their ids, which `fast` finds while the caller goes on."""
-        if fast is not None:
+    def _begin(self, batch: list[Segment], processes: EncodeProcesses | None, pool: ThreadPoolExecutor) -> list[_Begun]:
+        """Segments with their ids, which processes find while the caller goes on, or the library finds now."""
+        if processes is not None:
             least, most = _PART
             size = max(least, min(most, _FAST_BATCH // self.threads))
-            return [(part, pool.submit(fast.encode, _texts(part))) for part in _parts(batch, size)]
+            return [(part, pool.submit(processes.encode, _texts(part))) for part in _parts(batch, size)]
         encodings = self.backend.encode_batch_fast(_texts(batch), add_special_tokens=False)
         return [(batch, [np.array(e.ids, dtype=np.uint32) for e in encodings])]
 

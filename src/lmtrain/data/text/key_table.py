@@ -6,11 +6,7 @@ _MIX = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F], dtype=np.uint64)  # od
 
 
 class KeyTable:
-    """From two 64-bit keys to a number, none of them zero; linear probing, at most half of the rows taken.
-
-    One thread may add while others search. A row whose number isn't written yet is a free one to them, and keys of
-    which only one is written are no one's, because none is zero: they miss what is being added and find nothing wrong.
-    """
+    """From two 64-bit keys to a number, which is not zero; linear probing, at most half of the rows taken."""
 
     def __init__(self) -> None:
         self._rows = np.zeros((1024, 3), dtype=np.uint64)  # key, key, number; number 0: free
@@ -35,13 +31,12 @@ class KeyTable:
 
     def add(self, first: np.ndarray, second: np.ndarray, numbers: np.ndarray) -> None:
         """Keys that are not here, each once, with their numbers: integers [n]."""
-        rows, held = self._rows, self._held + len(numbers)
-        if 2 * held > len(rows):
-            old = rows[rows[:, 2] != 0]
-            rows = np.zeros((1 << (4 * held - 1).bit_length(), 3), dtype=np.uint64)
-            _fill(rows, old[:, 0], old[:, 1], old[:, 2])
-        _fill(rows, first, second, numbers.astype(np.uint64))
-        self._rows, self._held = rows, held
+        self._held += len(numbers)
+        if 2 * self._held > len(self._rows):
+            old = self._rows[self._rows[:, 2] != 0]
+            self._rows = np.zeros((1 << (4 * self._held - 1).bit_length(), 3), dtype=np.uint64)
+            _fill(self._rows, old[:, 0], old[:, 1], old[:, 2])
+        _fill(self._rows, first, second, numbers.astype(np.uint64))
 
 
 def _fill(rows: np.ndarray, first: np.ndarray, second: np.ndarray, numbers: np.ndarray) -> None:
@@ -52,8 +47,7 @@ def _fill(rows: np.ndarray, first: np.ndarray, second: np.ndarray, numbers: np.n
         free = left[rows[slots[left], 2] == 0]
         taken, index = np.unique(slots[free], return_index=True)  # of several keys the first gets a slot
         keys = free[index]
-        rows[taken, 0], rows[taken, 1] = first[keys], second[keys]
-        rows[taken, 2] = numbers[keys]  # last: until then the row is free to who searches
+        rows[taken, 0], rows[taken, 1], rows[taken, 2] = first[keys], second[keys], numbers[keys]
         placed[keys] = True
         left = left[~placed[left]]
         slots[left] = (slots[left] + 1) & (len(rows) - 1)

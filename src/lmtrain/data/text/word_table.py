@@ -10,8 +10,6 @@ _COUNT_BITS = 5  # a word has at least a byte a token
 
 
 class WordTable:
-    """One thread may add words while others find some: see KeyTable."""
-
     def __init__(self) -> None:
         self._places = KeyTable()  # where a word's ids begin, then how many they are
         self._ids, self._used = np.empty(1 << 12, dtype=np.uint32), 0

@@ -1,0 +1,103 @@
+"""Byte-level BPEs in processes of their own: in threads of one process most operations would wait for each other.
+
+Such a process reads a tokenizer's JSON, then lists of texts, and writes their token ids.
+"""
+
+import contextlib
+import subprocess
+import sys
+import threading
+from types import TracebackType
+from typing import IO
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from lmtrain.data import child
+from lmtrain.data.text.byte_bpe import ByteBPE
+from lmtrain.errors import RunError
+
+
+class EncodeProcesses:
+    """Encodes as ByteBPE does; each thread that calls it has a process, which ends with the context.
+
+    Entering starts nothing: a process starts with its thread's first texts.
+    """
+
+    def __init__(self, backend: Tokenizer) -> None:
+        """backend: one that ByteBPE covers."""
+        self._settings = backend.to_str().encode()
+        self._mine = threading.local()
+        self._all: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> "EncodeProcesses":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for process in self._all:
+            if kind is not None:
+                process.kill()
+            for pipe in (process.stdin, process.stdout):
+                with contextlib.suppress(BrokenPipeError):
+                    _open(pipe).close()
+            process.wait()
+
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        """The token ids of each text, uint32 [n].
+
+        Raises:
+            RunError: the process was ended by something else, such as a lack of memory.
+        """
+        with contextlib.suppress(BrokenPipeError):
+            process = self._process()
+            _send_all(_open(process.stdin), [text.encode() for text in texts])
+            if (found := _receive_all(_open(process.stdout))) is not None:
+                return [np.frombuffer(raw, dtype=np.uint32) for raw in found]
+        raise RunError(f"a process that tokenizes text {child.why(process.wait(), 'data.num_proc')}")
+
+    def _process(self) -> subprocess.Popen[bytes]:
+        if not hasattr(self._mine, "process"):
+            self._mine.process = child.start(__name__)
+            self._all.append(self._mine.process)
+            child.send(_open(self._mine.process.stdin), self._settings)
+        process: subprocess.Popen[bytes] = self._mine.process
+        return process
+
+
+def _open(pipe: IO[bytes] | None) -> IO[bytes]:
+    assert pipe is not None  # every process here was started with pipes
+    return pipe
+
+
+def _send_all(pipe: IO[bytes], parts: list[bytes]) -> None:
+    child.send(pipe, np.array([len(part) for part in parts], dtype=np.int64).tobytes())
+    child.send(pipe, b"".join(parts))
+
+
+def _receive_all(pipe: IO[bytes]) -> list[memoryview] | None:
+    """None at the end of the pipe."""
+    lengths, raw = child.receive(pipe), child.receive(pipe)
+    if lengths is None or raw is None:
+        return None
+    ends = np.cumsum(np.frombuffer(lengths, dtype=np.int64)).tolist()
+    whole = memoryview(raw)
+    return [whole[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+def main() -> None:
+    """The process itself; its input ends where the one that started it has no more texts, or is gone."""
+    child.ignore_interrupts()
+    settings = child.receive(sys.stdin.buffer)
+    if settings is None:
+        return
+    backend = Tokenizer.from_str(settings.decode())
+    backend.encode_special_tokens = True  # not a part of its JSON
+    tokenizer = ByteBPE(backend)
+    while (texts := _receive_all(sys.stdin.buffer)) is not None:
+        found = tokenizer.encode([str(text, "utf-8") for text in texts])
+        with contextlib.suppress(BrokenPipeError):
+            _send_all(sys.stdout.buffer, [ids.tobytes() for ids in found])
+
+
+if __name__ == "__main__":
+    main()
