@@ -6,6 +6,7 @@ See fake_runs.py for how. What it can't see: numbers, races, and dtype checks in
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,9 @@ SLIDING = [
 ]  # fmt: skip
 MEMORY = ["model=memory_nano", "memory.layers=[0]", "memory.router_noise=0.1", "router.scope=step"]
 STEPS = 3
+FP8 = [
+    "trainer.precision=fp8", "model.hidden_size=1040", "model.num_attention_heads=4", "model.intermediate_size=4112",
+]  # fmt: skip
 PACKED = ["data.isolate_documents=true"]
 
 PRETRAINING = {
@@ -46,6 +50,10 @@ PRETRAINING = {
     "bf16-true": ["trainer.precision=bf16-true"],
     "packed_32-true": [*PACKED, "trainer.precision=32-true"],
     "checkpointing_spikes": ["trainer.activation_checkpointing=true", "trainer.spike_factor=2.0"],
+    "fp8": [*LLAMA, *FP8],
+    "fp8_fsdp": [
+        *LLAMA, *FP8, "trainer.fp8_recipe=rowwise_with_gw_hp", "trainer.strategy=fsdp", "optimizer=adamw",
+    ],
     "fsdp_adafactor": ["optimizer=adafactor", "trainer.strategy=fsdp"],
     "fsdp_two_ranks": [
         *LLAMA, "optimizer=adamw", "trainer.strategy=fsdp", "trainer.devices=2", "data.micro_batch_size=2",
@@ -65,6 +73,7 @@ SFT = {
     "packed": [],
     "lora_padded_noise": [*LORA, "data.packing=off", "objective.neftune_alpha=5"],
     "lora_bf16-true": [*LORA, "trainer.precision=bf16-true"],
+    "fp8_lora_padded": [*LORA, "data.packing=off", "trainer.precision=fp8"],  # lengths that are no multiples of 16
     "qlora": ["peft=qlora", "peft.r=4", "peft.dropout=0.1", "optimizer.lr=1e-3"],
     "memory": ["peft=memory", "memory.layers=[0]", "memory.share_bank=false"],
 }
@@ -74,6 +83,9 @@ DPO = {
     "precomputed": ["objective.reference=precomputed"],
     "prompts_twice_32-true": ["data.share_prompts=false", "trainer.precision=32-true"],
 }
+# Products a layer of 8 bits makes in three steps and a validation batch, with and without its weight's gradient.
+ALL, NO_WEIGHTS = 3 * STEPS + 1, 2 * STEPS + 1
+FP8_PRODUCTS = {"fp8": 5 * ALL, "fp8_fsdp": 2 * NO_WEIGHTS, "fp8_lora_padded": 2 * ALL}
 # Who may wait for the device: whoever writes a row, a score or a checkpoint, and the start of the run.
 MAY_WAIT = {
     "callbacks/metrics.py": {"_log_step", "log_validation", "on_train_start", "state_dict"},
@@ -123,7 +135,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_pretrained(tmp_path_factory.mktemp("llama"), max_position_embeddings=256, num_hidden_layers=1)
+    return save_pretrained(tmp_path_factory.mktemp("llama"), max_position_embeddings=256, num_hidden_layers=1,
+                           intermediate_size=1040)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -141,13 +154,16 @@ def cases(text: Path, llama: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         "sft": (sft, SFT),
         "dpo": (dpo, DPO),
     }
+    without = "" if find_spec("torchao") else "fp8"  # tests/models/test_fp8.py is skipped with the reason
     return {
-        group: {name: [*fixed, *extra] for name, extra in named.items()} for group, (fixed, named) in groups.items()
+        group: {name: [*fixed, *extra] for name, extra in named.items() if not (without and name.startswith(without))}
+        for group, (fixed, named) in groups.items()
     }
 
 
-def check(result: dict[str, Any], dtype: str) -> None:
+def check(result: dict[str, Any], dtype: str, fp8_products: int = 0) -> None:
     assert result["off_device"] == []
+    assert result["products"].pop("float8_e4m3fn", 0) == fp8_products
     assert set(result["products"]) == {dtype}
     in_between = [wait for wait in result["waits"] if wait[0] == 2]  # step 2 of 3 writes no row
     assert in_between == []
@@ -166,8 +182,8 @@ def test_runs(device: Path, cases: dict[str, dict[str, list[str]]], tmp_path: Pa
     grouped = {group: {name: results[f"{group}_{name}"] for name in named} for group, named in cases.items()}
     check_pretraining(grouped["pretraining"])
     check_optimizers(grouped["optimizers"])
-    for result in grouped["sft"].values():
-        check(result, "bfloat16")
+    for name, result in grouped["sft"].items():
+        check(result, "bfloat16", FP8_PRODUCTS.get(name, 0))
     for name, result in grouped["dpo"].items():
         check(result, "float32" if "32-true" in name else "bfloat16")
 
@@ -179,7 +195,7 @@ def check_pretraining(results: dict[str, Any]) -> None:
         if name == "gpt2":  # the first chunk's gradient of the output embedding begins the sum of each micro-batch
             assert result["fp32_sums"] > STEPS
         dtype = {"16-mixed": "float16", "packed_32-true": "float32"}.get(name, "bfloat16")
-        check(result, dtype)
+        check(result, dtype, FP8_PRODUCTS.get(name, 0))
 
 
 def check_optimizers(results: dict[str, Any]) -> None:
