@@ -68,8 +68,8 @@ def for_gpus(run: "Run") -> list[str]:
     c, model, notes = run.config, run.objective.model, []
     if c.trainer.strategy != "deepspeed" and not can_skip(run.objective._optimizer):
         notes.append(
-            f"each step waits for the GPU once, so that {c.optimizer.name} leaves out a bad update "
-            f"(Adafactor and Lion do that by themselves, AdamW and Muon with optimizer.fused=true)"
+            f"each step waits for the GPU once, to know whether {c.optimizer.name} has to leave out a bad update "
+            f"(adamw, muon, lion and adafactor do that by themselves)"
         )
     packed = c.data.isolate_documents or c.data.packing not in (None, "off") or c.objective.name == "dpo"
     if packed and c.model.attention == "slices":
