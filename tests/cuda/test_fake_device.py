@@ -72,7 +72,7 @@ SFT = {
     "packed": [],
     "lora_padded_noise": [*LORA, "data.packing=off", "objective.neftune_alpha=5"],
     "lora_bf16-true": [*LORA, "trainer.precision=bf16-true"],
-    "fp8_lora_padded": [*LORA, "data.packing=off", "trainer.precision=fp8"],  # lengths that are no multiples of 16
+    "fp8_lora": [*LORA, "trainer.precision=fp8", "data.seq_len=250"],  # tokens that are no multiple of 16
     "qlora": ["peft=qlora", "peft.r=4", "peft.dropout=0.1", "optimizer.lr=1e-3"],
     "memory": ["peft=memory", "memory.layers=[0]", "memory.share_bank=false"],
 }
@@ -84,7 +84,7 @@ DPO = {
 }
 # Products a layer of 8 bits makes in three steps and a validation batch, with and without its weight's gradient.
 ALL, NO_WEIGHTS = 3 * STEPS + 1, 2 * STEPS + 1
-FP8_PRODUCTS = {"fp8": 5 * ALL, "fp8_fsdp": 2 * NO_WEIGHTS, "fp8_lora_padded": 2 * ALL}
+FP8_PRODUCTS = {"fp8": 5 * ALL, "fp8_fsdp": 2 * NO_WEIGHTS, "fp8_lora": 2 * ALL}
 # Who may wait for the device: whoever writes a row, a score or a checkpoint, and the start of the run.
 MAY_WAIT = {
     "callbacks/metrics.py": {"_log_step", "log_validation", "on_train_start", "state_dict"},
