@@ -13,7 +13,7 @@ from lmtrain import cli
 from support import REPO
 
 # pyarrow and datasets: 200 MB that only columnar files and the hub need; benchmarks/gpu_day.py goes without.
-EXTRAS = ("pyarrow", "datasets", "deepspeed", "bitsandbytes", "lm_eval", "matplotlib", "optuna", "submitit",
+EXTRAS = ("pyarrow", "torchao", "datasets", "deepspeed", "bitsandbytes", "lm_eval", "matplotlib", "optuna", "submitit",
           "hydra_plugins")  # fmt: skip
 HEAVY = ("torch", "lightning", "transformers", "datasets", "wandb", "tensorboard", "pandas")
 

@@ -4,6 +4,7 @@ From Python: `lmtrain.compose(overrides)` gives a config, `lmtrain.build(config)
 imported when they are used: `import lmtrain` alone costs nothing.
 """
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -11,6 +12,10 @@ if TYPE_CHECKING:
 
 __all__ = ["build", "compose"]
 __version__ = "0.1.0"
+
+# transformers imports torchao where it is installed, which warns of kernels that it can't load and nothing here uses.
+for _name in ("torchao", "torch.utils._pytree"):
+    logging.getLogger(_name).setLevel(logging.ERROR)
 
 
 def __getattr__(name: str) -> Any:

@@ -150,11 +150,14 @@ def test_the_plan_says_what_keeps_a_gpu_waiting(gpu: Any) -> None:
     fused, plain = (torch.optim.AdamW([weight], fused=fused) for fused in (True, None))
     assert advice(fused, 0.1, False) == []
     (note,) = advice(plain, 0.0, True)
-    assert "optimizer.fused=true" in note
+    assert "each step waits for the GPU once" in note
     (note,) = advice(fused, 0.1, True, "data.isolate_documents=true")
     assert "model.dropout=0" in note
     (note,) = advice(fused, 0.1, True, "data.isolate_documents=true", "model.attention=slices")
     assert "model.attention=auto doesn't" in note
+    assert advice(fused, 0.0, True, "trainer.precision=fp8") == []
+    (note,) = advice(fused, 0.0, True, "trainer.precision=fp8", "trainer.compile=false")
+    assert "trainer.precision=fp8 without torch.compile" in note
     (note,) = advice(fused, 0.0, True, "trainer.precision=32-true")
     assert "trainer.precision=bf16-mixed" in note
 

@@ -17,7 +17,7 @@ from lmtrain.adapters.disabled import disabled
 from lmtrain.adapters.lora import attach
 from lmtrain.config.compose import check, compose
 from lmtrain.losses import cross_entropy as losses
-from lmtrain.models import attention, language_model
+from lmtrain.models import attention, fp8, language_model
 from lmtrain.models.compiling import compile_model
 from lmtrain.models.documents import Prefixes
 from lmtrain.models.language_model import LanguageModel
@@ -87,6 +87,19 @@ def test_packed_rows(family: str, changes: dict[str, Any], variants: int) -> Non
         with torch.no_grad(), evaluating(model):
             model(**packed(lengths))
     assert graphs() == 2 * (variants + 1)
+
+
+def test_layers_of_eight_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    float8 = pytest.importorskip("torchao.float8")
+    monkeypatch.setattr(fp8, "why_not", lambda trainer: None)
+    options = float8.Float8LinearConfig(emulate=True, pad_inner_dim=True)
+    monkeypatch.setattr(fp8, "recipe", lambda config: options)
+    model = LanguageModel(tiny("llama", intermediate_size=1040), objective(z_loss=1e-4))
+    fp8.convert(model.model, check(compose(["trainer.precision=fp8"])))
+    compile_model(model.model, changing_lengths=True, backend="eager")
+    for lengths in MICRO_BATCHES:
+        model(**packed(lengths)).loss_sum.backward()
+    assert graphs() == 2
 
 
 def test_packed_rows_with_dropout(monkeypatch: pytest.MonkeyPatch) -> None:

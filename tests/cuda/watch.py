@@ -43,8 +43,8 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its part comes by on its own
+        if any(issubclass(kind, DTensor) or kind.__name__ == "Float8TrainingTensor" for kind in types):
+            return NotImplemented  # their parts come by on their own
         if func is aten._local_scalar_dense.default:
             return self._made_up(args[0])
         if func.overloadpacket in (aten._to_copy, aten.copy_):

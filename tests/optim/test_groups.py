@@ -51,7 +51,7 @@ def config(name: str = "adamw", groups: list[dict[str, Any]] | None = None) -> O
     if name != "muon":
         return Optimizer(**common)
     muon = {"momentum": 0.95, "nesterov": True, "ns_steps": 5, "adamw_pattern": "embed|wte|wpe|lm_head"}
-    return MuonOptions(betas=[0.9, 0.95], eps=1e-8, fused="auto", **muon, **common)
+    return MuonOptions(betas=[0.9, 0.95], eps=1e-8, **muon, **common)
 
 
 def by_name(groups: list[dict[str, Any]]) -> dict[str, set[str]]:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from chats import write_rows
 from inprocess import Ended, message, run, train_tiny
@@ -157,3 +158,25 @@ def test_a_checkpoint_of_an_earlier_version(earlier_run: Path, corpus: Path, tmp
     assert "trainer.gradient_clip_val" in note
     assert "data.fim" not in note, "it is off"
     assert "model.hidden_size" not in note, "the architecture's hash was compared"
+
+
+@pytest.mark.parametrize("value", ["auto", False])
+def test_a_run_whose_config_has_the_key_fused(value: Any, text_run: Path, corpus: Path, tmp_path: Path) -> None:
+    """As earlier versions wrote it; the key is gone."""
+    begun = tmp_path / "begun"
+    shutil.copytree(text_run, begun, symlinks=True)
+    tree = yaml.safe_load((begun / "config.yaml").read_text())
+    tree["optimizer"]["fused"] = value
+    (begun / "config.yaml").write_text(yaml.safe_dump(tree))
+
+    for verb, words in (("evaluate", ["evaluate.limit=1"]), ("export", ["export.dtype=float32"])):
+        ended = run(verb, f"run_dir={begun}", *words)
+        assert ended.code == 0, ended.err
+    new = ["--config-dir", str(begun), f"run.dir={tmp_path / 'new'}", "trainer.max_steps=1"]
+    ended = run("train", *new)
+    assert ended.code == 0, ended.err
+    assert "fused" not in (tmp_path / "new/config.yaml").read_text()
+    assert "no key 'optimizer.fused': AdamW is always" in message(run("train", *new, "optimizer.fused=true").err)
+    ended = again(corpus, begun, tmp_path)
+    assert ended.code == 0, ended.err
+    assert "step_00000002" in ended.out.partition("start ")[2].splitlines()[0]

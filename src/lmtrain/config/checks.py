@@ -8,6 +8,7 @@ from lmtrain.config.difficulty import check_difficulty
 from lmtrain.config.growth import check_growth
 from lmtrain.config.keys import check_constraints
 from lmtrain.config.memory import check_memory, check_router
+from lmtrain.config.precision import check_fp8
 from lmtrain.config.schedule import check_schedule
 from lmtrain.config.schema import Config
 from lmtrain.config.strategies import check_strategy
@@ -35,6 +36,7 @@ def check_values(c: Config) -> None:
     c.objective.check(c)
     _check_pairs(c)
     _check_targets(c)
+    check_fp8(c)
     check_strategy(c)
     check_stream(c)
 

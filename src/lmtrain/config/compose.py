@@ -75,9 +75,17 @@ def compose(
     source = effect.inferred_source(overrides, composed)
     if source is not None:
         return compose([f"data={source}", *overrides], config_dir, config_name, for_sweep=for_sweep)
+    _refuse_gone(composed, overrides)
     _one_warmup(composed, overrides)
     _switched_on(composed, overrides)
     return composed
+
+
+def _refuse_gone(composed: DictConfig, overrides: list[str]) -> None:
+    """Raises UserError for a key that only a config.yaml of an earlier version may still have (`sections.complete`)."""
+    typed = {o.lstrip("+").partition("=")[0] for o in overrides}
+    if sections.GONE in typed and "_target_" not in composed.optimizer:
+        raise UserError(explain.unknown_key(sections.GONE, ()))
 
 
 def _one_warmup(composed: DictConfig, overrides: list[str]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from lmtrain.config.difficulty import DIFFICULTY
+from lmtrain.config.precision import FP8
 from lmtrain.config.schema import Config
 from lmtrain.errors import UserError
 
@@ -51,6 +52,7 @@ RULES = (
         "set trainer.strategy=fsdp_tp",
     ),
     Rule("trainer.fsdp", lambda c: c.trainer.strategy in ("fsdp", "fsdp_tp"), "set trainer.strategy=fsdp"),
+    Rule("trainer.fp8_recipe", lambda c: c.trainer.precision == FP8, "set trainer.precision=fp8 too"),
     Rule("trainer.spike_window", lambda c: c.trainer.spike_factor is not None, "set trainer.spike_factor=2.0 too"),
     Rule("objective.gamma", lambda c: getattr(c.objective, "loss", None) == "simpo", "set objective.loss=simpo"),
     Rule("objective.dpop_lambda", lambda c: getattr(c.objective, "loss", None) == "dpop", "set objective.loss=dpop"),

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from lmtrain.config.constraints import MACHINE, TRAJECTORY, choice
+from lmtrain.config.constraints import TRAJECTORY
 from lmtrain.config.schema import Optimizer
 from lmtrain.errors import UserError
 
@@ -26,7 +26,6 @@ class LionOptions(Optimizer):
 class AdamWOptions(Optimizer):
     betas: Annotated[Any, TRAJECTORY, two_betas]
     eps: Annotated[float, TRAJECTORY]
-    fused: Annotated[bool | str, MACHINE, choice("auto")]
 
 
 @dataclass(kw_only=True)

@@ -6,7 +6,8 @@ from typing import Annotated
 from lmtrain.config.constraints import MACHINE, MODEL, RATE, SHOWN, TRAJECTORY, at_least, choice, not_negative
 from lmtrain.config.lightning_arguments import LightningArguments
 
-PRECISIONS = ("auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
+PRECISIONS = ("auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true", "fp8")
+FP8_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")  # torchao's names
 
 
 @dataclass(kw_only=True)
@@ -40,6 +41,7 @@ class Trainer(LightningArguments):
     fsdp: Fsdp
     deepspeed: DeepSpeed
     precision: Annotated[str, MODEL, choice(*PRECISIONS)]  # a reference is computed in it too
+    fp8_recipe: Annotated[str, TRAJECTORY, choice(*FP8_RECIPES)]  # of precision=fp8
     val_check_interval: Annotated[int | None, SHOWN, at_least(1)]
     val_before_training: Annotated[bool, SHOWN]
     limit_val_batches: Annotated[int | None, SHOWN, at_least(1)]

@@ -19,6 +19,8 @@ from lmtrain.errors import UserError
 
 T = TypeVar("T")
 
+GONE = "optimizer.fused"  # of adamw and muon
+
 
 def classes(tree: DictConfig) -> dict[str, type[Any]]:
     """The class of each section of `tree` that is not the schema's own.
@@ -161,10 +163,13 @@ def options_beside(target: str, section: str, base: type[Any], allow_target: lis
 
 
 def complete(tree: DictConfig) -> None:
-    """Adds the keys that a config.yaml of an earlier version doesn't have and that others tell."""
+    """Adds the keys that a config.yaml of an earlier version doesn't have and others tell; takes out those it had."""
     objective, data = tree.get("objective"), tree.get("data")
     if isinstance(objective, DictConfig) and "_target_" not in objective and objective.get("name") in OWN:
         objective["_target_"] = OWN[objective.name][0]
+    optimizer = tree.get("optimizer")
+    if isinstance(optimizer, DictConfig) and "_target_" not in optimizer:
+        optimizer.pop("fused", None)
     if isinstance(data, DictConfig) and "rows" not in data:
         is_text, is_chat = data.get("conversation_format") is None, data.get("ranking") is None
         data["rows"] = "text" if is_text else "conversations" if is_chat else "pairs"

@@ -1,6 +1,7 @@
 """What goes with which strategy. Imports neither torch nor lightning."""
 
 from lmtrain.config.deepspeed import check_options
+from lmtrain.config.precision import outside_fp8
 from lmtrain.config.schema import Config, Trainer
 from lmtrain.errors import UserError
 
@@ -23,7 +24,7 @@ def check_strategy(c: Config) -> None:
     if strategy == "fsdp_tp":
         _check_tensor_parallel(c)
     precisions = ("auto", "32-true", "bf16-mixed", "bf16-true")
-    if c.trainer.precision not in precisions:
+    if outside_fp8(c.trainer.precision) not in precisions:
         raise UserError(f"trainer.precision={c.trainer.precision} does not go with {key}: set one of {precisions}")
     if c.callbacks.ema.enabled:
         raise UserError(

@@ -19,6 +19,7 @@ WITHOUT = {
     "average_tokens_across_devices": "every step averages over the tokens of all devices as it is; leave it out",
     "auto_find_batch_size": "an out-of-memory message names the data.micro_batch_size to set",
     "use_cache": "training never uses it; leave it out",
+    "fused": "AdamW is always torch's fused kernel, the fastest; leave it out",
     "tf32": "set trainer.precision instead",
     "ddp_find_unused_parameters": "leave it out",
 }

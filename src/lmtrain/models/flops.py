@@ -7,6 +7,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lmtrain.config.deepspeed import engine_config
+from lmtrain.config.precision import outside_fp8
 from lmtrain.config.schema import Config
 from lmtrain.config.strategies import ranks_per_part
 from lmtrain.models.blocks import decoder_blocks
@@ -139,9 +140,9 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     """Dense peak of the device in FLOP/s, None where it is not known (CPUs, unlisted GPUs, fp32).
 
     Args:
-        precision: as in trainer.precision.
+        precision: as in trainer.precision; that of fp8 is bf16's, by which its MFU can be compared.
     """
-    if device.type != "cuda" or not precision.startswith(("bf16", "16")):
+    if device.type != "cuda" or not outside_fp8(precision).startswith(("bf16", "16")):
         return None
     name = torch.cuda.get_device_name(device)
     return next((peak for known, peak in PEAK_FLOPS if known in name), None)
@@ -158,7 +159,7 @@ def memory_estimate(model: PreTrainedModel, config: Config, card_bytes: int | No
     """
     _, trained, _ = parameter_counts(model)
     weight_bytes = 2 if config.trainer.precision == "bf16-true" else 4
-    mixed = config.trainer.precision.endswith("-mixed")
+    mixed = outside_fp8(config.trainer.precision).endswith("-mixed")
     tokens = config.data.micro_batch_size * config.data.seq_len
     blocks = [p for block in decoder_blocks(model) for p in block.parameters()]
     in_blocks = sum(p.numel() for p in blocks if p.is_floating_point())
@@ -187,7 +188,7 @@ def _parts(whole: dict[str, int], model: PreTrainedModel, config: Config, weight
     weights = _weights_bytes(model, weight_bytes)
     parameters, gradients, state = whole["parameters"], whole["gradients"], whole["optimizer"]
     blocks = [_weights_bytes(block, weight_bytes) for block in decoder_blocks(model)]
-    half = 0.5 if t.precision.endswith("-mixed") and t.accelerator == "cuda" else 1.0
+    half = 0.5 if outside_fp8(t.precision).endswith("-mixed") and t.accelerator == "cuda" else 1.0
     gathered = weights - sum(blocks) + int(2 * half * max(blocks, default=0)) // group
     if t.strategy in ("fsdp", "fsdp_tp"):
         shards = int(t.devices) if t.fsdp.copy_per_node and world > 1 else world

@@ -1,7 +1,9 @@
 """Skips an update that the device found to be bad (not finite, a spike), without a host sync.
 
 torch's fused optimizers read a tensor `found_inf` from themselves: where it is 1, a step changes neither weights nor
-state. lmtrain's own optimizers do the same; `can_skip` says which can.
+state. lmtrain's own optimizers do the same; `can_skip` says which can. For any other the host waits once a step to know
+whether to step at all: those of a user's own, and bitsandbytes' 8-bit AdamW, which counts its steps in Python and so
+can't have one taken back on the device.
 """
 
 import torch

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from lmtrain.callbacks.system import has_nvml
 from lmtrain.config import effect
 from lmtrain.config.growth import step_sizes
+from lmtrain.config.precision import FP8, outside_fp8
 from lmtrain.config.schema import Config
 from lmtrain.distributed import ranks
 from lmtrain.errors import UserError
@@ -67,8 +68,8 @@ def for_gpus(run: "Run") -> list[str]:
     c, model, notes = run.config, run.objective.model, []
     if c.trainer.strategy != "deepspeed" and not can_skip(run.objective._optimizer):
         notes.append(
-            f"each step waits for the GPU once, so that {c.optimizer.name} leaves out a bad update "
-            f"(Adafactor and Lion do that by themselves, AdamW and Muon with optimizer.fused=true)"
+            f"each step waits for the GPU once, to know whether {c.optimizer.name} has to leave out a bad update "
+            f"(adamw, muon, lion and adafactor do that by themselves)"
         )
     packed = c.data.isolate_documents or c.data.packing not in (None, "off") or c.objective.name == "dpo"
     if packed and c.model.attention == "slices":
@@ -81,10 +82,15 @@ def for_gpus(run: "Run") -> list[str]:
             "with dropout on attention weights (model.dropout) packed documents are kept apart by a mask over whole "
             "rows: with model.dropout=0 flash attention computes only what lies within documents"
         )
-    if model.has_router and not c.trainer.precision.startswith("bf16"):
+    if model.has_router and not outside_fp8(c.trainer.precision).startswith("bf16"):
         notes.append(
             f"in {c.trainer.precision} experts are multiplied one after the other, waiting for the GPU in each layer: "
             f"trainer.precision=bf16-mixed multiplies them at once"
+        )
+    if c.trainer.precision == FP8 and not c.trainer.compile:
+        notes.append(
+            "trainer.precision=fp8 without torch.compile rounds to 8 bits in kernels of their own, which mostly takes "
+            "longer than is gained: trainer.compile=true, or trainer.precision=bf16-mixed"
         )
     return notes
 

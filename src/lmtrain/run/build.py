@@ -43,7 +43,7 @@ from lmtrain.distributed import devices, ranks
 from lmtrain.distributed import process_group as world
 from lmtrain.distributed.stop_request import StopRequest
 from lmtrain.errors import UserError
-from lmtrain.models import flops
+from lmtrain.models import flops, fp8
 from lmtrain.models.blocks import enable_activation_checkpointing
 from lmtrain.models.compiling import compile_model
 from lmtrain.models.language_model import LanguageModel
@@ -59,7 +59,7 @@ from lmtrain.run.folder import RunDir
 from lmtrain.run.loggers import build_loggers
 from lmtrain.strategies import lightning_private, loading
 from lmtrain.strategies.choose import build_strategy
-from lmtrain.strategies.precision import AdapterHalfPrecision
+from lmtrain.strategies.precision import for_lightning
 
 Schedule = Callable[[int, int | None], float]
 
@@ -83,6 +83,7 @@ class Run:
 def build(config: Config, run_dir: RunDir, console: Console, started: float) -> Run:
     """Builds every object of a run; UserError for what only data or model can tell."""
     quiet_libraries()
+    fp8.check(config.trainer)
     corpus = world.together(lambda: build_corpus(config))
     rows = len(rows_to_train(config, corpus))
     total_steps = horizon(config.trainer.max_steps, config.trainer.max_epochs, rows, step_sizes(config.data))
@@ -169,6 +170,7 @@ def build_objective(config: Config, corpus: Corpus, total_steps: int, stop: Stop
     pl.seed_everything(config.seed, verbose=False)
     model = loading.build(config, lambda: build_language_model(config, tokenizer))
     hf_model = model.model
+    fp8.convert(hf_model, config)
     if config.trainer.activation_checkpointing:
         enable_activation_checkpointing(hf_model)
     if config.trainer.compile:
@@ -262,14 +264,13 @@ def build_trainer(
     """Lightning's Trainer; without `records` it logs and saves nothing."""
     t = config.trainer
     devices.set_matmul_precision(t)
-    half = t.precision in ("bf16-true", "16-true") and config.peft.method != "none"
-    plugins = [AdapterHalfPrecision(t.precision, t.accelerator)] if half else []
+    precision, plugins = for_lightning(config)
     trainer = pl.Trainer(
         accelerator=t.accelerator,
         devices=t.devices,
         num_nodes=t.num_nodes,
         strategy=build_strategy(t),
-        precision=None if plugins else t.precision,  # type: ignore[arg-type]
+        precision=precision,  # type: ignore[arg-type]
         max_steps=total_steps,
         max_epochs=-1,
         # The Validation callback says when; this keeps Lightning's own trigger from firing.

@@ -12,6 +12,7 @@ import torch
 from lmtrain.config.constraints import TRAJECTORY
 from lmtrain.config.difficulty import DIFFICULTY, rows_in_order
 from lmtrain.config.keys import values
+from lmtrain.config.precision import outside_fp8
 from lmtrain.config.schema import Config
 from lmtrain.data import difficulty
 from lmtrain.data.corpus import Corpus
@@ -82,7 +83,7 @@ def _score(config: Config, corpus: Corpus, chosen: np.ndarray) -> tuple[Callable
         return lambda _: difficulty.compression(rows, tokenizer), None
     if name == "rarity":
         return lambda progress: difficulty.rarity(rows, chosen, vocab_size(tokenizer), progress), None
-    model, bf16 = _load(config, corpus), "bf16" in config.trainer.precision
+    model, bf16 = _load(config, corpus), "bf16" in outside_fp8(config.trainer.precision)
     score = functools.partial(losses, model, rows, config.data.micro_batch_size, bf16)
     return lambda _: score, weights_hash(model)
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 OPTIONAL = {  # distribution: (extra, what it is for)
     "bitsandbytes": ("bitsandbytes", "peft=qlora, optimizer=adamw_8bit"),
+    "torchao": ("fp8", "trainer.precision=fp8"),
     "deepspeed": ("deepspeed", "trainer.strategy=deepspeed"),
     "optuna": ("optuna", "sweep=optuna"),
     "hydra-submitit-launcher": ("submitit", "sweeps on SLURM"),

@@ -15,10 +15,11 @@ from lmtrain.adapters.trainable import adapter_of, describe_adapter
 from lmtrain.config.compose import split_over
 from lmtrain.config.difficulty import curriculum_words
 from lmtrain.config.growth import Stages, row_lengths, step_sizes
+from lmtrain.config.precision import FP8
 from lmtrain.config.schema import Config
 from lmtrain.distributed import devices
 from lmtrain.files import write_atomic
-from lmtrain.models import flops
+from lmtrain.models import flops, fp8
 from lmtrain.models.blocks import decoder_blocks
 from lmtrain.optim.groups import table_rows
 from lmtrain.outputs.inspection import row_mask
@@ -102,6 +103,7 @@ def plan_rows(run: "Run", resumed_from: str | None, done: int) -> list[tuple[str
         ("precision", f"{c.trainer.precision} on {run.trainer.world_size} x "
                       f"{devices.device_name(c.trainer.accelerator)}{matmul_words(c)}{compile_words(run)}"
                       f"{', activation checkpointing' if c.trainer.activation_checkpointing else ''}"),
+        *([("fp8", fp8.in_words(model, c))] if c.trainer.precision == FP8 else []),
         *(("no GPU", why) for why in [devices.why_not_used()] if why),
         ("schedule", f"{c.schedule.name}, peak lr {c.optimizer.lr:g}, {c.optimizer.name}"),
         ("run", str(run.dir.path)),

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
+from lmtrain.config.precision import FP8
 from lmtrain.config.schema import Config
 from lmtrain.errors import UserError
 from lmtrain.models import flops
@@ -29,7 +30,7 @@ def speed_of(config: Config, model: PreTrainedModel, world_size: int) -> dict[st
         "optimizer": c.optimizer.name,
         "seq_len": c.data.seq_len,
         "micro_batch_size": c.data.micro_batch_size,
-        "precision": t.precision,
+        "precision": f"{FP8} {t.fp8_recipe}" if t.precision == FP8 else t.precision,
         "strategy": t.strategy,
         "compile": t.compile,
         "activation_checkpointing": t.activation_checkpointing,

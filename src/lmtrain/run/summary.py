@@ -16,8 +16,10 @@ from rich.table import Table
 from lmtrain.callbacks.progress import duration
 from lmtrain.callbacks.system import peak_resident_bytes
 from lmtrain.checkpoints import retention, store
+from lmtrain.config.precision import FP8
 from lmtrain.distributed.ranks import typed
 from lmtrain.errors import RunError, UserError
+from lmtrain.models import fp8
 from lmtrain.outputs import model_card
 from lmtrain.run import report
 from lmtrain.run.folder import asked
@@ -99,6 +101,8 @@ def export(run: "Run") -> list[Path]:
     model: Any = run.objective.model.model
     if sharding.is_sharded(run.objective.model):  # the same weights, in one piece
         model, _, _ = from_run(run.dir, "last")
+    elif run.config.trainer.precision == FP8:
+        fp8.undo(model)  # the export is compared with it, in fp32
     folders = [(run.dir.export, False)]
     if cfg.merge and adapter_of(model) is not None and not reads_memory(model):
         folders.append((run.dir.export_merged, True))  # last: it changes the model

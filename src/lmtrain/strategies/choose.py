@@ -2,6 +2,7 @@
 
 from lightning.pytorch.strategies import Strategy
 
+from lmtrain.config.precision import outside_fp8
 from lmtrain.config.schema import Trainer
 from lmtrain.strategies.ddp import DDPStrategy
 
@@ -18,7 +19,7 @@ def build_strategy(t: Trainer) -> str | Strategy:
     if t.strategy == "fsdp":
         from lmtrain.strategies.fsdp import FSDPStrategy
 
-        return FSDPStrategy(t.fsdp, t.precision, processes, t.accelerator)
+        return FSDPStrategy(t.fsdp, outside_fp8(t.precision), processes, t.accelerator)
     if t.strategy == "fsdp_tp":
         from lmtrain.strategies.tensor_parallel import TensorParallelStrategy
 

@@ -1,4 +1,4 @@
-"""Half precision for everything but the adapter's weights."""
+"""What trainer.precision means to Lightning; half precision for everything but the adapter's weights."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,9 +8,19 @@ import torch
 from lightning.pytorch.plugins.precision import HalfPrecision
 from torch import nn
 
+from lmtrain.config.precision import outside_fp8
+from lmtrain.config.schema import Config
 from lmtrain.strategies.lightning_private import half_dtype
 
 ADAPTERS = ("lora_", "trainable_tokens_delta", ".memory.", ".memory_bank.")  # in the names of their parameters
+
+
+def for_lightning(config: Config) -> tuple[str | None, list[HalfPrecision]]:
+    """The Trainer's `precision`, or None and the plugin in its place."""
+    t = config.trainer
+    if t.precision in ("bf16-true", "16-true") and config.peft.method != "none":
+        return None, [AdapterHalfPrecision(t.precision, t.accelerator)]
+    return outside_fp8(t.precision), []
 
 
 class AdapterHalfPrecision(HalfPrecision):

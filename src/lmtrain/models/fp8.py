@@ -1,0 +1,146 @@
+"""trainer.precision=fp8: wide linear layers of the decoder blocks multiply in 8 bits, all else is as in bf16-mixed.
+
+The layers are torchao's Float8Linear: inputs, weights and output gradients are scaled by their largest value and
+rounded to 8 bits for each product. Parameters stay what they were, in fp32 and under their names.
+"""
+
+import dataclasses
+import importlib.util
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from lmtrain.config.growth import row_lengths
+from lmtrain.config.precision import FP8
+from lmtrain.config.schema import Config, Data, Trainer
+from lmtrain.errors import UserError
+from lmtrain.models.blocks import decoder_blocks
+from lmtrain.models.flops import flops_per_token
+
+MULTIPLE = 16  # of both sides of a matrix that is multiplied in 8 bits
+INSTEAD = "set trainer.precision=bf16-mixed"
+# In names of layers: adapters, the router of a mixture of experts. They are small and decide much.
+_KEPT = ("lora_", ".memory.", ".memory_bank.", ".gate.", ".router.")
+
+
+def why_not(t: Trainer) -> str | None:
+    """Why nothing can be multiplied in 8 bits here, and what to do; None where it can."""
+    if t.accelerator != "cuda":
+        return f"a CPU does not multiply in 8 bits: {INSTEAD}"
+    if importlib.util.find_spec("torchao") is None:
+        return f'torchao is not installed: pip install "lmtrain[fp8]", or {INSTEAD}'
+    major, minor = torch.cuda.get_device_capability()
+    if (major, minor) < (8, 9):
+        return f"it needs a GPU of compute capability 8.9 or newer (here {major}.{minor}): {INSTEAD}"
+    return None
+
+
+def check(t: Trainer) -> None:
+    """Raises UserError where trainer.precision=fp8 can't be had on this machine."""
+    obstacle = why_not(t) if t.precision == FP8 else None
+    if obstacle is not None:
+        raise UserError(f"trainer.precision=fp8: {obstacle}")
+
+
+def convert(model: PreTrainedModel, config: Config) -> None:
+    """With trainer.precision=fp8, makes the layers that gain torchao's Float8Linear, in place.
+
+    It has to be done before layers are compiled or shared out.
+
+    Raises:
+        UserError: no layer gains; see `check`.
+    """
+    if config.trainer.precision != FP8:
+        return
+    check(config.trainer)
+    float8, gains = _torchao(), _gains(config.trainer.fp8_recipe)
+    options = recipe(config)
+    for block in decoder_blocks(model):
+        float8.convert_to_float8_training(block, module_filter_fn=gains, config=options)
+    if not converted(model):
+        raise UserError(f"trainer.precision=fp8: {_why_none(model)}: {INSTEAD}")
+
+
+def recipe(config: Config) -> Any:
+    """torchao's Float8LinearConfig."""
+    options = _torchao().Float8LinearConfig.from_recipe_name(config.trainer.fp8_recipe)
+    # A weight's gradient sums over tokens, whose number then has to be a multiple as well: zeros are added.
+    return dataclasses.replace(options, pad_inner_dim=not _in_multiples(config.data))
+
+
+def undo(model: PreTrainedModel) -> None:
+    """Makes them ordinary linear layers again, which multiply in their weights' dtype."""
+    for layer in converted(model).values():
+        layer.__class__ = nn.Linear  # the modules stay: what shards or compiles a model refers to them
+
+
+def converted(model: nn.Module) -> dict[str, nn.Linear]:
+    """The layers that multiply in 8 bits, by name."""
+    kind = _torchao().float8_linear.Float8Linear
+    return {name: module for name, module in model.named_modules() if isinstance(module, kind)}
+
+
+def in_words(model: PreTrainedModel, config: Config) -> str:
+    """Which layers multiply in 8 bits, what share of a token's FLOPs that is, and which layers don't."""
+    inside, layers = converted(model), linear_layers(model)
+    outside = {n: m for n, m in layers.items() if n not in inside}
+    weights_in_bf16 = config.trainer.fp8_recipe == "rowwise_with_gw_hp"
+    flops = sum(
+        m.weight.numel() * (6 if m.weight.requires_grad and not weights_in_bf16 else 4) for m in inside.values()
+    )
+    share = flops / flops_per_token(model, config.data.seq_len)
+    rest = f"; in bf16: {_kinds(outside)}, where 8 bits gain nothing" if outside else ""
+    return (
+        f"{config.trainer.fp8_recipe}, {len(inside)} of {len(layers)} linear layers of the blocks: {_kinds(inside)}, "
+        f"{share:.0%} of the FLOPs{rest}"
+    )
+
+
+def linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear]:
+    """Those of the decoder blocks by name, without adapters and routers."""
+    names = {id(m): n for n, m in model.named_modules()}
+    found = [m for block in decoder_blocks(model) for m in block.modules() if isinstance(m, nn.Linear)]
+    return {names[id(m)]: m for m in found if not _is_kept(names[id(m)])}
+
+
+def _gains(recipe_name: str) -> Any:
+    """Says of a layer, by its name within a block, whether torchao knows its shape to gain."""
+    measured = "rowwise" if recipe_name.startswith("rowwise") else recipe_name  # what torchao has thresholds of
+    wide = _torchao()._auto_filter_for_recipe(measured, [])
+    return lambda module, name: type(module) is nn.Linear and not _is_kept(f".{name}") and wide(module, name)
+
+
+def _is_kept(name: str) -> bool:
+    return any(part in f"{name}." for part in _KEPT)
+
+
+def _why_none(model: PreTrainedModel) -> str:
+    layers = linear_layers(model)
+    if not layers:
+        return f"the blocks of {type(model).__name__} have no nn.Linear, which is what torchao converts"
+    widest = max(layers.values(), key=lambda m: m.weight.numel())
+    return (
+        f"none of the {len(layers)} linear layers of the blocks gains by it, of which the largest has "
+        f"{widest.in_features} inputs and {widest.out_features} outputs (both have to be multiples of {MULTIPLE}, and "
+        f"wide)"
+    )
+
+
+def _kinds(layers: dict[str, nn.Linear]) -> str:
+    """Their names without what stands before them: 'q_proj, o_proj'."""
+    return ", ".join(dict.fromkeys(n.removesuffix(".base_layer").rpartition(".")[2] for n in layers))
+
+
+def _in_multiples(data: Data) -> bool:
+    """Whether each micro-batch has a multiple of 16 tokens."""
+    lengths = row_lengths(data)
+    values = [data.seq_len] if lengths is None else lengths.values
+    return data.rows == "text" and data.packing != "off" and all(length % MULTIPLE == 0 for length in values)
+
+
+def _torchao() -> Any:
+    import torchao.float8  # an extra; it takes a second
+
+    return torchao.float8
