@@ -10,6 +10,7 @@ from huggingface_hub import ModelCard
 
 from chats import write_chats
 from inprocess import run, train_tiny
+from lmtrain.outputs import model_card
 from support import TINY, rows
 from tiny_pretrained import SHORT, save_pretrained
 
@@ -38,6 +39,17 @@ def test_a_run_from_scratch(corpus: Path, tmp_path: Path, monkeypatch: pytest.Mo
     assert run("export", f"run_dir={tmp_path / 'run'}", "export.checkpoint=step_00000001").code == 0
     card = ModelCard.load(folder / "README.md")
     assert {r.metric_type: r.metric_value for r in card.data.eval_results}["loss"] == validated[1]["val/loss"]
+
+
+def test_the_signature_of_an_address_is_left_out(tmp_path: Path) -> None:
+    config = tmp_path / "run" / "config.yaml"
+    config.parent.mkdir()
+    address = "https://host/texts/book.txt?X-Amz-Signature=secret"
+    config.write_text(f"data: {{source: text, path: '{address}'}}\nobjective: {{name: causal_lm}}\n")
+    model_card.write(tmp_path, config, chat=False, parameters=1, step=None)
+    card = (tmp_path / "README.md").read_text()
+    assert "`book.txt`" in card
+    assert "secret" not in card
 
 
 def test_an_adapter_and_a_chat_model(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

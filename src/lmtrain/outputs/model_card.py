@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import yaml
 from huggingface_hub import EvalResult, ModelCardData
@@ -112,13 +113,20 @@ def _words(config: dict[str, Any], parameters: int, adapter: bool) -> str:
     began = f"`{_plain(_hub_name(base) or Path(str(base)).name)}`, " if base else ""
     kind = "An adapter of " if adapter else "" if began else f"A {_plain(_at(config, 'model.name'))} model "
     done = (_FURTHER if base else _DONE).get(objective, f"trained (objective {_plain(objective)})")
-    path = _at(config, "data.path")
-    data = path if isinstance(path, str) else " and ".join(map(str, path)) if path else None
-    data = Path(data).name if data else _at(config, "data.name") or _at(config, "data.source")
+    data = _data_name(config)
     return (
         f"{kind}{began}{'of ' if not began else ''}{parameters:,} parameters, {done} (`{_plain(data)}`) with lmtrain "
         f"{__version__}."
     )
+
+
+def _data_name(config: dict[str, Any]) -> Any:
+    path = _at(config, "data.path")
+    if not path:
+        return _at(config, "data.name") or _at(config, "data.source")
+    data = path if isinstance(path, str) else " and ".join(map(str, path))
+    # Of an address without the signature that may follow it: it would let others in.
+    return Path(urlsplit(data).path if "://" in data else data).name
 
 
 def brings_code(folder: Path) -> bool:
