@@ -55,6 +55,7 @@ def fused_attention(
     assert not half or dropout_p, "flash attention could do this without a mask of [T, T]"
     assert not enable_gqa, "the memory-efficient kernel has no grouped heads: CUDA would compute all of [T, T]"
     if attn_mask is not None:
+        assert not dropout_p or attn_mask.dtype == query.dtype, "torch would make what is added in every layer"
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).expand(*query.shape[:3], key.shape[2])
     return aten._scaled_dot_product_efficient_attention(
         query, key, value, attn_mask, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale

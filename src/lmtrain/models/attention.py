@@ -144,6 +144,8 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, scores: Scores, dropout: fl
         grouped = False
     if query.device.type == "cpu" and query.shape[2] < CPU_HALF_PRECISION_FROM:
         compute = torch.promote_types(dtype, torch.float32)
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask.to(compute)
     with torch.autocast(query.device.type, enabled=False):
         query, key, value = (x.to(compute) for x in (query, key, value))
         if scores.plain:
