@@ -1,18 +1,20 @@
 # make train | make pipeline | make test | make test-all: each makes its environment in .venv first; env-trl adds one with TRL, which
 # the slow parity tests compare with, env-gguf one with llama.cpp and its converter, which read exports in a slow test, env-lm-eval one with
-# lm-evaluation-harness, sacrebleu and rouge-score, which others compare with.
+# lm-evaluation-harness, sacrebleu and rouge-score, which others compare with, env-triton one with Triton, with which a slow test makes
+# the code of a GPU.
 PYTHON ?= python3
 VENV   := .venv
 TRL    := .venv-trl
 GGUF   := .venv-gguf
 LMEVAL := .venv-lm-eval
 LOWEST := .venv-lowest
+TRITON := .venv-triton
 PY     := $(VENV)/bin/python
 ARGS   ?=
 # Tests run side by side, one thread each; see tests/conftest.py. Slow ones by file: many share runs of their file.
 JOBS   ?= 2
 
-.PHONY: env env-trl env-gguf env-lm-eval env-lowest train pipeline test test-all test-lowest coverage docs lint typecheck clean
+.PHONY: env env-trl env-gguf env-lm-eval env-lowest env-triton train pipeline test test-all test-lowest coverage docs lint typecheck clean
 
 env: $(VENV)/.installed
 
@@ -55,6 +57,17 @@ $(LMEVAL)/.installed: $(VENV)/.installed
 	@$(LMEVAL)/bin/python -c "import lm_eval, rouge_score, sacrebleu"
 	@touch $@
 
+# Triton, which comes with CUDA builds of torch only, on top of the packages of .venv: inductor's code for a GPU is made with it.
+env-triton: $(TRITON)/.installed
+
+$(TRITON)/.installed: $(VENV)/.installed
+	@test -x $(TRITON)/bin/python || $(PY) -m venv $(TRITON)
+	@$(PY) -c "import sys; print(*(p for p in sys.path if p.endswith(('site-packages', 'src'))), sep='\n')" \
+	  > "$$($(TRITON)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/lmtrain_packages.pth"
+	$(TRITON)/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off --no-deps -c constraints.txt triton 2>&1 | grep -v "^WARNING: Location" || true
+	@$(TRITON)/bin/python -c "import torch, triton"
+	@touch $@
+
 # The lowest version of each package that pyproject.toml names; torch as pinned, of which older ones bring CUDA.
 env-lowest: $(LOWEST)/.installed
 
@@ -78,7 +91,7 @@ pipeline: env
 test: env lint typecheck
 	$(PY) -m pytest -q -n $(JOBS) -m "not slow and not gpu" $(ARGS)
 
-test-all: env env-trl env-gguf env-lm-eval
+test-all: env env-trl env-gguf env-lm-eval env-triton
 	$(PY) -m pytest -q -n $(JOBS) --dist loadfile -m "slow" $(ARGS)
 
 test-lowest: env-lowest
@@ -99,4 +112,4 @@ typecheck: env
 	$(VENV)/bin/mypy
 
 clean:
-	rm -rf $(VENV) $(TRL) $(GGUF) $(LMEVAL) $(LOWEST) .pytest_cache .mypy_cache .ruff_cache dist build site
+	rm -rf $(VENV) $(TRL) $(GGUF) $(LMEVAL) $(LOWEST) $(TRITON) .pytest_cache .mypy_cache .ruff_cache dist build site

@@ -1,13 +1,11 @@
 """What an H200 should make of three workloads, from counted FLOPs and bytes: measurements are held against it.
 
-python benchmarks/computed.py            prints the table; about 1 minute
-python benchmarks/computed.py --blocks   also counts anew what a block moves (several minutes, a C++ compiler)
+python benchmarks/computed.py   prints the table; about 1 minute
 
 Seconds of a step = FLOPs of the matrix products / PRODUCTS + bytes that everything else moves / MEMORY. Nothing is
 taken off for launches, the host, or what overlaps, so neither is it a bound: it says where the time should go.
 """
 
-import argparse
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -18,14 +16,13 @@ from workload import LLAMA_1B
 from lmtrain.config.compose import check, compose
 from lmtrain.models import flops
 from lmtrain.models.build import build_model
-from lmtrain.models.compiling import compile_model
 
 PRODUCTS = 790e12  # FLOP/s of bf16 products of [8192, 8192] on random data, as read on an H200
 MEMORY = 4.3e12  # bytes/s of a copy, read and written, as read on an H200
-# Bytes per token that the fused kernels of one block move in forward and backward, residuals in fp32 (bf16-mixed):
-# inductor's count, by --blocks.
-BLOCK_BYTES = {"gpt_small": 146_100, "llama_1b": 401_700}
-LOGIT_BYTES = 6  # tests/cuda/test_compiled.py counts them
+# Bytes per token that the fused kernels of one block move in forward and backward, residuals in fp32 (bf16-mixed), the
+# 1.24B on packed rows; and per logit: as tests/cuda/emitted.py counts them.
+BLOCK_BYTES = {"gpt_small": 110_884, "llama_1b": 329_760}
+LOGIT_BYTES = 6
 # Per parameter and step: fp32 gradient from bf16 (6), norm (4), clipping (8), fused AdamW (28), cast to bf16 (6).
 STEP_BYTES = 52
 
@@ -119,28 +116,6 @@ def expected() -> dict[str, str]:
     return {name: f"{count(WORKLOADS[number])['per_s']:,.0f}" for name, number in NAMES.items()}
 
 
-def block_bytes(preset: str) -> float:
-    """Bytes per token that the fused kernels of one compiled block move, forward and backward."""
-    from torch._inductor import compile_fx, metrics, scheduler
-    from torch._inductor import config as inductor
-
-    compile_fx.inductor_metrics_log.isEnabledFor = lambda level: True  # type: ignore[method-assign] # then it counts
-    moved = []
-    for tokens in (128, 256):
-        torch._dynamo.reset()
-        metrics.reset()
-        overrides = [f"model={preset}", "model.num_hidden_layers=1", "model.vocab_multiple_of=1"]
-        model = build_model(check(compose([*overrides, "data=bins", "data.path=none"])).model, 512, None, 1024)
-        compile_model(model)
-        with inductor.patch(force_disable_caches=True), torch.autocast("cpu", torch.bfloat16):
-            ids = torch.zeros(2, tokens // 2, dtype=torch.int64)
-            model.base_model(input_ids=ids, use_cache=False)[0].float().sum().backward()
-        fused = [elements for node, elements in metrics.nodes_num_elem
-                 if not isinstance(node, scheduler.ExternKernelSchedulerNode)]  # fmt: skip
-        moved.append(4 * sum(fused))
-    return (moved[1] - moved[0]) / 128
-
-
 def table() -> str:
     lines = ["| computed, H200 | TFLOP a step | GB moved a step | ms a step | per second | MFU | GiB held |"]
     lines.append("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
@@ -154,11 +129,6 @@ def table() -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", action="store_true", help="count what a block moves")
-    if parser.parse_args().blocks:
-        for preset in BLOCK_BYTES:
-            print(f"{preset}: {block_bytes(preset):,.0f} bytes a token and block")
     print(table())
     return 0
 

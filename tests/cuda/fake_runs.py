@@ -36,6 +36,7 @@ import peft  # noqa: F401
 import torch.distributed as distributed
 from lightning.pytorch.strategies import model_parallel
 from omegaconf import OmegaConf
+from pretended import fused_attention, pretend
 from rich.console import Console
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.testing._internal.distributed import fake_pg
@@ -63,35 +64,6 @@ FIXED = [
     "trainer.log_every_n_steps=100", "trainer.val_check_interval=null", "trainer.limit_val_batches=1",
     "callbacks.samples.every_n_validations=0", "callbacks.progress.style=none", "logger=none", "export.enabled=false",
 ]  # fmt: skip
-
-
-class _Generator:
-    def manual_seed(self, seed: int) -> None: ...
-
-
-class _Properties:
-    total_memory, major, minor, multi_processor_count = 80 * 2**30, 9, 0, 132
-
-
-def pretend(capability: tuple[int, int] = (9, 0)) -> contextlib.ExitStack:
-    """torch.cuda's answers to what lmtrain, Lightning and torch ask about the device."""
-    answers: dict[str, Any] = {
-        "is_available": lambda: True,
-        "device_count": lambda: 2,
-        "current_device": lambda: 0,
-        "set_device": lambda device: None,
-        "get_device_name": lambda device=None: "no device",
-        "get_device_capability": lambda device=None: capability,
-        "get_device_properties": lambda device=None: _Properties,
-        "is_bf16_supported": lambda including_emulation=True: capability >= (8, 0),
-        "empty_cache": lambda: None,
-        "max_memory_allocated": lambda device=None: 0,
-        "default_generators": [_Generator()],
-    }
-    stack = contextlib.ExitStack()
-    for name, answer in answers.items():
-        stack.enter_context(mock.patch.object(torch.cuda, name, answer))
-    return stack
 
 
 def flex(query: Any, key: Any, value: Any, *, block_mask: Any, scale: Any, enable_gqa: bool) -> Any:
@@ -158,24 +130,6 @@ class EndOfTraining(pl.Callback):
 def no_reference(self: Precomputed, model: Any, splits: dict[str, Any], numbers: Any) -> None:
     for rows in splits.values():
         rows.reference = np.zeros((len(rows), 2))
-
-
-def fused_attention(
-    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
-    scale: Any = None, enable_gqa: bool = False,
-) -> Any:  # fmt: skip
-    """The kernel CUDA takes: flash attention for half precision without a mask, else the memory-efficient one."""
-    half = query.dtype in (torch.bfloat16, torch.float16)
-    assert query.dtype == key.dtype == value.dtype
-    if half and attn_mask is None:
-        return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
-    assert not half or dropout_p, "flash attention could do this without a mask of [T, T]"
-    assert not enable_gqa, "the memory-efficient kernel has no grouped heads: CUDA would compute all of [T, T]"
-    if attn_mask is not None:
-        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).expand(*query.shape[:3], key.shape[2])
-    return aten._scaled_dot_product_efficient_attention(
-        query, key, value, attn_mask, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
-    )[0]
 
 
 def trained(module: Any) -> list[torch.Tensor]:

@@ -11,6 +11,7 @@ import torch
 import torch._dynamo
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers_models import objective, packed, tiny
 from lmtrain.adapters.disabled import disabled
@@ -193,6 +194,34 @@ def test_the_compiled_loss_is_the_loss(terms: losses.Terms, gradient: bool) -> N
     )
     if gradient:
         torch.testing.assert_close(logits.double(), exact.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_around_the_compiled_loss_logits_are_there_once(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bf16, a chunk of them: nothing of [c, V] is made beside, in fp32 or otherwise."""
+    rows, width, vocabulary, chunk = 2048, 16, 3000, 1024
+    made: list[torch.dtype] = []
+
+    class Made(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            in_place = func._schema.is_mutable or func.is_view
+            if isinstance(out, Tensor) and out.numel() >= chunk * vocabulary and not in_place:
+                made.append(out.dtype)
+            return out
+
+    def block(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        return (logits.new_zeros(len(logits), dtype=torch.float32),) * 2
+
+    monkeypatch.setattr(losses, "_compiled_block", block)
+    new: dict[str, Any] = {"dtype": torch.bfloat16, "requires_grad": True}
+    hidden, weight = torch.ones(rows, width, **new), torch.ones(vocabulary, width, **new)
+    labels = torch.zeros(rows, dtype=torch.int64)
+    options = {"bias": torch.ones(vocabulary, **new) if bias else None, "chunk_tokens": chunk, "compiled": True}
+    with Made():
+        losses.chunked_cross_entropy(hidden, weight, labels, **options).loss_sum.backward()
+    assert weight.grad is not None
+    assert made == [torch.bfloat16]  # the buffer that every chunk's logits are written to
 
 
 @pytest.mark.slow

@@ -63,6 +63,21 @@ def test_equals_plain_softmax_attention(method, kv_heads, window):
     torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_a_dense_mask_that_is_added_to_scores_is_made_once(kv_heads, window):
+    """What CUDA gets: as torch makes it out of a bool mask in every layer, to the bit."""
+    q, k, v = projections(kv_heads=kv_heads)
+    seen = Documents(packed()["cu_seqlens"], 3, 20, "dense_mask")
+    added = Documents(packed()["cu_seqlens"], 3, 20, "dense_mask", bias_dtype=q.dtype)
+    outs = [call(q, k, v, documents=layout, sliding_window=window) for layout in (seen, added)]
+    assert torch.equal(*outs)
+    gradients = [torch.autograd.grad(out.square().sum(), (q, k, v)) for out in outs]
+    assert all(map(torch.equal, *gradients))
+    assert added.mask(window).dtype == q.dtype
+    assert added.mask(window) is added.mask(window)
+
+
 def test_flex_block_mask_shows_the_same_pairs():
     """The mask CUDA gets; its kernel runs there only, its forward here."""
     from torch.nn.attention.flex_attention import flex_attention

@@ -144,6 +144,8 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, scores: Scores, dropout: fl
         grouped = False
     if query.device.type == "cpu" and query.shape[2] < CPU_HALF_PRECISION_FROM:
         compute = torch.promote_types(dtype, torch.float32)
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask.to(compute)
     with torch.autocast(query.device.type, enabled=False):
         query, key, value = (x.to(compute) for x in (query, key, value))
         if scores.plain:
@@ -241,7 +243,10 @@ def _varlen_documents(
 ) -> Tensor:
     batch, heads, seq_len, _ = query.shape
     varlen_attn, parameters = varlen()
-    q, k, v = (_flatten(x.to(_autocast_dtype(value))) for x in (query, key, value))
+    dtype = _autocast_dtype(value)
+    # Cast after the transpose: torch.compile writes what it casts in the order of its dimensions, and the kernel's is
+    # [B, T, H, D]. The other way round rotated queries and keys are written once more, in that order.
+    q, k, v = (x.transpose(1, 2).to(dtype).flatten(0, 1) for x in (query, key, value))
     options: dict[str, Any] = {"scale": scaling, "window_size": (-1 if window is None else window - 1, 0)}
     if heads != k.shape[1]:
         if "enable_gqa" in parameters:

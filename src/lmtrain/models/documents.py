@@ -49,13 +49,21 @@ class Documents:
         seq_len: tokens per row.
         method: slices, varlen, block_mask or dense_mask, from `choose_method`.
         prefixes: None where no document sees another. Documents without tokens are not possible with it.
+        bias_dtype: of attention's products: dense_mask is then what is added to scores, made once. None: bool, from
+            which scaled_dot_product_attention makes that in every layer, and keeps it for its backward.
     """
 
     def __init__(
-        self, cu_seqlens: Tensor, batch: int, seq_len: int, method: str, prefixes: Prefixes | None = None
+        self,
+        cu_seqlens: Tensor,
+        batch: int,
+        seq_len: int,
+        method: str,
+        prefixes: Prefixes | None = None,
+        bias_dtype: torch.dtype | None = None,
     ) -> None:
         self.cu_seqlens, self.batch, self.seq_len, self.method = cu_seqlens, batch, seq_len, method
-        self.prefixes = prefixes
+        self.prefixes, self.bias_dtype = prefixes, bias_dtype
         self._masks: dict[Any, Any] = {}
         if method == "slices":
             starts = cu_seqlens.tolist()
@@ -75,7 +83,7 @@ class Documents:
             self.mask(None)  # here, so that a compiled block finds it made
 
     def mask(self, window: int | None) -> Any:
-        """The mask of layers with this window: for block_mask on CUDA a flex BlockMask, else [B, 1, T, T] bool."""
+        """The mask of layers with this window: for block_mask on CUDA a flex BlockMask, else [B, 1, T, T]."""
         if window not in self._masks:
             flex = self.method == "block_mask" and self.cu_seqlens.is_cuda
             make = self._flex_mask if flex else self._dense_mask
@@ -94,7 +102,10 @@ class Documents:
     def _dense_mask(self, window: int | None) -> Tensor:
         row = torch.arange(self.batch, device=self.cu_seqlens.device).view(-1, 1, 1)
         token = torch.arange(self.seq_len, device=self.cu_seqlens.device)
-        return self._visible(window)(row, token.view(1, -1, 1), token.view(1, 1, -1)).unsqueeze(1)  # [B, 1, T, T]
+        seen = self._visible(window)(row, token.view(1, -1, 1), token.view(1, 1, -1)).unsqueeze(1)  # [B, 1, T, T]
+        if self.bias_dtype is None:
+            return seen
+        return torch.zeros_like(seen, dtype=self.bias_dtype).masked_fill_(~seen, float("-inf"))
 
     def _visible(self, window: int | None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         """Whether query token q of row b sees key token kv of it."""

@@ -204,10 +204,12 @@ class LanguageModel(nn.Module):
                 f"{type(self.model).__name__} can't keep packed documents apart: {self.unpacked_because}; let no row "
                 f"hold several (data.packing=off; for text data.isolate_documents=false)"
             )
-        method = self._method(input_ids.device)
+        device = input_ids.device
+        method = self._method(device)
         if self._compiled():
             let_grow(cu_seqlens, *(prefixes or ()))
-        return Documents(cu_seqlens, input_ids.shape[0], input_ids.shape[1], method, prefixes)
+        bias_dtype = self._attention_dtype(device) if device.type == "cuda" and self.plain_softmax else None
+        return Documents(cu_seqlens, input_ids.shape[0], input_ids.shape[1], method, prefixes, bias_dtype)
 
     def _whole_rows(self, input_ids: Tensor) -> Documents | None:
         """Rows as documents of their own where flash attention runs: it slides by itself, plain attention by a mask."""
@@ -220,11 +222,13 @@ class LanguageModel(nn.Module):
 
     def _method(self, device: torch.device) -> str:
         """How documents are kept apart in this forward."""
-        autocast = torch.is_autocast_enabled(device.type)
-        dtype = torch.get_autocast_dtype(device.type) if autocast else self.model.dtype
         dropout = self.attention_dropout if self.training else 0.0
         choice = getattr(self.model, "documents_attention", "transformers")
-        return choose_method(choice, device, dtype, dropout, self.plain_softmax)
+        return choose_method(choice, device, self._attention_dtype(device), dropout, self.plain_softmax)
+
+    def _attention_dtype(self, device: torch.device) -> torch.dtype:
+        """Of attention's products."""
+        return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else self.model.dtype
 
     def _compiled(self) -> bool:
         """Whether `compile_model` was called on the model: then the loss is compiled too."""
