@@ -207,6 +207,7 @@ PARTS = {
             Measurement("sft_full", tuned(sft.main, "lmtrain,trl_padded"), toy=False),
             Measurement("sft_lora", tuned(sft.main, "lmtrain,trl_padded", "--lora")),
             Measurement("sft_bf16_true", tuned(sft.main, "lmtrain", "--precision=bf16-true"), toy=False),
+            Measurement("sft_fp8", tuned(sft.main, "lmtrain", "--precision=fp8"), ("torchao",), gpu=True, toy=False),
         ],
     ),
     "4": Part(

@@ -19,7 +19,7 @@ from workload import MARKED_CHATML, Row, read_rows, write_model
 
 REPO = Path(__file__).resolve().parents[1]
 LEARNING_RATE = 1e-4  # constant, the same for every contender
-PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed", "bf16-true": "bf16-true"}
+PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed", "bf16-true": "bf16-true", "fp8": "fp8"}
 LORA = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": "all-linear"}
 
 
@@ -125,7 +125,7 @@ def trl_leg(task: Task, folder: Path, objective: str, settings: dict[str, Any], 
     python, options = task.options.trl_python, task.options
     if not python.exists():
         raise Skipped(f"TRL is not there ({python}): make env-trl")
-    bf16 = options.precision in ("bf16", "bf16-true")
+    bf16 = options.precision != "fp32"
     arguments = {
         "max_steps": options.steps,
         "max_length": options.seq_len,
