@@ -11,7 +11,7 @@ LOWEST := .venv-lowest
 TRITON := .venv-triton
 PY     := $(VENV)/bin/python
 ARGS   ?=
-# Tests run side by side, one thread each; see tests/conftest.py. Slow ones by file: many share runs of their file.
+# Tests run side by side, one thread each; see tests/conftest.py. Neighbours stay together: many share runs of their file.
 JOBS   ?= 2
 
 .PHONY: env env-trl env-gguf env-lm-eval env-lowest env-triton train pipeline test test-all test-lowest coverage docs lint typecheck clean
@@ -89,17 +89,17 @@ pipeline: env
 	$(PY) -m lmtrain.pipeline pipeline=laptop $(ARGS)
 
 test: env lint typecheck
-	$(PY) -m pytest -q -n $(JOBS) -m "not slow and not gpu" $(ARGS)
+	$(PY) -m pytest -q -n $(JOBS) --dist worksteal -m "not slow and not gpu" $(ARGS)
 
 test-all: env env-trl env-gguf env-lm-eval env-triton
 	$(PY) -m pytest -q -n $(JOBS) --dist loadfile -m "slow" $(ARGS)
 
 test-lowest: env-lowest
-	$(LOWEST)/bin/python -m pytest -q -n $(JOBS) -m "not slow and not gpu" $(ARGS)
+	$(LOWEST)/bin/python -m pytest -q -n $(JOBS) --dist worksteal -m "not slow and not gpu" $(ARGS)
 
 # Lines of src/ that the quick tests run, subprocesses left out; fails below the floor.
 coverage: env
-	$(PY) -m pytest -q -n $(JOBS) -m "not slow and not gpu" --cov=lmtrain --cov-report=term:skip-covered --cov-fail-under=80 $(ARGS)
+	$(PY) -m pytest -q -n $(JOBS) --dist worksteal -m "not slow and not gpu" --cov=lmtrain --cov-report=term:skip-covered --cov-fail-under=80 $(ARGS)
 
 docs: env
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build

@@ -30,24 +30,13 @@ def train(folder: Path, env: dict[str, str], *argv: str) -> Path:
     return run_dir
 
 
-def test_a_small_run_on_wikitext(tmp_path: Path) -> None:
-    """As below with a smaller model and less text."""
-    shape = ["model.num_hidden_layers=1", "model.hidden_size=32", "model.num_attention_heads=2"]
-    less = ["data.num_samples=50", "trainer.limit_val_batches=2", "callbacks.samples.max_new_tokens=4"]
-    argv = [*GPT_SMALL.split(), *shape, *less]
-    with serving(tmp_path / "hf") as env:
-        run_dir = train(tmp_path, env, *argv)
-    config = (run_dir / "config.yaml").read_text()
-    assert "name: Salesforce/wikitext" in config
-    assert "name_or_path: gpt2" in config
-    assert len(AutoTokenizer.from_pretrained(run_dir / "export")) == 50257
-    assert len([row for row in rows(run_dir / "metrics.jsonl") if "train/loss" in row]) == 2  # the first and the last
-
-
 @pytest.mark.slow
 def test_gpt_small_on_wikitext_unmodified(tmp_path: Path) -> None:
     with serving(tmp_path / "hf") as env:
         run_dir = train(tmp_path, env, *GPT_SMALL.split())
+    config = (run_dir / "config.yaml").read_text()
+    assert "name: Salesforce/wikitext" in config
+    assert "name_or_path: gpt2" in config
     assert json.loads((run_dir / "summary.json").read_text())["status"] == "finished"
     logged = rows(run_dir / "metrics.jsonl")
     losses = [row["train/loss"] for row in logged if "train/loss" in row]
@@ -57,6 +46,7 @@ def test_gpt_small_on_wikitext_unmodified(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(run_dir / "export")
     assert model.num_parameters() == 124_439_808 + (50304 - 50257) * 768  # the vocabulary is rounded up to 64
     tokenizer = AutoTokenizer.from_pretrained(run_dir / "export")
+    assert len(tokenizer) == 50257
     with torch.no_grad():
         out = model.generate(**tokenizer("The history of", return_tensors="pt"), max_new_tokens=4, do_sample=False)
     assert out.shape[1] == 7

@@ -1,7 +1,6 @@
 """Two gloo ranks give the numbers of one process: losses, gradient norms, validation, exit codes."""
 
 import json
-import signal
 import subprocess
 import sys
 import time
@@ -10,9 +9,8 @@ from pathlib import Path
 import pytest
 from test_launch import environment
 
-from lmtrain.callbacks.metrics import without_times
 from lmtrain.files import read_jsonl
-from support import TINY, Run, lingers, rows
+from support import TINY, Run, rows
 
 SETTINGS = [*TINY, "data=text", "trainer.max_steps=20", "trainer.val_check_interval=10", "trainer.limit_val_batches=3"]
 
@@ -37,29 +35,6 @@ def test_numbers_do_not_depend_on_the_number_of_ranks(corpus: Path, tmp_path: Pa
                 assert b[key] == pytest.approx(a[key], rel=1e-5), (a["step"], key)
     assert (tmp_path / "2" / "export" / "model.safetensors").exists()
     assert not (tmp_path / "2" / "ranks").exists()
-
-
-@pytest.mark.slow
-def test_sigterm_to_the_parent_saves_and_resumes_equal(corpus: Path, tmp_path: Path, lmtrain: Run) -> None:
-    whole = lmtrain("train", *settings(corpus, tmp_path / "whole", 2), "trainer.max_steps=400")
-    assert whole.returncode == 0, whole.stderr
-    run_dir = tmp_path / "stopped"
-    command = [*settings(corpus, run_dir, 2), "trainer.max_steps=400", "run.resume=auto"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "lmtrain.train", *command, *lingers(15)], env=environment(), stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
-    while process.poll() is None and not any(r["step"] >= 15 for r in read_jsonl(run_dir / "metrics.jsonl")):
-        time.sleep(0.02)
-    process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 75, output
-    assert (run_dir / "summary.json").exists(), output
-    assert json.loads((run_dir / "summary.json").read_text())["status"] == "preempted", output
-    resumed = lmtrain("train", *command)
-    assert resumed.returncode == 0, resumed.stderr
-    a, b = ([without_times(row) for row in rows(d / "metrics.jsonl")] for d in (tmp_path / "whole", run_dir))
-    assert a == b
 
 
 @pytest.mark.slow

@@ -78,7 +78,7 @@ def test_it_learns_shakespeare(tmp_path: Path) -> None:
         pytest.skip(f"needs tiny_shakespeare, and {path} is not there")
     text = next(p for p in path.rglob("*") if p.suffix in (".txt", ".parquet", ".csv"))
     ended = run("train", "experiment=mdlm_shakespeare", f"data.path={text}", "data.format=auto", "model.hidden_size=64",
-                "model.num_hidden_layers=2", "model.intermediate_size=128", "data.seq_len=64", "trainer.max_steps=250",
+                "model.num_hidden_layers=2", "model.intermediate_size=128", "data.seq_len=32", "trainer.max_steps=250",
                 "optimizer.lr=0.01", "schedule.warmup_steps=10", "trainer.precision=32-true", "logger=none",
                 "trainer.val_check_interval=250", f"run.dir={tmp_path}/run",
                 "trainer.limit_val_batches=20")  # fmt: skip

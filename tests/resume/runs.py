@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from inprocess import Ended, run
 from lmtrain.callbacks.metrics import without_times
 from lmtrain.checkpoints import store
 from lmtrain.files import read_jsonl
@@ -54,6 +55,11 @@ def train(corpus: Path | None, run_dir: Path, *extra: str, timeout: float = 600)
     return subprocess.run(
         command(corpus, run_dir, *extra), env=environment(), capture_output=True, text=True, timeout=timeout
     )
+
+
+def train_here(corpus: Path | None, run_dir: Path, *extra: str) -> Ended:
+    """The same in this process, quicker; its numbers are those of a process of its own."""
+    return run("train", *command(corpus, run_dir, *extra)[3:])
 
 
 def kill_at(place: str, step: int) -> list[str]:

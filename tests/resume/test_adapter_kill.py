@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from runs import SETTINGS, assert_equal_runs, train
+from runs import SETTINGS, assert_equal_runs, train_here
 from test_kill_matrix import PLACES, chain
 
 from lmtrain.checkpoints import store
@@ -38,21 +38,20 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.slow
-def test_an_adapter_killed_in_a_save_and_a_validation(settings: list[str], corpus: Path, tmp_path: Path) -> None:
-    """The short chain that every test run pays for."""
-    assert_killed_equals_whole("lora", [("mid_save", 4), ("mid_validation", 9)], settings, corpus, tmp_path)
-
-
-@pytest.mark.slow
 def test_a_memory_killed_in_a_save_and_a_validation(settings: list[str], corpus: Path, tmp_path: Path) -> None:
     """With noise in its routers, and losses of whole steps, which read each micro-batch twice."""
     assert_killed_equals_whole("memory", [("mid_save", 4), ("mid_validation", 9)], settings, corpus, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["lora", "pissa"])
-def test_adapter_kill_matrix(kind: str, settings: list[str], corpus: Path, tmp_path: Path) -> None:
-    assert_killed_equals_whole(kind, PLACES, settings, corpus, tmp_path)
+def test_an_adapter_killed_everywhere(settings: list[str], corpus: Path, tmp_path: Path) -> None:
+    assert_killed_equals_whole("lora", PLACES, settings, corpus, tmp_path)
+
+
+@pytest.mark.slow
+def test_an_adapter_of_the_bases_main_directions(settings: list[str], corpus: Path, tmp_path: Path) -> None:
+    """What it starts from is taken off the base, at each start again."""
+    assert_killed_equals_whole("pissa", [("mid_step", 1), ("mid_save", 4)], settings, corpus, tmp_path)
 
 
 def assert_killed_equals_whole(
@@ -60,8 +59,8 @@ def assert_killed_equals_whole(
 ) -> None:
     given = [*settings, *PEFT[kind]]
     (tmp_path / "whole").mkdir()
-    done = train(corpus, tmp_path / "whole" / "run", *given)
-    assert done.returncode == 0, done.stderr
+    done = train_here(corpus, tmp_path / "whole" / "run", *given)
+    assert done.code == 0, done.err
     weights = store.load_weights(tmp_path / "whole" / "run" / "checkpoints" / "last")
     assert all(any(part in name for part in TRAINED) for name in weights), "no base in a checkpoint"
     chain(corpus, tmp_path / "run", places, *given)

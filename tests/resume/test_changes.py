@@ -2,11 +2,13 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
-from runs import stable_rows, train
+from runs import stable_rows, train_here
 
+from inprocess import Ended, snapshot
 from lmtrain.checkpoints import store
 
 BASE = [
@@ -20,14 +22,12 @@ BASE = [
 @pytest.fixture(scope="module")
 def four_steps(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("four") / "run"
-    done = train(corpus, run_dir, *BASE)
-    assert done.returncode == 0, done.stderr
+    done = train_here(corpus, run_dir, *BASE)
+    assert done.code == 0, done.err
     return run_dir
 
 
 def copy(run: Path, tmp_path: Path) -> Path:
-    import shutil
-
     return Path(shutil.copytree(run, tmp_path / "run", symlinks=True))
 
 
@@ -44,30 +44,30 @@ def test_a_change_that_makes_it_another_run_is_refused_by_name(
     change: str, name: str, four_steps: Path, corpus: Path, tmp_path: Path
 ) -> None:
     run_dir = copy(four_steps, tmp_path)
-    before = {p: p.read_bytes() for p in run_dir.rglob("*") if p.is_file()}
-    done = train(corpus, run_dir, *BASE, "trainer.max_steps=6", change)
-    assert done.returncode == 2, done.stdout
-    assert f"trained with other settings: {name} (then" in done.stderr
-    assert f"run.allow_change=[{name}]" in done.stderr
-    assert {p: p.read_bytes() for p in run_dir.rglob("*") if p.is_file()} == before
+    before = snapshot(run_dir)
+    done = train_here(corpus, run_dir, *BASE, "trainer.max_steps=6", change)
+    assert done.code == 2, done.out
+    assert f"trained with other settings: {name} (then" in done.err
+    assert f"run.allow_change=[{name}]" in done.err
+    assert snapshot(run_dir) == before
 
-    allowed = train(corpus, run_dir, *BASE, "trainer.max_steps=6", change, f"run.allow_change=[{name}]")
-    assert allowed.returncode == 0, allowed.stderr
+    allowed = train_here(corpus, run_dir, *BASE, "trainer.max_steps=6", change, f"run.allow_change=[{name}]")
+    assert allowed.code == 0, allowed.err
     assert [r["step"] for r in stable_rows(run_dir) if "train/loss" in r] == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize("rule", ["keep", "rescale"])
 def test_more_steps(rule: str, four_steps: Path, corpus: Path, tmp_path: Path) -> None:
     run_dir = copy(four_steps, tmp_path)
-    done = train(corpus, run_dir, *BASE, "trainer.max_steps=8", f"run.schedule_on_resume={rule}")
-    assert done.returncode == 0, done.stderr
+    done = train_here(corpus, run_dir, *BASE, "trainer.max_steps=8", f"run.schedule_on_resume={rule}")
+    assert done.code == 0, done.err
     rates = [r["lr"] for r in stable_rows(run_dir) if "train/loss" in r]
     peak, floor = max(rates), 0.1 * max(rates)
     if rule == "keep":
-        assert "keeps the schedule planned for 4" in said(done.stdout)
+        assert "keeps the schedule planned for 4" in said(done.out)
         assert rates[4:] == pytest.approx([floor] * 4, rel=1e-3), "past the planned end it stays at the floor"
     else:
-        assert "planned for 4 steps, now spans 8" in said(done.stdout)
+        assert "planned for 4 steps, now spans 8" in said(done.out)
         assert floor < rates[4] < peak
 
 
@@ -75,8 +75,8 @@ def test_another_micro_batch_continues_the_same_rows(four_steps: Path, corpus: P
     whole, run_dir = tmp_path / "whole", copy(four_steps, tmp_path)
     longer = ["trainer.max_steps=8", "run.schedule_on_resume=rescale", "model.dropout=0.1"]
     for directory, micro in ((whole, 6), (run_dir, 2)):
-        done = train(corpus, directory, *BASE, *longer, f"data.micro_batch_size={micro}")
-        assert done.returncode == 0, done.stderr
+        done = train_here(corpus, directory, *BASE, *longer, f"data.micro_batch_size={micro}")
+        assert done.code == 0, done.err
     rows_of = [[r["rows"] for r in stable_rows(d) if "train/loss" in r] for d in (whole, run_dir)]
     assert rows_of[0] == rows_of[1]
 
@@ -92,23 +92,23 @@ EXPLODING = [
 
 
 @pytest.fixture(scope="module")
-def exploding(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> tuple[Path, str, int]:
+def exploding(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> tuple[Path, Ended]:
     """A learning rate that makes the loss overflow at once; ends after three bad steps."""
     run_dir = tmp_path_factory.mktemp("bad") / "run"
-    done = train(corpus, run_dir, "data.micro_batch_size=2", *EXPLODING)
-    return run_dir, done.stderr, done.returncode
+    done = train_here(corpus, run_dir, "data.micro_batch_size=2", *EXPLODING)
+    return run_dir, done
 
 
-def test_bad_steps_are_skipped_and_end_the_run(exploding: tuple[Path, str, int]) -> None:
-    run_dir, stderr, code = exploding
-    assert code == 1, stderr
-    assert "3 updates in a row were skipped" in stderr
-    assert "Traceback" not in stderr
+def test_bad_steps_are_skipped_and_end_the_run(exploding: tuple[Path, Ended]) -> None:
+    run_dir, done = exploding
+    assert done.code == 1, done.err
+    assert "3 updates in a row were skipped" in done.err
+    assert "Traceback" not in done.err
     report_file = next(run_dir.glob("bad_step_*.json"))
     report = json.loads(report_file.read_text())
     assert report_file.with_suffix(".pt").exists()
     assert len(report["epoch_and_row_ids"]) == 6
-    assert f"debug=replay debug.step={report['step']}" in stderr
+    assert f"debug=replay debug.step={report['step']}" in done.err
     rows = stable_rows(run_dir)
     bad = [r["bad_steps"] for r in rows if "bad_steps" in r]
     assert bad[-1] >= 2
@@ -117,43 +117,42 @@ def test_bad_steps_are_skipped_and_end_the_run(exploding: tuple[Path, str, int])
     assert all(store.damage(p) is None for p in store.scan(run_dir / "checkpoints"))
 
 
-def test_replay_runs_that_very_step_again(exploding: tuple[Path, str, int], corpus: Path) -> None:
-    run_dir, _, _ = exploding
+def test_replay_runs_that_very_step_again(exploding: tuple[Path, Ended], corpus: Path) -> None:
+    run_dir, _ = exploding
     step = json.loads(next(run_dir.glob("bad_step_*.json")).read_text())["step"]
-    before = {p: p.read_bytes() for p in run_dir.rglob("*") if p.is_file()}
+    before = snapshot(run_dir)
     replay = ["trainer.compile=true", "debug=replay", f"debug.step={step}"]
-    done = train(corpus, run_dir, "data.micro_batch_size=2", *EXPLODING, *replay)
-    assert done.returncode == 0, done.stderr
-    assert f"replaying step {step}" in done.stdout
-    assert "skipped" in done.stdout
-    assert "model.transformer.h.0.ln_1" in done.stdout, "blocks are looked into, though the run compiles them"
-    assert {p: p.read_bytes() for p in run_dir.rglob("*") if p.is_file()} == before, "it only looks"
+    done = train_here(corpus, run_dir, "data.micro_batch_size=2", *EXPLODING, *replay)
+    assert done.code == 0, done.err
+    assert f"replaying step {step}" in done.out
+    assert "skipped" in done.out
+    assert "model.transformer.h.0.ln_1" in done.out, "blocks are looked into, though the run compiles them"
+    assert snapshot(run_dir) == before, "it only looks"
 
 
 def test_replay_of_a_good_step_gives_its_logged_numbers(four_steps: Path, corpus: Path) -> None:
     """Step 2, counted from 0, is the third row: its gradient norm is the logged one, though no checkpoint is near."""
     logged = [r for r in stable_rows(four_steps) if "train/loss" in r][2]
-    done = train(corpus, four_steps, *BASE, "debug=replay", "debug.step=2")
-    assert done.returncode == 0, done.stderr
-    assert f"{logged['grad_norm']:.6g}" in done.stdout
-    assert f"{logged['train/loss']:.6g}" in done.stdout
-    assert "applied" in done.stdout
+    done = train_here(corpus, four_steps, *BASE, "debug=replay", "debug.step=2")
+    assert done.code == 0, done.err
+    assert f"{logged['grad_norm']:.6g}" in done.out
+    assert f"{logged['train/loss']:.6g}" in done.out
+    assert "applied" in done.out
 
 
-@pytest.mark.slow
 def test_checkpoints_after_the_one_resumed_never_count(corpus: Path, tmp_path: Path) -> None:
     """A newer good one is not passed over silently; a damaged one does not push out what is saved from then on."""
     run_dir = tmp_path / "run"
     settings = [*BASE, "trainer.save_every_n_steps=2", "checkpoint.keep_last=2"]
-    assert train(corpus, run_dir, *settings).returncode == 0
+    assert train_here(corpus, run_dir, *settings).code == 0
     older, newer = store.scan(run_dir / "checkpoints")
-    refused = train(corpus, run_dir, *settings, f"run.resume={older}", "trainer.max_steps=6")
-    assert refused.returncode == 2
-    assert "has gone on to step_00000004" in " ".join(refused.stderr.split())
+    refused = train_here(corpus, run_dir, *settings, f"run.resume={older}", "trainer.max_steps=6")
+    assert refused.code == 2
+    assert "has gone on to step_00000004" in " ".join(refused.err.split())
     (newer / "model.pt").write_bytes(b"damaged")
     (run_dir / "summary.json").unlink()
-    again = train(corpus, run_dir, *settings, "trainer.max_steps=3", "trainer.save_every_n_steps=1")
-    assert again.returncode == 0, again.stderr
+    again = train_here(corpus, run_dir, *settings, "trainer.max_steps=3", "trainer.save_every_n_steps=1")
+    assert again.code == 0, again.err
     kept = store.scan(run_dir / "checkpoints")
     assert [store.step_of(path) for path in kept] == [2, 3]
     assert all(store.damage(path) is None for path in kept)

@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
-from runs import assert_equal_runs, command, environment, train
+from runs import assert_equal_runs, command, environment, train, train_here
 
-KILLS = 20
+KILLS = 12
 LONG = ["data.micro_batch_size=3", "trainer.max_steps=1500", "trainer.val_check_interval=100", "checkpoint.keep_last=3"]
 
 
@@ -23,7 +23,7 @@ def test_chaos(corpus: Path, tmp_path: Path) -> None:
     # A save every 40 steps: on average a kill costs 20 steps, so the run gets on.
     settings = [*LONG, "trainer.save_every_n_steps=40", f"checkpoint.async_save={draw.random() < 0.5}"]
     whole, run_dir = tmp_path / "whole", tmp_path / "run"
-    assert train(corpus, whole, *settings).returncode == 0
+    assert train_here(corpus, whole, *settings).code == 0
 
     for kill in range(KILLS):
         process = subprocess.Popen(

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from runs import SETTINGS, assert_equal_runs, train
-from test_kill_matrix import PLACES, chain
+from runs import SETTINGS, assert_equal_runs, train_here
+from test_kill_matrix import chain
 
 from chats import write_rows
 from tiny_pretrained import save_pretrained
@@ -29,12 +29,12 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_dpo_kill_matrix(kind: str, settings: list[str], tmp_path: Path) -> None:
-    """tests/test_dpo.py resumes runs of every kind too, without killing them."""
+def test_dpo_killed_in_a_step_a_save_and_a_validation(kind: str, settings: list[str], tmp_path: Path) -> None:
+    """The other places of a save are the same code for each objective: test_kill_matrix.py."""
     given = [*settings, *KINDS[kind]]
     pairs = write_rows(tmp_path / "pairs.jsonl", "preference_jsonl")
     (tmp_path / "whole").mkdir()
-    done = train(pairs, tmp_path / "whole" / "run", *given)
-    assert done.returncode == 0, done.stderr
-    chain(pairs, tmp_path / "run", PLACES, *given)
+    done = train_here(pairs, tmp_path / "whole" / "run", *given)
+    assert done.code == 0, done.err
+    chain(pairs, tmp_path / "run", [("mid_step", 1), ("mid_save", 4), ("mid_validation", 9)], *given)
     assert_equal_runs(tmp_path / "whole" / "run", tmp_path / "run")

@@ -4,11 +4,13 @@ Each chain kills one run again and again, at every place in turn, with another n
 saving; all must equal the same plain uninterrupted run.
 """
 
+import functools
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from runs import STEPS, assert_equal_runs, kill_at, train
+from runs import STEPS, assert_equal_runs, kill_at, train, train_here
 
 from lmtrain.checkpoints import store
 
@@ -25,15 +27,22 @@ PLACES = [
 ]
 
 
-@pytest.fixture(scope="session", params=[1, 3], ids=["accumulation1", "accumulation3"])
-def uninterrupted(
-    request: pytest.FixtureRequest, corpus: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, str]:
-    micro = f"data.micro_batch_size={6 // request.param}"
-    run_dir = tmp_path_factory.mktemp("whole") / "run"
-    done = train(corpus, run_dir, micro, "data.num_workers=0")
-    assert done.returncode == 0, done.stderr
-    return run_dir, micro
+@pytest.fixture(scope="module")
+def uninterrupted(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """A run that nothing befell, by its micro-batches a step; made when first asked for."""
+
+    @functools.cache
+    def made(accumulation: int) -> Path:
+        run_dir = tmp_path_factory.mktemp("whole") / "run"
+        done = train_here(corpus, run_dir, micro(accumulation), "data.num_workers=0")
+        assert done.code == 0, done.err
+        return run_dir
+
+    return made
+
+
+def micro(accumulation: int) -> str:
+    return f"data.micro_batch_size={6 // accumulation}"
 
 
 def chain(corpus: Path | None, run_dir: Path, places: list[tuple[str, int]], *settings: str) -> None:
@@ -46,30 +55,30 @@ def chain(corpus: Path | None, run_dir: Path, places: list[tuple[str, int]], *se
         if number == len(places) // 2:
             run_dir.rename(run_dir.with_name("moved"))
             run_dir = run_dir.with_name("moved")
-    done = train(corpus, run_dir, *settings)
-    assert done.returncode == 0, done.stderr
+    done = train_here(corpus, run_dir, *settings)
+    assert done.code == 0, done.err
     assert not list((run_dir / "checkpoints").glob("*.tmp*")), "leftovers must be swept"
     if run_dir.name == "moved":
         run_dir.rename(run_dir.with_name("run"))
 
 
-def test_killed_in_a_step_a_save_and_a_validation(
-    uninterrupted: tuple[Path, str], corpus: Path, tmp_path: Path
-) -> None:
-    """The short chain that every test run pays for."""
-    whole, micro = uninterrupted
-    chain(corpus, tmp_path / "run", [("mid_save", 4), ("mid_validation", 9)], micro)
-    assert_equal_runs(whole, tmp_path / "run")
+def test_killed_in_a_save_and_a_validation(uninterrupted: Callable[[int], Path], corpus: Path, tmp_path: Path) -> None:
+    """The short chain that every test run pays for; the long ones are also of steps of one micro-batch."""
+    chain(corpus, tmp_path / "run", [("mid_save", 4), ("mid_validation", 9)], micro(3))
+    assert_equal_runs(uninterrupted(3), tmp_path / "run")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("save", ["sync", "async"])
-def test_kill_matrix(uninterrupted: tuple[Path, str], corpus: Path, tmp_path: Path, workers: int, save: str) -> None:
-    whole, micro = uninterrupted
-    settings = [micro, f"data.num_workers={workers}", f"checkpoint.async_save={save == 'async'}"]
+@pytest.mark.parametrize(
+    ("accumulation", "save", "workers"), [(1, "sync", 0), (1, "async", 2), (3, "sync", 2), (3, "async", 0)]
+)
+def test_kill_matrix(
+    uninterrupted: Callable[[int], Path], corpus: Path, tmp_path: Path, accumulation: int, save: str, workers: int
+) -> None:
+    """Each value of one setting with each value of every other."""
+    settings = [micro(accumulation), f"data.num_workers={workers}", f"checkpoint.async_save={save == 'async'}"]
     chain(corpus, tmp_path / "run", PLACES, *settings)
-    assert_equal_runs(whole, tmp_path / "run")
+    assert_equal_runs(uninterrupted(accumulation), tmp_path / "run")
 
 
 @pytest.mark.slow
@@ -79,8 +88,8 @@ def test_a_mixture_of_text_whose_weights_change(corpus: Path, tmp_path: Path) ->
     other.write_text("".join(f"line {i} of {i % 7} others\n" for i in range(20)))
     mixed = f"data.mixture=[{{path: {corpus}, weight: {{0: 1, 7: 3}}}}, {{path: {other}, weight: 2, max_epochs: 2}}]"
     settings = ["data=mixture", mixed, f"data.cache_dir={tmp_path}/cache", "data.micro_batch_size=2"]
-    done = train(None, tmp_path / "whole", *settings, "data.num_workers=0")
-    assert done.returncode == 0, done.stderr
+    done = train_here(None, tmp_path / "whole", *settings, "data.num_workers=0")
+    assert done.code == 0, done.err
     places = [("mid_save", 4), ("mid_step", 7), ("mid_validation", 9)]
     chain(None, tmp_path / "run", places, *settings, "data.num_workers=1")
     assert_equal_runs(tmp_path / "whole", tmp_path / "run")
@@ -91,33 +100,31 @@ def test_rows_and_steps_that_grow(corpus: Path, tmp_path: Path) -> None:
     """Killed in steps of each size and in rows of each length."""
     rows = ["data.curriculum={by: length, start_length: 8, steps: 9}", "data.micro_batch_size=2"]
     settings = [*rows, "data.batch_warmup.start_size=2", "data.batch_warmup.steps=5"]
-    done = train(corpus, tmp_path / "whole", *settings, "data.num_workers=0")
-    assert done.returncode == 0, done.stderr
+    done = train_here(corpus, tmp_path / "whole", *settings, "data.num_workers=0")
+    assert done.code == 0, done.err
     chain(corpus, tmp_path / "run", [("mid_save", 4), ("mid_validation", 9)], *settings, "data.num_workers=1")
     assert_equal_runs(tmp_path / "whole", tmp_path / "run")
 
 
 @pytest.mark.slow
 def test_a_damaged_newest_checkpoint_costs_its_steps_only(
-    uninterrupted: tuple[Path, str], corpus: Path, tmp_path: Path
+    uninterrupted: Callable[[int], Path], corpus: Path, tmp_path: Path
 ) -> None:
-    whole, micro = uninterrupted
     run_dir = tmp_path / "run"
-    died = train(corpus, run_dir, micro, *kill_at("mid_step", STEPS - 1))
+    died = train(corpus, run_dir, micro(3), *kill_at("mid_step", STEPS - 1))
     assert died.returncode == SIGKILLED
     newest = store.scan(run_dir / "checkpoints")[-1]
     with (newest / "model.pt").open("r+b") as file:
         file.truncate(100)
-    done = train(corpus, run_dir, micro)
-    assert done.returncode == 0
-    assert f"{newest.name} is damaged" in " ".join(done.stdout.split())
-    assert_equal_runs(whole, run_dir)
+    done = train_here(corpus, run_dir, micro(3))
+    assert done.code == 0
+    assert f"{newest.name} is damaged" in " ".join(done.out.split())
+    assert_equal_runs(uninterrupted(3), run_dir)
 
 
 @pytest.mark.slow
-def test_tmpdir_on_another_file_system(uninterrupted: tuple[Path, str], corpus: Path, tmp_path: Path) -> None:
+def test_tmpdir_on_another_file_system(uninterrupted: Callable[[int], Path], corpus: Path, tmp_path: Path) -> None:
     """Nothing of a checkpoint is written outside the run's folder: an unusable TMPDIR changes nothing."""
-    whole, micro = uninterrupted
     shm = Path("/dev/shm")
     if not shm.is_dir():
         pytest.skip("no /dev/shm to be the other file system")
@@ -127,18 +134,17 @@ def test_tmpdir_on_another_file_system(uninterrupted: tuple[Path, str], corpus: 
     other.mkdir()
     try:
         os.environ["TMPDIR"] = str(other)
-        chain(corpus, tmp_path / "run", [("mid_save", 4)], micro)
+        chain(corpus, tmp_path / "run", [("mid_save", 4)], micro(3))
     finally:
         del os.environ["TMPDIR"]
         shutil.rmtree(other)
-    assert_equal_runs(whole, tmp_path / "run")
+    assert_equal_runs(uninterrupted(3), tmp_path / "run")
 
 
-def test_killed_before_training_began(uninterrupted: tuple[Path, str], corpus: Path, tmp_path: Path) -> None:
+def test_killed_before_training_began(uninterrupted: Callable[[int], Path], corpus: Path, tmp_path: Path) -> None:
     """What an early kill leaves is a folder without config.yaml: the same command starts there as if it were new."""
-    whole, micro = uninterrupted
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "run" / "config.yaml.tmp123").write_text("seed:")
-    done = train(corpus, tmp_path / "run", micro)
-    assert done.returncode == 0, done.stderr
-    assert_equal_runs(whole, tmp_path / "run")
+    done = train_here(corpus, tmp_path / "run", micro(3))
+    assert done.code == 0, done.err
+    assert_equal_runs(uninterrupted(3), tmp_path / "run")

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from runs import assert_equal_runs, command, environment, stable_rows, train
+from runs import assert_equal_runs, command, environment, stable_rows, train, train_here
 
 from lmtrain.checkpoints import store
 from lmtrain.files import read_jsonl
@@ -16,9 +16,9 @@ from support import lingers
 
 LONG = [
     "data.micro_batch_size=6",
-    "trainer.max_steps=400",
-    "trainer.val_check_interval=150",
-    "trainer.save_every_n_steps=100",
+    "trainer.max_steps=120",
+    "trainer.val_check_interval=50",
+    "trainer.save_every_n_steps=30",
 ]
 SIGNALS = [
     pytest.param(signal.SIGTERM, id="SIGTERM"),
@@ -49,8 +49,8 @@ def wait_for_step(process: subprocess.Popen[str], run_dir: Path, step: int) -> N
 @pytest.fixture(scope="module")
 def whole(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("whole") / "run"
-    done = train(corpus, run_dir, *LONG)
-    assert done.returncode == 0, done.stderr
+    done = train_here(corpus, run_dir, *LONG)
+    assert done.code == 0, done.err
     return run_dir
 
 
@@ -75,8 +75,8 @@ def test_signal_saves_stops_and_resumes_equal(
     assert f"stopped by {number.name}" in output
     assert f"run.dir={run_dir} run.resume=auto" in output, "it must say how to go on"
 
-    resumed = train(corpus, run_dir, *LONG)
-    assert resumed.returncode == 0, resumed.stderr
+    resumed = train_here(corpus, run_dir, *LONG)
+    assert resumed.code == 0, resumed.err
     assert stable_rows(run_dir) == stable_rows(whole)
     assert_equal_runs(whole, run_dir)
 
@@ -85,7 +85,7 @@ def test_signal_saves_stops_and_resumes_equal(
 def test_what_a_stop_saved_takes_no_checkpoints_place(corpus: Path, tmp_path: Path) -> None:
     """Stops beside the schedule, the last of them where its checkpoint would still be among the newest at the end."""
     settings = ["data.micro_batch_size=6", "checkpoint.keep_last=2"]
-    assert train(corpus, tmp_path / "whole", *settings).returncode == 0
+    assert train_here(corpus, tmp_path / "whole", *settings).code == 0
     run_dir = tmp_path / "run"
     for step in (5, 7, 11):
         stop = [f"callbacks.extra=[{{_target_: slow.StopAt, step: {step}}}]", "run.allow_target=[slow]"]
@@ -95,7 +95,7 @@ def test_what_a_stop_saved_takes_no_checkpoints_place(corpus: Path, tmp_path: Pa
         assert kept[-1] == step
         assert json.loads((run_dir / "summary.json").read_text())["last"] == f"checkpoints/{store.name_of(step)}"
     assert kept == [9, 10, 11], "the newest two of the schedule, one of them the best, and the one the stop made"
-    assert train(corpus, run_dir, *settings).returncode == 0
+    assert train_here(corpus, run_dir, *settings).code == 0
     assert_equal_runs(tmp_path / "whole", run_dir)
 
 
@@ -121,8 +121,8 @@ def test_a_second_signal_ends_what_hangs(corpus: Path, tmp_path: Path) -> None:
 def test_a_second_signal_ends_a_save(corpus: Path, tmp_path: Path) -> None:
     run_dir, marker = tmp_path / "run", tmp_path / "saving"
     settings = [*LONG, "trainer.val_check_interval=null"]
-    # The first signal comes past a save at 100, which SlowSave lets through.
-    slow = f"callbacks.extra=[{{_target_: slow.StopAt, step: 150}}, {{_target_: slow.SlowSave, marker: {marker}}}]"
+    # The first signal comes past a save at 30, which SlowSave lets through.
+    slow = f"callbacks.extra=[{{_target_: slow.StopAt, step: 40}}, {{_target_: slow.SlowSave, marker: {marker}}}]"
     process = start(corpus, run_dir, *settings, slow, "run.allow_target=[slow]")
     while not marker.exists():
         assert process.poll() is None, process.communicate()[0]
@@ -133,7 +133,7 @@ def test_a_second_signal_ends_a_save(corpus: Path, tmp_path: Path) -> None:
     process.communicate(timeout=60)
     assert process.returncode == -signal.SIGTERM
     kept = store.scan(run_dir / "checkpoints")
-    assert store.step_of(kept[-1]) == 100
+    assert store.step_of(kept[-1]) == 30
     assert store.damage(kept[-1]) is None
 
 
@@ -151,7 +151,7 @@ def test_a_long_validation_is_interrupted_and_owed(corpus: Path, tmp_path: Path)
     """The signal comes in a validation: it is left at once, and the resumed run begins with it."""
     settings = ["data.micro_batch_size=6", "trainer.max_steps=6", "trainer.val_check_interval=3"]
     whole = tmp_path / "whole"
-    assert train(corpus, whole, *settings).returncode == 0
+    assert train_here(corpus, whole, *settings).code == 0
     run_dir = tmp_path / "run"
     batches = tmp_path / "batches"
     slow = f"callbacks.extra=[{{_target_: slow.SlowValidation, seconds: 30, marker: {batches}}}]"
@@ -165,5 +165,5 @@ def test_a_long_validation_is_interrupted_and_owed(corpus: Path, tmp_path: Path)
     assert process.returncode == 75, output
     assert batches.read_text() == "1", "of three batches the first alone was begun"
     assert not any("val/loss" in row for row in read_jsonl(run_dir / "metrics.jsonl"))
-    assert train(corpus, run_dir, *settings).returncode == 0
+    assert train_here(corpus, run_dir, *settings).code == 0
     assert stable_rows(run_dir) == stable_rows(whole)

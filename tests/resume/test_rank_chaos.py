@@ -15,7 +15,7 @@ from runs import assert_equal_runs, command, environment, train
 from lmtrain.files import read_jsonl
 
 KILLS = 6
-SETTINGS = ["trainer.devices=2", "data.micro_batch_size=3", "trainer.max_steps=1500", "trainer.val_check_interval=100",
+SETTINGS = ["trainer.devices=2", "data.micro_batch_size=3", "trainer.max_steps=1000", "trainer.val_check_interval=100",
             "trainer.save_every_n_steps=40", "checkpoint.keep_last=3"]  # fmt: skip
 TARGETS = ["rank 0", "rank 1", "parent", "group", "all"]  # the group of the parent; each process there is
 

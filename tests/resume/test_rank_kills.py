@@ -61,8 +61,9 @@ def test_killed_ranks_start_again_by_themselves(whole: Path, strategy: str, corp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_rank_ends_the_run(whole: Path, strategy: str, corpus: Path, tmp_path: Path, rank: int) -> None:
+def test_a_killed_rank_ends_the_run(whole: Path, strategy: str, corpus: Path, tmp_path: Path) -> None:
+    """The first under ddp, the other under fsdp: the launcher sees processes, not what they compute."""
+    rank = 0 if "ddp" in strategy else 1
     run_dir = tmp_path / "run"
     words = kill_at("mid_step", 7)
     process = start(corpus, run_dir, *RANKS, strategy, words[0].replace("step: 7", f"step: 7, rank: {rank}"), words[1])
@@ -77,7 +78,7 @@ def test_a_killed_rank_ends_the_run(whole: Path, strategy: str, corpus: Path, tm
     assert_equal_runs(whole, run_dir)
 
 
-LONG = [*RANKS, "trainer.max_steps=900", "trainer.val_check_interval=150", "trainer.save_every_n_steps=100"]
+LONG = [*RANKS, "trainer.max_steps=300", "trainer.val_check_interval=50", "trainer.save_every_n_steps=40"]
 
 
 @pytest.mark.slow
@@ -99,7 +100,7 @@ def test_a_signal_to_any_process_stops_all_at_one_step(strategy: str, corpus: Pa
         assert summary["step"] == last_logged == store.step_of(store.scan(run_dir / "checkpoints")[-1])
         assert f"stopped by {'a signal to another rank' if target == 'rank 1' else 'SIGTERM'}" in output
         reached = summary["step"]
-    assert reached < 900, "the last signal came when nothing was left to interrupt"
+    assert reached < 300, "the last signal came when nothing was left to interrupt"
     assert train(corpus, run_dir, *settings).returncode == 0
     assert_equal_runs(tmp_path / "whole", run_dir)
 

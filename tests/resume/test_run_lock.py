@@ -1,14 +1,14 @@
 """Two processes never train in one folder at a time."""
 
-import multiprocessing
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
-from runs import assert_equal_runs, command, environment, train
+from runs import assert_equal_runs, command, environment, train_here
 from test_preemption import LONG, start, wait_for_step
 
 from lmtrain.errors import RunError
@@ -20,7 +20,7 @@ from support import lingers
 @pytest.mark.slow
 def test_the_same_command_again_waits_and_goes_on(corpus: Path, tmp_path: Path) -> None:
     """As where a launcher was killed and its ranks are still saving."""
-    assert train(corpus, tmp_path / "whole", *LONG).returncode == 0
+    assert train_here(corpus, tmp_path / "whole", *LONG).code == 0
     run_dir = tmp_path / "run"
     first = start(corpus, run_dir, *LONG, *lingers(5))
     wait_for_step(first, run_dir, 5)
@@ -80,35 +80,43 @@ def test_a_folder_that_goes_while_one_waits_is_a_message(corpus: Path, tmp_path:
 def test_a_folder_that_goes_before_one_waits_is_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
-    process = multiprocessing.get_context("spawn").Process(target=hold, args=(folder,), daemon=True)
-    process.start()
-    while not (folder / "held").exists():
-        time.sleep(0.05)
+    process = hold(folder)
     monkeypatch.setattr("builtins.print", lambda *_, **__: shutil.rmtree(folder))  # between the first look and waiting
     with pytest.raises(RunError, match="did not begin, and removed"), run_lock.held(folder):
         pass
     process.kill()
-    process.join()
+    process.wait()
     assert not folder.exists()
 
 
-def hold(folder: Path) -> None:
-    with run_lock.held(folder):
-        (folder / "held").touch()
-        time.sleep(60)
+HOLDS = """
+import sys, time
+from pathlib import Path
+from lmtrain.run import lock
+
+with lock.held(Path(sys.argv[1])):
+    Path(sys.argv[1], "held").touch()
+    time.sleep(60)
+"""
+
+
+def hold(folder: Path) -> "subprocess.Popen[bytes]":
+    """A process that has the folder's lock when this returns."""
+    process = subprocess.Popen([sys.executable, "-c", HOLDS, str(folder)])
+    while not (folder / "held").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    return process
 
 
 def test_patience_ends(tmp_path: Path) -> None:
-    process = multiprocessing.get_context("spawn").Process(target=hold, args=(tmp_path,), daemon=True)
-    process.start()
-    while not (tmp_path / "held").exists():
-        time.sleep(0.05)
+    process = hold(tmp_path)
     with pytest.raises(RunError, match="another process has been training"), run_lock.held(tmp_path, patience=0.3):
         pass
     RunDir(tmp_path).discard_if_unused(tmp_path.parent)
     assert (tmp_path / "held").exists(), "what the other process has begun stays"
     process.kill()
-    process.join()
+    process.wait()
     with run_lock.held(tmp_path, patience=0.0):
         assert run_lock.taken(tmp_path)
     assert not run_lock.taken(tmp_path)

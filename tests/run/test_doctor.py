@@ -2,23 +2,23 @@
 
 from pathlib import Path
 
+from inprocess import run
 from lmtrain.run import machine
-from support import Run
 
 
-def test_everything_needed_is_found(lmtrain: Run, tmp_path: Path) -> None:
-    done = lmtrain("doctor", str(tmp_path / "outputs"))
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_everything_needed_is_found(tmp_path: Path) -> None:
+    done = run("doctor", str(tmp_path / "outputs"))
+    assert done.code == 0, done.out + done.err
     for part in ("torch", "transformers", "matmul", "disk", "GFLOP/s", "C compiler"):
-        assert part in done.stdout
+        assert part in done.out
     assert not (tmp_path / "outputs").exists()  # it only looks
 
 
-def test_a_folder_that_cannot_be_written_is_exit_1(lmtrain: Run) -> None:
-    done = lmtrain("doctor", "/proc/outputs")
-    assert done.returncode == 1
-    assert "set run.root" in done.stdout
-    assert "can't run here" in done.stderr
+def test_a_folder_that_cannot_be_written_is_exit_1() -> None:
+    done = run("doctor", "/proc/outputs")
+    assert done.code == 1
+    assert "set run.root" in done.out
+    assert "can't run here" in done.err
 
 
 def test_a_missing_package_names_its_requirement(monkeypatch) -> None:

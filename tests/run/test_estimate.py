@@ -12,7 +12,6 @@ import pytest
 from inprocess import message, run
 from lmtrain.config import compose as rules
 from lmtrain.run import estimation
-from support import Run
 
 LARGE = [
     "model=llama_7b",
@@ -89,7 +88,8 @@ def test_time_and_what_is_refused() -> None:
     assert "set model.vocab_size" in message(run("estimate", "tokenizer=char", "estimate.device=24").err)
 
 
-def test_it_counts_what_the_plan_of_a_run_counts(lmtrain: Run, corpus: Path) -> None:
+def test_it_counts_what_the_plan_of_a_run_counts(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
     common = [
         "data=text",
         f"data.path={corpus}",
@@ -97,10 +97,10 @@ def test_it_counts_what_the_plan_of_a_run_counts(lmtrain: Run, corpus: Path) -> 
         "trainer.precision=32-true",
         "trainer.accelerator=cpu",
     ]
-    done = lmtrain("train", *common, "trainer.max_steps=1", "logger=none", "export.enabled=false",
-                   env={"COLUMNS": "300"})  # fmt: skip
-    planned = re.search(r"memory +about ([\d.]+ [GM]iB)", done.stdout)
-    assert planned is not None, done.stdout + done.stderr
+    quick = ["trainer.max_steps=1", "trainer.limit_val_batches=1", "callbacks.samples.every_n_validations=0"]
+    done = run("train", *common, *quick, "logger=none", "export.enabled=false", f"run.dir={tmp_path / 'run'}")
+    planned = re.search(r"memory +about ([\d.]+ [GM]iB)", done.out)
+    assert planned is not None, done.out + done.err
     config = rules.check(rules.compose(common))
     estimation.resolve(config)
     size = sum(estimation.memory(estimation.build(config), config).values())

@@ -7,17 +7,18 @@ from pathlib import Path
 
 import pytest
 
+from inprocess import message, run
 from lmtrain.files import read_jsonl
 from lmtrain.run.listing import runs_under
-from support import TINY, Run, lingers
+from support import TINY, lingers
 
 SHORT = [*TINY, "data=text", "trainer.max_steps=4", "trainer.val_check_interval=2", "trainer.limit_val_batches=2",
          "callbacks.samples.every_n_validations=0", "export.enabled=false"]  # fmt: skip
 
 
-def test_finished_killed_and_running(lmtrain: Run, corpus: Path, tmp_path: Path) -> None:
+def test_finished_killed_and_running(corpus: Path, tmp_path: Path) -> None:
     root, common = tmp_path / "outputs", [*SHORT, f"data.path={corpus}"]
-    assert lmtrain("train", *common, f"run.dir={root / 'a' / 'first'}").returncode == 0
+    assert run("train", *common, f"run.dir={root / 'a' / 'first'}").code == 0
     slow = [sys.executable, "-m", "lmtrain.train", *common, f"run.dir={root / 'second'}", *lingers(3)]
     process = subprocess.Popen(slow, env=_with_tests(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
@@ -35,11 +36,11 @@ def test_finished_killed_and_running(lmtrain: Run, corpus: Path, tmp_path: Path)
     assert first.best == f"val/loss {best['val/loss']:.4f} at step {best['step']}"
     assert (second.status, second.step) == ("interrupted", 3)
     (first.path / "summary.json").write_text("{half")
-    done = lmtrain("runs", str(root))
-    assert done.returncode == 0
-    assert "a/first" in done.stdout
-    assert "unreadable" in done.stdout
-    assert "3 of 4" in done.stdout
+    done = run("runs", str(root))
+    assert done.code == 0
+    assert "a/first" in done.out
+    assert "unreadable" in done.out
+    assert "3 of 4" in done.out
 
 
 def _with_tests() -> dict[str, str]:
@@ -49,8 +50,8 @@ def _with_tests() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("folder", ["empty", "nowhere"])
-def test_no_run_is_said(lmtrain: Run, tmp_path: Path, folder: str) -> None:
+def test_no_run_is_said(tmp_path: Path, folder: str) -> None:
     (tmp_path / "empty").mkdir()
-    done = lmtrain("runs", str(tmp_path / folder))
-    assert done.returncode == 2
-    assert "holds no run" in done.stderr
+    done = run("runs", str(tmp_path / folder))
+    assert done.code == 2
+    assert "holds no run" in message(done.err)

@@ -9,7 +9,7 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto.wandb_internal_pb2 import Record
 
-from inprocess import message, train_tiny
+from inprocess import message, run, train_tiny
 from lmtrain.run.wandb_history import log_records, steps_by_name
 from support import TINY, Run, rows
 
@@ -28,11 +28,12 @@ def settings(corpus: Path, steps: int) -> list[str]:
     ]
 
 
-def test_tensorboard_and_csv_over_a_resume(corpus: Path, tmp_path: Path, lmtrain: Run) -> None:
+def test_tensorboard_and_csv_over_a_resume(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     loggers = ["logger=tensorboard", "logger.tensorboard.flush_secs=1"]
     for steps in (4, 6):
-        done = lmtrain("train", *settings(corpus, steps), *loggers)
-        assert done.returncode == 0, done.stderr
+        done = run("train", *settings(corpus, steps), *loggers)
+        assert done.code == 0, done.err
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     events.Reload()
     logged = {r["step"]: r["train/loss"] for r in rows(tmp_path / "run" / "metrics.jsonl") if "train/loss" in r}

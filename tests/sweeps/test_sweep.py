@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from inprocess import message, run
+from inprocess import Ended, message, run
 from lmtrain.sweeps import plan as plans
 from lmtrain.sweeps import search
 from lmtrain.sweeps import trials as trial_rows
@@ -35,11 +35,20 @@ def sweep(here: Path, corpus: Path, *words: str, **extra: str) -> "subprocess.Po
     return subprocess.Popen(command, cwd=here, env=environ, stdout=out, stderr=err, text=True)
 
 
+def sweep_here(here: Path, patch: pytest.MonkeyPatch, corpus: Path, *words: str) -> Ended:
+    """The same sweep from this process; its trials are processes of their own."""
+    patch.chdir(here)
+    patch.setenv("PYTHONPATH", str(REPO / "tests"))
+    return run("train", "-m", *TINY, *FOUR_STEPS, f"data.path={corpus}", *words)
+
+
 def table(folder: Path) -> list[Trial]:
     return [Trial(**row) for row in rows(folder / "trials.jsonl")]
 
 
-def test_failed_trials_are_recorded_and_tried_again(corpus: Path, tmp_path: Path) -> None:
+def test_failed_trials_are_recorded_and_tried_again(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "outputs" / "sweeps" / "mine"
     # A launcher's variables, as a notebook or an earlier job may leave them, must not reach the trials.
     leaked = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "LOCAL_RANK": "3", "RANK": "3", "WORLD_SIZE": "1"}
@@ -59,7 +68,7 @@ def test_failed_trials_are_recorded_and_tried_again(corpus: Path, tmp_path: Path
     before = (folder / "0" / "summary.json").stat().st_mtime_ns
 
     (tmp_path / "mended").touch()
-    assert sweep(tmp_path, corpus, STATES, "sweep.name=mine", "sweep.jobs=2").wait(200) == 0
+    assert sweep_here(tmp_path, monkeypatch, corpus, STATES, "sweep.name=mine", "sweep.jobs=2").code == 0
     assert [(t.number, t.status, t.exit_code, t.error) for t in table(folder)] == [
         (n, "finished", 0, None) for n in range(3)
     ]
@@ -73,7 +82,9 @@ def test_failed_trials_are_recorded_and_tried_again(corpus: Path, tmp_path: Path
     assert (folder / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_ctrl_c_saves_and_the_same_command_goes_on(corpus: Path, tmp_path: Path) -> None:
+def test_ctrl_c_saves_and_the_same_command_goes_on(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     words = ["callbacks.extra=[{_target_: sweep_trial.Waits}]", "optimizer.lr=1e-3,3e-4", "sweep.name=mine"]
     folder = tmp_path / "outputs" / "sweeps" / "mine"
     process = sweep(tmp_path, corpus, *words)
@@ -82,8 +93,9 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(corpus: Path, tmp_path: Path)
         assert process.poll() is None, (tmp_path / "stderr").read_text()
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    second = sweep_refused(tmp_path, corpus, words)
-    assert "is running already" in second
+    second = sweep_here(tmp_path, monkeypatch, corpus, *words)
+    assert second.code == 2
+    assert "is running already" in message(second.err)
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 75
     assert [(t.status, t.exit_code) for t in table(folder)] == [("preempted", 75)]
@@ -94,19 +106,10 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(corpus: Path, tmp_path: Path)
     assert "sweep.name=mine" in out.splitlines()[-1]
 
     (tmp_path / "mended").touch()
-    assert sweep(tmp_path, corpus, *words).wait(200) == 0
+    assert sweep_here(tmp_path, monkeypatch, corpus, *words).code == 0
     assert [t.status for t in table(folder)] == ["finished", "finished"]
     assert "continues after step " in (folder / "0.log").read_text()
     assert [row["step"] for row in rows(folder / "0" / "metrics.jsonl") if "train/loss" in row] == [1, 2, 3, 4]
-
-
-def sweep_refused(here: Path, corpus: Path, words: list[str]) -> str:
-    """Another process with the same sweep: its message."""
-    command = [sys.executable, "-m", "lmtrain.train", "-m", *TINY, *FOUR_STEPS, f"data.path={corpus}", *words]
-    ended = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=60,
-                           env={**os.environ, "PYTHONPATH": str(REPO / "tests")})  # fmt: skip
-    assert ended.returncode == 2
-    return message(ended.stderr)
 
 
 REFUSED = {
