@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import os
 import platform
 import shlex
 import time
@@ -16,6 +17,7 @@ from rich.table import Table
 from lmtrain.callbacks.progress import duration
 from lmtrain.callbacks.system import peak_resident_bytes
 from lmtrain.checkpoints import retention, store
+from lmtrain.config.effect import TRIAL
 from lmtrain.config.precision import FP8
 from lmtrain.distributed.ranks import typed
 from lmtrain.errors import RunError, UserError
@@ -133,14 +135,16 @@ def reader(folder: Path) -> str:
 
 
 def say_how_to_go_on(run: "Run") -> None:
-    """The command that continues this run, after its checkpoint was written."""
+    """The command that continues this run, after its checkpoint was written; of a sweep or a pipeline, they say it."""
     words = [w for w in typed() if not w.startswith(("run.resume=", "run.dir="))]
     command = shlex.join(["python", "-m", "lmtrain.train", *words, f"run.dir={run.dir.path}", "run.resume=auto"])
     step = run.trainer.global_step
     saved = "the checkpoint is written" if step > 0 else "there is no checkpoint yet"
-    run.console.print(
-        f"stopped by {run.preemption.stop.why()} at step {step:,} of {run.total_steps:,}; {saved}. Go on with:"
-    )
+    stopped = f"stopped by {run.preemption.stop.why()} at step {step:,} of {run.total_steps:,}; {saved}"
+    if os.environ.get(TRIAL):
+        run.console.print(f"{stopped}.")
+        return
+    run.console.print(f"{stopped}. Go on with:")
     print(f"  {command}", flush=True)
 
 
