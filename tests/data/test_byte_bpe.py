@@ -237,7 +237,7 @@ def test_long_text_is_encoded_as_short_text_is(prose: str) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
     documents = [prose[n : n + 9000] + ("\x04" if n % 7 == 0 else "") for n in range(0, len(prose), 9000)]
     documents = documents * (3 * encode.BATCH // len(prose) + 1)
-    encoder = encode.Encoder(tokenizer, tokenizer.eos_token_id, threads=2)
+    encoder = encode.Encoder(tokenizer, tokenizer.eos_token_id, processes=2)
     found = list(encoder.encode(Piece(text, ends=True) for text in documents))
     expected = [[*backend.encode(text, add_special_tokens=False).ids, tokenizer.eos_token_id] for text in documents]
     assert [part.ids.tolist() for part in found] == expected

@@ -35,7 +35,7 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def encoder() -> Encoder:
-    return Encoder(PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer()), None, threads=2)
+    return Encoder(PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer()), None, processes=2)
 
 
 def of(parent: int) -> set[int]:

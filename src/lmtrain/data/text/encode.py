@@ -56,7 +56,7 @@ class Encoded(NamedTuple):
 
 
 def make_encoder(tokenizer: PreTrainedTokenizerFast, cfg: Data) -> "Encoder":
-    """As `cfg` says: with the end-of-text token after each document or without, on data.num_proc threads.
+    """As `cfg` says: with the end-of-text token after each document or without, in data.num_proc processes at most.
 
     Raises:
         UserError: the tokenizer has no such token.
@@ -72,8 +72,8 @@ def make_encoder(tokenizer: PreTrainedTokenizerFast, cfg: Data) -> "Encoder":
 class Encoder:
     """Tokenizes streams of documents; special tokens are never read out of the text itself."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, eos_id: int | None, threads: int | None = None) -> None:
-        """eos_id: the token put after each document, or None for nothing; threads: None for one a core."""
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, eos_id: int | None, processes: int | None = None) -> None:
+        """eos_id: the token put after each document, or None for nothing; processes: at most; None for one a core."""
         self.backend = copy.deepcopy(tokenizer.backend_tokenizer)
         self.backend.no_truncation()
         self.backend.no_padding()
@@ -81,7 +81,7 @@ class Encoder:
         self.backend.encode_special_tokens = True
         self.eos = np.array([] if eos_id is None else [eos_id], dtype=np.uint32)
         self.newline = self._ids("\n")
-        self.threads = threads or os.cpu_count() or 1
+        self.processes = min(processes or os.cpu_count() or 1, _PROCESSES)
 
     @functools.cached_property
     def fast(self) -> bool:
@@ -93,17 +93,16 @@ class Encoder:
         batch: list[Segment] = []
         size, fast = 0, False
         begun: list[_Begun] = []  # the batch before, while the next one is read
-        processes = min(self.threads, _PROCESSES)
-        with EncodeProcesses(self.backend) as fast_encode, ThreadPoolExecutor(processes) as pool:
+        with EncodeProcesses(self.backend) as processes, ThreadPoolExecutor(self.processes) as pool:
             for segment in self.segments(pieces, continues):
                 batch.append(segment)
                 size += len(segment.text)
                 if size >= (_FAST_BATCH if fast else BATCH):
                     fast = self.fast
-                    before, begun = begun, self._begin(batch, fast_encode if fast else None, pool)
+                    before, begun = begun, self._begin(batch, processes if fast else None, pool)
                     yield from self._finish(before)
                     batch, size = [], 0
-            begun += self._begin(batch, fast_encode if fast else None, pool)
+            begun += self._begin(batch, processes if fast else None, pool)
             yield from self._finish(begun)
 
     def segments(self, pieces: Iterable[Piece], continues: bool = False) -> Iterator[Segment]:
@@ -141,7 +140,7 @@ class Encoder:
         """Segments with their ids, which processes find while the caller goes on, or the library finds now."""
         if processes is not None:
             least, most = _PART
-            size = max(least, min(most, _FAST_BATCH // self.threads))
+            size = max(least, min(most, _FAST_BATCH // self.processes))
             return [(part, pool.submit(processes.encode, _texts(part))) for part in _parts(batch, size)]
         encodings = self.backend.encode_batch_fast(_texts(batch), add_special_tokens=False)
         return [(batch, [np.array(e.ids, dtype=np.uint32) for e in encodings])]
