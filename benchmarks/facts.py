@@ -82,7 +82,7 @@ def measure(folder: Path, args: argparse.Namespace, contender: str, pairs: list[
     if train.main(settings(folder, args.model, args, contender)) != 0:
         sys.exit(f"{contender}: the run failed")
     seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
-    model, tokenizer, _ = trained.from_run(RunDir(folder / contender), "last")
+    model, tokenizer, _ = trained.from_run(RunDir(folder / contender), "last", {})
     model.eval()
     losses = [r["train/loss"] for r in read_jsonl(folder / contender / "metrics.jsonl") if "train/loss" in r]
     with generation_mode(model):

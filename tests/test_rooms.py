@@ -17,9 +17,10 @@ SOURCE = REPO / "src" / "lmtrain"
 
 # From the ground up. A room is a folder or a file of the package; each may import itself and what stands before it.
 ROOMS = [
-    "terminal", "errors", "files", "losses", "config", "distributed", "data.hub", "models", "adapters", "optim",
-    "data.cache", "data.contents", "data.child", "data.bpe", "data.folder_key", "data.progress", "data.order",
-    "data.mixing", "data.borders", "data.tokenizers", "data.sources", "data.text", "data.stream", "data.chat",
+    "terminal", "secrets", "errors", "files", "losses", "config", "distributed", "data.hub", "models", "adapters",
+    "optim", "data.cache", "data.contents", "data.child", "data.bpe", "data.folder_key", "data.progress", "data.order",
+    "data.mixing", "data.borders", "data.tokenizers", "data.tokenizer_folder", "data.sources", "data.text",
+    "data.stream", "data.chat",
     "data.modules", "data.examples", "data.row_numbers", "data.difficulty",
     "data.corpus", "data.build_corpus", "data.val_sets",
     "checkpoints", "strategies", "objectives", "outputs", "callbacks", "run", "sweeps", "stages", "cli",
@@ -44,7 +45,8 @@ VERBS = [
     "new",
 ]  # above all rooms
 
-MAX_LINES, MAX_FUNCTION, MAX_MEDIAN = 300, 60, 10
+# Sizes are smells: a file that is cut in two just below a limit has no seam there.
+MAX_LINES, MAX_FUNCTION, MAX_MEDIAN = 350, 60, 10
 
 
 def modules() -> dict[str, Path]:
@@ -114,4 +116,4 @@ def test_files_and_functions_stay_small() -> None:
 
 def test_the_package_root_holds_verbs_and_little_else() -> None:
     root = {p.stem for p in SOURCE.glob("*.py")} - {"__init__"}
-    assert root - set(VERBS) == {"cli", "errors", "files", "terminal"}
+    assert root - set(VERBS) == {"cli", "errors", "files", "secrets", "terminal"}

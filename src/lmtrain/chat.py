@@ -4,6 +4,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from lmtrain import cli, errors
+from lmtrain.config import trust
 from lmtrain.config.schema import Config
 from lmtrain.errors import UserError
 
@@ -20,13 +21,12 @@ def chat(config: Config) -> int:
     """Reads lines until the end of input and answers each; lines that begin with / are commands."""
     from lmtrain.outputs.conversation import Talk
     from lmtrain.run import subject, trained
-    from lmtrain.run.build import quiet_libraries
+    from lmtrain.run.quiet import quiet_libraries
 
     quiet_libraries()
     if config.run_dir is None:
         raise UserError("which model? set run_dir=outputs/<name>, an exported folder or a hub name")
-    trust = config.model.trust_remote_code
-    model, tokenizer = trained.load(config.run_dir, config.generate.checkpoint, trust)
+    model, tokenizer = trained.load(config.run_dir, config.generate.checkpoint, trust.granted(config))
     subject.place(model, config.trainer.accelerator)
     talk = Talk(model, tokenizer, config.generate, config.seed)
     print(HELP, flush=True)

@@ -46,21 +46,36 @@ OTHERS = {  # commands with a command line of their own
 }
 
 
-FLAGS = ("--help", "--cfg", "--info", "--multirun", "--config-dir", "--config-name", "--shell-completion", "--version")
+FLAGS = ("--help", "--cfg", "--info", "--multirun", "--config-dir", "--config-name", "--shell-completion", "--version",
+         "--trust")  # fmt: skip
 
 
 def plain(action: Callable[[], int]) -> int:
     """Runs a command that reads no config; returns the exit code. A mistake is one message."""
+    terminal.lenient()
     try:
         return action()
     except (UserError, errors.RunError) as error:
         errors.print_error(str(error))
         return error.exit_code
+    except (MemoryError, RuntimeError) as error:
+        return _out_of_memory(error)
+
+
+def _out_of_memory(error: BaseException) -> int:
+    """Says that host memory ran out; raises any other error again."""
+    if not errors.out_of_memory(error):
+        raise error
+    errors.print_error(
+        "out of memory: this machine, or the limit that its user or job has, gave no more; free some, or raise it"
+    )
+    return errors.FAILED
 
 
 def run(verb: str, action: Callable[["Config"], int], argv: list[str] | None = None) -> int:
     """Runs one verb: parses `argv`, composes and checks the config, calls `action`; returns the exit code."""
     spinning.limit()
+    terminal.lenient()
     try:
         words = sys.argv[1:] if argv is None else argv
         ranks.note_typed(words)
@@ -74,32 +89,32 @@ def run(verb: str, action: Callable[["Config"], int], argv: list[str] | None = N
             return _complete(args.shell_completion)
         if args.cfg:
             _drop_job(args.overrides)
+        from lmtrain.config import environment
+
+        environment.trust(args.trust)
         if args.info:
             return _show_info(args)
         if any(word.startswith("pipeline=") for word in args.overrides):
             raise UserError(f"pipelines are run by `lmtrain pipeline`, and `lmtrain {verb}` is one stage: leave it out")
         terminal.status.say("reading the config")
         if args.multirun:
-            terminal.status.stop()
-            from lmtrain.sweeps import run as sweep
-
-            do = sweep.show if args.cfg else sweep.run
-            return do(verb, args.overrides, args.config_dir, args.config_name)
+            return _sweep(verb, args)
         from lmtrain.config import compose as config
         from lmtrain.config import effect
 
         composed = config.compose(args.overrides, args.config_dir, args.config_name)
         if args.cfg:
             terminal.status.stop()
-            print(config.to_yaml(composed), end="")
-            return errors.FINISHED
-        checked = config.check(composed)
+            print(config.to_yaml(composed), end="", flush=True)
+        checked = config.check(composed)  # after --cfg has shown what a run would refuse
         effect.refuse(verb, args.overrides, checked, lambda key: _default(args, key))
         terminal.status.stop()
-        return action(checked)
+        return errors.FINISHED if args.cfg else action(checked)
     except (UserError, errors.RunError) as error:
         print_from_rank(error)
         return error.exit_code
+    except (MemoryError, RuntimeError) as error:
+        return _out_of_memory(error)
     except BrokenPipeError:  # who read the output (head, less) has left
         if verb == "train" and not args.cfg:
             raise
@@ -108,8 +123,21 @@ def run(verb: str, action: Callable[["Config"], int], argv: list[str] | None = N
     except KeyboardInterrupt:
         errors.print_error("interrupted (Ctrl-C); what was complete is kept, the same command starts again")
         return 130
+    except BaseException as error:
+        if not errors.is_panic(error):
+            raise
+        errors.print_error(f"tokenizers, safetensors or another library in Rust gave up on a file: {error}")
+        return errors.FAILED
     finally:
         terminal.status.stop()
+
+
+def _sweep(verb: str, args: argparse.Namespace) -> int:
+    terminal.status.stop()
+    from lmtrain.sweeps import run as sweep
+
+    do = sweep.show if args.cfg else sweep.run
+    return do(verb, args.overrides, args.config_dir, args.config_name)
 
 
 def _drop_job(overrides: list[str]) -> None:
@@ -176,6 +204,7 @@ def parse(verb: str, argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--info", "-i", action="store_true")
     parser.add_argument("--shell-completion", "-sc")
     parser.add_argument("--version", action="store_true")
+    parser.add_argument("--trust", action="append", default=[])
     if verb == "generate":
         parser.add_argument("--prompt")
     parser.add_argument("overrides", nargs="*")
@@ -184,6 +213,10 @@ def parse(verb: str, argv: list[str]) -> argparse.Namespace:
         from lmtrain.config import explain as overrides
 
         raise UserError(overrides.unknown_flag(unknown[0]))
+    if args.trust:
+        from lmtrain.config import trust
+
+        args.overrides[:0] = trust.of_files(args.trust)
     if verb == "generate" and args.prompt is not None:
         from lmtrain.config.quoting import as_typed
 
@@ -222,6 +255,7 @@ keys used most:
 
   --cfg                      print the composed config with every key and its default
   --config-dir DIR           a folder of your own configs, laid out like conf/
+  --trust FILE               a yaml that may say what only you may: run.allow_target, what it reads, where it writes
   --info                     Hydra's account of where configs come from (--info defaults, searchpath, ...)
   -sc install=bash           code for Tab in bash, zsh or fish: eval "$(lmtrain -sc install=bash)"
   -m key=a,b                 a sweep: one run per combination; with --cfg it is only shown

@@ -10,6 +10,7 @@ from lmtrain import cli, errors, terminal
 def diagnose(folder: Path) -> int:
     """Prints what was found, a line each, as it is found; says what is missing and how to get it."""
     from rich.table import Table
+    from rich.text import Text
 
     from lmtrain.run import machine
 
@@ -21,7 +22,7 @@ def diagnose(folder: Path) -> int:
         line.add_column(width=7, style=style)
         line.add_column(width=23, style="bold")
         line.add_column(overflow="fold")
-        line.add_row(sign, finding.name, finding.words)
+        line.add_row(sign, Text(finding.name), Text(finding.words))  # as they are: [ray] is no markup
         console.print(line)
     if missing:
         errors.print_error(f"training can't run here: parts it needs and lacks, named above: {missing}")

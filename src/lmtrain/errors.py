@@ -4,6 +4,7 @@ import errno
 import os
 import sys
 
+from lmtrain.secrets import shown
 from lmtrain.terminal import status, visible
 
 FINISHED = 0
@@ -40,6 +41,11 @@ def disk_full(error: BaseException) -> bool:
     return any(w in str(error) for w in words)
 
 
+def out_of_memory(error: BaseException) -> bool:
+    """Whether host memory ran out; torch says so only in its message."""
+    return isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)
+
+
 def reason(error: BaseException) -> str:
     """Why a write failed, in a few words."""
     if disk_full(error):
@@ -52,8 +58,13 @@ def first_line(error: BaseException) -> str:
     return (str(error) or type(error).__name__).strip().split("\n")[0][:200]
 
 
+def is_panic(error: BaseException) -> bool:
+    """Whether a library in Rust came upon what it takes for impossible; its exception is no Exception."""
+    return type(error).__name__ == "PanicException"
+
+
 def print_error(message: str) -> None:
     """Writes `message` to stderr, its first word in red on a terminal; nothing in it can steer the terminal."""
     status.stop()
     red, off = ("\033[1;31m", "\033[0m") if sys.stderr.isatty() and not os.environ.get("NO_COLOR") else ("", "")
-    print(f"{red}error:{off} {visible(message)}", file=sys.stderr)
+    print(f"{red}error:{off} {visible(shown(message))}", file=sys.stderr)

@@ -14,10 +14,10 @@ def estimate(config: Config) -> int:
     """Prints parameters, FLOPs, sizes, memory under each strategy, time, and what would make it fit."""
     from rich.table import Table
 
-    from lmtrain.config.compose import split_over
+    from lmtrain.config.batch import split_over
     from lmtrain.run import estimation
-    from lmtrain.run.build import quiet_libraries
     from lmtrain.run.plan import gib
+    from lmtrain.run.quiet import quiet_libraries
 
     quiet_libraries()
     device = estimation.device_of(config)

@@ -7,11 +7,14 @@ from omegaconf import OmegaConf
 
 from lmtrain import cli, errors
 from lmtrain.config import compose as config
-from lmtrain.config import origins
+from lmtrain.config import effect, environment, origins
 from lmtrain.config.explain import unknown_key
 from lmtrain.config.keys import keys_of
+from lmtrain.config.parts import Part
+from lmtrain.config.parts import parts as parts_of
 from lmtrain.config.schema import Config
 from lmtrain.errors import UserError
+from lmtrain.secrets import shown, shown_in
 from lmtrain.terminal import visible
 
 _WHEN_CHANGED = {
@@ -20,6 +23,7 @@ _WHEN_CHANGED = {
     "trajectory": "what is learned: refused on resume",
     "rate": "how fast and how long: may change on resume",
     "machine": "where and how the same is computed: may change on resume",
+    "validation": "what scores are of: may change on resume, and scores before are not compared",
     "shown": "nothing that is learned",
 }
 
@@ -28,8 +32,14 @@ def explain(words: Sequence[str], config_dir: str | None, config_name: str) -> i
     """Prints value, origin and meaning of the keys among `words`; the others are overrides, as for training."""
     keys = [w for w in words if "=" not in w and not w.startswith("~")]
     overrides = [w for w in words if w not in keys]
-    composed = config.compose(overrides, config_dir, config_name)
-    parts = origins.parts(overrides, config_dir, config_name)
+    if "run_dir" in effect.typed_keys(overrides):
+        raise UserError(
+            "run_dir has no effect in `lmtrain explain`, which composes a config: that of a run with "
+            "--config-dir FOLDER"
+        )
+    composed, settled = config.settled(overrides, config_dir, config_name)
+    environment.note(composed)
+    parts = parts_of(settled, config_dir, config_name)
     known = {key.name: key for key in keys_of(Config)}
     if not keys:
         return _all(composed, parts, overrides)
@@ -54,10 +64,11 @@ _ABSENT = object()
 
 def _shown(value: object) -> str:
     plain = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+    plain = shown_in(plain)
     return visible("null" if plain is None else str(plain).lower() if isinstance(plain, bool) else str(plain))
 
 
-def _one(key: str, composed: object, parts: Sequence[origins.Part], overrides: Sequence[str]) -> None:
+def _one(key: str, composed: object, parts: Sequence[Part], overrides: Sequence[str]) -> None:
     found = origins.origins(key, parts, overrides)
     print(f"{key}={_shown(OmegaConf.select(composed, key))}")  # type: ignore[arg-type]
     if not found:
@@ -65,26 +76,26 @@ def _one(key: str, composed: object, parts: Sequence[origins.Part], overrides: S
         return
     *before, last = found
     refers = f": {last.text}" if "${" in last.text else ""
-    print(f"  from      {last}{visible(refers)}")
+    print(f"  from      {last}{visible(shown(refers))}")
     for origin in reversed(before):
-        print(f"  instead of {visible(origin.text)} in {origin}")
+        print(f"  instead of {visible(shown(origin.text))} in {origin}")
     about = next((o.comment for o in reversed(found) if o.comment), "")
     if about:
         print(f"  about     {visible(about)}")
 
 
-def _table(composed: object, parts: Sequence[origins.Part], overrides: Sequence[str], keys: Sequence[str]) -> None:
+def _table(composed: object, parts: Sequence[Part], overrides: Sequence[str], keys: Sequence[str]) -> None:
     for key in keys:
         found = origins.origins(key, parts, overrides)
         value = _shown(OmegaConf.select(composed, key))  # type: ignore[arg-type]
         print(f"{key}={value}".ljust(48), f" {found[-1] if found else 'a rule'}")
 
 
-def _all(composed: object, parts: Sequence[origins.Part], overrides: Sequence[str]) -> int:
+def _all(composed: object, parts: Sequence[Part], overrides: Sequence[str]) -> int:
     print("composed of, the later wins:")
     for part in parts:
         print(f"  {part.package or '(root)':<12} {part.path}")
-    print(f"  {'(all)':<12} the command line: {' '.join(overrides) or 'nothing'}\n")
+    print(f"  {'(all)':<12} the command line: {shown(' '.join(overrides)) or 'nothing'}\n")
     there = [k.name for k in keys_of(Config) if OmegaConf.select(composed, k.name, default=_ABSENT) is not _ABSENT]  # type: ignore[arg-type]
     _table(composed, parts, overrides, there)
     return errors.FINISHED

@@ -16,25 +16,29 @@ def export(config: Config) -> int:
     from lmtrain.adapters.trainable import adapter_of
     from lmtrain.checkpoints import store
     from lmtrain.config import compose as rules
+    from lmtrain.config import trust
     from lmtrain.data.chat.templates import end_ids, own_template
     from lmtrain.outputs import hub_upload
     from lmtrain.outputs.hf_folder import check_memory, export_model
     from lmtrain.run import summary as report
     from lmtrain.run import trained
-    from lmtrain.run.build import quiet_libraries
     from lmtrain.run.folder import RunDir
+    from lmtrain.run.quiet import quiet_libraries
 
     quiet_libraries()
     hub_upload.check(config.export)
     if config.run_dir is None:
         raise UserError("which run? set run_dir=outputs/<name>")
+    grants = trust.granted(config)
     run = RunDir(Path(config.run_dir).expanduser().absolute())
-    model, tokenizer, checkpoint = trained.from_run(run, config.export.checkpoint)
-    chats = rules.load(run.config).data.rows != "text"
+    model, tokenizer, checkpoint = trained.from_run(run, config.export.checkpoint, grants)
+    chats = rules.load(run.config, grants).data.rows != "text"
     generator = torch.Generator().manual_seed(config.seed)
     example = torch.randint(len(tokenizer), (1, 32), generator=generator)
     check_memory(model, config.export.merge)
-    merge = config.export.merge and adapter_of(model) is not None
+    if config.export.merge and adapter_of(model) is None:
+        raise UserError(f"export.merge=true has no effect here: {run.path} trained no adapter, so leave it out")
+    merge = config.export.merge
     folder = export_model(
         model,
         tokenizer,
@@ -48,7 +52,7 @@ def export(config: Config) -> int:
         step=store.step_of(checkpoint),
     )
     terminal.status.stop()
-    print(f"{folder}  (from {checkpoint.name}; {report.reader(folder)} reads it)")
+    print(terminal.visible(f"{folder}  (from {checkpoint.name}; {report.reader(folder)} reads it)"))
     if config.export.push_to is not None:
         print(f"uploaded to {hub_upload.push(folder, config.export, f'{run.path.name}, {checkpoint.name}')}")
     return errors.FINISHED

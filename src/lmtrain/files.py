@@ -1,27 +1,85 @@
 """Small files, written so that a reader or a kill never meets half of one. Imports no torch."""
 
+import contextlib
+import errno
+import glob
 import itertools
 import json
 import os
+import platform
+import re
+import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from lmtrain.errors import RunError, UserError, reason
 
 
 def write_atomic(path: Path, text: str) -> None:
     """Writes a small file so that a reader sees the old or the new content, never a half."""
-    temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
+    temporary = temporary_beside(path)
     try:
-        with temporary.open("w", encoding="utf-8") as file:
+        temporary.unlink(missing_ok=True)
+        with temporary.open("x", encoding="utf-8") as file:  # never through a link that somebody left there
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # nothing can be removed from a read-only file system either
+            temporary.unlink(missing_ok=True)
         raise RunError(f"cannot write {path}: {reason(error)}; free space there or set run.dir elsewhere") from error
+
+
+class NotRegular(OSError):
+    """What lies under a file's name is a pipe, a device, a socket or a folder."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(errno.EINVAL, "it is no regular file (a folder, a pipe or a device)", str(path))
+
+
+@contextlib.contextmanager
+def open_regular(path: Path, mode: str = "rb") -> Iterator[BinaryIO]:
+    """Opens a file of a folder that may come from somebody else; never waits, as reading a pipe would.
+
+    Raises:
+        NotRegular: it is no regular file; an OSError, as others that opening raises.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise NotRegular(path)
+    with path.open(mode) as file:
+        yield file  # type: ignore[misc]
+
+
+def read_regular(path: Path) -> str:
+    """The text of such a file, UTF-8; OSError and UnicodeDecodeError as of `open_regular` and of what it holds."""
+    with open_regular(path) as file:
+        return file.read().decode("utf-8")
+
+
+def temporary_beside(path: Path) -> Path:
+    """The name under which this process writes what then takes the place of `path`, a file or a folder.
+
+    What stands there under such names of processes of this machine that have ended, so were killed, is removed.
+    """
+    mine = f"{path.name}.tmp-{re.sub(r'[^A-Za-z0-9]', '', platform.node())}-"
+    for other in path.parent.glob(f"{glob.escape(mine)}*"):
+        number = other.name.removeprefix(mine)
+        if number.isdecimal() and (int(number) == os.getpid() or not _is_running(int(number))):
+            shutil.rmtree(other, ignore_errors=True) if other.is_dir() else other.unlink(missing_ok=True)
+    return path.with_name(f"{mine}{os.getpid()}")
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # another user's
+        return True
+    return True
 
 
 def fsync(path: Path) -> None:
@@ -54,11 +112,18 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     """Rows of a JSON-lines file; a last line cut short by a kill is left out.
 
     Raises:
-        UserError: another line can't be read.
+        UserError: another line, or the file itself, can't be read.
     """
     if not path.exists():
         return
-    with path.open("rb") as file:
+    try:
+        yield from _rows(path)
+    except OSError as error:
+        raise UserError(f"{path} can't be read: {reason(error)}") from None
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    with open_regular(path) as file:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
                 return

@@ -4,6 +4,7 @@ import sys
 from typing import Any
 
 from lmtrain import cli, errors, terminal
+from lmtrain.config import trust
 from lmtrain.config.schema import Config
 from lmtrain.errors import UserError
 
@@ -11,17 +12,25 @@ from lmtrain.errors import UserError
 def generate(config: Config) -> int:
     """Prints generate.num_samples continuations of generate.prompt, or answers to it; of many prompts JSON lines."""
     terminal.status.say("loading torch, transformers and the model")
-    from lmtrain.outputs.generation import sample_text
+    from lmtrain.config.effect import typed_keys
+    from lmtrain.distributed.ranks import typed
+    from lmtrain.outputs.generation import positions, sample_text
     from lmtrain.run import subject, trained
-    from lmtrain.run.build import quiet_libraries
+    from lmtrain.run.quiet import quiet_libraries
 
     quiet_libraries()
     if config.run_dir is None:
         raise UserError("which model? set run_dir=outputs/<name>, an exported folder or a hub name")
     g = config.generate
-    model, tokenizer = trained.load(config.run_dir, g.checkpoint, config.model.trust_remote_code)
+    model, tokenizer = trained.load(config.run_dir, g.checkpoint, trust.granted(config))
     subject.place(model, config.trainer.accelerator)
     terminal.status.stop()
+    if g.max_new_tokens >= positions(model) and "generate.max_new_tokens" in typed_keys(typed()):
+        print(
+            f"generate.max_new_tokens={g.max_new_tokens}: the model has {positions(model)} positions for the prompt "
+            f"and its continuation together: of the prompt the last token is read, {positions(model) - 1} are written",
+            file=sys.stderr,
+        )
     if g.prompts_file is not None:
         return many(model, tokenizer, config)
     prompt, end_ids = as_conversation(tokenizer, config, g.prompt)
@@ -46,7 +55,7 @@ def many(model: Any, tokenizer: Any, config: Config) -> int:
     from lmtrain.outputs.generation import sample_texts
     from lmtrain.outputs.prompt_file import Answers, read_prompts
 
-    g, answers = config.generate, Answers(config.generate.out)
+    g, answers = config.generate, Answers(config.generate.out, config.generate.batch_size)
     asked = [(prompt, i) for prompt in read_prompts(str(g.prompts_file)) for i in range(g.num_samples)]
     for start in range(answers.done, len(asked), g.batch_size):
         batch = asked[start : start + g.batch_size]

@@ -3,6 +3,7 @@
 import sys
 
 from lmtrain import cli, errors, terminal
+from lmtrain.config import trust
 from lmtrain.config.schema import Config
 from lmtrain.errors import UserError
 
@@ -11,7 +12,7 @@ def inspect(config: Config) -> int:
     """Prints what became of the rows, how long they are, and some of them token by token; writes inspect.html."""
     terminal.status.say("loading torch and transformers")
     from lmtrain.outputs import inspect_page, inspection
-    from lmtrain.run.build import quiet_libraries
+    from lmtrain.run.quiet import quiet_libraries
 
     quiet_libraries()
     if config.run_dir is not None and config.inspect.text is None:
@@ -33,7 +34,7 @@ def _show_chapters(config: Config, text: str) -> int:
 
     if config.run_dir is None:
         raise UserError("inspect.text: which model? set run_dir to a run or an export with a memory")
-    model, tokenizer = trained.load(config.run_dir, "best")
+    model, tokenizer = trained.load(config.run_dir, "best", trust.granted(config))
     terminal.status.stop()
     chapters.show(model, tokenizer, text, terminal.console(), config.inspect.html)
     return errors.FINISHED

@@ -5,6 +5,7 @@ import sys
 
 from lmtrain import cli, errors, terminal
 from lmtrain.distributed import spinning
+from lmtrain.secrets import hide
 
 HELP = """{what}
 
@@ -15,6 +16,7 @@ usage: python -m lmtrain.pipeline pipeline=NAME [STAGE.key=value ...] [key=value
   trainer.accelerator=cpu     a key of all stages
   run.name=first              the folder, outputs/first; run.root and run.dir as of a run
   -m sft.optimizer.lr=a,b     a stage for each value, and what follows it; what comes before is shared
+  --trust FILE                a yaml that may say what only you may: run.allow_target, what it reads, where it writes
   --cfg                       print the plan and each stage's config; nothing is started
 
 The same command again skips what has finished and goes on with what has not; a stage that changed runs again, and
@@ -37,10 +39,21 @@ def run(words: list[str], config_dir: str | None, *, show: bool = False, several
     terminal.status.stop()
     if show:
         for one in made.stages:
-            print(f"# stage {one.name}, in {one.run}: lmtrain.train {' '.join(one.words)}\n{config.dump(one.config)}")
+            print(
+                f"# stage {one.name}, in {one.run}: lmtrain.train {hide(' '.join(one.words))}\n"
+                f"{config.dump(one.config)}"
+            )
         return errors.FINISHED
     flags = ["--config-dir", config_dir] if config_dir else []
     return stages.run(made, [*(["-m"] if several else []), *words, *flags])
+
+
+def _run(args: argparse.Namespace) -> int:
+    from lmtrain.config import environment, trust
+
+    environment.trust(args.trust)
+    words = [*trust.of_files(args.trust), *args.overrides]
+    return run(words, args.config_dir, show=args.cfg, several=args.multirun)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -50,6 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--cfg", "-c", action="store_true")
     parser.add_argument("--multirun", "-m", action="store_true")
     parser.add_argument("--config-dir", "-cd")
+    parser.add_argument("--trust", action="append", default=[])
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_intermixed_args(argv)
     if args.help:
@@ -59,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
         print(HELP.format(what=cli.OTHERS["pipeline"], known=known))
         return errors.FINISHED
     try:
-        return cli.plain(lambda: run(args.overrides, args.config_dir, show=args.cfg, several=args.multirun))
+        return cli.plain(lambda: _run(args))
     except KeyboardInterrupt:
         errors.print_error("interrupted (Ctrl-C); no stage was running, the same command starts again")
         return 130

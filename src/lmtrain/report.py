@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from lmtrain import cli, errors
+from lmtrain import cli, errors, terminal
 from lmtrain.errors import UserError
 
 
@@ -21,7 +21,7 @@ def report(folders: list[Path], out: Path | None) -> int:
             raise UserError(f"{folder} holds no run (a folder with config.yaml)")
         runs += found
     default = runs[0].report if len(runs) == 1 else Path("report.html").absolute()
-    print(f"written: {pages.write(runs, out or default)}")
+    print(terminal.visible(f"written: {pages.write(runs, out or default)}"))
     return errors.FINISHED
 
 

@@ -14,6 +14,9 @@ from lmtrain.sweeps.trials import Trial, Trials, last_line, ranked
 _LOG_FROM = 10.0  # a key whose largest value is this many times the smallest is drawn on a logarithmic axis
 
 
+DRAWN = 24  # keys, each a chart of its own
+
+
 def report(folder: Path) -> int:
     """Prints the table and writes <folder>/sweep.png."""
     if not (folder / "trials.jsonl").is_file():
@@ -30,7 +33,9 @@ def report(folder: Path) -> int:
     elif not any(t.score is not None for t in trials):
         print("no picture: no trial has a score")
     else:
-        print(f"written: {draw(folder, trials, keys, monitor)}")
+        if len(keys) > DRAWN:
+            print(f"the picture shows the first {DRAWN} of {len(keys):,} keys")
+        print(terminal.visible(f"written: {draw(folder, trials, keys[:DRAWN], monitor)}"))
     return errors.FINISHED
 
 

@@ -4,6 +4,7 @@ Everything that lmtrain prints about data goes through `visible`: errors in cli.
 of this module. Imports nothing that is slow.
 """
 
+import io
 import itertools
 import os
 import sys
@@ -34,6 +35,13 @@ def _sign(character: str) -> str:
     if ord(character) < 0x20:
         return chr(0x2400 + ord(character))  # control pictures: ␛ for escape
     return f"\\u{ord(character):04x}"
+
+
+def lenient() -> None:
+    """Lets standard output write what its encoding (latin-1) has no sign for as \\u...."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 class Status:

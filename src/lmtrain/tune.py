@@ -3,7 +3,6 @@
 import copy
 import shutil
 import sys
-import tempfile
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ from lmtrain import cli, errors
 from lmtrain.config.schema import Config
 from lmtrain.distributed import ranks
 from lmtrain.errors import UserError
+from lmtrain.files import temporary_beside
 
 if TYPE_CHECKING:
     from lmtrain.run.tuning import Found
@@ -56,7 +56,8 @@ def look(config: Config) -> "Found":
     root = Path(config.run.root).expanduser().absolute()
     try:
         root.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix="tune.tmp", dir=root))
+        folder = temporary_beside(root / "tune")
+        folder.mkdir()
     except OSError as error:
         raise UserError(f"cannot write {root}: {error.strerror}; set run.root to a folder you can") from None
     found, tried = tuning.Found(), copy.deepcopy(config)

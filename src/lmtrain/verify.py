@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 from lmtrain import cli, errors
+from lmtrain.config import trust
 from lmtrain.config.schema import Config
 from lmtrain.errors import RunError, UserError
 from lmtrain.files import read_jsonl
@@ -25,7 +26,8 @@ _TIMEOUT_SECONDS = 1800
 
 def verify(config: Config) -> int:
     """Runs the proof in a temporary folder; 0 if the resumed run equals the uninterrupted one, 1 if not."""
-    overrides = [w for w in sys.argv[1:] if not w.startswith(("run.", "trainer.max_steps", "trainer.max_epochs", "+"))]
+    left_out = ("run.", "trainer.max_steps", "trainer.max_epochs", "+")
+    overrides = [w for w in sys.argv[1:] if trust.key_in(w) or not w.startswith(left_out)]
     folder = Path(tempfile.mkdtemp(prefix="lmtrain_verify_", dir=_root(config)))
     try:
         print(f"1/3  {STEPS} steps without interruption", flush=True)

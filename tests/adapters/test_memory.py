@@ -211,5 +211,5 @@ def test_router_losses_reach_the_loss() -> None:
     model.router_losses.kinds["memory"] = model.router_losses.kinds["memory"]._replace(load_balance=0.5)
     weighted = model(**packed())
     added = (weighted.loss_sum - plain.loss_sum) / plain.n_tokens
-    torch.testing.assert_close(added, 0.5 * 2 * 2 * plain.aux["aux/memory_loss"], msg="layers x top_k x 1 if even")
+    torch.testing.assert_close(added, 0.5 * 2 * 2 * plain.aux["router/load_balance"], msg="layers x top_k x 1 if even")
     assert set(plain.aux) == set(model.router_losses.names())

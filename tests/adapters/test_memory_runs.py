@@ -83,7 +83,7 @@ def test_trains_resumes_exports_and_generates(
     parts = (".memory.", ".memory_bank.", "lora_")
     assert all(any(part in name for part in parts) for name in first), "no base in it"
 
-    live, _, _ = trained.from_run(folder, "last")
+    live, _, _ = trained.from_run(folder, "last", {})
     assert has_been_trained(live)
     expected = logits(live, IDS)
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
@@ -119,7 +119,7 @@ def test_the_modeling_file_needs_no_lmtrain(bases: dict[str, Path], chats: Path,
     page = tmp_path / "chapters.html"
     shown = run("inspect", f"run_dir={tmp_path / 'run'}", "inspect.text=abc", f"inspect.html={page}")
     assert shown.code == 0, shown.err
-    live, tokenizer, _ = trained.from_run(RunDir(tmp_path / "run"), "last")
+    live, tokenizer, _ = trained.from_run(RunDir(tmp_path / "run"), "last", {})
     logits(live, torch.tensor([tokenizer("abc")["input_ids"]]))
     for layer, block in enumerate(memory_blocks(live)):
         first = block.last_router_logits[-1].topk(2).indices.tolist()  # of the last token
@@ -196,13 +196,13 @@ def test_an_exported_memory_is_trained_further(bases: dict[str, Path], chats: Pa
     ended = train(chats, bases["llama"], tmp_path / "first", "peft=memory", *steady)
     assert ended.code == 0, ended.err
     first = RunDir(tmp_path / "first")
-    expected = logits(trained.from_run(first, "last")[0], IDS)
+    expected = logits(trained.from_run(first, "last", {})[0], IDS)
     for kind in (["peft=memory"], ["peft=none", "memory=bank"]):
         unmoved = RunDir(tmp_path / f"unmoved_{len(kind)}")
         ended = train(chats, first.export, unmoved.path, *kind, "trainer.max_steps=1", "optimizer.lr=0")
         assert ended.code == 0, ended.err
-        assert (logits(trained.from_run(unmoved, "last")[0], IDS) - expected).abs().max() < 1e-5
-        assert trained.load(str(unmoved.export), "last")[0].config.model_type == "memory_llama"
+        assert (logits(trained.from_run(unmoved, "last", {})[0], IDS) - expected).abs().max() < 1e-5
+        assert trained.load(str(unmoved.export), "last", {})[0].config.model_type == "memory_llama"
     ended = train(chats, first.export, tmp_path / "second", "peft=memory", *steady)
     assert ended.code == 0, ended.err
     assert losses(tmp_path / "second")[1] < losses(first.path)[1]
@@ -215,3 +215,45 @@ def test_an_exported_memory_is_trained_further(bases: dict[str, Path], chats: Pa
     ended = run("train", *CHATS, *SHORT, *named, "data=chat_jsonl", "data.seq_len=256")
     assert ended.code == 2
     assert "has a memory: to go on training it set peft=memory" in ended.err
+
+
+GROUPS = "[{name: memory, lr: 1.0e-2, weight_decay: 0}, {name: adapter, lr: 1.0e-3}, {name: base, lr: 1.0e-4}]"
+
+
+def test_memory_adapter_and_base_have_rates_of_their_own(bases: dict[str, Path], chats: Path, tmp_path: Path) -> None:
+    """The example of docs/memory.md: all three are trained, each at its rate, kept, and exported as trained."""
+    three = ["peft=memory_lora", "peft.r=4", f"optimizer.groups={GROUPS}", "schedule=constant", "optimizer=lion"]
+    folder = RunDir(tmp_path / "run")
+    for steps in (1, 2):
+        ended = train(chats, bases["llama"], folder.path, *three, f"trainer.max_steps={steps}", "run.resume=auto",
+                      "schedule.warmup_steps=0")  # fmt: skip
+        assert ended.code == 0, ended.err
+    assert all(word in ended.out for word in ("memory/decay", "adapter/decay", "base/decay", "base/no_decay"))
+    model, _, _ = trained.from_run(folder, "last", {})
+    fresh = AutoModelForCausalLM.from_pretrained(bases["llama"])
+    moved = {n.replace(".base_layer", ""): p for n, p in model.named_parameters() if "lora_" not in n}
+    norm = "model.norm.weight"  # Lion moves each coordinate by exactly its rate
+    steps_moved = ((moved[norm] - fresh.get_parameter(norm)) / 1e-4).detach()
+    torch.testing.assert_close(steps_moved.abs().round(), steps_moved.abs(), rtol=0, atol=1e-2)
+    assert steps_moved.abs().max() == pytest.approx(2, abs=1e-2)
+    assert all(not torch.equal(moved[name], p) for name, p in fresh.named_parameters())
+    assert (folder.export / "modeling_memory.py").exists()  # compared with the live model before it was kept
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        (["peft=lora"], "the export would be the adapter alone"),
+        (["peft=memory_lora", "peft.quantization=nf4"], "quantised weights can't be trained"),
+        (["peft=memory"], "{name: adapter}: no adapter is trained"),
+    ],
+)
+def test_a_base_that_can_not_be_trained_is_refused(
+    extra: list[str], said: str, bases: dict[str, Path], chats: Path, tmp_path: Path
+) -> None:
+    memory = [o for o in SHAPE if "memory" in extra[0]]
+    named = [f"data.path={chats}", f"model.name_or_path={bases['llama']}", f"run.dir={tmp_path / 'run'}"]
+    settings = [o for o in SHORT if not o.startswith("data=")]
+    ended = run("train", *CHATS, *settings, *named, "data.seq_len=256", *memory, *extra, f"optimizer.groups={GROUPS}")
+    assert ended.code == 2
+    assert said in ended.err

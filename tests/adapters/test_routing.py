@@ -18,7 +18,7 @@ SHAPE = [
     "callbacks.samples.every_n_validations=0", "export.enabled=false",
 ]  # fmt: skip
 LARGE = ["router.load_balance=1", "router.deviation=1", "router.z_loss=0.1"]
-AUX = [f"train/aux/memory_{name}" for name in ("loss", "deviation", "z_loss", "entropy", "dead")]
+AUX = [f"train/router/{name}" for name in ("load_balance", "deviation", "z_loss", "entropy", "dead")]
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
@@ -39,7 +39,7 @@ def assert_equal(found: list[dict[str, Any]], expected: list[dict[str, Any]]) ->
         first = a["step"] == 1
         for name in ("train/loss", "grad_norm", *AUX):
             assert a[name] == pytest.approx(b[name], rel=2e-5 if first else 1e-3, abs=1e-7), (a["step"], name)
-        assert a["aux/memory_use"] == pytest.approx(b["aux/memory_use"], rel=0, abs=0 if first else 2)
+        assert a["router/chapters"] == pytest.approx(b["router/chapters"], rel=0, abs=0 if first else 2)
 
 
 def test_losses_of_a_step_do_not_depend_on_its_micro_batches(corpus: Path, tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_losses_of_a_step_do_not_depend_on_its_micro_batches(corpus: Path, tmp_p
     split = trained(corpus, tmp_path / "split", *LARGE, "data.micro_batch_size=2", "router.scope=step")
     assert_equal(split, whole)
     apart = trained(corpus, tmp_path / "apart", *LARGE, "data.micro_batch_size=2")
-    assert abs(apart[0]["train/aux/memory_loss"] - whole[0]["train/aux/memory_loss"]) > 1e-3
+    assert abs(apart[0]["train/router/load_balance"] - whole[0]["train/router/load_balance"]) > 1e-3
     assert abs(apart[0]["grad_norm"] - whole[0]["grad_norm"]) > 1e-4
 
 
@@ -104,8 +104,8 @@ def test_a_collapsed_router_is_told_once_and_seen_in_the_report(
     assert "raise router.load_balance (0.01), memory.router_noise (0) or lower optimizer.lr" in words
 
     for row in records(tmp_path / "a"):
-        assert len(row["aux/memory_use"]) == 6
-        assert sum(row["aux/memory_use"]) == pytest.approx(1000, abs=3)
+        assert len(row["router/chapters"]) == 6
+        assert sum(row["router/chapters"]) == pytest.approx(1000, abs=3)
     page = (tmp_path / "a" / "report.html").read_text()
     assert "Chapters of the memory, chosen over time" in page
     (heat,) = heat_maps(rows(tmp_path / "a" / "metrics.jsonl"))
@@ -125,7 +125,7 @@ def test_use_is_in_thousandths_and_of_few_numbers() -> None:
 
 def test_cells_are_darker_the_more_they_are_chosen() -> None:
     assert [level(share / 64, 64) for share in (0, 0.04, 1, 64)] == [0, 0, LEVELS.index(1.0) + 1, len(LEVELS)]
-    many = [{"step": s, "aux/memory_use": [1000, 0] if s < 500 else [0, 1000]} for s in range(1000)]
+    many = [{"step": s, "router/chapters": [1000, 0] if s < 500 else [0, 1000]} for s in range(1000)]
     (heat,) = heat_maps(many)
     assert len(heat.cells) == 120
     assert heat.cells[0] == [1.0, 0.0]

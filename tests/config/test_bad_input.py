@@ -223,7 +223,7 @@ IMPOSSIBLE_SPLITS = {
         "2 device(s)",
         "data.global_batch_size=12",
     ),
-    ("data.global_batch_size=0",): ("at least 1",),
+    ("data.global_batch_size=0",): ("a whole number from 1",),
 }
 
 

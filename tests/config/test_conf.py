@@ -116,7 +116,8 @@ def composed(name: str) -> dict:
     from omegaconf import OmegaConf
 
     group, option = name.removesuffix(".yaml").split("/")
-    return OmegaConf.to_container(config.compose([f"{group}={option}"]))  # type: ignore[return-value]
+    own = ["model=pretrained"] if name == "tokenizer/pretrained.yaml" else []  # whose tokenizer it is
+    return OmegaConf.to_container(config.compose([f"{group}={option}", *own]))  # type: ignore[return-value]
 
 
 def overrides_of(name: str, material: dict[str, Path]) -> list[str]:
@@ -159,7 +160,7 @@ def overrides_of(name: str, material: dict[str, Path]) -> list[str]:
             return [*tiny, *text, "objective._target_=lmtrain.objectives.causal_lm.CausalLM",
                     *(f"+objective.{option}" for option in own)]  # fmt: skip
         if option == "mdlm":
-            return [*tiny, *text, "export.enabled=false", "callbacks.samples.every_n_validations=0"]
+            return [*tiny, *text]
         data = {"sft": "chat_jsonl", "dpo": "preference_jsonl", "kto": "unpaired_jsonl"}[option]
         return [*tiny, *CHAT[1:], f"data={data}", f"data.path={material[data]}"]
     if group == "data":

@@ -22,6 +22,7 @@ from lmtrain.data.examples.unpaired_rows import UnpairedRowEncoder
 from lmtrain.data.text.windows import IGNORE
 from lmtrain.errors import UserError
 from lmtrain.objectives.base import LossParts, Objective
+from lmtrain.objectives.kto import KTOOptions
 from lmtrain.optim.schedules import LRSchedule
 from support import rows
 
@@ -148,10 +149,9 @@ def test_a_row_format_that_does_not_fit_is_refused_in_one_message(
     path = write_rows(tmp_path / "rows.jsonl", "unpaired_jsonl")
     composed = rules.compose(["objective=kto", "data=unpaired_jsonl", f"data.path={path}", "tokenizer=bytes",
                               "data.chat_template=vicuna", "data.seq_len=64", f"data.rows={named}", HERE])  # fmt: skip
-    config = rules.check(composed)
-    monkeypatch.setattr(type(config.objective), "rows", named)  # as an objective of the user's would
+    monkeypatch.setattr(KTOOptions, "rows", named)  # as an objective of the user's would
     with pytest.raises(UserError, match=said):
-        build_corpus(config)
+        build_corpus(rules.check(composed))
 
 
 class SignDescent(torch.optim.Optimizer):
@@ -164,6 +164,7 @@ class SignDescent(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
+        closure()
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:

@@ -57,6 +57,18 @@ def test_where_a_value_comes_from(tmp_path: Path) -> None:
     assert f"instead of 192 in {REPO}/conf/model/gpt_nano.yaml" in mine
 
 
+def test_a_bare_path_brings_the_values_of_the_data_it_chooses(tmp_path: Path) -> None:
+    """What a line is said to say stands in it, also of groups that the default data would have brought."""
+    (tmp_path / "my.txt").write_text("hello")
+    path = f"data.path={tmp_path / 'my.txt'}"
+    for key in ("data.global_batch_size", "optimizer.name", "data.source"):
+        ended = run("explain", key, path)
+        value = ended.out.splitlines()[0].partition("=")[2]
+        file, _, line = ended.out.split("from      ")[1].splitlines()[0].partition(", line ")
+        assert Path(file).read_text().splitlines()[int(line) - 1].partition(": ")[2].split(" #")[0] == value, ended.out
+    assert "the command line: " + path in run("explain", path).out
+
+
 def test_the_whole_composition() -> None:
     ended = run("explain", "model=gpt_small", "optimizer.lr=1e-4")
     lines = ended.out.splitlines()

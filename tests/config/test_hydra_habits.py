@@ -8,11 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from inprocess import message, run
 from lmtrain import cli
+from lmtrain.config.compose import check, compose
 from lmtrain.config.hydra_info import candidates
+from lmtrain.optim.optimizers import build_optimizer
 
 BINARY = f"{shlex.quote(sys.executable)} -m lmtrain.train"
 
@@ -55,6 +58,27 @@ def test_groups_and_recipes_of_a_users_folder(flag: str, mine: Path) -> None:
 @pytest.mark.parametrize("flag", ["-cn", "--config-name"])
 def test_a_root_of_ones_own(flag: str, mine: Path) -> None:
     assert shown("-cd", str(mine), flag, "other")["seed"] == 7
+
+
+def test_what_a_run_would_refuse_is_shown_and_refused() -> None:
+    ended = run("train", "data.micro_batch_size=3", "--cfg")
+    assert ended.code == 2
+    assert yaml.safe_load(ended.out)["data"]["micro_batch_size"] == 3
+    assert message(ended.err) == message(run("train", "data.micro_batch_size=3").err)
+    assert "data.micro_batch_size" in message(ended.err)
+
+
+def test_an_optimizer_yaml_of_a_class_and_its_arguments(tmp_path: Path) -> None:
+    """The rest is what every optimizer has: the rate of the model, decay, no groups."""
+    (tmp_path / "optimizer").mkdir()
+    (tmp_path / "optimizer" / "mine.yaml").write_text("_target_: torch.optim.RAdam\nbetas: [0.8, 0.9]\n")
+    config = check(compose(["optimizer=mine"], str(tmp_path)))
+    usual = check(compose(["optimizer=adamw"]))
+    assert (config.optimizer.name, config.optimizer.lr) == ("custom", usual.optimizer.lr)
+    assert (config.optimizer.weight_decay, config.optimizer.groups) == (0.1, [])
+    built = build_optimizer(torch.nn.Linear(2, 2).named_parameters(), config.optimizer, [])
+    assert isinstance(built, torch.optim.RAdam)
+    assert list(built.defaults["betas"]) == [0.8, 0.9]
 
 
 def test_plus_and_tilde() -> None:

@@ -12,7 +12,7 @@ from chats import write_rows
 from inprocess import train_tiny
 from lmtrain.config import compose as rules
 from lmtrain.config import models, optimizers, schedule
-from lmtrain.config.constraints import MACHINE, MODEL, PREPARED, RATE, SHOWN, TRAJECTORY, Shapes, at_least
+from lmtrain.config.constraints import MACHINE, MODEL, PREPARED, RATE, SHOWN, TRAJECTORY, VALIDATION, Shapes, at_least
 from lmtrain.config.fingerprint import fingerprint, of_model
 from lmtrain.config.keys import Key, keys_in, keys_of, value_of
 from lmtrain.config.objectives import OWN
@@ -303,4 +303,4 @@ def test_what_is_shown_changes_no_number(corpus: Path, tmp_path: Path) -> None:
     assert losses[1]
     for override in SHOWN_ONLY[:-1]:
         name = override.split("=")[0]
-        assert next(k for k in ALL if k.name == name).shapes is SHOWN
+        assert next(k for k in ALL if k.name == name).shapes in (SHOWN, VALIDATION)

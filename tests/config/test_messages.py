@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from inprocess import message, run
+from lmtrain.config.compose import check, compose
+from lmtrain.errors import UserError
 
 SAID = {
     "model=pretrained": "set model.name_or_path to a hub name or a folder",
@@ -16,6 +18,8 @@ SAID = {
     "logger=wandb|logger.wandb.mode=offlin": "did you mean offline?",
     "callbacks.extra={_target_: lightning.pytorch.callbacks.Timer}": "a list is needed, callbacks.extra=[{_target_: ",
     "optimizer=adamw|optimizer.betas=[0.9,1.5]": "optimizer.betas=[0.9, 1.5]: two numbers are needed, from 0 up to",
+    "model.name=gpt2": "set model=pretrained model.name_or_path=gpt2; from scratch choose one of model=",
+    "model=llama_nano|model.name=llama_small": "the model stays llama_nano. Choose model=llama_small",
     "~peft": "peft=none turns it off",
     "~model": "the group model can't be left out; options: ",
     "run.name=\u00e9t\u00e9": "use letters (a-z, A-Z), digits",
@@ -28,6 +32,13 @@ def test_the_message_names_what_is_wrong(typed: str) -> None:
     ended = run("train", *typed.split("|"))
     assert ended.code == 2
     assert SAID[typed] in message(ended.err)
+
+
+def test_a_models_name_is_its_own() -> None:
+    """Said as it is, it changes nothing; of a class of one's own it is free."""
+    assert compose(["model=llama_nano", "model.name=llama_nano"]).model.name == "llama_nano"
+    own = compose(["model=custom", "model._target_=a.B", "run.allow_target=[a]", "model.name=mine", "data.seq_len=8"])
+    assert own.model.name == "mine"
 
 
 def test_a_name_the_hub_lacks_is_called_a_model_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,3 +77,19 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     assert process.wait(60) == 0
     assert process.stderr is not None
     assert process.stderr.read() == b""
+
+
+@pytest.mark.parametrize("value", ["a", "[a,b]"])
+def test_a_key_of_text_has_no_meaning_with_conversations(value: str) -> None:
+    ended = run("train", "objective=sft", "data=chat_jsonl", "data.path=x.jsonl", f"data.text_column={value}")
+    assert ended.code == 2
+    assert message(ended.err).startswith("data.text_column has no meaning with the data chosen here")
+
+
+def test_masked_diffusion_needs_no_other_word() -> None:
+    config = check(compose(["objective=mdlm"]))
+    assert config.export.enabled
+    assert config.callbacks.samples.every_n_validations == 1
+    with pytest.raises(UserError, match=r"in both directions over whole rows: set export\.enabled=false$"):
+        check(compose(["objective=mdlm", "peft=lora", "model=pretrained", "model.name_or_path=gpt2",
+                       "data.seq_len=64"]))  # fmt: skip

@@ -1,17 +1,32 @@
 """What `_target_` may build: classes of the kind a key is for. Each attack proves that nothing was run."""
 
+import ast
+import contextlib
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torchmetrics import Metric
+from transformers import PreTrainedModel
 
 from inprocess import train_tiny
-from lmtrain.config.targets import build_target
+from lmtrain.callbacks import foreign
+from lmtrain.config import compose as rules
+from lmtrain.config import targets
+from lmtrain.config.targets import build_target, find_class
+from lmtrain.data.sources import own
 from lmtrain.errors import UserError
+from lmtrain.objectives.base import Objective
+from lmtrain.optim.optimizers import build_optimizer
+from lmtrain.optim.schedules import LRSchedule
+from started import STARTED
+from support import REPO
 
 TIMER = "lightning.pytorch.callbacks.Timer"
 RAN: list[str] = []  # what was executed, by those below
@@ -86,7 +101,7 @@ def attacks(tmp_path: Path, marker: Path) -> dict[str, dict[str, Any]]:
 def test_an_attack_runs_nothing(how: str, what: str, tmp_path: Path, marker: Path) -> None:
     entry = attacks(tmp_path, marker)[how + what]
     with pytest.raises(
-        UserError, match=r"is no class|no lightning Callback|outside the known|can't be an argument"
+        UserError, match=r"is no class|is no Callback|outside the known|can't be an argument|can't name what"
     ) as e:
         build(entry)
     print(e.value)
@@ -105,7 +120,7 @@ def test_the_same_attacks_run_where_nothing_is_checked(tmp_path: Path, marker: P
 
 
 def test_functions_and_other_classes_of_ones_own_packages_are_refused_too() -> None:
-    for name, said in (("function", "is no class"), ("NoCallback", "is no lightning Callback")):
+    for name, said in (("function", "is no class"), ("NoCallback", "is no Callback")):
         with pytest.raises(UserError, match=said):
             build({"_target_": f"test_targets.{name}"}, "test_targets")
     with pytest.raises(UserError, match=r"run\.allow_target=\[test_targets\]"):
@@ -120,7 +135,9 @@ def test_a_class_of_ones_own_with_its_arguments() -> None:
     assert isinstance(made, here.Mine)
     assert (made.number, made.part["of"][0].name, made.part["of"][1]) == (3, "wheel", 1.5)
     assert type(made.part) is dict
-    with pytest.raises(UserError, match=r"can't be an argument"):  # re-exported here, but not of this package
+    with pytest.raises(
+        UserError, match=r"which test_targets only imports"
+    ):  # re-exported here, but not of this package
         build({"_target_": "test_targets.Mine", "number": 3, "part": {"_target_": "test_targets.Path"}}, "test_targets")
 
 
@@ -131,7 +148,7 @@ def test_a_metric_takes_metrics_and_modules() -> None:
 
 
 WRONG = {
-    "no callback": ({"_target_": "torch.nn.Linear", "in_features": 1, "out_features": 1}, "is no lightning Callback"),
+    "no callback": ({"_target_": "torch.nn.Linear", "in_features": 1, "out_features": 1}, "is no Callback"),
     "a typing mistake": ({"_target_": "test_targets.Mine", "numbr": 1},
                          r"Mine got an unexpected keyword argument 'numbr'; did you mean number\? it takes number"),
     "something missing": ({"_target_": "test_targets.Mine"}, r"lacks the argument number; it takes number, part"),
@@ -163,3 +180,221 @@ def test_an_attack_on_the_command_line(corpus: Path, tmp_path: Path) -> None:
             assert ended.code == 2, ended.err
             assert not marker.exists()
             assert not (tmp_path / "run").exists()
+
+
+# Attributes of known modules that are other modules, or names that those have only imported.
+ALIASES = [
+    "torch.utils.cpp_extension.subprocess.Popen",
+    "torch.nn.modules.module.functools.partial",
+    "torch.optim.optimizer.functools.partial",
+    "torch.optim.optimizer.defaultdict",
+    "transformers.utils.import_utils.subprocess.Popen",
+    "transformers.models.auto.auto_factory.importlib.machinery.SourceFileLoader",
+    "lightning.pytorch.callbacks.model_checkpoint.Path",
+    "lightning.pytorch.callbacks.timer.timedelta",
+    "lightning.pytorch.callbacks.model_checkpoint.shutil.rmtree",
+    "torchmetrics.text.rouge.os.system",
+    "setuptools._distutils.spawn.spawn",
+    "lmtrain.train.main",
+    "lmtrain.run.trial.main",
+    "lmtrain.outputs.text_metrics.__builtins__.exec",
+    "torch.nn.Module.__subclasses__",
+    "torch.nn.__loader__.SourceFileLoader",
+    "transformers.commands.transformers_cli.main",
+    "torch.utils.benchmark.__main__.main",
+    "torch..nn.Linear",
+    "torch.nn.Linear\n.x",
+]
+
+
+@pytest.mark.parametrize("target", ALIASES)
+def test_no_way_through_known_modules_leads_elsewhere(target: str) -> None:
+    for kind in (pl.Callback, Metric, object):
+        for entry in ({"_target_": target}, {"_target_": TIMER, "duration": {"_target_": target}}):
+            with pytest.raises(UserError, match=r"^callbacks\.extra: "):
+                build(entry, kind=kind)
+
+
+def test_a_module_outside_the_places_is_not_even_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("torch.utils.benchmark.examples.compare", "torch.nn.modules._functions", "lmtrain.run.trial",
+             "torch.testing._internal.common_utils")  # fmt: skip
+    for name in names:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        with pytest.raises(UserError, match=f"can't name what {name} holds"):
+            build({"_target_": f"{name}.Anything"})
+        assert name not in sys.modules
+
+
+def test_the_known_classes_are_found_by_all_their_names() -> None:
+    for target, kind in {
+        "lightning.pytorch.callbacks.Timer": pl.Callback,
+        "lightning.pytorch.callbacks.timer.Timer": pl.Callback,
+        "torch.optim.RAdam": torch.optim.Optimizer,
+        "torch.optim.Adafactor": torch.optim.Optimizer,
+        "torchmetrics.text.BLEUScore": Metric,
+        "transformers.LlamaForCausalLM": torch.nn.Module,
+        "transformers.models.llama.LlamaForCausalLM": torch.nn.Module,
+        "transformers.Adafactor": torch.optim.Optimizer,
+        "lmtrain.callbacks.trial.EndsEarly": pl.Callback,
+    }.items():
+        assert issubclass(find_class(target, "key", kind), kind)
+
+
+def test_a_text_with_an_interpolation_is_handed_over_as_it_is() -> None:
+    """Nothing resolves it: by the time a class is built, the config has been resolved."""
+    for text in ("${oc.env:HOME}", r"\${oc.env:HOME}", "${", "${oc.create:'{_target_: os.system, command: ls}'}"):
+        made = build({"_target_": "test_targets.Mine", "number": 1, "part": [text, {"a": text}]}, "test_targets")
+        assert made.part == [text, {"a": text}]
+
+
+def test_nothing_is_constructed_before_all_of_it_has_passed() -> None:
+    inner = {"_target_": "test_targets.NoCallback"}
+    with pytest.raises(UserError, match="is no class"):
+        build(
+            {"_target_": "test_targets.Mine", "number": 1, "part": [inner, {"_target_": "torch.load"}]}, "test_targets"
+        )
+    assert RAN == []
+
+
+def test_an_optimizers_arguments_go_by_the_same_rule() -> None:
+    for inner, said in (
+        ("torch.utils.collect_env.run", "can't name what"),
+        ("torch.nn.functional.relu", "is no class"),
+    ):
+        config = rules.check(rules.compose([*ADAM, f"+optimizer.betas={{_target_: {inner}, command: ls}}"]))
+        with pytest.raises(UserError, match=f"^optimizer: .*{said}"):
+            build_optimizer([("w", torch.nn.Parameter(torch.ones(2, 2)))], config.optimizer)
+
+
+ADAM = ["data=text", "data.path=x", "data.seq_len=8", "optimizer=custom", "optimizer._target_=torch.optim.RAdam"]
+
+
+def test_a_callback_of_functions_is_refused() -> None:
+    entry = {
+        "_target_": "lightning.pytorch.callbacks.LambdaCallback",
+        "on_fit_start": {"_target_": "torch.nn.Identity"},
+    }
+    with pytest.raises(UserError, match="LambdaCallback can't be used here: it takes functions"):
+        build_target(entry, "callbacks.extra", pl.Callback, refused=foreign.REFUSED)
+
+
+@pytest.mark.parametrize("source", ["torch.utils.cpp_extension.subprocess.Popen", "torch.nn.Linear",
+                                    "transformers.utils.import_utils.subprocess.Popen"])  # fmt: skip
+def test_a_source_is_a_class_of_an_opened_package_with_its_members(source: str, marker: Path) -> None:
+    options = f"data.source_options={{args: 'touch {marker}; sleep 0', shell: true}}"
+    words = ["data=text", f"data.source={source}", options]
+    STARTED.clear()
+    with pytest.raises(UserError, match=r"data\.source"):
+        own.open_own(rules.check(rules.compose(words)).data)
+    assert STARTED == []
+    with pytest.raises(UserError, match="it lacks label, settings, resolved, notes, pieces, text_bytes"):
+        own.open_own(rules.check(rules.compose([*words, "data.source=test_targets.NoCallback",
+                                                "run.allow_target=[test_targets]"])).data)  # fmt: skip
+    assert not marker.exists()
+    assert RAN == []
+
+
+def test_a_sources_arguments_go_by_the_same_rule() -> None:
+    word = "data.source_options={number: 1, part: {_target_: subprocess.Popen, args: ls}}"
+    words = ["data=text", "data.source=test_targets.Members", word, "run.allow_target=[test_targets]"]
+    with pytest.raises(UserError, match=r"data\.source: _target_=subprocess\.Popen is outside"):
+        own.open_own(rules.check(rules.compose(words)).data)
+    assert RAN == []
+
+
+class Members:
+    label: str
+    settings, resolved, notes = {}, "1", []
+    pieces = text_bytes = None
+
+    def __init__(self, number: int, part: Any) -> None:
+        RAN.append("Members")
+
+
+# Every name of the known packages that is there to be named, modules' own and imported ones, and what they hold.
+def _holders() -> list[str]:
+    known = tuple(f"{name}." for name in targets.KNOWN)
+    return sorted(name for name in sys.modules if f"{name}.".startswith(known))
+
+
+def _unloaded() -> list[str]:
+    """Modules of the known packages by their files, most of which are never imported here."""
+    found = []
+    for package in targets.KNOWN:
+        root = Path(next(iter(sys.modules[package].__path__)))
+        for file in root.rglob("*.py"):
+            found.append(".".join((package, *file.relative_to(root).with_suffix("").parts)).removesuffix(".__init__"))
+    return sorted(found)
+
+
+@pytest.fixture(scope="module")
+def names() -> tuple[list[str], list[str]]:
+    import peft.optimizers
+    import transformers.models.llama.modeling_llama
+
+    assert transformers
+    assert peft
+    return _holders(), _unloaded()
+
+
+KINDS = [pl.Callback, Metric, torch.optim.Optimizer, LRSchedule, Objective, PreTrainedModel]
+
+
+@given(st.data())
+@settings(max_examples=400, deadline=None, derandomize=True, database=None)
+def test_no_name_of_the_known_packages_is_called_that_is_not_of_the_kind(
+    names: tuple[list[str], list[str]], data: st.DataObject
+) -> None:
+    """`import_module` is allowed what is loaded: what else it is asked for is noted, and must lie in a place."""
+    loaded, files = names
+    module = data.draw(st.sampled_from(loaded) if data.draw(st.booleans()) else st.sampled_from(files))
+    target, at = module, vars(sys.modules[module]) if module in sys.modules else {}
+    for _ in range(data.draw(st.integers(1, 3))):
+        name = data.draw(st.sampled_from(sorted(map(str, at)) or ["main", "run", "Popen"]))
+        target, found = f"{target}.{name}", at.get(name)
+        at = vars(found) if isinstance(found, type | ModuleType) else {}
+    kind = data.draw(st.sampled_from(KINDS))
+    called: list[type] = []
+
+    def importing(name: str) -> ModuleType:
+        if name not in sys.modules:
+            assert f"{name}.".startswith(tuple(f"{place}." for place in targets.PLACES)), name
+            assert not any(part.startswith(("_", "convert_", "test")) for part in name.split(".")), name
+            raise ImportError(name)
+        return sys.modules[name]
+
+    def making(node: Any, key: str) -> object:
+        called.append(node.cls)
+        return node
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(targets.importlib, "import_module", importing)
+        patch.setattr(targets, "_made", making)  # it is what calls a class, and the only thing that does
+        for entry in ({"_target_": target}, {"_target_": TIMER, "duration": [{"_target_": target}]}):
+            with contextlib.suppress(UserError):
+                build_target(entry, "callbacks.extra", kind)
+    for cls in called:
+        assert issubclass(cls, kind)
+        assert f"{cls.__module__}.".startswith(tuple(f"{place}." for place in targets.PLACES))
+
+
+# Where a class or a module is got by a name that is not written in the source itself.
+BY_NAME = {"import_module", "__import__", "instantiate", "get_class", "get_object", "get_method",
+           "import_string", "resolve_name", "run_module", "run_path", "exec_module", "eval", "exec"}  # fmt: skip
+ELSEWHERE = {
+    "config/targets.py": {"import_module"},  # the builder
+    "cli.py": {"import_module"},  # lmtrain.<verb>, one of VERBS
+    "sweeps/trial_process.py": {"import_module"},  # lmtrain.<verb> of the sweep's own command line
+}
+
+
+def test_nothing_but_the_builder_imports_or_builds_by_name() -> None:
+    source, found = REPO / "src" / "lmtrain", dict[str, set[str]]()
+    for file in source.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call):
+                name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+                of_model = name == "eval" and isinstance(node.func, ast.Attribute)  # nn.Module.eval()
+                if name in BY_NAME and not of_model:
+                    found.setdefault(str(file.relative_to(source)), set()).add(name)
+    assert found == ELSEWHERE

@@ -10,6 +10,7 @@ import torch
 
 from inprocess import run
 from lmtrain import verify
+from lmtrain.callbacks import system
 from lmtrain.config.compose import check, compose
 from lmtrain.config.schema import Config
 from lmtrain.distributed import devices
@@ -167,6 +168,25 @@ def test_what_a_gpu_does_not_tell_is_said(monkeypatch: pytest.MonkeyPatch) -> No
     assert notes.not_measured() == ["gpu_utilization and gpu_watts are not logged: pip install nvidia-ml-py"]
     monkeypatch.setattr(notes, "has_nvml", lambda: True)
     assert notes.not_measured() == []
+
+
+def test_what_nvml_can_not_read_is_left_out_and_said_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As under MIG, where utilisation is NotSupported and power is not."""
+
+    def not_supported(device: Any) -> int:
+        raise RuntimeError("Not Supported")  # as NVMLError_NotSupported says it
+
+    monkeypatch.setattr(system, "_unread", set())
+    monkeypatch.setattr(system, "has_nvml", lambda: True)
+    monkeypatch.setattr(torch.cuda, "utilization", not_supported)
+    monkeypatch.setattr(torch.cuda, "power_draw", lambda device: 250_000)
+    for _ in range(2):
+        numbers = system.machine_numbers(torch.device("cuda"))
+        assert (numbers["gpu_watts"], "gpu_utilization" in numbers) == (250, False)
+    said = " ".join(capsys.readouterr().out.split())
+    assert said == "note: gpu_utilization is left out of the records: Not Supported"
 
 
 @pytest.mark.parametrize(("card_gib", "chunk_mib"), [(16, 256), (80, 1280), (141, 2048)])

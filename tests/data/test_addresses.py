@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from inprocess import run
+from inprocess import message, run
 from lmtrain.data.examples.chat_rows import ChatRows
 from lmtrain.data.examples.prepare import prepare_examples
 from lmtrain.data.sources import addresses, files, lines, tables
@@ -312,3 +312,12 @@ def test_train_from_an_address_and_again_from_another_folder(
     again = run("train", f"data.path={address}", "trainer.max_steps=4", "run.resume=auto", *words)
     assert again.code == 0, again.err
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["step"] == 4
+
+    evaluation = ["evaluate", f"run_dir={tmp_path}/run", "evaluate.resamples=10", "evaluate.context=32"]
+    asked = len(server.asked)
+    refused = run(*evaluation)
+    assert refused.code == 2
+    assert f"data.path={address}: {tmp_path}/run/config.yaml has an address opened" in message(refused.err)
+    assert len(server.asked) == asked
+    trusted = run(*evaluation, "--trust", f"{tmp_path}/run/config.yaml")
+    assert trusted.code == 0, trusted.err

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from lmtrain.data import bpe
 from lmtrain.data.tokenizers import END_OF_TEXT
 from lmtrain.errors import RunError
+from processes import Process, started_by, wait_until_gone
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
 
@@ -48,17 +49,9 @@ def test_an_error_while_the_text_is_read_comes_through() -> None:
         bpe.train(text(), 600, 2, END_OF_TEXT)
 
 
-def trainers_of(parent: int) -> list[int]:
+def trainers_of(parent: int) -> list[Process]:
     """Processes that train a BPE for another."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            command = (folder / "cmdline").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if b"lmtrain.data.bpe" in command and str(parent).encode() in command:
-            found.append(int(folder.name))
-    return found
+    return started_by(parent, "lmtrain.data.bpe")
 
 
 @LINUX
@@ -67,7 +60,7 @@ def test_a_trainer_that_was_killed_is_said() -> None:
         yield words(100)
         while not (trainer := trainers_of(os.getpid())):  # its command line is empty for a moment after it starts
             time.sleep(0.01)
-        os.kill(trainer[0], signal.SIGKILL)
+        os.kill(trainer[0].pid, signal.SIGKILL)
 
     with pytest.raises(RunError, match=r"trained the tokenizer ended.*lower tokenizer\.train_characters"):
         bpe.train(text(), 600, 2, END_OF_TEXT)
@@ -91,8 +84,5 @@ def test_a_signal_ends_the_training_at_once(end: int, tmp_path: Path) -> None:
     assert time.monotonic() - began < 10
     assert process.returncode == (130 if end == signal.SIGINT else -end)
     assert len(trainer) == 1, "it was trained in another process, which had not ended"
-    deadline = time.monotonic() + 5
-    while trainers_of(process.pid) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert trainers_of(process.pid) == []
+    wait_until_gone(trainer, 5)
     assert end == signal.SIGKILL or [p.name for p in cache.iterdir() if p.name != "files.json"] == [".locks"]

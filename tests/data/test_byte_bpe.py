@@ -223,10 +223,10 @@ def test_published_tokenizers(name: str, prose: str) -> None:
 
 
 def test_a_run_of_spaces_without_end(prose: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encode, "BATCH", 1 << 16)
+    monkeypatch.setattr(encode, "PART", 1 << 16)
     backend = trained(*PRE_TOKENIZERS["gpt2"], prose)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
-    run = " " * 2 * encode.BATCH + "x"
+    run = " " * 2 * encode.PART + "x"
     (found,) = encode.Encoder(tokenizer, None).encode([Piece(run, ends=True)])
     assert found.ids.tolist() == backend.encode(run).ids
 
@@ -236,7 +236,7 @@ def test_long_text_is_encoded_as_short_text_is(prose: str) -> None:
     backend = trained(*PRE_TOKENIZERS["smollm2"], prose, sorted(set(BYTES.alphabet()) - {"Ą"}))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
     documents = [prose[n : n + 9000] + ("\x04" if n % 7 == 0 else "") for n in range(0, len(prose), 9000)]
-    documents = documents * (3 * encode.BATCH // len(prose) + 1)
+    documents = documents * (3 * encode.PART // len(prose) + 1)
     encoder = encode.Encoder(tokenizer, tokenizer.eos_token_id, processes=2)
     found = list(encoder.encode(Piece(text, ends=True) for text in documents))
     expected = [[*backend.encode(text, add_special_tokens=False).ids, tokenizer.eos_token_id] for text in documents]

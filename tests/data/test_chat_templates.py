@@ -11,7 +11,7 @@ from lmtrain.data import tokenizers
 from lmtrain.data.chat.conversations import BadRow, Completion, Conversation
 from lmtrain.data.chat.named_templates import NAMED
 from lmtrain.data.chat.rendering import ChatTemplate
-from lmtrain.data.chat.templates import ChatEncoder, Example
+from lmtrain.data.chat.templates import ChatEncoder, Example, own_template
 from lmtrain.errors import UserError
 from loopback_hub import HUB
 
@@ -462,3 +462,31 @@ def test_end_of_turn_is_the_first_special_token_after_an_answer(bytes_tokenizer)
     tokenizer = bytes_tokenizer("<|im_end|>")
     text = "{% for m in messages %}{{ m.content }} <|im_end|>\n{{ eos_token }}{% endfor %}"
     assert ChatTemplate(tokenizer, text, "own").end_of_turn == " <|im_end|>"
+
+
+COSTLY = {
+    "a power": "{{ 9**(9**9) }}",
+    "squares": "{% set ns = namespace(a=9**99) %}{% for i in range(99) %}{% set ns.a = ns.a * ns.a %}{% endfor %}",
+    "a long text": "{{ 'a' * 10**10 }}",
+    "a long list": "{{ 10**10 * [1] }}",
+    "a wide number": "{{ '%10000000000d' % 1 }}",
+    "no memory": "{{ ''.join(range(99999)|map('center', 10**12)) }}",
+}
+
+
+@pytest.mark.parametrize("name", COSTLY)
+def test_an_operation_that_costs_too_much_is_refused(name: str, bytes_tokenizer) -> None:
+    with pytest.raises(UserError, match=r"can't render .*(too large for a chat template|more memory than there is)"):
+        ChatTemplate(bytes_tokenizer("<|im_end|>"), COSTLY[name] + UNMARKED, "own")
+
+
+@pytest.mark.parametrize("text", ["{{ '-' * 40 }}", "{{ 40 * [1] }}", "{{ '%5d' % 3 }}", "{{ 2**10 * 3 % 7 }}"])
+def test_an_operation_of_every_day_is_done(text: str, bytes_tokenizer) -> None:
+    assert ChatTemplate(bytes_tokenizer("<|im_end|>"), text + UNMARKED, "own").end_of_turn == "<|im_end|>"
+
+
+def test_a_template_that_is_no_text_is_refused(bytes_tokenizer) -> None:
+    tokenizer = bytes_tokenizer("<|im_end|>")
+    tokenizer.chat_template = 17
+    with pytest.raises(UserError, match=r"chat_template of the tokenizer is 17, and no Jinja text"):
+        own_template(tokenizer)

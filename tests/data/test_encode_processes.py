@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,11 +15,12 @@ from lmtrain.data.text import encode
 from lmtrain.data.text.encode import Encoder
 from lmtrain.data.text.encode_processes import EncodeProcesses
 from lmtrain.errors import RunError
+from processes import Process, started_by, wait_until_gone
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
 ENDLESS = f"""
 import itertools, sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[1])!r}]
 from test_encode_processes import Piece, encoder
 for _ in encoder().encode(Piece("some words\\n" * 9000, True) for _ in itertools.count()):
     print(flush=True)
@@ -38,22 +38,8 @@ def encoder() -> Encoder:
     return Encoder(PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer()), None, processes=2)
 
 
-def of(parent: int) -> set[int]:
-    """Processes that tokenize for another."""
-    found = set()
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            command = (folder / "cmdline").read_bytes()
-            started_by = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
-        except OSError:
-            continue
-        if b"lmtrain.data.text.encode_processes" in command and started_by == parent:
-            found.add(int(folder.name))
-    return found
-
-
-def gone(processes: set[int]) -> bool:
-    return not any(Path(f"/proc/{process}").exists() for process in processes)
+def of(parent: int) -> list[Process]:
+    return started_by(parent, "lmtrain.data.text.encode_processes")
 
 
 def test_nothing_is_started_for_a_short_text(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +49,7 @@ def test_nothing_is_started_for_a_short_text(monkeypatch: pytest.MonkeyPatch) ->
 
 @LINUX
 def test_they_end_with_the_text_or_where_no_more_is_asked_for() -> None:
-    text = [Piece("some words\n" * 9000, True)] * (4 * encode.BATCH // 99000)
+    text = [Piece("some words\n" * 9000, True)] * (4 * encode.PART // 99000)
     parts = list(encoder().encode(text))
     assert sum(len(part.ids) for part in parts) == len(text) * 9000 * (len("some words\n") - 1)
     asking = encoder().encode(text * 20)
@@ -71,7 +57,7 @@ def test_they_end_with_the_text_or_where_no_more_is_asked_for() -> None:
     processes = of(os.getpid())
     assert processes
     asking.close()
-    assert gone(processes)
+    assert not any(process.alive() for process in processes)
 
 
 @LINUX
@@ -79,7 +65,7 @@ def test_one_that_was_killed_is_said() -> None:
     with EncodeProcesses(byte_tokenizer()) as processes:
         assert [ids.tolist() for ids in processes.encode(["so", ""])] == [[256], []]
         for process in of(os.getpid()):
-            os.kill(process, signal.SIGKILL)
+            os.kill(process.pid, signal.SIGKILL)
         with pytest.raises(RunError, match=r"exit code -9: out of memory, most likely; lower data\.num_proc"):
             processes.encode(["so"])
 
@@ -92,11 +78,8 @@ def test_they_end_with_the_process_that_started_them(end: int) -> None:
     )
     assert parent.stdout is not None
     while not (processes := of(parent.pid)):
-        parent.stdout.readline()
+        assert parent.stdout.readline(), "it has ended"
     os.kill(parent.pid, end)
     _, err = parent.communicate(timeout=60)
-    deadline = time.monotonic() + 60
-    while not gone(processes) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert gone(processes)
+    wait_until_gone(processes, 60)
     assert err.count("Traceback") == (end == signal.SIGINT), err  # the parent's own

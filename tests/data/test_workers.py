@@ -8,6 +8,8 @@ import time
 
 import pytest
 
+from processes import read
+
 # The workers sleep as they begin, so that the parent is dead by then.
 DIES_AT_FORK = """
 import os, signal, sys, time
@@ -32,14 +34,6 @@ time.sleep(60)
 """
 
 
-def alive(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"  # nobody may be there to bury it
-    except OSError:
-        return False
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and prctl")
 def test_workers_of_a_killed_parent_are_gone() -> None:
     """Torch's own watch takes the process that inherits an orphan for the parent, where the parent died first."""
@@ -49,9 +43,9 @@ def test_workers_of_a_killed_parent_are_gone() -> None:
     assert process.wait(timeout=60) == -signal.SIGKILL
     try:
         deadline = time.monotonic() + 60  # torch's watch looks every 5 s
-        while any(map(alive, workers)) and time.monotonic() < deadline:
+        while any(map(read, workers)) and time.monotonic() < deadline:
             time.sleep(0.2)
-        assert not any(map(alive, workers))
+        assert not any(map(read, workers))
     finally:
-        for pid in filter(alive, workers):
+        for pid in filter(read, workers):
             os.kill(pid, signal.SIGKILL)

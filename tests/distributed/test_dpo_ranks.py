@@ -33,3 +33,23 @@ def test_numbers_do_not_depend_on_the_ranks(strategy: str, tmp_path: Path, lmtra
             if key.startswith(("train/", "val/", "grad")):
                 assert b[key] == pytest.approx(a[key], rel=1e-4, abs=1e-5), (a["step"], key)
     assert json.loads((tmp_path / "2" / "summary.json").read_text())["status"] == "finished"
+
+
+@pytest.mark.slow
+def test_unpaired_answers_do_not_depend_on_the_ranks(tmp_path: Path, lmtrain: Run) -> None:
+    """Their reference point is that of all ranks, and so are the means over each kind of answer."""
+    answers = write_rows(tmp_path / "answers.jsonl", "unpaired_jsonl")
+    changed = ["objective=kto", "data=unpaired_jsonl", "data.global_batch_size=6", "trainer.max_steps=4"]
+    for devices, how, micro in ((1, "auto", 6), (2, "ddp", 1)):
+        settings = [f"trainer.devices={devices}", f"trainer.strategy={how}", f"data.micro_batch_size={micro}"]
+        fixed = [f"data.path={answers}", f"run.dir={tmp_path / str(devices)}", "trainer.limit_val_batches=null"]
+        done = lmtrain("train", *SETTINGS, *changed, *settings, *fixed, "trainer.accelerator=cpu", timeout=600)
+        assert done.returncode == 0, done.stdout + done.stderr
+    one, two = (rows(tmp_path / n / "metrics.jsonl") for n in ("1", "2"))
+    assert one[-1]["val/kl"] > 0
+    assert "train/rewards/margin" in one[-2]
+    for a, b in zip(one, two, strict=True):
+        assert [key for key in a if "rewards" in key] == [key for key in b if "rewards" in key]
+        for key in a:
+            if key.startswith(("train/", "val/", "grad")):
+                assert b[key] == pytest.approx(a[key], rel=1e-4, abs=1e-5), (a["step"], key)

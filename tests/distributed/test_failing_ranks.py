@@ -19,7 +19,7 @@ def failing(folder: Path, rank: int, error: Exception, monkeypatch: pytest.Monke
     def job(config: Config) -> int:
         raise error
 
-    return elastic.as_rank(folder / "config.yaml", job)
+    return elastic.as_rank([str(folder / "config.yaml")], job)
 
 
 def test_the_first_rank_prints_before_it_writes(

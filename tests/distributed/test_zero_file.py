@@ -9,7 +9,7 @@ import torch
 
 from inprocess import TWO_STEPS, message, train_tiny
 from lmtrain.config.compose import check, compose
-from lmtrain.config.deepspeed import engine_config
+from lmtrain.config.deepspeed import engine_config, overruled
 from lmtrain.distributed import devices
 from support import TINY, Run
 
@@ -25,10 +25,6 @@ ZERO2 = {"zero_optimization": {"stage": 2}}
         ("[]", "holds no JSON object"),
         ({}, "zero_optimization.stage has to be 1, 2 or 3"),
         ({"zero_optimization": {"stage": 0}}, "without ZeRO set trainer.strategy=ddp"),
-        (ZERO2 | {"train_batch_size": 8}, "sets train_batch_size: take it out"),
-        (ZERO2 | {"optimizer": {"type": "Adam"}, "fp16": {"enabled": True}}, "sets fp16, optimizer: take it out"),
-        (ZERO2 | {"gradient_clipping": 0.5}, "sets gradient_clipping: take it out"),
-        (ZERO2 | {"bf16": {"enabled": True}}, "sets bf16: take it out"),
         (
             {"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}},
             'zero_optimization.reduce_bucket_size is "a',
@@ -82,6 +78,48 @@ def test_the_plan_and_the_engine_speak_of_the_file(tmp_path: Path, monkeypatch: 
     assert told["wall_clock_breakdown"] is True
     assert told["train_micro_batch_size_per_gpu"] == 1
     assert "fp16" not in told
+
+
+def test_what_the_file_says_otherwise_is_overruled_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file as people bring it: what agrees is not told, nor what it leaves open."""
+    monkeypatch.chdir(tmp_path)
+    own = {
+        "train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": "auto",
+        "gradient_clipping": 0.5, "fp16": {"enabled": True}, "bf16": {"enabled": False}, "steps_per_print": 7,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}, "scheduler": {"type": "WarmupLR"},
+    }  # fmt: skip
+    Path("zero.json").write_text(json.dumps(ZERO2 | own))
+    config = check(compose([*TINY, *ZERO, "optimizer=adamw", "trainer.deepspeed.config=zero.json"]))
+    told = engine_config(config.trainer)
+    assert told["steps_per_print"] == 7
+    assert told["gradient_clipping"] == config.trainer.gradient_clip_val == 1.0
+    assert not {"train_batch_size", "optimizer", "scheduler", "fp16"} & set(told)
+    assert overruled(config) == [
+        "train_batch_size (data.global_batch_size holds)",
+        "gradient_clipping (trainer.gradient_clip_val holds)",
+        "fp16 (trainer.precision holds)",
+        "optimizer (optimizer.* holds)",
+        "scheduler (schedule.* holds)",
+    ]
+    config.data.global_batch_size, config.trainer.gradient_clip_val, config.trainer.precision = 8, 0.5, "16-mixed"
+    assert overruled(config) == ["optimizer (optimizer.* holds)", "scheduler (schedule.* holds)"]
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "optimizer", "parameters"),
+    [
+        ("deepspeed_stage_2", 2, None, None),
+        ("deepspeed_stage_2_offload", 2, "cpu", None),
+        ("deepspeed_stage_3", 3, None, None),
+        ("deepspeed_stage_3_offload", 3, "cpu", "cpu"),
+        ("deepspeed_stage_3_offload_nvme", 3, "nvme", "nvme"),
+    ],
+)
+def test_lightnings_names(name: str, stage: int, optimizer: str | None, parameters: str | None) -> None:
+    trainer = check(compose([*TINY, f"trainer.strategy={name}", "optimizer=adamw"])).trainer
+    d = trainer.deepspeed
+    assert (trainer.strategy, d.stage, d.offload_optimizer, d.offload_parameters) == (
+        "deepspeed", stage, optimizer, parameters)  # fmt: skip
 
 
 def test_nvme_says_what_to_install(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,11 +65,32 @@ def test_gradients_are_those_of_finite_differences(loss: object) -> None:
 
 
 def test_layers_are_summed_or_averaged() -> None:
-    terms = [router_terms(random_logits().detach() * scale, 2) for scale in (1.0, 3.0)]
-    summed, mean = over_layers(terms, "sum"), over_layers(terms, "mean")
-    torch.testing.assert_close(summed.z_loss, terms[0].z_loss + terms[1].z_loss)
+    logits = [random_logits().detach() * scale for scale in (1.0, 3.0)]
+    wholes = [totals(x, 2) for x in logits]
+    summed, mean = (over_layers(logits, 2, wholes, how) for how in ("sum", "mean"))
+    torch.testing.assert_close(summed.z_loss, z_loss(logits[0]) + z_loss(logits[1]))
     torch.testing.assert_close(mean.z_loss, summed.z_loss / 2)
     torch.testing.assert_close(summed.dead, mean.dead, msg="a share is no sum")
+
+
+@pytest.mark.parametrize("layers", [2, 6])
+def test_joint_layers_are_transformers(layers: int) -> None:
+    """One loss over the tokens of all layers, of micro-batches with the totals of their step too."""
+    generator = torch.Generator().manual_seed(1)
+    logits = [
+        (torch.randn(50, 6, generator=generator) * (1 + i) + torch.randn(6, generator=generator)).requires_grad_()
+        for i in range(layers)
+    ]
+    theirs = load_balancing_loss_func(tuple(logits), 6, 2)
+    wholes = [totals(x, 2) for x in logits]
+    ours = over_layers(logits, 2, wholes, "joint").load_balance
+    parts = [over_layers([x[at] for x in logits], 2, wholes, "joint").load_balance for at in (slice(20), slice(20, 50))]
+    expected = torch.autograd.grad(theirs, logits)
+    for found in (ours, sum(parts)):
+        torch.testing.assert_close(found, theirs, rtol=1e-6, atol=0)
+        torch.testing.assert_close(torch.autograd.grad(found, logits), expected, rtol=1e-5, atol=1e-9)
+    joined = torch.cat(logits)
+    torch.testing.assert_close(over_layers(logits, 2, wholes, "joint").z_loss, z_loss(joined))
 
 
 def test_parts_add_up_to_the_whole() -> None:

@@ -133,6 +133,7 @@ def losses(folder: Path) -> list[float]:
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_a_run_is_a_plain_loop_over_torchaos_layers(recipe: str, corpus: Path, tmp_path: Path, emulated: None) -> None:
     plain = copy.deepcopy(built(corpus, tmp_path / "bf16", "trainer.precision=bf16-mixed").objective.model)
+    start = {name: p.detach().clone() for name, p in plain.named_parameters()}
     options = dataclasses.replace(float8.Float8LinearConfig.from_recipe_name(recipe), emulate=True)
     float8.convert_to_float8_training(plain, module_filter_fn=lambda _, name: name.endswith(KINDS), config=options)
     ours = built(corpus, tmp_path / "fp8", f"trainer.fp8_recipe={recipe}")
@@ -155,9 +156,15 @@ def test_a_run_is_a_plain_loop_over_torchaos_layers(recipe: str, corpus: Path, t
         optimizer.step()
         optimizer.zero_grad()
         expected.append(loss.item())
-    assert losses(tmp_path / "fp8") == pytest.approx(expected, rel=1e-6)
-    for (name, a), b in zip(ours.objective.model.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6, msg=name)
+    found = losses(tmp_path / "fp8")
+    assert found[0] == pytest.approx(expected[0], rel=1e-6)
+    # Rounding to 8 bits makes a step of its grid of a last bit, which depends on the order of a sum and so on the CPU,
+    # and AdamW follows a gradient's sign. Seen in six steps: 1.4e-5 of a loss, and 0.003 of the way that a tensor has
+    # gone, where products in bf16 are off by 0.07 in the layers converted.
+    assert found == pytest.approx(expected, rel=5e-5)
+    trained = dict(ours.objective.model.named_parameters())
+    for name, p in plain.named_parameters():
+        assert (trained[name] - p).norm() < 0.01 * (p - start[name]).norm(), name
 
 
 def test_losses_stay_near_those_of_bf16(corpus: Path, tmp_path: Path, emulated: None) -> None:

@@ -8,11 +8,13 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from helpers_models import FAMILIES, VOCAB, objective, packed, tiny, wrapped
+from lmtrain.config.compose import check, compose
 from lmtrain.errors import UserError
 from lmtrain.models.attention import generation_mode
 from lmtrain.models.blocks import decoder_blocks, enable_activation_checkpointing
 from lmtrain.models.compiling import compile_model
 from lmtrain.models.language_model import LanguageModel
+from lmtrain.run.build import build_language_model
 
 
 @pytest.fixture(params=list(FAMILIES))
@@ -147,11 +149,49 @@ def test_router_loss_of_one_layer_equals_transformers():
     hf.set_attn_implementation("eager")
     theirs = hf(ids, labels=ids, output_router_logits=True, use_cache=False)
     torch.testing.assert_close(out.loss_sum / out.n_tokens, theirs.loss)
-    torch.testing.assert_close(out.aux["aux/router_loss"], theirs.aux_loss.detach() / 2)
-    assert not out.aux["aux/router_loss"].requires_grad
+    torch.testing.assert_close(out.aux["router/load_balance"], theirs.aux_loss.detach() / 2)
+    assert not out.aux["router/load_balance"].requires_grad
     expected = gradients(hf, theirs.loss * out.n_tokens)
     for name in expected:
         torch.testing.assert_close(ours[name], expected[name], rtol=1e-4, atol=1e-4, msg=name)
+
+
+class Words(list):
+    """What is asked of a tokenizer."""
+
+    eos_token_id = 0
+
+    def convert_tokens_to_ids(self, tokens):
+        return tokens
+
+
+MIXTURES = {
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+}
+
+
+@pytest.mark.parametrize("layers", [2, 6])
+@pytest.mark.parametrize("family", MIXTURES)
+def test_a_loaded_mixtures_coefficient_means_what_its_authors_meant(family, layers, tmp_path):
+    """The loss that is trained, coefficient and all, and its gradients: as transformers' own, for model=pretrained."""
+    other_family(family, **MIXTURES[family], num_hidden_layers=layers, initializer_range=0.3,
+                 router_aux_loss_coef=0.5).save_pretrained(tmp_path)  # fmt: skip
+    config = check(compose(["model=pretrained", f"model.name_or_path={tmp_path}", "data.seq_len=16"]))
+    model = build_language_model(config, Words(range(VOCAB)))
+    ids = packed()["input_ids"]
+    out = model(ids, shifted(ids))
+    ours = gradients(model.model, out.loss_sum)
+    hf = model.model
+    hf.set_attn_implementation("eager")
+    theirs = hf(ids, labels=ids, output_router_logits=True, use_cache=False)
+    torch.testing.assert_close(out.aux["router/load_balance"], theirs.aux_loss.detach() / 2, rtol=1e-6, atol=0)
+    torch.testing.assert_close(out.loss_sum / out.n_tokens, theirs.loss, rtol=1e-6, atol=0)
+    expected = gradients(hf, theirs.loss * out.n_tokens)
+    for name in expected:
+        largest = expected[name].abs().max().item()
+        torch.testing.assert_close(ours[name], expected[name], rtol=1e-4, atol=1e-5 * largest + 1e-6, msg=name)
 
 
 def test_router_loss_survives_checkpointing_and_compilation():

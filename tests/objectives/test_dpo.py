@@ -4,6 +4,8 @@ import copy
 import json
 import math
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +32,7 @@ from lmtrain.objectives.dpo import DPO, kl_per_token
 from lmtrain.objectives.reference import Choice, FrozenCopy, weights_hash
 from lmtrain.objectives.start_check import check_start
 from lmtrain.run.build import build_datamodule, build_objective
+from lmtrain.strategies.precision import AdapterHalfPrecision
 from support import rows
 from tiny_pretrained import save_pretrained
 
@@ -179,7 +182,7 @@ def test_every_loss_trains(loss: str, pairs: Path, llama: Path, tmp_path: Path) 
     train, val = logged(tmp_path / "run")
     assert val[-1]["val/rewards/margin"] > (train[0]["train/rewards/margin"] if LOSSES[loss].at_zero is None else 0)
     assert val[-1]["val/loss"] == pytest.approx(
-        val[-1]["val/aux/preference_loss"] + 0.1 * val[-1]["val/aux/sft_loss"], rel=1e-5
+        val[-1]["val/preference_loss"] + 0.1 * val[-1]["val/sft_loss"], rel=1e-5
     )
     assert ("val/kl" in val[-1]) == LOSSES[loss].has_reference
 
@@ -269,6 +272,73 @@ def test_splits_agree_in_half_precision(name: str, pairs: Path, llama: Path, tmp
         for key in ("train/rewards/margin", "train/loss"):
             assert a[key] == pytest.approx(b[key], rel=0.1, abs=0.02), (a["step"], key)
     assert a["train/rewards/margin"] > 0.1
+
+
+@pytest.mark.parametrize(
+    ("precision", "start"),
+    [("bf16-true", "frozen_copy"), ("bf16-true", "pissa"), ("bf16-true", "continued"), ("16-true", "frozen_copy")],
+)
+def test_a_copy_is_no_weaker_reference_in_half_precision(
+    precision: str, start: str, pairs: Path, llama: Path, tmp_path: Path
+) -> None:
+    """Casts of weights that autocast keeps would be those of the reference: the policy's loss would stay at ln 2."""
+    settings = [*LORA, f"trainer.precision={precision}"]
+    own = ["objective.reference=frozen_copy"]
+    if start == "pissa":
+        own = ["peft.init_weights=pissa"]
+    elif start == "continued":
+        first = dpo(pairs, llama, tmp_path / "first", *LORA, "trainer.max_steps=2", "export.enabled=true")
+        assert first.code == 0, first.err
+        own = [f"peft.adapter={tmp_path / 'first' / 'export'}"]
+    ended = dpo(pairs, llama, tmp_path / "run", *settings, *own)
+    assert ended.code == 0, ended.err
+    assert "reference: frozen_copy" in " ".join(ended.out.replace("│", " ").split())
+    train, val = logged(tmp_path / "run")
+    assert train[0]["train/loss"] == pytest.approx(math.log(2), abs=0.02)
+    assert train[-1]["train/loss"] < 0.6
+    assert val[-1]["val/rewards/margin"] > 0.1
+    if start != "frozen_copy":
+        return
+    ended = dpo(pairs, llama, tmp_path / "off", *settings, "objective.reference=adapter_off")
+    assert ended.code == 0, ended.err
+    for ours, theirs in zip(train, logged(tmp_path / "off")[0], strict=True):
+        assert ours["train/loss"] == pytest.approx(theirs["train/loss"], rel=0.15, abs=0.02), ours["step"]
+
+
+class KeepsCasts(AdapterHalfPrecision):
+    """Autocast as torch has it by default."""
+
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        with super().forward_context(), torch.autocast("cpu", torch.bfloat16, cache_enabled=True):
+            yield
+
+
+def test_a_policy_that_stands_still_ends_the_run(
+    pairs: Path, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its twin, that both agree before the first step, can't see a policy computed with the reference's weights."""
+    settings = [*LORA, "trainer.precision=bf16-true", "objective.reference=frozen_copy"]
+    monkeypatch.setattr("lmtrain.strategies.precision.AdapterHalfPrecision", KeepsCasts)
+    monkeypatch.setattr(torch, "clear_autocast_cache", lambda: None)
+    ended = dpo(pairs, llama, tmp_path / "run", *settings)
+    assert ended.code == 1
+    found = message(ended.err)
+    assert "after 1 optimizer step the policy's log-probabilities of the first micro-batch are still exactly" in found
+    assert "trainer.precision (bf16-true here)" in found
+    warming = ["schedule.warmup_steps=4000", "optimizer.lr=0.1"]  # 2.5e-5 a step: looked at when it must show
+    ended = dpo(pairs, llama, tmp_path / "warming", *settings, *warming)
+    assert ended.code == 1
+    assert "after 3 optimizer steps" in message(ended.err)
+
+
+def test_tiny_first_rates_end_no_run(pairs: Path, llama: Path, tmp_path: Path) -> None:
+    """Updates that half precision rounds away are waited for, and no rate at all is a run all the same."""
+    for rate in ("1e-9", "0"):
+        for precision in ("bf16-true", "32-true"):
+            argv = [*LORA, f"optimizer.lr={rate}", f"trainer.precision={precision}", "trainer.max_steps=2"]
+            ended = dpo(pairs, llama, tmp_path / f"{rate}_{precision}", *argv)
+            assert ended.code == 0, ended.err
 
 
 def test_gradients_of_splits_agree(pairs: Path, llama: Path) -> None:
@@ -468,6 +538,21 @@ def test_frozen_copies_come_and_go() -> None:
     assert frozen.changed() == ["weight"]
     loss.backward()  # the copy was there between forward and backward
     assert layer.weight.grad is not None
+
+
+def test_a_copy_holds_under_an_autocast_that_keeps_its_casts() -> None:
+    """As a precision plugin of one's own may: the cache knows a weight by its tensor, not by what it holds."""
+    layer, x = torch.nn.Linear(2, 2), torch.ones(1, 2)
+    frozen = FrozenCopy(layer)
+    with torch.no_grad():
+        layer.weight += 1
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=True):
+        trained = layer(x)
+        with frozen.in_place():
+            first = layer(x)
+        again = layer(x)
+    assert torch.equal(again, trained)
+    torch.testing.assert_close(trained - first, torch.full((1, 2), 2.0).bfloat16(), rtol=0.02, atol=0)
 
 
 def test_kl_is_zero_where_both_agree_and_never_negative() -> None:

@@ -6,28 +6,108 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 
 from helpers_models import VOCAB, wrapped
 from inprocess import run, train_tiny
-from lmtrain.objectives.mdlm import ATTENTION, MDLM, Masked, draw
+from lmtrain.data.modules import ValidationDataset
+from lmtrain.data.text.windows import empty_window
+from lmtrain.objectives.mdlm import ATTENTION, MDLM, Masked, draw, draw_for
 from loopback_hub import HUB
 from support import rows
 
 MASK = 0
-MDLM_ARGS = ["objective=mdlm", "export.enabled=false", "callbacks.samples.every_n_validations=0"]
+MDLM_ARGS = ["objective=mdlm"]
 
 
 def an_objective(family: str) -> Any:
-    """What micro_batch_loss reads of an objective, around a tiny model."""
+    """What the losses read of an objective, around a tiny model."""
     model = wrapped(family)
     model.model.set_attn_implementation(ATTENTION)
-    stand_in = SimpleNamespace(model=model, mask_id=MASK, min_time=1e-3, seed=1, training=True)
-    for name in ("masked_nll", "micro_batch_loss", "count_tokens"):
-        setattr(stand_in, name, getattr(MDLM, name).__get__(stand_in))
-    return stand_in
+    objective = MDLM.__new__(MDLM)
+    pl.LightningModule.__init__(objective)
+    objective.model, objective.mask_id, objective.min_time = model, MASK, 1e-3
+    return objective
+
+
+class Text:
+    """Rows of random tokens."""
+
+    def __init__(self, count: int, length: int) -> None:
+        self.ids = torch.randint(1, VOCAB, (count, length), generator=torch.Generator().manual_seed(5))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def read(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
+        ids = self.ids[torch.from_numpy(rows[:, 1].copy())]
+        return {"input_ids": ids, "labels": ids}
+
+    def empty(self) -> dict[str, torch.Tensor]:
+        return empty_window(self.ids.shape[1], False)
+
+
+def validated(objective: Any, text: Text, micro_batch_size: int, ranks: int, seed: int = 0) -> dict[str, float]:
+    """The means of a validation on ranks that are played one after the other."""
+    torch.manual_seed(seed)
+    objective.seed, objective.micro_batch_size, objective.val_sums = seed, micro_batch_size, {}
+    for rank in range(ranks):
+        strategy = SimpleNamespace(tensor_parallel_size=1)
+        objective._trainer = SimpleNamespace(strategy=strategy, world_size=ranks, global_rank=rank)
+        data = ValidationDataset(text, micro_batch_size=micro_batch_size, limit=None, rank=rank, world_size=ranks)
+        with torch.no_grad():
+            for index in range(len(data)):
+                objective.eval().validation_step(data[index], index)
+    sums = {name: float(value) for name, value in objective.val_sums[0].items()}
+    return objective.means_of(sums, sums.pop("n_tokens"))
+
+
+@pytest.mark.parametrize(("micro_batch_size", "ranks", "seed"), [(1, 1, 1), (5, 1, 2), (3, 2, 3), (16, 3, 4)])
+def test_a_validation_is_one_number(micro_batch_size: int, ranks: int, seed: int) -> None:
+    """Whatever the seed, the split and the ranks, those that have no row left included."""
+    objective, text = an_objective("llama"), Text(23, 16)
+    found, expected = validated(objective, text, micro_batch_size, ranks, seed), validated(objective, text, 23, 1)
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert expected["loss_se"] > 0
+
+
+def test_64_rows_are_as_good_as_60_draws() -> None:
+    """Within 2 % of the mean of 60 passes with the draws of training, and its standard error says as much."""
+    objective, text = an_objective("llama"), Text(64, 32)
+    with torch.no_grad():
+        for p in objective.model.parameters():
+            p *= 4  # tokens of very different probabilities
+        found = validated(objective, text, 4, 1)
+        torch.manual_seed(1)
+        batch = {"input_ids": text.ids}
+        draws = torch.tensor([float(objective.train().micro_batch_loss(batch).loss_sum) for _ in range(60)])
+    expected, error = draws.mean() / text.ids.numel(), draws.std() / text.ids.numel() / math.sqrt(60)
+    assert found["loss"] == pytest.approx(expected.item(), rel=0.02)
+    assert abs(found["loss"] - expected.item()) < 3 * math.hypot(found["loss_se"], error.item())
+    assert found["loss_se"] < 0.05 * found["loss"]
+
+
+def test_validation_draws_run_over_all_shares_evenly() -> None:
+    """Of any rows that follow one another each tenth of the range has its tenth of them, to a row or two."""
+    masked = draw_for(list(range(1000)), 50, torch.device("cpu"))
+    counts = masked.where.sum(1)
+    torch.testing.assert_close(masked.times[:, 0], counts / 50)
+    assert (counts.min(), counts.max()) == (1, 50)
+    for start in (0, 137, 900):
+        shares = torch.histc(masked.times[start : start + 100, 0] - 0.01, bins=10, min=0, max=1)
+        assert (shares - 10).abs().max() <= 2
+    assert (masked.where.float().mean(0) - 0.51).abs().max() < 0.06, "every position is as likely to be hidden"
+
+
+def test_rows_that_train_nothing_weigh_nothing() -> None:
+    """Ranks that have no row left in a step or a validation are given one without labels."""
+    objective, text = an_objective("llama"), Text(3, 16)
+    parts = objective.micro_batch_loss(text.empty())
+    assert (parts.n_tokens.item(), parts.loss_sum.item()) == (0, 0.0)
 
 
 def test_a_model_that_knows_nothing_costs_the_logarithm_of_the_vocabulary() -> None:
@@ -102,9 +182,9 @@ def test_a_resumed_run_hides_the_same_tokens(corpus: Path, tmp_path: Path) -> No
 
 
 def test_what_it_needs_is_said(corpus: Path, tmp_path: Path) -> None:
-    plain = train_tiny(corpus, "objective=mdlm", f"run.dir={tmp_path}/run")
-    assert plain.code == 2
-    assert "set export.enabled=false callbacks.samples.every_n_validations=0" in plain.err
+    apart = train_tiny(corpus, *MDLM_ARGS, "data.isolate_documents=true", f"run.dir={tmp_path}/run")
+    assert apart.code == 2
+    assert "set data.isolate_documents=false" in apart.err
     full = train_tiny(corpus, *MDLM_ARGS, "model.vocab_multiple_of=1", f"run.dir={tmp_path}/run")
     assert full.code == 2
     assert re.search(r"rows of the embeddings belong to tokens; set model\.vocab_size=\d+, or name a token", full.err)

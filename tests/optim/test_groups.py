@@ -185,6 +185,8 @@ def test_patterns_split_by_algorithm_under_muon() -> None:
         ([{"pattern": "mlp"}, {"pattern": "up_proj"}], "taken by an earlier group"),
         ([{"pattern": "("}], r"groups\[0\]\.pattern.*not a regular expression"),
         ([{"lr": 1e-3}], r"groups\[0\] has no pattern"),
+        ([{"name": "adapter", "lr": 1e-3}], r"\{name: adapter\}: no adapter is trained \(peft=lora"),
+        ([{"name": "memory", "lr": 1e-3}], r"\{name: memory\}: this model has no memory"),
         ([{"name": "memry", "lr": 1e-3}], r"has no pattern.*names memory, adapter, base"),
         ([{"pattern": "mlp", "learning_rate": 1e-3}], r"groups\[0\]\.learning_rate is not known.*weight_decay"),
         ([{"pattern": "mlp", "lr": "1e-3"}], r"groups\[0\]\.lr='1e-3'.*write 1.0e-4"),

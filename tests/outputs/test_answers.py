@@ -47,6 +47,9 @@ class Length(Metric):
         return {"answer": self.answers, "reference": self.references}
 
 
+OPEN = {"run.allow_target": ["test_answers"]}
+
+
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_chats(tmp_path_factory.mktemp("chats") / "chats.jsonl", 30)
@@ -84,7 +87,7 @@ def test_training_is_not_disturbed(whole: tuple[Path, Ended], chats: Path, tmp_p
 def test_answers_and_scores_are_those_of_the_saved_weights(whole: tuple[Path, Ended], chats: Path) -> None:
     """Written again from the last checkpoint; scored by hand."""
     folder, _ = whole
-    model, tokenizer = trained.load(str(folder), "last")
+    model, tokenizer = trained.load(str(folder), "last", OPEN)
     kept = [row for row in rows(folder / "samples.jsonl") if row["step"] == 3]
     assert [set(row) for row in kept] == [{"step", "prompt", "text"}] + [{"step", "prompt", "text", "reference"}] * 3
     assert kept[0]["prompt"] == "how far is Oslo?"
@@ -133,10 +136,10 @@ def test_the_export_stops_at_the_end_of_a_turn(whole: tuple[Path, Ended]) -> Non
 def test_generate_asks_in_the_chat_template(whole: tuple[Path, Ended]) -> None:
     folder, _ = whole
     ask = [f"run_dir={folder}", "generate.prompt='how far is Oslo?'", "generate.temperature=0",
-           "generate.max_new_tokens=12", "generate.checkpoint=last"]  # fmt: skip
+           "generate.max_new_tokens=12", "generate.checkpoint=last", "run.allow_target=[test_answers]"]  # fmt: skip
     answer = run("generate", *ask)
     assert answer.code == 0, answer.err
-    model, tokenizer = trained.load(str(folder), "last")
+    model, tokenizer = trained.load(str(folder), "last", OPEN)
     turn = [{"role": "user", "content": "how far is Oslo?"}]
     text = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
     stop = end_ids(tokenizer, own_template(tokenizer))
@@ -144,7 +147,7 @@ def test_generate_asks_in_the_chat_template(whole: tuple[Path, Ended]) -> None:
     assert answer.out == expected + "\n"
     plain = run("generate", *ask, "generate.chat=false")
     assert plain.out.startswith("how far is Oslo?")
-    refused = run("generate", f"run_dir={folder}", "generate.chat=true")
+    refused = run("generate", f"run_dir={folder}", "generate.chat=true", "run.allow_target=[test_answers]")
     assert "generate.prompt is empty" in message(refused.err)
 
 

@@ -25,7 +25,7 @@ def test_export_gives_the_training_models_logits(family: str, corpus: Path, tmp_
     done = run("train", *settings, "trainer.max_steps=5", f"run.dir={tmp_path / 'run'}")
     assert done.code == 0, done.out + done.err
     trained_run = RunDir(tmp_path / "run")
-    live, _, checkpoint = trained.from_run(trained_run, "last")
+    live, _, checkpoint = trained.from_run(trained_run, "last", {})
     assert checkpoint.name == "step_00000005"
     exported = AutoModelForCausalLM.from_pretrained(trained_run.export)
     tokenizer = AutoTokenizer.from_pretrained(trained_run.export)

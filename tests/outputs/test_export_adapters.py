@@ -45,7 +45,7 @@ def test_adapter_and_merged_export_equal_the_live_model(kind: str, corpus: Path,
     done = train(corpus, tied, tmp_path / "run", *KINDS[kind])
     assert done.code == 0, done.err
     folder = RunDir(tmp_path / "run")
-    live, tokenizer, _ = trained.from_run(folder, "last")
+    live, tokenizer, _ = trained.from_run(folder, "last", {})
     expected = logits(live, IDS)
     largest = expected.abs().max().item()
 
@@ -84,7 +84,7 @@ def test_adapter_and_merged_export_equal_the_live_model(kind: str, corpus: Path,
 def test_merged_at_the_end_of_training(corpus: Path, tied: Path, tmp_path: Path) -> None:
     done = train(corpus, tied, tmp_path / "run", "peft=lora", "export.merge=true", "export.dtype=bfloat16")
     assert done.code == 0, done.err
-    live, _, _ = trained.from_run(RunDir(tmp_path / "run"), "last")
+    live, _, _ = trained.from_run(RunDir(tmp_path / "run"), "last", {})
     expected = logits(live, IDS)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "export_merged", dtype=torch.float32)
     adapter = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "run" / "export", dtype=torch.float32)

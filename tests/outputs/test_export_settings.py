@@ -2,14 +2,17 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from chats import write_chats
+from helpers_models import tiny
 from inprocess import Ended, message, run, train_tiny
 from lmtrain.data import tokenizers
+from lmtrain.outputs.hf_folder import generation_config
 from tiny_pretrained import SHORT, save_pretrained
 
 # What published models say: sampling, several ends, a pad token, a value that is transformers' default.
@@ -74,11 +77,30 @@ def test_what_a_user_sets_is_saved(corpus: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("own", "changes", "samples"),
+    [
+        ({}, {}, None),
+        ({}, {"temperature": 0.7}, True),
+        ({}, {"top_p": 0.9}, True),
+        ({"temperature": 0.6, "top_p": 0.95}, {}, True),
+        ({"do_sample": False, "temperature": 0.6}, {"max_new_tokens": 3}, False),
+    ],
+)
+def test_a_temperature_says_that_the_model_samples(
+    own: dict[str, Any], changes: dict[str, Any], samples: bool | None
+) -> None:
+    model = tiny("llama")
+    model.generation_config = GenerationConfig(**own)
+    ends = SimpleNamespace(pad_token_id=3)  # all that is asked of the tokenizer
+    assert generation_config(model, ends, [3], changes).do_sample is samples
+
+
+@pytest.mark.parametrize(
     ("wrong", "said"),
     [
         ("{temperatur: 0.7}", "export.generation.temperatur: GenerationConfig of transformers has no such field; "
                               "did you mean temperature?"),
-        ("{temperature: 0.7}", "You should set `do_sample=True`"),
+        ("{temperature: 0.7, do_sample: false}", "You should set `do_sample=True`"),
         ("{max_new_tokens: -1}", "must be greater than 0"),
     ],
 )  # fmt: skip

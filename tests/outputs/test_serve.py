@@ -69,7 +69,7 @@ def test_the_server_answers_as_the_run_does(tmp_path: Path) -> None:
             end(server)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    model, tokenizer = trained.load(str(tmp_path / "run"), "last")
+    model, tokenizer = trained.load(str(tmp_path / "run"), "last", {})
     asked = tokenizer.apply_chat_template(
         [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False
     )

@@ -36,11 +36,16 @@ def test_losses_and_gradients(start: str, data: tuple[Path, Path], tmp_path: Pat
     typed = [f"objective.{name}={v}" for name, v in keywords.items()]
     options = {"objective": "kto", "data": "unpaired_jsonl"}
     found = ours(path, model, adapter, tmp_path / "run", *typed, options=options)
+    # TRL's reference point is that of a micro-batch; the step's, which is ours, is the same where that is one.
     spec = {**trl_spec(path, model, adapter), "rows": in_our_order(rows(path)), "keywords": keywords}
+    spec |= {"micro_batch_size": BATCH, "accumulation": 1}
     reference = ask_trl(tmp_path, "kto", **spec)
     assert len(found) == len(reference) == PAIRS // BATCH
     for row, theirs in zip(found, reference, strict=True):
         assert row["train/loss"] == pytest.approx(theirs["loss"], rel=1e-4, abs=1e-4), row["step"]
         assert row["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4, abs=1e-4), row["step"]
         assert row["train/kl"] == pytest.approx(theirs["kl"], rel=1e-3, abs=1e-4), row["step"]
+        for ours_, of_trl in (("chosen", "chosen"), ("rejected", "rejected"), ("margin", "margins")):
+            ours_reward, their_reward = row[f"train/rewards/{ours_}"], theirs[f"rewards/{of_trl}"]
+            assert ours_reward == pytest.approx(their_reward, rel=1e-3, abs=1e-4), (row["step"], ours_)
     assert any(row["train/kl"] > 0.01 for row in found), "the reference point was never needed"

@@ -1,14 +1,18 @@
 """A run that is resumed with other settings: refused key by key, said, or of an earlier version, on real runs."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from chats import write_rows
 from inprocess import Ended, message, run, train_tiny
+from lmtrain.callbacks.validation import EarlyStopping
+from lmtrain.checkpoints import manifest, retention, store
 from lmtrain.objectives.base import Objective
 from support import TINY
 
@@ -180,3 +184,82 @@ def test_a_run_whose_config_has_the_key_fused(value: Any, text_run: Path, corpus
     ended = again(corpus, begun, tmp_path)
     assert ended.code == 0, ended.err
     assert "step_00000002" in ended.out.partition("start ")[2].splitlines()[0]
+
+
+def scores_of(run_dir: Path) -> dict[int, float]:
+    return {step: score for step, score in retention.scores(run_dir / "checkpoints", "val/loss") if score is not None}
+
+
+def test_scores_of_other_validation_rows_are_not_compared(text_run: Path, corpus: Path, tmp_path: Path) -> None:
+    """More of the split is another measure: said, and the best is chosen among scores of the same rows."""
+    ended = again(corpus, text_run, tmp_path, "trainer.limit_val_batches=5", "optimizer.lr=0.0")
+    assert ended.code == 0, ended.err
+    said = " ".join(ended.out.split())
+    assert "trainer.limit_val_batches 1 -> 5" in said
+    assert "val/loss is measured on other rows than up to step 2: scores are not compared with those before" in said
+    found = scores_of(tmp_path / "run")
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["best"] == "checkpoints/step_00000003"
+    assert summary["best_metric"] == {"val/loss": found[3]}
+    assert (tmp_path / "run" / "checkpoints" / "best").resolve().name == "step_00000003"
+    assert len(found) > 1, "the best of the rows before stays too"
+
+
+def test_scores_of_the_same_validation_rows_are_compared(text_run: Path, corpus: Path, tmp_path: Path) -> None:
+    ended = again(corpus, text_run, tmp_path, "optimizer.lr=0.0")
+    assert ended.code == 0, ended.err
+    assert "not compared" not in ended.out
+    found = scores_of(tmp_path / "run")
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["best_metric"] == {"val/loss": min(found.values())}
+
+
+def test_early_stopping_on_other_rows_begins_anew() -> None:
+    before = EarlyStopping("val/loss", scored_on="a")
+    before.best_score, before.wait_count = torch.tensor(0.1), 2
+    same, other, older = (EarlyStopping("val/loss", scored_on=rows) for rows in ("a", "b", "b"))
+    same.load_state_dict(before.state_dict())
+    other.load_state_dict(before.state_dict())
+    older.load_state_dict({k: v for k, v in before.state_dict().items() if k != "scored_on"})
+    assert (same.wait_count, other.wait_count, older.wait_count) == (2, 0, 2)
+    assert float(other.best_score) == float("inf")
+
+
+def swap_two_ids(file: Path) -> None:
+    tokenizer = json.loads(file.read_text())
+    vocab = tokenizer["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    file.write_text(json.dumps(tokenizer))
+
+
+@pytest.mark.parametrize("verb", ["generate", "evaluate", "export"])
+def test_two_ids_swapped_in_a_runs_tokenizer(verb: str, text_run: Path, tmp_path: Path) -> None:
+    shutil.copytree(text_run, tmp_path / "run", symlinks=True)
+    swap_two_ids(tmp_path / "run" / "tokenizer" / "tokenizer.json")
+    ended = run(verb, f"run_dir={tmp_path}/run")
+    assert ended.code == 2, ended.out
+    assert f"{tmp_path}/run/tokenizer is not the tokenizer that the model was trained with" in message(ended.err)
+    assert "tokenizer.json" in message(ended.err)
+    assert not (tmp_path / "run" / "export").exists()
+
+
+def test_a_tokenizer_of_a_run_of_an_earlier_version_is_known_by_its_ids(text_run: Path, tmp_path: Path) -> None:
+    shutil.copytree(text_run, tmp_path / "run", symlinks=True)
+    for path in store.scan(tmp_path / "run" / "checkpoints"):
+        content = store.read_manifest(path)
+        manifest.write(path, {k: content[k] for k in ("step", "metrics", "interim", "files")} | {"version": 1})
+    assert run("export", f"run_dir={tmp_path}/run").code == 0
+    swap_two_ids(tmp_path / "run" / "tokenizer" / "tokenizer.json")
+    assert "(its ids changed)" in message(run("export", f"run_dir={tmp_path}/run").err)
+
+
+def test_a_resumed_run_writes_a_changed_tokenizer_anew(text_run: Path, corpus: Path, tmp_path: Path) -> None:
+    shutil.copytree(text_run, tmp_path / "run", symlinks=True)
+    file = tmp_path / "run" / "tokenizer" / "tokenizer_config.json"
+    before = file.read_bytes()
+    file.write_text("{}")
+    ended = again(corpus, text_run, tmp_path)
+    assert ended.code == 0, ended.err
+    assert "was changed since step_00000002: written anew" in " ".join(ended.out.split())
+    assert file.read_bytes() == before
+    assert run("export", f"run_dir={tmp_path}/run", "export.checkpoint=step_00000002").code == 0

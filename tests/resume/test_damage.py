@@ -109,19 +109,85 @@ def test_every_bit_of_every_file_of_a_checkpoint(make: str, tmp_path: Path) -> N
         assert_every_flip_is_seen(path, file)
 
 
-def test_a_checkpoint_from_before_manifests_had_a_hash_still_loads(tmp_path: Path) -> None:
-    path = tmp_path / store.name_of(3)
-    store.publish(content(3, 1.5), path)
+def without_hash(path: Path, **changed: Any) -> None:
+    """Makes the manifest of a checkpoint one that has no checksum, with other values."""
     text = json.loads((path / manifest.NAME).read_text())
     del text["sha256"]
+    (path / manifest.NAME).write_text(json.dumps({**text, **changed}, indent=2))
+
+
+def of_earlier_version(step: int, folder: Path) -> Path:
+    """A checkpoint as it was before manifests had a checksum, and fingerprints the names of keys."""
+    path = folder / store.name_of(step)
+    store.publish({**content(step, 1.5), "fingerprint": {"seed": 1}}, path)
+    without_hash(path)
+    text = json.loads((path / manifest.NAME).read_text())
+    text.pop("version", None)
     (path / manifest.NAME).write_text(json.dumps(text, indent=2))
+    return path
+
+
+def test_a_checkpoint_from_before_manifests_had_a_hash_still_loads(tmp_path: Path) -> None:
+    path = of_earlier_version(3, tmp_path)
     assert store.damage(path) is None
+    assert not store.read_manifest(path)["verified"]
     assert store.newest_complete(tmp_path, pytest.fail) == path
     assert retention.scores(tmp_path, "val/loss") == [(3, 1.5)]
     # Neither a hash that lost its name nor values of other types pass for one of those.
     for _ in flips(path / manifest.NAME, every=5):  # no other error than those it names
         store.damage(path)
         assert len(retention.scores(tmp_path, "val/loss")) <= 1
+
+
+@pytest.mark.parametrize("gone", [(), ("version",), ("version", "scored_on", "tokenizer", "interim")])
+def test_a_manifest_of_today_without_its_checksum_is_damage(gone: tuple[str, ...], tmp_path: Path) -> None:
+    """Taken by the rule for old ones, its edited score would choose the best checkpoint."""
+    for step in (2, 3):
+        saved = {**content(step, 1.5), "fingerprint": {"keys": {"seed": 1}, "contents": {}}}
+        store.publish(saved, tmp_path / store.name_of(step))
+    path = tmp_path / store.name_of(2)
+    without_hash(path, metrics={"val/loss": 0.01})
+    text = json.loads((path / manifest.NAME).read_text())
+    (path / manifest.NAME).write_text(json.dumps({k: v for k, v in text.items() if k not in gone}))
+    assert "checksum" in str(store.damage(path))
+    assert retention.scores(tmp_path, "val/loss") == [(3, 1.5)]
+
+
+def test_a_manifest_of_a_later_version_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / store.name_of(3)
+    store.publish(content(3, 1.5), path)
+    manifest.write(path, {"step": 3, "metrics": {}, "files": {}, "version": 3})
+    assert store.damage(path) == "manifest.json is of format version 3, and this lmtrain reads up to 2: update it"
+
+
+def test_a_resumed_run_says_which_scores_nothing_vouches_for(corpus: Path, tmp_path: Path) -> None:
+    assert train_tiny(corpus, f"run.dir={tmp_path}/run").code == 0
+    for path in store.scan(tmp_path / "run" / "checkpoints"):
+        state = torch.load(path / "trainer.pt", weights_only=True)
+        before = {**state["fingerprint"]["keys"], "data": state["fingerprint"]["contents"]["data"]}
+        files = json.loads((path / manifest.NAME).read_text())["files"]
+        files["trainer.pt"] = store.write(path / "trainer.pt", {**state, "fingerprint": before})
+        text = {"step": store.step_of(path), "metrics": {"val/loss": 1.0}, "interim": False, "files": files}
+        (path / manifest.NAME).write_text(json.dumps(text))
+    ended = train_tiny(corpus, f"run.dir={tmp_path}/run", "run.resume=auto", "trainer.max_steps=3")
+    assert ended.code == 0, ended.err
+    assert "the manifests of step_00000001, step_00000002 have no checksum" in " ".join(ended.out.split())
+
+
+def test_a_pipe_in_a_run_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / store.name_of(3)
+    store.publish(content(3, 1.5), path)
+    (path / manifest.NAME).unlink()
+    os.mkfifo(path / manifest.NAME)
+    assert store.damage(path) == "manifest.json is no file in a folder"
+    for name in ("summary.json", "metrics.jsonl"):
+        os.mkfifo(tmp_path / name)
+    with pytest.raises(UserError, match=r"summary.json can't be read: .*no regular file"):
+        RunDir(tmp_path).read_summary()
+    with pytest.raises(UserError, match=r"metrics.jsonl can't be read: it is no regular file"):
+        list(read_jsonl(tmp_path / "metrics.jsonl"))
+    with pytest.raises(OSError, match="no regular file"):
+        cut_back(tmp_path / "metrics.jsonl", 3, True, pytest.fail)
 
 
 NO_MANIFEST = [b"", b"\0" * 300, b"\xff\xfe", b"[]", b"3", b"null", b'{"step": 1}', b"[" * 100_000,

@@ -3,11 +3,11 @@
 import shutil
 from pathlib import Path
 
-import processes
 import pytest
 from runs import assert_equal_runs, train
 from test_preemption import start
 
+import processes
 from inprocess import snapshot
 from lmtrain.checkpoints import manifest, store
 

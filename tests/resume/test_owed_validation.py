@@ -6,11 +6,11 @@ import signal
 import time
 from pathlib import Path
 
-import processes
 import pytest
 from runs import assert_equal_runs, kill_at, stable_rows, train
 from test_preemption import start
 
+import processes
 from lmtrain.checkpoints import store
 from lmtrain.files import read_jsonl
 

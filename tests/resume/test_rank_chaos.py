@@ -8,10 +8,10 @@ import subprocess
 import time
 from pathlib import Path
 
-import processes
 import pytest
 from runs import assert_equal_runs, command, environment, train
 
+import processes
 from lmtrain.files import read_jsonl
 
 KILLS = 6

@@ -5,11 +5,11 @@ import os
 import signal
 from pathlib import Path
 
-import processes
 import pytest
 from runs import assert_equal_runs, kill_at, train
 from test_preemption import start, wait_for_step
 
+import processes
 from lmtrain.checkpoints import store
 from lmtrain.files import read_jsonl
 from support import lingers

@@ -41,7 +41,7 @@ def typed(monkeypatch: pytest.MonkeyPatch, verb: str, text: str, *argv: str) -> 
 
 def expected(folder: Path, messages: list[dict[str, str]]) -> str:
     """The answer to a whole conversation, through transformers' own rendering of the template."""
-    model, tokenizer = trained.load(str(folder), "last")
+    model, tokenizer = trained.load(str(folder), "last", {})
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     stop = end_ids(tokenizer, own_template(tokenizer))
     return sample_text(model, tokenizer, text, max_new_tokens=12, temperature=0.0, end_ids=stop).strip()
@@ -68,7 +68,7 @@ def test_an_answer_comes_word_by_word_and_an_interrupted_turn_is_forgotten(folde
     from lmtrain.config import compose as rules
 
     settings = rules.check(rules.compose(GREEDY)).generate
-    talk = Talk(*trained.load(str(folder), "last"), settings, seed=0)
+    talk = Talk(*trained.load(str(folder), "last", {}), settings, seed=0)
     settings.max_new_tokens = 40
     heard: list[str] = []
     answer = talk.ask("how far is Oslo, and is there a train?", heard.append, print)
@@ -108,7 +108,7 @@ def test_prompts_of_a_file(form: str, tmp_path: Path, monkeypatch: pytest.Monkey
     ended = typed(monkeypatch, "generate", text if form == "-" else "", *argv)
     assert ended.code == 0, ended.err
     found = [json.loads(line) for line in ended.out.splitlines()]
-    loaded, tokenizer = trained.load(str(model), "last")
+    loaded, tokenizer = trained.load(str(model), "last", {})
     assert [row["prompt"] for row in found] == prompts
     for row in found:
         assert row["text"] == sample_text(loaded, tokenizer, row["prompt"], max_new_tokens=12, temperature=0.0)

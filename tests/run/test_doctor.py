@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from inprocess import run
 from lmtrain.run import machine
 
@@ -33,3 +35,11 @@ def test_a_missing_package_names_its_requirement(monkeypatch) -> None:
     (peft,) = [f for f in machine._packages() if f.name == "peft"]
     assert (peft.good, peft.needed) == (False, True)
     assert "pip install" in peft.words
+
+
+def test_pip_lines_keep_their_extras(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    lacking = [machine.Finding(name, False, f'pip install "lmtrain[{name}]"') for name in ("ray", "lm-eval")]
+    monkeypatch.setattr(machine, "findings", lambda folder: iter(lacking))
+    done = run("doctor", str(tmp_path))
+    assert 'pip install "lmtrain[ray]"' in done.out
+    assert 'pip install "lmtrain[lm-eval]"' in done.out

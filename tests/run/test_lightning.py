@@ -14,6 +14,7 @@ from inprocess import TWO_STEPS, message, train_tiny
 from lmtrain.callbacks import foreign
 from lmtrain.config.explain import flatten
 from lmtrain.config.lightning_arguments import ANSWERS
+from lmtrain.config.targets import build_target
 from lmtrain.errors import UserError
 from support import REPO, TINY, Run, rows
 
@@ -126,9 +127,9 @@ def test_the_table_says_which_callbacks_are_refused() -> None:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_callback_that_cannot_work_is_refused(name: str) -> None:
-    cls = getattr(pl.callbacks, name)
+    entry = {"_target_": f"{LIGHTNINGS}.{name}"}
     with pytest.raises(UserError, match=f"callbacks.extra: {name} can't be used here: "):
-        foreign.check([cls.__new__(cls)])
+        build_target(entry, "callbacks.extra", pl.Callback, refused=foreign.REFUSED)
 
 
 def test_a_refusal_leaves_no_run(corpus: Path, tmp_path: Path) -> None:

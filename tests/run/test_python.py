@@ -5,6 +5,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from lightning.pytorch.loggers import CSVLogger
 
 import lmtrain
@@ -36,6 +37,8 @@ def test_fit_validate_and_sample(typed: list[dict[str, Any]], corpus: Path, tmp_
     assert not (tmp_path / "called" / "metrics.jsonl").exists()
     summary = run.fit()
     assert summary["status"] == "finished"
+    trained = [row for row in typed if "train/loss" in row][-1]
+    assert summary["train"] == {"train/loss": trained["train/loss"], "step": 4}
     assert [without_times(row) for row in rows(tmp_path / "called" / "metrics.jsonl")] == typed
     last = next(row for row in reversed(typed) if "val/loss" in row)
     assert run.validate() == {name: value for name, value in last.items() if name.startswith("val/")}
@@ -74,6 +77,37 @@ def test_under_a_stock_trainer(typed: list[dict[str, Any]], corpus: Path, tmp_pa
     last = [row["val/loss"] for row in typed if "val/loss" in row][-1]
     assert float(trainer.callback_metrics["val/loss"]) == pytest.approx(last, rel=1e-6)
     assert float(trainer.callback_metrics["train/loss"]) == pytest.approx(losses[-1], rel=1e-6)
+
+
+def test_a_stock_trainers_metrics_test_and_predict(typed: list[dict[str, Any]], corpus: Path, tmp_path: Path) -> None:
+    """As people from Lightning write it: no logger, and fewer steps than log_every_n_steps."""
+    run = lmtrain.build(lmtrain.compose(settings(corpus, "run.dir=built")))
+    trainer = pl.Trainer(max_steps=4, accelerator="cpu", logger=False, enable_progress_bar=False,
+                         enable_checkpointing=False, val_check_interval=2)  # fmt: skip
+    trainer.fit(run.objective, datamodule=run.datamodule)
+    last = [row for row in typed if "train/loss" in row][-1]
+    found = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    for name in ("train/loss", "lr", "grad_norm"):
+        assert found[name] == pytest.approx(last[name], rel=1e-6)
+    expected = [row["val/loss"] for row in typed if "val/loss" in row][-1]
+    (tested,) = trainer.test(run.objective, datamodule=run.datamodule, verbose=False)
+    assert tested["test/loss"] == pytest.approx(expected, rel=1e-6)
+    predicted: Any = trainer.predict(run.objective, datamodule=run.datamodule)
+    scored = torch.cat([(part["labels"] != -100).flatten() for part in predicted])
+    log_probs = torch.cat([part["log_probs"].flatten() for part in predicted])
+    assert -log_probs[scored].mean().item() == pytest.approx(expected, rel=1e-6)
+    assert not log_probs[~scored].any()
+    assert not (tmp_path / "built" / "metrics.jsonl").exists()
+
+
+def test_tested_and_predicted_by_the_runs_own_trainer(corpus: Path, tmp_path: Path) -> None:
+    run = lmtrain.build(lmtrain.compose(settings(corpus, f"run.dir={tmp_path / 'called'}", "trainer.max_steps=2")))
+    run.fit()
+    written = (tmp_path / "called" / "metrics.jsonl").read_bytes()
+    (tested,) = run.trainer.test(run.objective, datamodule=run.datamodule, verbose=False)
+    assert tested["test/loss"] == pytest.approx(run.validate()["val/loss"])
+    assert run.trainer.predict(run.objective, datamodule=run.datamodule)
+    assert (tmp_path / "called" / "metrics.jsonl").read_bytes() == written
 
 
 def test_refusals(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

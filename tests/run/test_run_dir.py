@@ -184,7 +184,7 @@ def test_its_config_says_what_ran(corpus: Path, here: Path) -> None:
     assert train_tiny(corpus, "run.name=first", "trainer.precision=auto").code == 0
     text = (here / "outputs" / "first" / "config.yaml").read_text()
     assert "${" not in text
-    loaded = rules.load(here / "outputs" / "first" / "config.yaml")
+    loaded = rules.load(here / "outputs" / "first" / "config.yaml", {})
     for key in ("accelerator", "devices", "precision", "compile", "activation_checkpointing"):
         assert getattr(loaded.trainer, key) != "auto"
     assert rules.dump(loaded) == text

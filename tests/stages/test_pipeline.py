@@ -135,6 +135,13 @@ def test_unknown_pipelines() -> None:
         assert (ended.code, message in ended.err) == (2, True), ended.err
 
 
+def test_an_evaluation_may_read_the_address_that_was_typed_for_its_stage(tree: Tree) -> None:
+    made = planned(tree, "pretrain.data.path='https://host/a.txt'")
+    of_pretrain, of_sft = made.evaluations
+    assert made.flags_of(of_pretrain) == ["--trust", str(made.folder / "pretrain" / "export" / "lmtrain_config.yaml")]
+    assert made.flags_of(of_sft) == []
+
+
 def test_words_go_where_they_belong(tree: Tree) -> None:
     made = planned(tree, "trainer.max_steps=7", "sft.trainer.max_steps=9", "run.name=here", "answers.evaluate.limit=3")
     assert [one.config.trainer.max_steps for one in made.stages] == [7, 9, 7]

@@ -24,7 +24,16 @@ def killed_at(place: str, step: int, marker: Path) -> str:
 def start(file: Path, folder: Path) -> subprocess.Popen[str]:
     path = os.pathsep.join([str(TESTS / "resume"), os.environ.get("PYTHONPATH", "")])
     return subprocess.Popen(
-        [sys.executable, "-m", "lmtrain.pipeline", f"pipeline={file}", f"run.dir={folder}"],
+        [
+            sys.executable,
+            "-m",
+            "lmtrain.pipeline",
+            "--trust",
+            str(file),  # its callbacks write outside the run's folder
+            f"pipeline={file}",
+            f"run.dir={folder}",
+            "run.allow_target=[killer]",
+        ],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -54,7 +63,7 @@ def test_killed_anywhere_it_ends_with_the_same_bytes(corpus: Path, tmp_path: Pat
     places = {"pretrain": ("mid_step", 2), "sft": ("mid_save", 3), "dpo": ("before_publish", 2)}
     markers = {stage: tmp_path / f"{stage}.killed" for stage in places}
     for stage, (place, step) in places.items():
-        tree["stages"][stage]["overrides"] += [killed_at(place, step, markers[stage]), "run.allow_target=[killer]"]
+        tree["stages"][stage]["overrides"] += [killed_at(place, step, markers[stage])]
     file, killed, whole = write(tree, tmp_path), tmp_path / "killed", tmp_path / "whole"
 
     # One death of a stage's process each, of the pipeline's own, and a request to stop: then until all is done.

@@ -112,10 +112,6 @@ def test_broadcast_no_sigterm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "_broadcast_sigterm_tensor()" in source("loops/training_epoch_loop.py"), "its loop still asks by this name"
 
 
-def test_is_log_step(tmp_path: Path) -> None:
-    assert fit(tmp_path, lightning_private.is_log_step) == [False, True, False, True]
-
-
 def test_logged_at_step_and_over_the_epoch(tmp_path: Path) -> None:
     steps = fit(tmp_path, lightning_private.logged_at_step)
     assert [float(step["now"]) for step in steps] == [0.0, 1.0, 2.0, 3.0]

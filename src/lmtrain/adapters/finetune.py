@@ -6,7 +6,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from lmtrain.adapters import memory_adapter, quantized
-from lmtrain.adapters.trainable import base_identity, trainable_names
+from lmtrain.adapters.trainable import base_identity, train_base, trainable_names
+from lmtrain.config.memory import trains_base
 from lmtrain.config.models import LoadedModel
 from lmtrain.config.schema import Config
 from lmtrain.models import split
@@ -40,6 +41,8 @@ def build_trainable_model(config: Config, tokenizer: Any) -> PreTrainedModel:
         adapters.attach(model, config.peft, base, config.model.revision, new_tokens, config.seed)
     if config.memory.num_chapters is not None:
         memory_adapter.attach(model, config)
+    if trains_base(config):
+        train_base(model)
     if config.trainer.strategy == "fsdp_tp":
         split.check(model, config.trainer.fsdp.tensor_parallel_size)
     return model

@@ -1,5 +1,6 @@
 """Frozen bases stored in 4 bits (Dettmers et al. 2023, arXiv:2305.14314) or 8 (2022, arXiv:2208.07339)."""
 
+import functools
 import os
 from typing import Any
 
@@ -24,6 +25,11 @@ def loading_options(cfg: Peft, precision: str, accelerator: str) -> dict[str, An
     from transformers import BitsAndBytesConfig
 
     if cfg.quantization == "int8":
+        if accelerator == "cpu" and not multiplies_int8():
+            raise UserError(
+                "peft.quantization=int8: this CPU's products of 8-bit numbers overflow (it has no VNNI instructions, "
+                "and oneDNN saturates sums of 16 bits): set peft.quantization=nf4"
+            )
         config = BitsAndBytesConfig(load_in_8bit=True)
     else:
         config = BitsAndBytesConfig(
@@ -34,6 +40,13 @@ def loading_options(cfg: Peft, precision: str, accelerator: str) -> dict[str, An
         )
     device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if accelerator in ("cuda", "gpu") else accelerator
     return {"quantization_config": config, "device_map": {"": device}}
+
+
+@functools.cache
+def multiplies_int8() -> bool:
+    """Whether 8-bit matrix products on this CPU, as bitsandbytes makes them, are exact."""
+    largest = torch.full((16, 64), 127, dtype=torch.int8)
+    return bool((torch._int_mm(largest, largest.t()) == 64 * 127 * 127).all())
 
 
 def compute_dtype(precision: str) -> torch.dtype:

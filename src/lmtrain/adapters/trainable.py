@@ -5,7 +5,8 @@ peft is not imported here: it takes seconds, and every objective needs this file
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,26 +75,55 @@ def trainable_names(module: nn.Module) -> set[str] | None:
     return {name for name, p in parameters if p.requires_grad}
 
 
+_ADDED = re.compile(r"lora_|trainable_tokens_delta|modules_to_save|\.memory(_bank)?\.")  # to a base, by name
+
+
+def base_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Those of the model that an adapter or a memory was put into, without what stands in for some of them."""
+    return (p for n, p in model.named_parameters() if not _ADDED.search(n) and ".original_module." not in n)
+
+
+def train_base(model: nn.Module) -> None:
+    """Trains the base beside what was added to it: the {name: base} of optimizer.groups."""
+    for parameter in base_parameters(model):
+        parameter.requires_grad_(True)
+
+
 def without_frozen(module: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """A state dict of `module` without what is frozen: that can be had again, and may be a thousand times as large."""
     names = trainable_names(module)
     return state if names is None else {name: tensor for name, tensor in state.items() if name in names}
 
 
-def check_names(module: nn.Module, saved: Iterable[str]) -> None:
-    """Raises UserError unless a checkpoint holds exactly the parameters that `module` trains."""
-    names, saved = trainable_names(module), set(saved)
-    if names is None or names == saved:
-        return
+def check_weights(module: nn.Module, saved: Mapping[str, Any]) -> None:
+    """Raises UserError unless a checkpoint holds exactly the parameters that `module` trains, in their shapes."""
+    names = trainable_names(module)
+    if names is None or names == saved.keys():
+        return _check_shapes(module, saved)
     parts = [
         f"{word} {sorted(these)[0]} ({len(these)} in all)"
-        for word, these in (("lacks", names - saved), ("holds", saved - names))
+        for word, these in (("lacks", names - saved.keys()), ("holds", saved.keys() - names))
         if these
     ]
     raise UserError(
         f"the checkpoint's trained parameters are not this run's: it {' and '.join(parts)}. Use the peft.* settings "
         f"it was written with (config.yaml of its run)"
     )
+
+
+def _check_shapes(module: nn.Module, saved: Mapping[str, Any]) -> None:
+    """Raises UserError for the first of the checkpoint's tensors that has not its parameter's shape, or lacks."""
+    whole = trainable_names(module) is None
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if name not in saved:
+            if whole:
+                raise UserError(f"the checkpoint lacks the parameter {name}: it is of another model, or damaged")
+        elif not isinstance(saved[name], Tensor) or saved[name].shape != parameter.shape:
+            found = list(saved[name].shape) if isinstance(saved[name], Tensor) else type(saved[name]).__name__
+            raise UserError(
+                f"the checkpoint's {name} is {found} where this run's model has {list(parameter.shape)}: it is of "
+                f"another model (config.yaml of its run says which), or damaged"
+            )
 
 
 def base_identity(model: PreTrainedModel, name_or_path: str, *, whole: bool) -> str:

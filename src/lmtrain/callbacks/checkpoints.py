@@ -16,6 +16,7 @@ from lmtrain.callbacks.metrics import Metrics
 from lmtrain.checkpoints import retention, store
 from lmtrain.checkpoints.checkpoint_io import FolderCheckpointIO
 from lmtrain.config.schema import Checkpoint as CheckpointConfig
+from lmtrain.data.tokenizer_folder import file_hashes
 from lmtrain.errors import RunError
 
 
@@ -23,11 +24,23 @@ class Checkpoints(Checkpoint):
     """A Lightning Checkpoint, so it runs after the callbacks whose state it saves."""
 
     def __init__(
-        self, folder: Path, metrics: Metrics, cfg: CheckpointConfig, *, every_n_steps: int | None, total_steps: int
+        self,
+        folder: Path,
+        metrics: Metrics,
+        cfg: CheckpointConfig,
+        *,
+        every_n_steps: int | None,
+        total_steps: int,
+        scored_on: str | None = None,
     ) -> None:
-        self.folder, self.metrics, self.cfg = folder, metrics, cfg
+        """
+        Args:
+            scored_on: names the rows that cfg.monitor is measured on, see `val_sets.scored_on`.
+        """
+        self.folder, self.metrics, self.cfg, self.scored_on = folder, metrics, cfg, scored_on
         self.every_n_steps, self.total_steps = every_n_steps, total_steps
         self.interim = False
+        self.tokenizer: dict[str, str] = {}  # the hashes of the files of the run's tokenizer/
 
     def due(self, trainer: pl.Trainer) -> bool:
         """Whether to save now; the same on all ranks, who may see the folder in different states."""
@@ -54,11 +67,12 @@ class Checkpoints(Checkpoint):
         score = self._score(step)
         with self.metrics.clock.pause():
             io.wait()  # one in flight has no manifest yet
-        earlier = retention.scores(self.folder, self.cfg.monitor)
+        earlier = retention.scores(self.folder, self.cfg.monitor, self.scored_on)
         return retention.best_of([*earlier, (step, score)], self.cfg.mode) == step
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """A run killed between its last save and what follows has no later save that would do it."""
+        self.tokenizer = file_hashes(self.folder.parent / "tokenizer")
         if trainer.is_global_zero:
             self.prune()
 
@@ -69,7 +83,12 @@ class Checkpoints(Checkpoint):
         """
         path, found = self.folder / store.name_of(trainer.global_step), self._metrics_of(trainer.global_step)
         interim = not self.due(trainer)
-        if trainer.is_global_zero and found and path.exists() and store.add_metrics(path, found, interim):
+        if (
+            trainer.is_global_zero
+            and found
+            and path.exists()
+            and store.add_metrics(path, found, interim, self.scored_on)
+        ):
             self.prune()
 
     def on_train_batch_end(
@@ -89,8 +108,9 @@ class Checkpoints(Checkpoint):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        # Both go into the manifest.
+        # They go into the manifest.
         checkpoint["metrics"], checkpoint["interim"] = self._metrics_of(trainer.global_step), self.interim
+        checkpoint["scored_on"], checkpoint["tokenizer"] = self.scored_on, self.tokenizer
 
     def _metrics_of(self, step: int) -> dict[str, Any]:
         """The scores of this very step, if it was validated."""
@@ -102,8 +122,12 @@ class Checkpoints(Checkpoint):
         found = {store.step_of(path): path for path in retention.manifests(self.folder)}
         if not found:
             return
-        scores, cfg = retention.scores(self.folder, self.cfg.monitor), self.cfg
+        scores, cfg = retention.scores(self.folder, self.cfg.monitor, self.scored_on), self.cfg
         keep = retention.to_keep(scores, cfg.keep_last, cfg.keep_best, cfg.keep_every, cfg.mode) | {max(found)}
+        for rows in retention.scored_on_others(self.folder, self.scored_on):  # the best of each, which may be asked for
+            keep |= retention.to_keep(
+                retention.scores(self.folder, cfg.monitor, rows), 0, cfg.keep_best, None, cfg.mode
+            )
         retention.link(self.folder, "last", found[max(found)])
         best = retention.best_of(scores, cfg.mode)
         if best is not None:

@@ -6,7 +6,6 @@ import lightning.pytorch.callbacks as theirs
 from lightning.pytorch.callbacks import Callback
 
 from lmtrain.callbacks import throughput
-from lmtrain.errors import UserError
 
 _AVERAGES = (
     "it saves the average in place of the weights that training goes on from; callbacks=ema averages by the same "
@@ -24,6 +23,7 @@ REFUSED: dict[type[Callback], str] = {
     theirs.StochasticWeightAveraging: "it sets the learning rate and counts epochs; callbacks=ema averages weights",
     theirs.WeightAveraging: _AVERAGES,
     theirs.LearningRateFinder: f"{_FINDS}; lmtrain.tune finds a rate, from the same config",
+    theirs.LambdaCallback: "it takes functions, which a config can't name; write a Callback of your own",
     theirs.BatchSizeFinder: f"{_FINDS}; lmtrain.tune finds the largest data.micro_batch_size, from the same config",
 }
 
@@ -34,11 +34,3 @@ INSTEAD = dict.fromkeys(throughput.THEIRS, f"{throughput.__name__}.ThroughputMon
 def fitted(entry: dict[str, Any]) -> dict[str, Any]:
     """An entry of callbacks.extra; for a callback of Lightning's that has to be told something, the one that is."""
     return {**entry, "_target_": INSTEAD.get(entry["_target_"], entry["_target_"])}
-
-
-def check(callbacks: list[Callback]) -> None:
-    """Raises UserError for a callback of a user's that can't work here."""
-    for callback in callbacks:
-        for refused, reason in REFUSED.items():
-            if isinstance(callback, refused):
-                raise UserError(f"callbacks.extra: {type(callback).__name__} can't be used here: {reason}")

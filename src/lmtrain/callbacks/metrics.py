@@ -17,6 +17,7 @@ from lmtrain.callbacks.system import machine_numbers
 from lmtrain.distributed.data_parallel import total
 from lmtrain.errors import RunError
 from lmtrain.objectives.base import Objective
+from lmtrain.objectives.parts import RECOMPUTED, Definition
 from lmtrain.strategies import lightning_private
 
 # Fields that depend on the machine's speed: the rest of a resumed run's rows equals the uninterrupted run's.
@@ -24,6 +25,51 @@ TIME_FIELDS = (
     *("tokens_per_s", "samples_per_s", "step_ms", "data_wait_ms", "mfu", "memory_gib"),
     *("host_memory_gib", "gpu_utilization", "gpu_watts", "time"),
 )
+
+_SINCE = "since the last row, without validations, saves and samples"
+_SPEED = f"all ranks, {_SINCE}"
+_COUNTED = {"plain count": f"{RECOMPUTED}::test_step_numbers"}
+_LIKELIHOODS = {"plain loop": f"{RECOMPUTED}::test_likelihoods"}
+STEP = {
+    "step": Definition("steps", "the run", "optimizer steps taken, bad ones included", _COUNTED),
+    "tokens_seen": Definition(
+        "tokens", "the run", "tokens read: of windows of text those with a label, else all but padding; a prompt that "
+        "two answers share once, KTO's answers to other prompts not", {"plain count": f"{RECOMPUTED}::test_pairs"},
+    ),
+    "rows": Definition("checksum", "rows of the step", "CRC-32 of their (epoch, row) numbers, int64", _COUNTED),
+    "bad_steps": Definition("steps", "the run", "updates left out: gradient not finite, or the loss a spike", _COUNTED),
+    "lr": Definition(
+        "1", "the step", "optimizer.lr x the schedule's factor, of the first parameter group",
+        {
+            "torch": "tests/optim/test_schedules.py::test_against_torch",
+            "transformers": "tests/optim/test_schedules.py::test_against_transformers",
+        },
+    ),
+    "grad_norm": Definition(
+        "loss per weight", "trained weights", "L2 norm of the step's gradient before clipping; with routers' losses",
+        {"torch's clip_grad_norm_": "tests/parity/test_grid.py::test_any_two_settings_train_like_a_plain_loop"},
+    ),
+    "tokens_per_s": Definition("tokens/s", _SPEED, "tokens of tokens_seen / seconds", _COUNTED),
+    "samples_per_s": Definition("rows/s", _SPEED, "rows of data.seq_len, pairs or answers / seconds", _COUNTED),
+    "step_ms": Definition("ms", _SINCE, "time / steps", _COUNTED),
+    "data_wait_ms": Definition("ms", f"rank 0, {_SINCE}", "time waited for data / steps"),
+    "mfu": Definition(
+        "share", _SPEED, "FLOPs a token needs x tokens_per_s / peak of all devices (models/flops.py)",
+        {"torch's FlopCounterMode": "tests/models/test_flops.py::test_flops_per_token_equal_the_counted_ones"},
+    ),
+    "memory_gib": Definition("GiB", "rank 0, since it began", "most GPU memory that torch had allocated"),
+    "time": Definition("s", "the record", "seconds since 1970 when it was written"),
+}  # fmt: skip
+DERIVED = {
+    "perplexity": Definition("1", "as val/loss", "exp(loss)", _LIKELIHOODS),
+    "bits_per_byte": Definition(
+        "bits/byte", "as val/loss", "loss / ln 2 x tokens / UTF-8 bytes of the text, ends of documents being tokens",
+        {
+            **_LIKELIHOODS,
+            "plain loop over a set": "tests/data/test_val_sets.py::test_each_set_has_the_loss_of_a_plain_loop",
+        },
+    ),
+}  # fmt: skip
 
 
 def without_times(row: Row) -> Row:
@@ -77,15 +123,18 @@ class Metrics(pl.Callback):
         self.listeners: list[Callable[[Row], None]] = []
         self.tokens_seen = torch.zeros((), dtype=torch.int64)
         self.tokens_logged = 0
+        self.last_train: Row = {}  # train/... of the step logged last, and which one that was
         self.last_val: Row = {}
         self.train_seconds, self.train_tokens = 0.0, 0
         self._trained_until = 0.0  # training time on the clock when the last batch ended
 
     def state_dict(self) -> dict[str, Any]:
-        return {"tokens_seen": int(self.tokens_seen), "last_val": dict(self.last_val), "rows": self.records.rows}
+        last = {"last_train": dict(self.last_train), "last_val": dict(self.last_val)}
+        return {"tokens_seen": int(self.tokens_seen), **last, "rows": self.records.rows}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.tokens_seen = torch.tensor(state_dict["tokens_seen"])
+        self.last_train = dict(state_dict.get("last_train", {}))  # earlier versions kept none
         self.last_val = dict(state_dict["last_val"])
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -133,7 +182,9 @@ class Metrics(pl.Callback):
         row: Row = {"step": result.step, "tokens_seen": int(tokens_seen)}
         row |= self.numbers(result.step)
         row |= {"rows": result.rows, "bad_steps": module.guard.counts()[0]}
-        row |= {f"train/{n}": v / max(n_tokens, 1) for n, v in zip(names, values, strict=False)}
+        means = module.means_of(dict(zip(names, values, strict=False)), n_tokens)
+        row |= {f"train/{name}": mean for name, mean in means.items()}
+        self.last_train = {k: v for k, v in row.items() if k.startswith("train/")} | {"step": result.step}
         row |= {"lr": result.lr, "grad_norm": grad_norm, "tokens_per_s": round(tokens / seconds, 1)}
         row |= {
             "step_ms": round(1000 * seconds / self.clock.steps, 3),
@@ -157,6 +208,12 @@ class Metrics(pl.Callback):
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.last_val |= self.records.logged_in_validation()  # a checkpoint may be the best by one of them
         self.clock.paused += time.perf_counter() - self._val_start
+
+    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.records.validating = True  # records are of the training: a test returns its numbers
+
+    def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.records.forget_validation()
 
     def log_validation(
         self, trainer: pl.Trainer, module: Objective, means: dict[str, dict[str, float]], scores: dict[str, float]

@@ -11,9 +11,17 @@ from lmtrain.callbacks.records import Records
 from lmtrain.config.schema import Config
 from lmtrain.distributed.data_parallel import total
 from lmtrain.objectives.base import Objective
+from lmtrain.objectives.parts import RECOMPUTED, Definition
 
 MOST = 64  # numbers of a record: where there are more choices, neighbouring ones are counted together
 CHOICES = {"memory": "chapters", "router": "experts"}
+_SHARES = Definition(
+    "list of thousandths",
+    "choices of all tokens of the step, all layers",
+    "choices that fell on each / all; 64 numbers at most, where there are more choices neighbouring ones are together",
+    {"plain loop": f"{RECOMPUTED}::test_routers"},
+)
+USE = {f"router/{choices}": _SHARES for choices in CHOICES.values()}
 
 
 class Routing(pl.Callback):
@@ -44,7 +52,7 @@ class Routing(pl.Callback):
             before = self.in_a_row.get(kind, torch.zeros_like(same, dtype=torch.int64))
             self.in_a_row[kind] = torch.where(same, before.to(same.device) + 1, 0)
         if self.records.holds(validation=False):  # the step is logged
-            self.records.add({f"aux/{kind}_use": use(total(trainer, counts)) for kind, counts in chosen.items()})
+            self.records.add({f"router/{CHOICES[kind]}": use(total(trainer, x)) for kind, x in chosen.items()})
             self.warn(pl_module, trainer.global_step)
 
     def warn(self, module: Objective, step: int) -> None:

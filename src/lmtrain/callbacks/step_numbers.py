@@ -5,6 +5,17 @@ import math
 from lmtrain.config.growth import Stages, row_lengths, step_sizes
 from lmtrain.config.schema import Config
 from lmtrain.data.modules import Rows
+from lmtrain.objectives.parts import Definition
+
+_GROWN = {"plain count": "tests/data/test_growth.py::test_a_run_that_grows_goes_on_exactly"}
+GROWN = {
+    "tokens_seen/<source>": Definition(
+        "tokens", "the run", "rows taken from that source of a mixture x data.seq_len",
+        {"plain count": "tests/data/test_text_mixture.py::test_a_run_sees_its_sources_by_weight_and_goes_on_exactly"},
+    ),
+    "row_length": Definition("tokens", "the step", "tokens of a row, where data.curriculum lets rows grow", _GROWN),
+    "step_rows": Definition("rows", "the step", "rows of the step, where data.batch_warmup lets it grow", _GROWN),
+}  # fmt: skip
 
 
 class StepNumbers:
@@ -24,7 +35,7 @@ class StepNumbers:
     def __call__(self, steps: int) -> dict[str, int]:
         found = {}
         if self.mixture is not None:
-            given = self.mixture.rows_given(int(min(self.sizes.before(steps), self.all_rows)))
+            given = self.mixture.rows_given(self._rows_before(steps))
             for source, rows in zip(self.mixture.sources, given, strict=True):
                 found[f"tokens_seen/{source.name}"] = int(rows) * self.seq_len
         if len(self.lengths.values) > 1:
@@ -39,4 +50,8 @@ class StepNumbers:
 
     def rows_of_last(self, last: int, steps: int) -> int:
         """Rows of data.seq_len in the `last` of so many steps."""
-        return self.sizes.before(steps) - self.sizes.before(steps - last)
+        return self._rows_before(steps) - self._rows_before(steps - last)
+
+    def _rows_before(self, steps: int) -> int:
+        """The last step of a run by epochs may be short."""
+        return int(min(self.sizes.before(steps), self.all_rows))

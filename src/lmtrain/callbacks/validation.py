@@ -85,7 +85,23 @@ class Validation(pl.Callback):
 
 
 class EarlyStopping(LightningEarlyStopping):
-    """Lightning's, blind to the validation before the first step."""
+    """Lightning's, blind to the validation before the first step; on other rows than before, it waits anew."""
+
+    def __init__(self, *args: Any, scored_on: str | None = None, **kwargs: Any) -> None:
+        """
+        Args:
+            scored_on: names the rows that the monitored score is measured on, see `val_sets.scored_on`.
+        """
+        super().__init__(*args, **kwargs)
+        self.scored_on = scored_on
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "scored_on": self.scored_on}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        state = dict(state_dict)
+        if state.pop("scored_on", self.scored_on) == self.scored_on:
+            super().load_state_dict(state)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.global_step > 0:

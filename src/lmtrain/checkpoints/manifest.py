@@ -1,19 +1,27 @@
 """manifest.json of a checkpoint: its step, its scores, its files, and a hash of all that.
 
-The hash is of the content, not of the text: whatever changes no value changes nothing. A manifest written before there
-was one has exactly the keys it had then, and is taken as it is.
+The hash is of the content, not of the text: whatever changes no value changes nothing. A manifest without one is taken
+as it is, where its checkpoint says that it is of a version that wrote none (`_before_hashes`).
+
+    version   of this format: 2; manifests with a hash and without it are of version 1
+    step, metrics, interim, files
+    scored_on, tokenizer    since version 2: what the scores are of (data/val_identity.py), and the hashes of the run's
+              tokenizer/ (data/tokenizers.py)
 """
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 from lmtrain.errors import RunError, reason
-from lmtrain.files import write_atomic
+from lmtrain.files import NotRegular, read_regular, write_atomic
 
 NAME = "manifest.json"
-_HASH = "sha256"
+VERSION = 2
+_HASH, _VERSION = "sha256", "version"
+_FILE = re.compile(r"[\w.-]{1,200}", re.ASCII)  # the name of a file of a checkpoint's folder
 _REQUIRED, _KNOWN = {"step", "metrics", "files"}, {"step", "metrics", "files", "interim"}
 
 
@@ -34,35 +42,51 @@ def unreadable(path: Path, error: OSError) -> RunError:
 
 
 def write(checkpoint: Path, content: dict[str, Any]) -> None:
-    """Writes `content` (step, metrics, files, interim) and its hash, atomically."""
-    plain = json.loads(json.dumps(content))
+    """Writes `content` (see the module), the version and a hash of all, atomically."""
+    plain = json.loads(json.dumps({_VERSION: VERSION, **content}))
     write_atomic(checkpoint / NAME, json.dumps({**plain, _HASH: _hash(plain)}, indent=2))
 
 
 def read(checkpoint: Path) -> dict[str, Any]:
-    """The content that `write` was given.
+    """The content that `write` was given, `verified` beside it: False of one that has no hash.
 
     Raises:
         Damaged: it is missing, or not what was written.
         RunError: the disk does not give it.
     """
     try:
-        text = (checkpoint / NAME).read_bytes()
+        text = read_regular(checkpoint / NAME)
     except FileNotFoundError:
         raise Damaged(checkpoint, f"{NAME} is missing") from None
-    except (NotADirectoryError, IsADirectoryError):
+    except (NotADirectoryError, IsADirectoryError, NotRegular):
         raise Damaged(checkpoint, f"{NAME} is no file in a folder") from None
+    except UnicodeDecodeError as error:
+        raise Damaged(checkpoint, f"{NAME} can't be read: {error}") from None
     except OSError as error:
         raise unreadable(checkpoint / NAME, error) from error
     try:
-        content = json.loads(text.decode("utf-8"))
+        content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise Damaged(checkpoint, f"{NAME} can't be read: {error}") from None
     problem = _problem(content)
     if problem is not None:
         raise Damaged(checkpoint, f"{NAME} {problem}")
-    content.pop(_HASH, None)
-    return content
+    verified = content.pop(_HASH, None) is not None
+    if not verified and not _before_hashes(checkpoint):
+        raise Damaged(checkpoint, f"{NAME} has lost its checksum")
+    content.pop(_VERSION, None)
+    return {**content, "verified": verified}
+
+
+def _before_hashes(checkpoint: Path) -> bool:
+    """Whether trainer.pt is of a version whose manifests had no hash: its fingerprint was not one of keys yet."""
+    import torch
+
+    try:
+        state = torch.load(checkpoint / "trainer.pt", map_location="cpu", weights_only=True, mmap=True)
+        return "keys" not in state["fingerprint"]
+    except Exception:  # whatever a file that is none raises: then nothing says that it is of such a version
+        return False
 
 
 def _hash(content: dict[str, Any]) -> str:
@@ -76,6 +100,8 @@ def _problem(content: Any) -> str | None:
     rest = {key: value for key, value in content.items() if key != _HASH}
     if _HASH in content and content[_HASH] != _hash(rest):
         return "does not match its own checksum"
+    if type(rest.get(_VERSION, 1)) is not int or rest.get(_VERSION, 1) > VERSION:
+        return f"is of format version {rest[_VERSION]}, and this lmtrain reads up to {VERSION}: update it"
     if not rest.keys() >= _REQUIRED:
         return f"lacks {', '.join(sorted(_REQUIRED - rest.keys()))}"
     if _HASH not in content and not rest.keys() <= _KNOWN:
@@ -92,7 +118,7 @@ def _problem(content: Any) -> str | None:
 
 def _is_entry(name: str, entry: Any) -> bool:
     """Whether it describes a file of the checkpoint's folder: whole, or in parts that several ranks wrote."""
-    if Path(name).name != name or not isinstance(entry, dict) or type(entry.get("bytes")) is not int:
+    if not _FILE.fullmatch(name) or not isinstance(entry, dict) or type(entry.get("bytes")) is not int:
         return False
     if "parts" not in entry:
         return type(entry.get("sha256")) is str

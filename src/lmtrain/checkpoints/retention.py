@@ -21,13 +21,25 @@ def manifests(folder: Path) -> dict[Path, dict[str, Any]]:
     return found
 
 
-def scores(folder: Path, monitor: str) -> Scores:
-    """Each checkpoint's step and its value of `monitor`.
+def scores(folder: Path, monitor: str, scored_on: str | None = None) -> Scores:
+    """Each checkpoint's step and its value of `monitor`, None where it is of other validation rows than `scored_on`.
 
-    Interim ones, which a run left alone would not have made, are not among them.
+    Checkpoints of earlier versions don't say what rows; they are compared. Interim ones, which a run left alone would
+    not have made, are not among them.
     """
-    found = [(step_of(path), content) for path, content in manifests(folder).items()]
-    return [(step, content["metrics"].get(monitor)) for step, content in found if not content.get("interim", False)]
+    found = {step_of(path): content for path, content in manifests(folder).items() if not content.get("interim", False)}
+    alike = lambda content: scored_on is None or content.get("scored_on", scored_on) == scored_on  # noqa: E731
+    return [(step, c["metrics"].get(monitor) if alike(c) else None) for step, c in found.items()]
+
+
+def scored_on_others(folder: Path, scored_on: str | None) -> dict[str, list[int]]:
+    """The steps whose scores are of other validation rows than these, by the name of those rows."""
+    found: dict[str, list[int]] = {}
+    for path, content in manifests(folder).items():
+        theirs = content.get("scored_on")
+        if content["metrics"] and scored_on is not None and theirs is not None and theirs != scored_on:
+            found.setdefault(theirs, []).append(step_of(path))
+    return found
 
 
 def _ranked(scores: Scores, mode: str) -> list[int]:
@@ -45,7 +57,7 @@ def best_of(scores: Scores, mode: str) -> int | None:
 def to_keep(scores: Scores, last: int, best: int, every: int | None, mode: str) -> set[int]:
     """The steps whose checkpoints stay: the newest `last`, the best `best`, each that divides by `every`."""
     steps = sorted(step for step, _ in scores)
-    keep = set(steps[-last:]) | set(_ranked(scores, mode)[:best])
+    keep = set(steps[max(0, len(steps) - last) :]) | set(_ranked(scores, mode)[:best])
     return keep | {step for step in steps if every and step % every == 0}
 
 

@@ -131,13 +131,15 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest.read(path)
 
 
-def add_metrics(path: Path, metrics: dict[str, float], interim: bool) -> bool:
+def add_metrics(path: Path, metrics: dict[str, float], interim: bool, scored_on: str | None = None) -> bool:
     """Writes scores into the manifest of a checkpoint that has none; returns whether it did."""
     content = manifest.read(path)
     if content["metrics"]:
         return False
+    del content["verified"]
     interim = interim and content.get("interim", False)  # one that was due when it was made stays so
-    manifest.write(path, {**content, "metrics": metrics, "interim": interim})
+    rows = {"scored_on": scored_on} if scored_on is not None else {}
+    manifest.write(path, {**content, "metrics": metrics, "interim": interim, **rows})
     return True
 
 
@@ -179,7 +181,11 @@ def load_weights(path: Path, mmap: bool = False) -> dict[str, torch.Tensor]:
     """The model's state dict of a checkpoint, on the CPU; with `mmap` nothing is read before it is used."""
     if (path / MODEL).exists():
         return _read_tensors(path / MODEL)
-    return _unpickle(path / "model.pt", mmap)
+    weights = _unpickle(path / "model.pt", mmap)
+    wrong = next((name for name in weights if not isinstance(name, str)), None)
+    if wrong is not None:
+        raise UserError(_not_tensors(path / "model.pt", TypeError(f"it has {wrong!r} for a parameter's name")))
+    return weights
 
 
 def load_trainer_state(path: Path) -> dict[str, Any]:
@@ -251,6 +257,7 @@ def publish(checkpoint: dict[str, Any], path: Path) -> None:
 def put_in_place(checkpoint: dict[str, Any], files: dict[str, Any], temporary: Path, path: Path) -> None:
     """Writes the manifest of a checkpoint whose `files` are all in `temporary`, and gives it its name."""
     about = {"metrics": checkpoint.get("metrics", {}), "interim": checkpoint.get("interim", False)}
+    about |= {name: checkpoint[name] for name in ("scored_on", "tokenizer") if checkpoint.get(name) is not None}
     manifest.write(temporary, {"step": checkpoint["global_step"], **about, "files": files})
     fsync(temporary)
     if path.exists():  # damaged

@@ -7,11 +7,11 @@ from lmtrain.config.constraints import choice
 from lmtrain.config.difficulty import check_difficulty
 from lmtrain.config.growth import check_growth
 from lmtrain.config.keys import check_constraints
-from lmtrain.config.memory import check_memory, check_router
+from lmtrain.config.memory import check_base, check_memory, check_router
 from lmtrain.config.precision import check_fp8
 from lmtrain.config.schedule import check_schedule
 from lmtrain.config.schema import Config
-from lmtrain.config.strategies import check_strategy
+from lmtrain.config.strategies import check_strategy, spell_out
 from lmtrain.config.stream import check_stream
 from lmtrain.config.targets import check_allowed, check_names
 from lmtrain.errors import UserError
@@ -33,6 +33,7 @@ def check_values(c: Config) -> None:
     _check_peft(c)
     check_memory(c)
     check_router(c)
+    check_base(c)
     c.objective.check(c)
     _check_pairs(c)
     _check_targets(c)
@@ -44,6 +45,7 @@ def check_values(c: Config) -> None:
 def _check_trainer(c: Config) -> None:
     short = {"bf16": "bf16-mixed", "fp16": "16-mixed", "16": "16-mixed", "fp32": "32-true", "32": "32-true"}
     t = c.trainer
+    spell_out(t)
     if t.precision in short:
         raise UserError(f"trainer.precision={t.precision}: write {short[t.precision]}")
     if t.accelerator == "mps":
@@ -65,12 +67,6 @@ def _check_run(c: Config) -> None:
         raise UserError("the run would never end: set trainer.max_steps or trainer.max_epochs")
     time_limit_seconds(c.run.time_limit)
     check_schedule(c.schedule)
-    part = r"[A-Za-z0-9_+][A-Za-z0-9._+-]*"
-    if c.run.name is not None and not re.fullmatch(rf"{part}(/{part})*", c.run.name):
-        raise UserError(
-            f"run.name={c.run.name!r}: use letters (a-z, A-Z), digits, '.', '_', '-', '+' and '/' only, no part "
-            f"starting with '.' or '-'"
-        )
 
 
 def _check_positions(c: Config) -> None:
@@ -169,9 +165,20 @@ def _check_targets(c: Config) -> None:
         for entry in entries:
             check_names(key, entry, c.run.allow_target)
     if "." in c.data.source:
-        check_allowed("data.source", c.data.source, c.run.allow_target)
+        _check_source(c.data.source, c.run.allow_target)
+    if "." in c.data.rows:
+        check_allowed("data.rows", c.data.rows, c.run.allow_target)
     mode = (c.logger.get("wandb") or {}).get("mode", "online")
     choice("online", "offline", "disabled", "shared")("logger.wandb.mode", mode)
+
+
+def _check_source(source: str, allow_target: list[str]) -> None:
+    """UserError for a class that is of no opened package: the known ones have no source of data."""
+    check_allowed("data.source", source, allow_target)
+    if not any(source.startswith(f"{package}.") for package in allow_target):
+        raise UserError(
+            f"data.source={source}: name a class of a package of yours, and open it: run.allow_target=[...]"
+        )
 
 
 def _check_metrics(key: str, metrics: list[Any]) -> None:

@@ -1,8 +1,8 @@
 """Composes the config, checks it and holds the rules that tie fields together. Imports neither torch nor lightning."""
 
 import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,29 +18,28 @@ from hydra.errors import (
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lmtrain.config import effect, explain, sections
+from lmtrain import secrets
+from lmtrain.config import (
+    effect,
+    environment,
+    explain,
+    interpolations,
+    model_name,
+    places,
+    sections,
+    strangers,
+    trust,
+    yaml_file,
+)  # fmt: skip
+from lmtrain.config.batch import batch_split
 from lmtrain.config.checks import check_pretrained_name, check_values
 from lmtrain.config.folders import conf_dir
-from lmtrain.config.growth import Stages
+from lmtrain.config.parts import folders_of, parts
 from lmtrain.config.quoting import mended
 from lmtrain.config.schema import Config
-from lmtrain.config.strategies import check_devices, ranks_per_part
 from lmtrain.config.stream import leave_out_ring
 from lmtrain.errors import UserError
-
-
-def folders_of(config_dir: str | None, config_name: str) -> tuple[list[Path], list[str]]:
-    """Where configs are looked for, first the root's folder; and the override that tells Hydra of the others.
-
-    A `config_dir` adds options to lmtrain's own; if it has a <config_name>.yaml, as a run's folder has, that is the
-    root.
-    """
-    if config_dir is not None and not Path(config_dir).is_dir():
-        raise UserError(f"--config-dir {config_dir}: no such folder")
-    folders = [conf_dir(), *([Path(config_dir).resolve()] if config_dir else [])]
-    if (folders[-1] / f"{config_name}.yaml").is_file():
-        folders.reverse()
-    return folders, [f"hydra.searchpath=[file://{folder}]" for folder in folders[1:]]
+from lmtrain.files import read_regular
 
 
 def compose(
@@ -50,11 +49,20 @@ def compose(
 
     For a sweep it holds Hydra's own node too, and the keys that only a sweep reads are let through.
     """
+    return settled(overrides, config_dir, config_name, for_sweep=for_sweep)[0]
+
+
+def settled(
+    overrides: list[str], config_dir: str | None = None, config_name: str = "config", *, for_sweep: bool = False
+) -> tuple[DictConfig, list[str]]:
+    """As `compose`; and the overrides that it is composed of, with the option of `data` that a bare data.path chose."""
     folders, search = folders_of(config_dir, config_name)
+    model_name.check(overrides, folders, lambda kept: compose(kept, config_dir, config_name, for_sweep=for_sweep).model)
     if not for_sweep:
         explain.refuse_sweep_keys(overrides)
     effect.check_suffix(overrides)
     explain.refuse_deleted_groups(overrides, folders)
+    strangers.check_words(overrides)
     overrides = [mended(override) for override in overrides]
     with initialize_config_dir(config_dir=str(folders[0]), version_base="1.3", job_name="lmtrain"):
         try:
@@ -65,27 +73,50 @@ def compose(
             raise UserError(explain.unreadable(error.override)) from None
         except MissingConfigException as error:
             raise UserError(explain.missing_config(error, folders, overrides)) from None
-        except (yaml.YAMLError, UnicodeDecodeError) as error:  # of a folder of the user's, such as a run's
+        # Of a folder of the user's, such as a run's.
+        except (yaml.YAMLError, UnicodeDecodeError, RecursionError, TypeError) as error:
             raise UserError(f"a config can't be read: {_one_line(error)}") from None
         # Hydra raises ValueError where a group is set to a number or null.
         except (ConfigCompositionException, HydraException, OmegaConfBaseException, ValueError) as error:
             again = lambda kept: hydra_compose(config_name, overrides=[*search, *kept])  # noqa: E731
             raise UserError(explain.refused(error, folders, overrides, again)) from None
 
+    interpolations.resolved(OmegaConf.masked_copy(composed, [str(k) for k in composed if k != "hydra"]))
+    typed = {k: OmegaConf.select(composed, k) for k in trust.CLOSED if k in effect.typed_keys(overrides)}
+    trust.refuse_unasked(composed, typed, config_dir or str(conf_dir()))
     source = effect.inferred_source(overrides, composed)
     if source is not None:
-        return compose([f"data={source}", *overrides], config_dir, config_name, for_sweep=for_sweep)
+        return settled([f"data={source}", *overrides], config_dir, config_name, for_sweep=for_sweep)
+    if config_dir is not None:
+        files = functools.cache(lambda: parts(overrides, config_dir, config_name))
+        try:
+            environment.refuse(composed, overrides, files)
+            places.refuse(composed, overrides, files, config_dir)
+        except OmegaConfBaseException as error:
+            raise UserError(f"{_one_line(error)} (in the config)") from None
     _refuse_gone(composed, overrides)
+    _complete_own_optimizer(composed)
     _one_warmup(composed, overrides)
     _switched_on(composed, overrides)
-    return composed
+    return composed, overrides
 
 
 def _refuse_gone(composed: DictConfig, overrides: list[str]) -> None:
     """Raises UserError for a key that only a config.yaml of an earlier version may still have (`sections.complete`)."""
-    typed = {o.lstrip("+").partition("=")[0] for o in overrides}
-    if sections.GONE in typed and "_target_" not in composed.optimizer:
+    if sections.GONE in _named(overrides) and "_target_" not in composed.optimizer:
         raise UserError(explain.unknown_key(sections.GONE, ()))
+
+
+def _complete_own_optimizer(composed: DictConfig) -> None:
+    """Adds what every optimizer has to a yaml of one's own that holds a class and its arguments alone."""
+    if composed.optimizer.get("_target_") is not None:
+        base = OmegaConf.load(conf_dir() / "optimizer" / "base.yaml")
+        composed.optimizer = OmegaConf.merge(base, {"name": "custom"}, composed.optimizer)
+
+
+def _named(overrides: list[str]) -> set[str]:
+    """The keys that are typed."""
+    return {o.lstrip("+").partition("=")[0] for o in overrides}
 
 
 def _one_warmup(composed: DictConfig, overrides: list[str]) -> None:
@@ -99,7 +130,7 @@ def _one_warmup(composed: DictConfig, overrides: list[str]) -> None:
 
 def _switched_on(composed: DictConfig, overrides: list[str]) -> None:
     """Setting a key of early stopping or of the average on the command line turns it on, unless it is turned off."""
-    named = {o.lstrip("+").partition("=")[0] for o in overrides}
+    named = _named(overrides)
     for section in ("early_stopping", "ema"):
         prefix = f"callbacks.{section}."
         if f"{prefix}enabled" not in named and any(name.startswith(prefix) for name in named):
@@ -107,16 +138,23 @@ def _switched_on(composed: DictConfig, overrides: list[str]) -> None:
 
 
 def to_yaml(composed: DictConfig) -> str:
-    """The composed tree as plain YAML, interpolations resolved."""
-    return OmegaConf.to_yaml(composed, resolve=True)
+    """The composed tree as plain YAML, interpolations resolved but for what is read of the environment."""
+    kept = environment.note(composed)
+    tree = environment.unresolved(OmegaConf.to_container(composed, resolve=True), kept, environment.as_written)
+    return OmegaConf.to_yaml(OmegaConf.create(tree))
 
 
 def check(composed: DictConfig | Mapping[str, Any]) -> Config:
-    """The typed config, every rule applied; UserError says which key is wrong and what would be right."""
-    try:
-        tree = OmegaConf.create(OmegaConf.to_container(OmegaConf.create(composed), resolve=True))  # type: ignore[arg-type]
-    except OmegaConfBaseException as error:
-        raise UserError(f"{_first_line(error)} (in the config)") from None
+    """The typed config, every rule applied; UserError says which key is wrong and what would be right.
+
+    Args:
+        composed: what `compose` gives, or plain values, in which nothing is resolved.
+    """
+    # Resolved once: what a text holds then is not resolved again.
+    plain, kept = composed, dict[str, environment.Reading]()
+    if isinstance(composed, DictConfig):
+        plain, kept = interpolations.resolved(composed), environment.note(composed)
+    tree = OmegaConf.create(interpolations.escaped(plain))
     assert isinstance(tree, DictConfig)
     init, name = (OmegaConf.select(tree, f"model.{key}") for key in ("init", "name_or_path"))
     check_pretrained_name(init, name)  # before data.seq_len, which such a model doesn't bring
@@ -130,6 +168,7 @@ def check(composed: DictConfig | Mapping[str, Any]) -> Config:
     except OmegaConfBaseException as error:
         raise UserError(explain.wrong_type(error, tree, sections.names_of(found))) from None
     assert isinstance(config, Config)
+    vars(config)["kept"] = environment.typed(kept, dataclasses.asdict(config))
     check_values(config)
     if config.data.rows == "text" and config.data.packing == "concat":
         config.data.packing = None  # what it has always meant there
@@ -166,74 +205,11 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]
+def to_plain(config: Config, show: Callable[[str], str] = secrets.shown) -> dict[str, Any]:
+    """The config as plain containers; fields without a meaning for a variant are left out.
 
-
-@dataclass(frozen=True)
-class BatchSplit:
-    """How a global batch is laid out: rows = parts x accumulation x micro_batch_size."""
-
-    global_batch_size: int
-    micro_batch_size: int
-    parts: int  # devices, or groups of devices that read the same rows
-    devices_per_part: int = 1
-
-    @property
-    def accumulation(self) -> int:
-        return self.global_batch_size // (self.micro_batch_size * self.parts)
-
-    def __str__(self) -> str:
-        word = "device" if self.devices_per_part == 1 else "group"
-        readers = f"{self.parts} {word}{'s' if self.parts > 1 else ''}"
-        if self.devices_per_part > 1:
-            readers += f" of {self.devices_per_part} devices"
-        return (
-            f"{self.global_batch_size} rows = {readers} x {self.accumulation} micro-batch"
-            f"{'es' if self.accumulation > 1 else ''} x {self.micro_batch_size} rows"
-        )
-
-
-def split_over(config: Config, processes: int) -> BatchSplit:
-    """How a global batch is laid out over so many processes, whose number is known by now.
-
-    Raises:
-        UserError: see `batch_split`; devices that don't form whole tensor-parallel groups.
+    What was read of the environment is not resolved, and every other text is as `show` gives it: without secrets.
     """
-    check_devices(config.trainer)
-    together = ranks_per_part(config.trainer)
-    return batch_split(config.data.global_batch_size, config.data.micro_batch_size, processes // together, together)
-
-
-def batch_split(global_batch_size: int, micro_batch_size: int, parts: int, devices_per_part: int = 1) -> BatchSplit:
-    """The split of a global batch; UserError with the nearest one that works where it doesn't divide."""
-    unit = micro_batch_size * parts
-    if global_batch_size % unit == 0:
-        return BatchSplit(global_batch_size, micro_batch_size, parts, devices_per_part)
-    nearest = max(1, round(global_batch_size / unit)) * unit
-    fixes = [f"data.global_batch_size={nearest}"]
-    if global_batch_size % parts == 0:
-        per_part = global_batch_size // parts
-        divisors = [d for d in range(1, per_part + 1) if per_part % d == 0]
-        fixes.insert(0, f"data.micro_batch_size={min(divisors, key=lambda d: (abs(d - micro_batch_size), d))}")
-    raise UserError(
-        f"data.global_batch_size={global_batch_size} does not split into {parts} "
-        f"{'device(s)' if devices_per_part == 1 else f'group(s) of {devices_per_part} devices'} x "
-        f"data.micro_batch_size={micro_batch_size}: set {' or '.join(fixes)}"
-    )
-
-
-def horizon(max_steps: int | None, max_epochs: int | None, rows: int, sizes: Stages) -> int:
-    """Optimizer steps of the whole run: the first reached of max_steps and max_epochs; the last may be shorter."""
-    by_epochs = None if max_epochs is None else sizes.steps_for(rows * max_epochs)
-    steps = min(s for s in (max_steps, by_epochs) if s is not None)
-    if steps < 1:
-        raise UserError("the run has no steps: the training data has no rows")
-    return steps
-
-
-def to_plain(config: Config) -> dict[str, Any]:
-    """The config as plain containers, what config.yaml holds; fields without a meaning for a variant are left out."""
     plain = dataclasses.asdict(config)
     for section in ("objective", "model", "data", "tokenizer", "peft", "memory", "optimizer", "schedule"):
         absent = [
@@ -243,27 +219,58 @@ def to_plain(config: Config) -> dict[str, Any]:
         ]
         for name in absent:
             del plain[section][name]
-    return plain
+    return environment.unresolved(plain, config.kept, show)
 
 
 def dump(config: Config) -> str:
     """config.yaml's text: plain YAML, enough to run again with `--config-dir <run> run.dir=<another>`."""
-    return yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(to_plain(config, environment.as_written), sort_keys=False, allow_unicode=True)
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return read_regular(path)
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; is {path.parent} a run folder?") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} can't be read: {_one_line(error)}") from None
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The plain YAML of a run's config.yaml."""
+    """What a run's config.yaml holds, as plain values; what it would read of the environment stays as it is written."""
+    tree = undumped(_text_of(path), str(path))
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file; is {path.parent} a run folder?") from None
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} can't be read: {_one_line(error)}") from None
+        return interpolations.resolved(environment.as_text(tree))
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+def undumped(text: str, where: str) -> DictConfig:
+    """What `dump` has written, to be checked; UserError begins with `where`."""
+    tree = yaml_file.parse(text, where)
     if not isinstance(tree, dict):
-        raise UserError(f"{path} can't be read: it holds no keys")
-    return tree
+        raise UserError(f"{where} can't be read: it holds no keys")
+    try:
+        return OmegaConf.create(tree)
+    except OmegaConfBaseException as error:
+        raise UserError(f"{where} can't be read: {_one_line(error)}") from None
 
 
-def load(path: Path) -> Config:
-    """The config a run was started with."""
-    return check(read(path))
+def load(path: Path, grants: trust.Grants, *, own: bool = False) -> Config:
+    """The config a run was started with.
+
+    Args:
+        grants: what the user has opened (trust.py); the file itself opens nothing.
+        own: this process, or its parent, has written it, so what it reads of the environment the user has asked for.
+
+    Raises:
+        UserError: it can't be read, is wrong, or asks for more than these.
+    """
+    tree = undumped(_text_of(path), str(path))
+    if not own:
+        tree = environment.without_reading(tree, path)
+    trust.refuse_unasked(tree, grants, str(path))
+    try:
+        return check(tree)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None

@@ -8,6 +8,7 @@ A constraint is called with the key and its value and raises UserError; null pas
 import difflib
 import enum
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -24,10 +25,11 @@ class Shapes(enum.Enum):
     TRAJECTORY = "trajectory"  # what is learned: refused on resume
     RATE = "rate"  # how fast and how long: the user's right on resume, said aloud
     MACHINE = "machine"  # where and how the same is computed: may change on resume, said aloud
+    VALIDATION = "validation"  # what is validated on: may change on resume, said aloud; scores before are not compared
     SHOWN = "shown"  # nothing that is learned: what people see, where files lie, what is kept
 
 
-PREPARED, MODEL, TRAJECTORY, RATE, MACHINE, SHOWN = Shapes
+PREPARED, MODEL, TRAJECTORY, RATE, MACHINE, VALIDATION, SHOWN = Shapes
 
 
 class Mark(enum.Enum):
@@ -49,6 +51,31 @@ def choice(*options: str) -> Constraint:
             raise UserError(f"{key}={value} is not known{hint} (options: {', '.join(options)})")
 
     return check
+
+
+_PART = r"[A-Za-z0-9_+][A-Za-z0-9._+-]*"
+
+
+def name_of_file(key: str, value: Any) -> None:
+    """A name that stays in its folder and can be typed as an override."""
+    if value is not None and not re.fullmatch(_PART, str(value)):
+        raise UserError(
+            f"{key}={value!r}: use letters (a-z, A-Z), digits, '.', '_', '-' and '+' only, not '.' or '-' at its start"
+        )
+
+
+def name_of_folder(key: str, value: Any) -> None:
+    """As `name_of_file`, in folders of such names."""
+    if value is not None and not re.fullmatch(rf"{_PART}(/{_PART})*", str(value)):
+        raise UserError(
+            f"{key}={value!r}: use letters (a-z, A-Z), digits, '.', '_', '-', '+' and '/' only, no part "
+            f"starting with '.' or '-'"
+        )
+
+
+def not_empty(key: str, value: Any) -> None:
+    if not str(value).strip():
+        raise UserError(f"{key} is empty: name a folder (an environment variable that is empty has to be unset)")
 
 
 def choice_or_class(*options: str) -> Constraint:
@@ -91,6 +118,19 @@ def share(key: str, value: Any) -> None:
 def up_to_one(key: str, value: Any) -> None:
     if value is not None and not 0 <= value <= 1:
         raise UserError(f"{key}={value}: a share from 0 to 1 is needed")
+
+
+def representable(key: str, value: Any) -> None:
+    """What every value has to be: of numbers finite ones, whole ones of 64 bits; text without a NUL character."""
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for one in inside:
+        representable(key, one)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{key}={value}: a finite number is needed")
+    if type(value) is int and not -(2**63) <= value < 2**63:
+        raise UserError(f"{key}={value}: whole numbers have 64 bits, so {2**63 - 1} is the largest")
+    if isinstance(value, str) and "\0" in value:
+        raise UserError(f"{key}={value}: a NUL character can't stand in it")
 
 
 def name_or_names(key: str, value: Any) -> None:

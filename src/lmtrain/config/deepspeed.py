@@ -6,11 +6,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from lmtrain.config.schema import Config
 from lmtrain.config.schema_trainer import DeepSpeed, Trainer
 from lmtrain.errors import UserError
 
-# What a file must not say, beside what `_ours` sets: the run's config has its own words for it.
-NOT_IN_A_FILE = ("optimizer", "scheduler", "train_batch_size", "fp16", "amp", "torch_autocast")
+# What a file may say and the run's config says in its own words, which hold.
+OVERRULED = {
+    "train_batch_size": "data.global_batch_size", "train_micro_batch_size_per_gpu": "data.micro_batch_size",
+    "gradient_accumulation_steps": "data.global_batch_size and data.micro_batch_size",
+    "gradient_clipping": "trainer.gradient_clip_val", "optimizer": "optimizer.*", "scheduler": "schedule.*",
+    "fp16": "trainer.precision", "bf16": "trainer.precision", "amp": "trainer.precision",
+    "torch_autocast": "trainer.precision", "zero_allow_untested_optimizer": "optimizer.*",
+    "zero_force_ds_cpu_optimizer": "optimizer.*",
+}  # fmt: skip
 
 
 def engine_config(t: Trainer) -> dict[str, Any]:
@@ -20,10 +28,11 @@ def engine_config(t: Trainer) -> dict[str, Any]:
         t: its `auto` values resolved.
 
     Raises:
-        UserError: trainer.deepspeed.config can't be read, or says what the run's config says.
+        UserError: trainer.deepspeed.config can't be read, or holds what DeepSpeed does not know.
     """
     if t.deepspeed.config is not None:
-        return _read(t.deepspeed.config, _ours(t)) | _ours(t)
+        said = _read(t.deepspeed.config)
+        return {name: value for name, value in said.items() if name not in OVERRULED} | _ours(t)
     d, on_cuda = t.deepspeed, t.accelerator == "cuda"
     zero: dict[str, Any] = {"stage": d.stage, "overlap_comm": on_cuda}
     for key, place in (("offload_optimizer", d.offload_optimizer), ("offload_param", d.offload_parameters)):
@@ -31,6 +40,23 @@ def engine_config(t: Trainer) -> dict[str, Any]:
             zero[key] = {"device": place, "pin_memory": on_cuda}
             zero[key] |= {"nvme_path": d.nvme_path} if place == "nvme" else {}
     return {"zero_optimization": zero} | _ours(t)
+
+
+def overruled(c: Config) -> list[str]:
+    """What trainer.deepspeed.config says and the run does otherwise, each with the key that holds."""
+    t = c.trainer
+    if t.strategy != "deepspeed" or t.deepspeed.config is None:
+        return []
+    kinds = {"fp16": ("16-mixed", "16-true"), "bf16": ("bf16-mixed", "bf16-true")}
+    agreed = {"train_batch_size": c.data.global_batch_size, "gradient_clipping": t.gradient_clip_val or 0.0,
+              "train_micro_batch_size_per_gpu": c.data.micro_batch_size}  # fmt: skip
+    found = []
+    for name, value in _read(t.deepspeed.config).items():
+        off = isinstance(value, dict) and value.get("enabled") is False
+        same = value in ("auto", agreed.get(name, _ours(t).get(name))) or t.precision in kinds.get(name, ())
+        if name in OVERRULED and not same and not off:
+            found.append(f"{name} ({OVERRULED[name]} holds)")
+    return found
 
 
 def _ours(t: Trainer) -> dict[str, Any]:
@@ -104,7 +130,7 @@ def _device(zero: dict[str, Any], key: str) -> str | None:
     return None if device == "none" else device
 
 
-def _read(path: str, ours: dict[str, Any]) -> dict[str, Any]:
+def _read(path: str) -> dict[str, Any]:
     key = f"trainer.deepspeed.config={path}"
     try:
         config = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -112,17 +138,7 @@ def _read(path: str, ours: dict[str, Any]) -> dict[str, Any]:
         raise UserError(f"{key} can't be read: {error}") from None
     if not isinstance(config, dict):
         raise UserError(f"{key} holds no JSON object")
-    for name in [name for name in ("fp16", "bf16", "amp") if (config.get(name) or {}).get("enabled") is False]:
-        del config[name]
-    twice = sorted(
-        name for name, value in config.items() if name in NOT_IN_A_FILE or (name in ours and value != ours[name])
-    )
-    if twice:
-        raise UserError(
-            f"{key} sets {', '.join(twice)}: take it out of the file, the run's own config says it (data.*, "
-            f"optimizer.*, schedule.*, trainer.precision, trainer.gradient_clip_val)"
-        )
-    auto = next(_autos(config), None)
+    auto = next(_autos({name: value for name, value in config.items() if name not in OVERRULED}), None)
     if auto is not None:
         raise UserError(f'{key}: {auto} is "auto", which DeepSpeed does not know: give a value or take it out')
     zero = config.get("zero_optimization")

@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from lmtrain.config.difficulty import DIFFICULTY
 from lmtrain.config.precision import FP8
 from lmtrain.config.schema import Config
+from lmtrain.config.trust import CLOSED
 from lmtrain.errors import UserError
 
 TRIAL = "LMTRAIN_TRIAL"  # set in a sweep's trials: what has no effect in one may have it in another
@@ -88,7 +89,7 @@ RULES = (
     Rule("data.val_fraction", lambda c: not c.data.val_path, "data.val_path names what is held out"),
 )
 
-_TRAINING = ("train", "prepare", "inspect", "tune", "verify")  # one command line serves them all
+_TRAINING = ("train", "prepare", "inspect", "tune", "verify", "estimate")  # one command line serves them all
 # Keys that only some verbs read: the verbs, or for verbs that read few keys those they read.
 _OF_VERBS = {
     "run_dir": ("export", "generate", "inspect"),
@@ -98,8 +99,8 @@ _OF_VERBS = {
     "export.checkpoint": ("export",),
 }
 _READS_ONLY = {
-    "generate": ("run_dir", "generate", "seed", "model.trust_remote_code"),
-    "export": ("run_dir", "export", "seed"),
+    "generate": ("run_dir", "generate", "seed", *CLOSED),
+    "export": ("run_dir", "export", "seed", *CLOSED),
 }
 _OF_TRAINING = (
     "optimizer", "schedule", "callbacks", "trainer.max_steps", "trainer.max_epochs", "trainer.max_time",
@@ -185,6 +186,8 @@ def _suffix_there(path: str) -> str:
     folder = Path(path).expanduser()
     if not folder.is_dir():
         return suffix_of(path)
+    if folder.resolve() == Path(folder.anchor or "/").resolve():
+        raise UserError(f"data.path={path} is the whole file system: name the folder that holds the data")
     inside = (suffix_of(p.name) for p in sorted(folder.rglob("*")) if p.is_file() and not p.name.startswith("."))
     return next((suffix for suffix in inside if suffix in _READ_AS), "")
 

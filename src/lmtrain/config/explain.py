@@ -35,6 +35,8 @@ def unknown_key(key: str, valid: Iterable[str]) -> str:
     here, why = words.used_here(key, valid), words.absent(key)
     if why is not None:
         return f"there is no key {key!r}: {why}"
+    if here is not None and here.partition(" ")[0] == key:
+        return f"{key} has no meaning with the {key.partition('.')[0]} chosen here (--cfg prints the keys that have)"
     if here is not None:
         note = " (accumulation is derived from it, data.micro_batch_size and the devices)"
         return f"there is no key {key!r}; here it is {here}{note if 'accum' in key else ''}"
@@ -198,7 +200,7 @@ def refused(
             return f"{key}: this config is a run's own and offers no options: set single keys, {key}.<key>=<value>"
     try:
         base = compose([o.input_line or "" for o in parsed if o.key_or_group in groups])
-    except (HydraException, OmegaConfBaseException):  # the choices of options don't go together: Hydra says why
+    except (HydraException, OmegaConfBaseException, ValueError):  # the choices don't go together: Hydra says why
         return _on_one_line(error)
     for override in parsed:
         key = override.key_or_group

@@ -15,19 +15,25 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from lmtrain.config.constraints import MACHINE, MODEL, PREPARED, RATE, TRAJECTORY
+from lmtrain.config import environment
+from lmtrain.config.constraints import MACHINE, MODEL, PREPARED, RATE, TRAJECTORY, VALIDATION
 from lmtrain.config.keys import keys_in, keys_of, value_of, values
 from lmtrain.config.precision import FP8
 from lmtrain.config.schema import Config
 from lmtrain.errors import UserError
+from lmtrain.secrets import same
 
 Fingerprint = dict[str, dict[str, Any]]
 
 
 def fingerprint(config: Config, contents: dict[str, Any], earlier: dict[str, Any]) -> Fingerprint:
     """See the module; `config` has its `auto` values resolved."""
-    keys = values(config, MODEL, TRAJECTORY, by_content=False)
+    keys = {k: environment.hashed(k, v, config.kept) for k, v in _values(config).items()}
     return json.loads(json.dumps({"keys": keys, "contents": contents, "earlier": earlier}, default=str))
+
+
+def _values(config: Config) -> dict[str, Any]:
+    return values(config, MODEL, TRAJECTORY, by_content=False)
 
 
 def short_hash(value: Any) -> str:
@@ -68,10 +74,10 @@ def changes(theirs: dict[str, Any], ours: Fingerprint, before: dict[str, Any], c
     found = [
         Change(name, then, ours["keys"][name])
         for name, then in known["keys"].items()
-        if name in ours["keys"] and then != ours["keys"][name]
+        if name in ours["keys"] and not same(then, ours["keys"][name])
     ]
     for name, then in known["contents"].items():
-        if name in now and then != now[name]:
+        if name in now and not same(then, now[name]):
             found += _content(name, then, now[name], found, before, config)
     return found
 
@@ -90,8 +96,8 @@ def _content(
     behind = [
         k.name for k in keys_in(config) if k.name.startswith(f"{section}.") and (k.by_content or k.shapes is PREPARED)
     ]
-    pairs = {k: (before[k], value_of(config, k)) for k in behind if k in before}
-    return [Change(name, then, now, {k: pair for k, pair in pairs.items() if pair[0] != pair[1]})]
+    pairs = {k: (before[k], environment.written(k, value_of(config, k), config.kept)) for k in behind if k in before}
+    return [Change(name, then, now, {k: pair for k, pair in pairs.items() if not same(*pair)})]
 
 
 def _shapes(name: str, config: Config) -> Any:
@@ -150,7 +156,7 @@ def read_config(tree: Any, config: Config) -> dict[str, Any]:
 
 def said_aloud(before: dict[str, Any], config: Config) -> list[str]:
     """What may change on resume and has, in words."""
-    now = values(config, RATE, MACHINE)
+    now = {k: environment.written(k, v, config.kept) for k, v in values(config, RATE, MACHINE, VALIDATION).items()}
     return [f"{key} {before[key]} -> {now[key]}" for key in now if key in before and before[key] != now[key]]
 
 

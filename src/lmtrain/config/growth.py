@@ -149,3 +149,12 @@ def rate_factor(sizes: Stages, scaling: str, step: int) -> float:
     """What a data.batch_warmup.lr_scaling multiplies the learning rate of a step by."""
     power = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[scaling]
     return float((sizes.at(step) / sizes.last) ** power)
+
+
+def horizon(max_steps: int | None, max_epochs: int | None, rows: int, sizes: Stages) -> int:
+    """Optimizer steps of the whole run: the first reached of max_steps and max_epochs; the last may be shorter."""
+    by_epochs = None if max_epochs is None else sizes.steps_for(rows * max_epochs)
+    steps = min(s for s in (max_steps, by_epochs) if s is not None)
+    if steps < 1:
+        raise UserError("the run has no steps: the training data has no rows")
+    return steps

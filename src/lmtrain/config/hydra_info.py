@@ -12,11 +12,12 @@ from hydra.errors import HydraException
 from hydra.plugins.completion_plugin import CompletionPlugin, DefaultCompletionPlugin
 from omegaconf.errors import OmegaConfBaseException
 
-from lmtrain.config.compose import compose, folders_of
+from lmtrain.config.compose import compose
+from lmtrain.config.parts import folders_of
 from lmtrain.errors import UserError
 
 INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
-_TAKES_A_VALUE = ("--config-dir", "-cd", "--config-name", "-cn", "--prompt", "--shell-completion", "-sc")
+_TAKES_A_VALUE = ("--config-dir", "-cd", "--config-name", "-cn", "--prompt", "--shell-completion", "-sc", "--trust")
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import functools
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, get_args, get_origin, get_type_hints
 
-from lmtrain.config.constraints import CONTENT, Constraint, Shapes
+from lmtrain.config.constraints import CONTENT, Constraint, Shapes, representable
 
 
 @dataclass(frozen=True)
@@ -82,5 +82,7 @@ def values(config: Any, *shapes: Shapes, by_content: bool | None = None) -> dict
 def check_constraints(config: Any) -> None:
     """Raises UserError for the first value that a constraint refuses, in the order of the schema."""
     for key in keys_in(config):
+        value = value_of(config, key.name)
         for constraint in key.constraints:
-            constraint(key.name, value_of(config, key.name))
+            constraint(key.name, value)
+        representable(key.name, value)

@@ -42,6 +42,28 @@ def check_memory(c: Config) -> None:
         raise UserError("trainer.strategy=fsdp_tp can't split a memory: set trainer.strategy=fsdp")
 
 
+def trains_base(c: Config) -> bool:
+    """Whether an entry {name: base} of optimizer.groups asks for the base to be trained beside memory and adapter."""
+    named = any(entry.get("name") == "base" and not entry.get("pattern") for entry in c.optimizer.groups)
+    return named and c.peft.method != "none"
+
+
+def check_base(c: Config) -> None:
+    """Raises UserError where the base is to be trained and can't be, or would be left out of the export."""
+    if not trains_base(c):
+        return
+    if c.memory.num_chapters is None:
+        raise UserError(
+            "optimizer.groups: {name: base} with peft.method=lora and no memory: the export would be the adapter "
+            "alone, without the trained base; leave the entry out, or train the whole model (peft=none)"
+        )
+    if c.peft.quantization is not None:
+        raise UserError(
+            f"optimizer.groups: {{name: base}} with peft.quantization={c.peft.quantization}: quantised weights can't "
+            f"be trained; leave the entry out, or set peft.quantization=null"
+        )
+
+
 def check_router(c: Config) -> None:
     """Raises UserError where the routers' losses can't be those of whole steps."""
     if c.router.scope == "step" and not isinstance(c.objective, CausalLMOptions):

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from lmtrain.config.constraints import CONTENT, MODEL, TRAJECTORY
-from lmtrain.config.schema import Model
+from lmtrain.config.schema import Config, Model
 
 
 @dataclass(kw_only=True)
@@ -51,3 +51,10 @@ class CustomModel(Model):
 
 # model.init -> the keys of a model that no `_target_` names.
 OWN: dict[str, type[Model]] = {"scratch": ScratchModel, "pretrained": LoadedModel}
+
+
+def over_layers(config: Config) -> str:
+    """router.over_layers, auto resolved: a loaded model's weight means what its authors meant by it."""
+    if config.router.over_layers != "auto":
+        return config.router.over_layers
+    return "joint" if isinstance(config.model, LoadedModel) else "sum"

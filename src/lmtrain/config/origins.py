@@ -2,15 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import yaml
-from hydra import initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
-from hydra.types import RunMode
 
-from lmtrain.config import compose as config
 from lmtrain.config.effect import typed_keys
+from lmtrain.config.parts import Part
 
 
 @dataclass(frozen=True)
@@ -24,29 +20,6 @@ class Origin:
 
     def __str__(self) -> str:
         return self.where if self.line is None else f"{self.where}, line {self.line}"
-
-
-@dataclass(frozen=True)
-class Part:
-    """A file of the composition and the section that it fills ('' is the root)."""
-
-    path: Path
-    package: str
-
-
-def parts(overrides: Sequence[str], config_dir: str | None, config_name: str) -> list[Part]:
-    """The files that are composed, in order: of two that set a key, the later one wins."""
-    folders, search = config.folders_of(config_dir, config_name)
-    with initialize_config_dir(config_dir=str(folders[0]), version_base="1.3", job_name="lmtrain"):
-        loader = GlobalHydra.instance().config_loader()
-        found = loader.compute_defaults_list(config_name, [*search, *overrides], RunMode.RUN).defaults
-    composed = []
-    for default in found:
-        path = next((f for d in folders if (f := d / f"{default.config_path}.yaml").is_file()), None)
-        if path is not None:
-            package = "" if default.package in (None, "_global_") else str(default.package)
-            composed.append(Part(path, package.replace("_global_.", "")))
-    return composed
 
 
 def origins(key: str, composed: Sequence[Part], overrides: Sequence[str]) -> list[Origin]:

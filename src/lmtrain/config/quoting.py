@@ -5,6 +5,7 @@ import re
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
+from lmtrain.config.interpolations import escaped
 from lmtrain.config.sections import all_keys
 
 
@@ -29,9 +30,9 @@ def mended(override: str) -> str:
     if key != found.name or _parses(override):
         return override
     if "list[str]" in type_ and value.startswith("[") and value.endswith("]") and not re.search("[\"']", value):
-        return f"{key}=[{','.join(_quoted(entry.strip()) for entry in value[1:-1].split(','))}]"
+        return f"{key}=[{','.join(quoted(entry.strip()) for entry in value[1:-1].split(','))}]"
     is_text = found.type in (str, str | None) or ("://" in value and value[0] not in "'\"[{")  # an address of files
-    return f"{key}={_quoted(value)}" if is_text else override
+    return f"{key}={quoted(value)}" if is_text else override
 
 
 _PROSE = ("generate.prompt", "generate.system_prompt", "data.system_prompt")  # texts that no sweep tries
@@ -43,10 +44,7 @@ def _is_one_word(text: str) -> bool:
 
 def as_typed(key: str, text: str) -> str:
     """The override that sets a key to this very text, whatever it holds."""
-    escaped = text.replace(
-        "${", "\\\\\\${"
-    )  # interpolations are resolved twice, where it is composed and where it is checked
-    return f"{key}={_quoted(escaped)}"
+    return f"{key}={quoted(escaped(text))}"
 
 
 _BOOLEANS = {"yes": "true", "no": "false", "on": "true", "off": "false"}
@@ -60,5 +58,6 @@ def _parses(override: str) -> bool:
     return True
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
+    """A text between double quotes, as Hydra's grammar reads it back."""
     return '"' + re.sub(r'(\\*)("|$)', lambda m: 2 * m[1] + ('\\"' if m[2] else ""), text) + '"'

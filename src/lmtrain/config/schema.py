@@ -8,6 +8,7 @@ absent from yamls it has no meaning for (AdamW has no `momentum`), and setting i
 omegaconf can't express. Rules between fields are in checks.py.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
@@ -21,6 +22,7 @@ from lmtrain.config.constraints import (
     at_least,
     between,
     choice,
+    name_of_folder,
     not_negative,
     share,
     up_to_one,
@@ -32,7 +34,7 @@ from lmtrain.config.schema_verbs import Estimate, Evaluate, Generate, Inspect, R
 
 @dataclass(kw_only=True)
 class Run:
-    name: Annotated[str | None, SHOWN]
+    name: Annotated[str | None, SHOWN, name_of_folder]
     dir: Annotated[str | None, SHOWN]  # resolved to an absolute path before anything is written
     root: Annotated[str, SHOWN]
     resume: Annotated[str | None, SHOWN]  # none, auto or a checkpoint; None: auto for a named run, else none
@@ -114,7 +116,7 @@ class Router:
     load_balance: Annotated[float | None, TRAJECTORY, not_negative]  # None: the mixture's router_aux_loss_coef
     deviation: Annotated[float, TRAJECTORY, not_negative]
     z_loss: Annotated[float, TRAJECTORY, not_negative]
-    over_layers: Annotated[str, TRAJECTORY, choice("sum", "mean")]
+    over_layers: Annotated[str, TRAJECTORY, choice("auto", "sum", "mean", "joint")]
     scope: Annotated[str, TRAJECTORY, choice("micro_batch", "step")]
     warn_after_steps: Annotated[int | None, SHOWN, at_least(1)]
 
@@ -209,7 +211,7 @@ class Export:
 @dataclass(kw_only=True)
 class Sweep:
     method: Annotated[str, SHOWN]  # grid or optuna
-    name: Annotated[str | None, SHOWN]
+    name: Annotated[str | None, SHOWN, name_of_folder]
     root: Annotated[str, SHOWN]
     jobs: Annotated[int, SHOWN]
     allow_failures: Annotated[bool, SHOWN]
@@ -222,6 +224,8 @@ class Sweep:
 
 @dataclass(kw_only=True)
 class Config:
+    kept: ClassVar[Mapping[str, Any]] = {}  # of each config: what it reads of the environment (environment.Reading)
+
     run_dir: Annotated[str | None, SHOWN]
     seed: Annotated[int, TRAJECTORY, between(0, 2**32 - 1)]
     run: Run

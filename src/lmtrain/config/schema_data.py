@@ -10,11 +10,14 @@ from lmtrain.config.constraints import (
     RATE,
     SHOWN,
     TRAJECTORY,
+    VALIDATION,
     above_zero,
     at_least,
+    between,
     choice,
     choice_or_class,
     name_or_names,
+    not_empty,
     not_negative,
     share,
     up_to_one,
@@ -73,16 +76,16 @@ class Data:
     source_options: Annotated[dict[str, Any] | None, PREPARED] = None  # arguments of a class that source names
     streaming: Annotated[bool, SHOWN]
     num_proc: Annotated[int | None, SHOWN, at_least(1)]
-    cache_dir: Annotated[str, SHOWN]
+    cache_dir: Annotated[str, SHOWN, not_empty]
     seq_len: Annotated[int, TRAJECTORY, at_least(1)]
-    global_batch_size: Annotated[int, TRAJECTORY, at_least(1)]
+    global_batch_size: Annotated[int, TRAJECTORY, between(1, 2**31 - 1)]
     micro_batch_size: Annotated[int, MACHINE, at_least(1)]
     batch_warmup: BatchWarmup = field(default_factory=BatchWarmup)
-    num_workers: Annotated[int, SHOWN, not_negative]
+    num_workers: Annotated[int, SHOWN, between(0, 512)]
     isolate_documents: Annotated[bool, TRAJECTORY]
     # Validated on beside the validation split: {name: {path or name, ...}}, see data/val_sets.py.
-    val_sets: Annotated[dict[str, Any], SHOWN] = field(default_factory=dict)
-    val_train_rows: Annotated[int, SHOWN, not_negative] = 0
+    val_sets: Annotated[dict[str, Any], VALIDATION] = field(default_factory=dict)
+    val_train_rows: Annotated[int, VALIDATION, not_negative] = 0
     curriculum: Curriculum = field(default_factory=Curriculum)
     # Text for pretraining only.
     fim: FillInTheMiddle = field(default_factory=FillInTheMiddle)

@@ -3,10 +3,21 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from lmtrain.config.constraints import MACHINE, MODEL, RATE, SHOWN, TRAJECTORY, at_least, choice, not_negative
+from lmtrain.config.constraints import (
+    MACHINE,
+    MODEL,
+    RATE,
+    SHOWN,
+    TRAJECTORY,
+    VALIDATION,
+    at_least,
+    choice,
+    not_negative,
+)
 from lmtrain.config.lightning_arguments import LightningArguments
 
 PRECISIONS = ("auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true", "fp8")
+STRATEGIES = ("auto", "ddp", "fsdp", "fsdp_tp", "deepspeed", "ddp_find_unused_parameters_true")
 FP8_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")  # torchao's names
 
 
@@ -37,14 +48,14 @@ class Trainer(LightningArguments):
     devices: Annotated[int | str, MACHINE]
     num_nodes: Annotated[int, MACHINE, at_least(1)]
     max_restarts: Annotated[int, SHOWN, not_negative]
-    strategy: Annotated[str, MACHINE, choice("auto", "ddp", "fsdp", "fsdp_tp", "deepspeed")]
+    strategy: Annotated[str, MACHINE, choice(*STRATEGIES)]
     fsdp: Fsdp
     deepspeed: DeepSpeed
     precision: Annotated[str, MODEL, choice(*PRECISIONS)]  # a reference is computed in it too
     fp8_recipe: Annotated[str, TRAJECTORY, choice(*FP8_RECIPES)]  # of precision=fp8
     val_check_interval: Annotated[int | None, SHOWN, at_least(1)]
     val_before_training: Annotated[bool, SHOWN]
-    limit_val_batches: Annotated[int | None, SHOWN, at_least(1)]
+    limit_val_batches: Annotated[int | None, VALIDATION, at_least(1)]
     log_every_n_steps: Annotated[int, SHOWN, at_least(1)]
     save_every_n_steps: Annotated[int | None, SHOWN, at_least(1)]
     gradient_clip_val: Annotated[float | None, TRAJECTORY]

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from lmtrain.config.constraints import SHOWN, above_zero, at_least, choice, not_negative, share
+from lmtrain.config.constraints import SHOWN, above_zero, at_least, choice, name_of_file, not_negative, share
 
 
 @dataclass(kw_only=True)
@@ -36,7 +36,7 @@ class Evaluate:
     checkpoint: Annotated[str, SHOWN]
     against: Annotated[str | None, SHOWN]
     reference: Annotated[str | None, SHOWN]
-    name: Annotated[str | None, SHOWN]
+    name: Annotated[str | None, SHOWN, name_of_file]
     dir: Annotated[str | None, SHOWN]
     limit: Annotated[int | None, SHOWN, at_least(1)]
     context: Annotated[int | None, SHOWN, at_least(2)]

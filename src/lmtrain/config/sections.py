@@ -169,7 +169,7 @@ def complete(tree: DictConfig) -> None:
         objective["_target_"] = OWN[objective.name][0]
     optimizer = tree.get("optimizer")
     if isinstance(optimizer, DictConfig) and "_target_" not in optimizer:
-        optimizer.pop("fused", None)
+        optimizer.pop(GONE.removeprefix("optimizer."), None)
     if isinstance(data, DictConfig) and "rows" not in data:
         is_text, is_chat = data.get("conversation_format") is None, data.get("ranking") is None
         data["rows"] = "text" if is_text else "conversations" if is_chat else "pairs"

@@ -1,11 +1,28 @@
 """What goes with which strategy. Imports neither torch nor lightning."""
 
+import re
+
 from lmtrain.config.deepspeed import check_options
 from lmtrain.config.precision import outside_fp8
 from lmtrain.config.schema import Config, Trainer
 from lmtrain.errors import UserError
 
 SHARING = ("fsdp", "fsdp_tp", "deepspeed")  # a device holds a part of the model, of its gradients or of its state
+
+
+def spell_out(t: Trainer) -> None:
+    """Makes of Lightning's other names of strategies, deepspeed_stage_3_offload say, the keys that mean it here."""
+    if t.strategy == "ddp_find_unused_parameters_false":
+        t.strategy = "ddp"
+    found = re.fullmatch(r"deepspeed_stage_([123])(_offload)?|deepspeed_stage_(3)_offload_(nvme)", t.strategy)
+    if found is None:
+        return
+    t.strategy, d = "deepspeed", t.deepspeed
+    d.stage = int(found[1] or found[3])
+    place = found[4] or ("cpu" if found[2] else None)
+    if place is not None:
+        d.offload_optimizer = place
+        d.offload_parameters = place if d.stage == 3 else None
 
 
 def ranks_per_part(t: Trainer) -> int:

@@ -1,23 +1,41 @@
-"""Objects of classes that the config names with `_target_`: which names are allowed, and how they are built.
+"""The one builder of what the config names: classes found by their names, checked, and only then called.
 
-`_target_` could name anything that can be imported, so a config from a stranger could run any code. Allowed are
-classes, never functions: where a key is for a callback, subclasses of Lightning's Callback, and so on; for their
-arguments modules, metrics and callbacks. run.allow_target opens a user's own packages: classes of the right kind for
-the key itself, any class of those packages for an argument. Imports no torch until something is built.
+`_target_` could name anything that can be imported, so a config from a stranger could run any code. What may be built
+is decided by what the thing is, once nothing in the config is left to be resolved:
+
+- its module lies in one of PLACES, or in a package that run.allow_target opens; no other is imported to find it;
+- it is a class that is defined there, not one that was imported from elsewhere, and no function;
+- it is of the kind that the key is for: a Callback, a Metric, an Optimizer, a class with a source's members, ...;
+- its arguments are plain values, used as they are, or nodes of their own: modules, metrics and callbacks by the same
+  rule, and any class of an opened package.
+
+Nothing is constructed before all of it has passed. Imports no torch until something is looked for.
 """
 
 import contextlib
 import difflib
 import importlib
+import importlib.machinery
+import importlib.util
 import inspect
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, TypeVar
 
 from lmtrain.errors import RunError, UserError
 
 KNOWN = ("lmtrain", "torch", "lightning", "transformers", "torchmetrics", "peft")  # packages open to everyone
-T = TypeVar("T")
+# The parts of them that hold classes to be named; other modules are not even imported.
+PLACES = (
+    "lmtrain.callbacks", "lmtrain.data", "lmtrain.objectives", "lmtrain.optim", "lmtrain.outputs",
+    "lightning.pytorch.callbacks", "peft.optimizers", "torch.nn", "torch.optim", "torchmetrics.text",
+    "torchmetrics.wrappers", "transformers.models", "transformers.optimization",
+)  # fmt: skip
+_NO_HOLDERS = ("_", "convert_", "test")  # how names of modules begin that are scripts, tests or somebody's private ones
 SPECIAL = ("_target_", "_args_")
+T = TypeVar("T")
 
 
 def check_names(key: str, entry: Any, allow_target: Sequence[str]) -> None:
@@ -27,9 +45,11 @@ def check_names(key: str, entry: Any, allow_target: Sequence[str]) -> None:
     for node in _nodes(entry):
         if "_target_" not in node:
             continue
-        special = [name for name in node if name.startswith("_") and name not in SPECIAL]
+        special = [str(name) for name in node if str(name).startswith("_") and name not in SPECIAL]
         if special:
             raise UserError(f"{key}: {special[0]} has no meaning here; beside _target_ stand the class's arguments")
+        if not isinstance(node.get("_args_", []), list):
+            raise UserError(f"{key}: _args_={node['_args_']}: a list of arguments is needed")
         check_allowed(key, node["_target_"], allow_target)
 
 
@@ -41,12 +61,9 @@ def check_allowed(key: str, target: Any, allow_target: Sequence[str]) -> None:
             f"{key}: _target_={target} is outside the known packages ({', '.join(allowed)}); "
             f"if you trust it: run.allow_target=[{str(target).split('.')[0]}]"
         )
-
-
-def class_named(target: str, key: str, allow_target: Sequence[str]) -> type:
-    """The class that `target` names; UserError where it is not allowed or can't be imported."""
-    check_allowed(key, target, allow_target)
-    return _class(target, key)
+    parts = str(target).split(".")
+    if not all(part.isidentifier() and not part.startswith("__") for part in parts):
+        raise UserError(f"{key}: _target_={target} is no class's path, package.module.Class")
 
 
 def find_class(target: str, key: str, kind: type[T], allow_target: Sequence[str] = ()) -> type[T]:
@@ -62,6 +79,83 @@ def find_class(target: str, key: str, kind: type[T], allow_target: Sequence[str]
     if names:
         raise UserError(f"{key}: _target_={target} lacks {', '.join(names)}: {_path(kind)} says what it returns")
     return cls
+
+
+def lacking(cls: type, members: Sequence[str]) -> list[str]:
+    """Those members that a class neither has nor declares with their type (`label: str`, where __init__ sets it)."""
+    declared = {name for base in cls.__mro__ for name in inspect.get_annotations(base)}
+    return [name for name in members if not hasattr(cls, name) and name not in declared]
+
+
+def class_named(target: str, key: str, allow_target: Sequence[str]) -> type:
+    """The class that `target` names, imported but not called.
+
+    Raises:
+        UserError: it is not allowed, can't be imported, or is no class that is defined where it may be.
+    """
+    check_allowed(key, target, allow_target)
+    name, attributes = _module_of(target, key, allow_target)
+    try:
+        found: Any = importlib.import_module(name)
+        for attribute in attributes:
+            # A class's own attributes are looked up without running a descriptor or a metaclass.
+            found = inspect.getattr_static(found, attribute) if isinstance(found, type) else getattr(found, attribute)
+            if not isinstance(found, type):
+                break
+    except Exception as error:  # a user's module may fail in any way
+        said = str(error) if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: {error}"
+        raise UserError(f"{key}: _target_={target} can't be imported: {' '.join(said.split())}") from error
+    if not isinstance(found, type):
+        raise UserError(f"{key}: _target_={target} is no class; only classes can be named")
+    if not _is_in(f"{found.__module__}.", (*PLACES, *allow_target)):
+        raise UserError(
+            f"{key}: _target_={target} is {_path(found)}, which {name} only imports and a config may not name; "
+            f"if you trust it: _target_={_path(found)} run.allow_target=[{found.__module__.split('.')[0]}]"
+        )
+    return found
+
+
+def _module_of(target: str, key: str, allow_target: Sequence[str]) -> tuple[str, list[str]]:
+    """The longest beginning of `target` that is a module, found on disk without importing it, and what follows.
+
+    Raises:
+        UserError: there is no such package, or the module is none whose classes may be named.
+    """
+    parts = target.split(".")
+    try:
+        spec = None if parts[0] in sys.modules else importlib.util.find_spec(parts[0])
+    except (ImportError, ValueError) as error:
+        raise UserError(f"{key}: _target_={target} can't be imported: {error}") from None
+    if spec is None and parts[0] not in sys.modules:
+        raise UserError(f"{key}: _target_={target} can't be imported: No module named '{parts[0]}'")
+    inside = _folders(sys.modules.get(parts[0], spec))
+    for length in range(1, len(parts)):
+        name = ".".join(parts[: length + 1])
+        below = sys.modules.get(name) or importlib.machinery.PathFinder.find_spec(name, inside)
+        if below is None:
+            break
+        inside = _folders(below)
+    else:
+        raise UserError(f"{key}: _target_={target} is no class but a module; only classes can be named")
+    name, attributes = ".".join(parts[:length]), parts[length:]
+    _check_place(name, target, key, allow_target)
+    return name, attributes
+
+
+def _folders(found: ModuleType | importlib.machinery.ModuleSpec | None) -> list[str]:
+    """Where the modules of a package lie; none of what is no package."""
+    folders = getattr(found, "__path__", None) or getattr(found, "submodule_search_locations", None)
+    return list(folders) if isinstance(folders, Iterable) else []  # torch.classes makes up whatever it is asked for
+
+
+def _check_place(module: str, target: str, key: str, allow_target: Sequence[str]) -> None:
+    """Raises UserError for a module of a known package that may not be imported by a config."""
+    if _is_in(f"{module}.", allow_target) or any(f"{place}.".startswith(f"{module}.") for place in PLACES):
+        return  # the latter are packages that importing a place imports anyway
+    private = any(part.startswith(_NO_HOLDERS) for part in module.split("."))
+    if private or not _is_in(f"{module}.", PLACES):
+        places = ", ".join(place for place in PLACES if place.split(".")[0] == module.split(".")[0])
+        raise UserError(f"{key}: _target_={target}: a config can't name what {module} holds, but classes of {places}")
 
 
 @contextlib.contextmanager
@@ -82,32 +176,81 @@ def _path(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def build_target(entry: dict[str, Any], key: str, kind: type, allow_target: Sequence[str] = ()) -> Any:
+@dataclass(frozen=True)
+class _Node:
+    """A class that has passed all checks, with its arguments, in which nodes stand for what they will be."""
+
+    cls: type
+    target: str
+    first: Sequence[Any]  # lmtrain's own
+    positional: list[Any]
+    named: dict[str, Any]
+
+
+def build_target(
+    entry: dict[str, Any],
+    key: str,
+    kind: type,
+    allow_target: Sequence[str] = (),
+    *,
+    first: Sequence[Any] = (),
+    refused: Mapping[type, str] | None = None,
+) -> Any:
     """An object from {_target_: package.module.Class, ...arguments}; nodes in the arguments are built as well.
 
     Args:
+        entry: plain values, resolved; a text with `${` in it is handed over as that text.
         key: the key of the config, for messages.
         kind: the class that the key is for.
         allow_target: run.allow_target.
+        first: positional arguments that lmtrain gives before those of the entry.
+        refused: classes that can't be used here, and why.
 
     Raises:
         UserError: a name that is not allowed, can't be imported or is no class of the right kind; arguments the class
             doesn't take; an exception of its constructor.
     """
-    from hydra.errors import InstantiationException
-    from hydra.utils import instantiate
-
     check_names(key, entry, allow_target)
-    resolved = _resolve(entry, key, allow_target)  # what is checked is what is built: the class, not its name
-    cls = resolved["_target_"]
-    if not issubclass(cls, kind):
-        raise UserError(f"{key}: _target_={entry['_target_']} is no {kind.__module__.split('.')[0]} {kind.__name__}")
-    try:
-        return instantiate(resolved, _convert_="all")
-    except InstantiationException as error:
-        cause = error.__cause__ or error
-        said = " ".join(str(cause).split())
-        raise UserError(f"{key}: {entry['_target_']} raised {type(cause).__name__}: {said}") from error
+    cls: type[Any] = find_class(str(entry["_target_"]), key, kind, allow_target)
+    for base, reason in (refused or {}).items():
+        if issubclass(cls, base):
+            raise UserError(f"{key}: {cls.__name__} can't be used here: {reason}")
+    return _made(_node(entry, cls, key, allow_target, first), key)
+
+
+def _checked(value: Any, key: str, allow_target: Sequence[str]) -> Any:
+    """An argument with a _Node in place of each mapping that names a class."""
+    if isinstance(value, list):
+        return [_checked(inner, key, allow_target) for inner in value]
+    if not isinstance(value, dict):
+        return value
+    if "_target_" not in value:
+        return {name: _checked(inner, key, allow_target) for name, inner in value.items()}
+    cls = class_named(str(value["_target_"]), key, allow_target)
+    _check_argument(cls, key, allow_target)
+    return _node(value, cls, key, allow_target)
+
+
+def _node(
+    entry: dict[str, Any], cls: type[Any], key: str, allow_target: Sequence[str], first: Sequence[Any] = ()
+) -> _Node:
+    positional = _checked(entry.get("_args_", []), key, allow_target)
+    named = {str(name): _checked(v, key, allow_target) for name, v in entry.items() if name not in SPECIAL}
+    check_arguments(cls, str(entry["_target_"]), named, key, positional=len(first) + len(positional))
+    return _Node(cls, str(entry["_target_"]), first, positional, named)
+
+
+def _made(value: Any, key: str) -> Any:
+    """What a checked argument stands for; the inner ones are built first."""
+    if isinstance(value, list):
+        return [_made(inner, key) for inner in value]
+    if isinstance(value, dict):
+        return {name: _made(inner, key) for name, inner in value.items()}
+    if not isinstance(value, _Node):
+        return value
+    positional, named = _made(value.positional, key), _made(value.named, key)
+    with building(key, value.target):
+        return value.cls(*value.first, *positional, **named)
 
 
 def _nodes(entry: Any) -> Iterator[dict[str, Any]]:
@@ -122,54 +265,14 @@ def _is_in(name: str, packages: Sequence[str]) -> bool:
     return any(name.startswith(f"{package}.") for package in packages)
 
 
-def _resolve(entry: Any, key: str, allow_target: Sequence[str], *, argument: bool = False) -> Any:
-    """A copy of the entry with classes in place of their names."""
-    if isinstance(entry, list):
-        return [_resolve(value, key, allow_target, argument=True) for value in entry]
-    if not isinstance(entry, dict):
-        return entry
-    resolved = {k: _resolve(v, key, allow_target, argument=True) for k, v in entry.items()}
-    if "_target_" in entry:
-        cls = _class(str(entry["_target_"]), key)
-        if argument:
-            _check_argument(cls, key, allow_target)
-        check_arguments(cls, str(entry["_target_"]), {k: v for k, v in resolved.items() if k not in SPECIAL}, key,
-                         positional=len(entry.get("_args_", ())))  # fmt: skip
-        resolved["_target_"] = cls
-    return resolved
-
-
-def _class(target: str, key: str) -> type:
-    parts = target.split(".")
-    for length in range(len(parts) - 1, 0, -1):
-        module = ".".join(parts[:length])
-        try:
-            found: Any = importlib.import_module(module)
-        except ModuleNotFoundError as error:
-            if error.name is not None and (module == error.name or module.startswith(f"{error.name}.")) and length > 1:
-                continue
-            raise UserError(f"{key}: _target_={target} can't be imported: {error}") from error
-        except Exception as error:  # a user's module may fail in any way
-            raise UserError(f"{key}: _target_={target} can't be imported: {type(error).__name__}: {error}") from error
-        try:
-            for name in parts[length:]:
-                found = getattr(found, name)
-        except AttributeError as error:
-            raise UserError(f"{key}: _target_={target} can't be imported: {error}") from error
-        break
-    if not isinstance(found, type):
-        raise UserError(f"{key}: _target_={target} is no class; only classes can be named")
-    return found
-
-
 def _check_argument(cls: type, key: str, allow_target: Sequence[str]) -> None:
     from lightning.pytorch import Callback
     from torch import nn
 
     if not issubclass(cls, nn.Module | Callback) and not _is_in(f"{cls.__module__}.", allow_target):
         raise UserError(
-            f"{key}: _target_={cls.__module__}.{cls.__qualname__} can't be an argument: there modules, metrics and "
-            f"callbacks can be named, and classes of packages in run.allow_target"
+            f"{key}: _target_={_path(cls)} can't be an argument: there modules, metrics and callbacks can be named, "
+            f"and classes of packages in run.allow_target"
         )
 
 

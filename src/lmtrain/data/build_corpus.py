@@ -7,7 +7,7 @@ from typing import Any
 from lmtrain.config.growth import step_sizes
 from lmtrain.config.objectives import OWN
 from lmtrain.config.schema import Config, Data
-from lmtrain.config.targets import building, class_named
+from lmtrain.config.targets import building, class_named, lacking
 from lmtrain.data.chat.templates import ChatEncoder
 from lmtrain.data.corpus import Corpus
 from lmtrain.data.examples.chat_rows import ChatRows
@@ -67,11 +67,7 @@ def row_format(config: Config) -> type[RowEncoder]:
     if "." not in rows:
         raise UserError(f"data.rows={rows} is not known: text, {', '.join(ROW_FORMATS)}, or the path of a class")
     cls = class_named(rows, "data.rows", config.run.allow_target)
-    missing = [
-        name
-        for name in ("group", "encode", "decode", "make_rows", "words", "finish_tokenizer")
-        if not hasattr(cls, name)
-    ]
+    missing = lacking(cls, ("group", "encode", "decode", "make_rows", "words", "finish_tokenizer"))
     if missing:
         raise UserError(
             f"data.rows={rows} is no row format: it lacks {', '.join(missing)} "

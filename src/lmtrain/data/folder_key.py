@@ -7,6 +7,7 @@ from typing import Any
 from lmtrain.config.constraints import PREPARED
 from lmtrain.config.keys import values
 from lmtrain.config.schema import Data, Tokenizer
+from lmtrain.secrets import hashed, shown_in
 
 
 def settings(section: Data | Tokenizer) -> dict[str, Any]:
@@ -23,7 +24,8 @@ def folder_key(data: Data, tokenizer: Tokenizer, **contents: Any) -> dict[str, A
     Args:
         contents: what the files, datasets and templates that the config names turned out to hold; a version.
     """
-    key = {"data": settings(data), "tokenizer": settings(tokenizer), **contents}
+    # A secret among them, of a source of the user's own, is not written beside the tokens.
+    key = shown_in({"data": settings(data), "tokenizer": settings(tokenizer), **contents}, hashed)
     return dict(json.loads(json.dumps(key, sort_keys=True)))
 
 

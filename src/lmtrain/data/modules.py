@@ -2,6 +2,7 @@
 
 import functools
 import os
+import resource
 import signal
 import zlib
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from lmtrain.config.compose import batch_split
+from lmtrain.config.batch import batch_split
 from lmtrain.config.growth import Stages
 from lmtrain.data import order
 from lmtrain.data.borders import cut_rows
@@ -20,6 +21,7 @@ from lmtrain.data.mixing import Mixture
 from lmtrain.distributed.data_parallel import data_parallel
 from lmtrain.distributed.parent_death import end_with_parent
 from lmtrain.distributed.stop_signals import SIGNALS
+from lmtrain.errors import UserError
 
 MicroBatch = dict[str, torch.Tensor]
 
@@ -28,7 +30,9 @@ class Rows(Protocol):
     """What a corpus offers: a number of rows, a micro-batch from (epoch, row) pairs, a row that trains nothing.
 
     Rows of different lengths, which are padded, also have `lengths`, int64 [rows]; rows of several sources of text
-    `mixture`, which says which of them make up a step.
+    `mixture`, which says which of them make up a step. Rows whose loss compares them with others have `coupled` true:
+    they are read from (epoch, row, other row), the other being the one before in the step or, in validation, in all
+    that is validated; of the first it is the last.
     """
 
     def __len__(self) -> int: ...
@@ -58,6 +62,7 @@ class FirstRows:
 
     def __init__(self, rows: Rows, count: int) -> None:
         self.rows, self.count = rows, min(count, len(rows))
+        self.coupled = getattr(rows, "coupled", False)
         if hasattr(rows, "lengths"):
             self.lengths = rows.lengths[: self.count]
 
@@ -65,10 +70,22 @@ class FirstRows:
         return self.count
 
     def read(self, rows: np.ndarray) -> MicroBatch:
-        return self.rows.read(np.stack([np.zeros_like(rows[:, 1]), rows[:, 1]], axis=1))
+        return self.rows.read(np.concatenate([np.zeros_like(rows[:, :1]), rows[:, 1:]], axis=1))
 
     def empty(self) -> MicroBatch:
         return self.rows.empty()
+
+
+def coupled(rows: Rows, chosen: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """(epoch, row, other row), int64 [n, 3], where the rows are `coupled`; else `chosen`, (epoch, row), as they are."""
+    return np.column_stack([chosen, others]) if getattr(rows, "coupled", False) else chosen
+
+
+def validation_places(index: int, micro_batch_size: int, rank: int, world_size: int) -> np.ndarray:
+    """Which of the rows that are validated, counted from 0, are in a rank's `index`-th micro-batch; the last ones may
+    have fewer."""
+    span = micro_batch_size * world_size
+    return np.arange(index * span, (index + 1) * span)[rank::world_size]
 
 
 class StepDataset(Dataset):
@@ -116,9 +133,19 @@ class StepDataset(Dataset):
         lengths = getattr(self.rows, "lengths", None)
         return chosen if lengths is None else chosen[np.argsort(-lengths[chosen[:, 1]], kind="stable")]
 
-    def __getitem__(self, step: int) -> dict[str, Any]:
+    def shares(self, step: int) -> list[np.ndarray]:
+        """This rank's micro-batches of a step, as what `Rows.read` takes; some may be empty."""
         chosen = self.row_ids(step)
-        shares = order.rank_share(self.by_length(chosen), self.rank, self.world_size, self.micro_batch_size)
+        # A last step of one row has no other: it takes that of the step before.
+        if len(chosen) == 1 and step > 0:
+            others = self.row_ids(step - 1)[-1:, 1]
+        else:
+            others = np.roll(chosen[:, 1], 1)
+        chosen = self.by_length(coupled(self.rows, chosen, others))
+        return order.rank_share(chosen, self.rank, self.world_size, self.micro_batch_size)
+
+    def __getitem__(self, step: int) -> dict[str, Any]:
+        chosen, shares = self.row_ids(step), self.shares(step)
         micro_batches = [self.rows.read(share) if len(share) else self.rows.empty() for share in shares]
         if self.lengths is not None:
             micro_batches = [cut_rows(micro_batch, self.lengths.at(step)) for micro_batch in micro_batches]
@@ -138,6 +165,11 @@ class StepSampler(Sampler[int]):
         return self.total
 
 
+def seen_rows(rows: Rows, micro_batch_size: int, limit: int | None) -> int:
+    """How many of the validation rows are seen."""
+    return len(rows) if limit is None else min(len(rows), limit * micro_batch_size)
+
+
 class ValidationDataset(Dataset):
     """Item i is this rank's i-th micro-batch of the validation rows, each row once over all ranks.
 
@@ -148,19 +180,40 @@ class ValidationDataset(Dataset):
     def __init__(self, rows: Rows, *, micro_batch_size: int, limit: int | None, rank: int, world_size: int) -> None:
         self.rows, self.rank, self.world_size = rows, rank, world_size
         self.micro_batch_size = micro_batch_size
-        self.total = len(rows) if limit is None else min(len(rows), limit * micro_batch_size)
+        self.total = seen_rows(rows, micro_batch_size, limit)
         self.batches = -(-self.total // (micro_batch_size * world_size))
 
     def __len__(self) -> int:
         return self.batches
 
+    def share(self, index: int) -> np.ndarray:
+        """A micro-batch of this rank, as what `Rows.read` takes; of the last ones some may be empty."""
+        places = validation_places(index, self.micro_batch_size, self.rank, self.world_size)
+        places = places[places < self.total]
+        rows, others = (at % self.total * len(self.rows) // self.total for at in (places, places - 1))
+        return coupled(self.rows, np.stack([np.zeros_like(rows), rows], axis=1), others)
+
     def __getitem__(self, index: int) -> MicroBatch:
-        span = self.micro_batch_size * self.world_size
-        chosen = np.arange(index * span, min((index + 1) * span, self.total))[self.rank :: self.world_size]
-        if len(chosen) == 0:
-            return self.rows.empty()
-        rows = chosen * len(self.rows) // self.total
-        return self.rows.read(np.stack([np.zeros_like(rows), rows], axis=1))
+        share = self.share(index)
+        return self.rows.read(share) if len(share) else self.rows.empty()
+
+
+def check_descriptors(workers: int) -> None:
+    """UserError where this process may not open as many files as loader workers take: they would wait for ever.
+
+    The limit is raised as far as the system lets it be.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = 64 + 16 * workers  # pipes and locks of each, and the tensors that are on their way
+    if not workers or soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard == resource.RLIM_INFINITY or hard >= needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+        return
+    raise UserError(
+        f"data.num_workers={workers} needs about {needed} open files, and this shell allows {hard} (ulimit -n): raise "
+        f"that limit, or set data.num_workers={max(0, (hard - 64) // 16)}"
+    )
 
 
 class TokenDataModule(pl.LightningDataModule):
@@ -234,6 +287,13 @@ class TokenDataModule(pl.LightningDataModule):
             return []
         loaders = [self._loader(self._validation(rows), None) for rows in self.val_sets.values()]
         return loaders[0] if len(loaders) == 1 else loaders
+
+    def test_dataloader(self) -> DataLoader | list[DataLoader]:
+        """For Lightning's `trainer.test`: what is validated on, as data.val_path names it; `evaluate` has more."""
+        return self.val_dataloader()
+
+    def predict_dataloader(self) -> DataLoader | list[DataLoader]:
+        return self.val_dataloader()
 
     def _validation(self, rows: Rows) -> ValidationDataset:
         assert self.trainer is not None, "asked by val_dataloader alone"

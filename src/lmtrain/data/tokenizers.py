@@ -16,12 +16,12 @@ from huggingface_hub import errors as hub_errors
 from huggingface_hub import hf_hub_download
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from lmtrain.config.schema import Tokenizer
 from lmtrain.data import bpe, hub
 from lmtrain.data.cache import Facts
-from lmtrain.errors import UserError
+from lmtrain.errors import UserError, first_line
 
 END_OF_TEXT = "<|endoftext|>"
 UNKNOWN = "<|unknown|>"  # characters alone need one: for prompts with a character the corpus never had
@@ -110,8 +110,29 @@ def load_or_train(
 
 
 def load_folder(folder: Path) -> PreTrainedTokenizerFast:
-    """A tokenizer that `save` wrote."""
-    return PreTrainedTokenizerFast.from_pretrained(str(folder))
+    """A tokenizer that `save` wrote; UserError where its files are none."""
+    return read(folder, PreTrainedTokenizerFast)
+
+
+def read(folder: Path, cls: Any = AutoTokenizer) -> Any:
+    """The tokenizer of a folder, of a class of transformers.
+
+    Raises:
+        UserError: the files are no tokenizer's, or one that can't encode.
+    """
+    try:
+        return usable(cls.from_pretrained(str(folder)))
+    except Exception as error:  # of JSON, transformers and tokenizers, which raises Exception itself
+        raise UserError(f"{folder} can't be read as a tokenizer: {first_line(error)}") from None
+
+
+def usable(tokenizer: Any) -> Any:
+    """The tokenizer itself; ValueError where its tokenizer_config.json made it something else."""
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise ValueError(f"tokenizer_class {type(tokenizer).__name__} is none that a language model reads text with")
+    if not isinstance(tokenizer.model_max_length, int | float):
+        raise ValueError(f"model_max_length is {tokenizer.model_max_length!r}, where a number belongs")
+    return tokenizer
 
 
 def save(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
@@ -148,13 +169,19 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerFast) -> str:
 
     Truncation, padding, chat templates and decoding are left out: they may change without making ids wrong.
     """
-    plain = json.loads(tokenizer.backend_tokenizer.to_str())
+    return ids_hash(json.loads(tokenizer.backend_tokenizer.to_str()))
+
+
+def ids_hash(plain: dict[str, Any]) -> str:
     return _hash({k: plain.get(k) for k in ("normalizer", "pre_tokenizer", "model", "post_processor", "added_tokens")})
 
 
 def plain_text_hash(tokenizer: PreTrainedTokenizerFast) -> str:
     """The hash in folders and checkpoints of earlier versions: without post-processor and added tokens' flags."""
-    plain = json.loads(tokenizer.backend_tokenizer.to_str())
+    return plain_hash(json.loads(tokenizer.backend_tokenizer.to_str()))
+
+
+def plain_hash(plain: dict[str, Any]) -> str:
     matters = {k: plain.get(k) for k in ("normalizer", "pre_tokenizer", "model")}
     matters["added_tokens"] = [[t["id"], t["content"]] for t in plain.get("added_tokens", [])]
     return _hash(matters)
@@ -181,8 +208,10 @@ def _load(cfg: Tokenizer, named: Identity) -> PreTrainedTokenizerFast:
         if not cfg.trust_remote_code and _has_fast_file(str(folder) if is_folder else name, is_folder, options):
             # Straight from tokenizer.json: model classes rebuild it by their own rules and may split text otherwise.
             return PreTrainedTokenizerFast.from_pretrained(str(folder) if is_folder else name, **options)
-        tokenizer = AutoTokenizer.from_pretrained(
-            str(folder) if is_folder else name, trust_remote_code=cfg.trust_remote_code, **options
+        tokenizer = usable(
+            AutoTokenizer.from_pretrained(
+                str(folder) if is_folder else name, trust_remote_code=cfg.trust_remote_code, **options
+            )
         )
     except (OSError, ValueError, KeyError) as error:
         if offline:

@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from lmtrain.config.fingerprint import short_hash
 from lmtrain.config.schema import Config, Data, Tokenizer
 from lmtrain.data import tokenizers
 from lmtrain.data.build_corpus import row_format
 from lmtrain.data.corpus import Corpus
 from lmtrain.data.examples.prepare import prepare_examples
-from lmtrain.data.modules import MicroBatch, Rows
+from lmtrain.data.modules import MicroBatch, Rows, seen_rows
 from lmtrain.data.text import bins
 from lmtrain.data.text.prepare import prepare
 from lmtrain.data.text.windows import Windows
@@ -28,6 +29,7 @@ KEYS = ("path", "name", "config_name", "revision", "split", "format", "text_colu
 class ValSet(NamedTuple):
     rows: Rows
     bytes_per_token: float | None  # of text
+    fingerprint: str  # names the tokens, as that of a Corpus
 
 
 class SpreadRows:
@@ -35,13 +37,14 @@ class SpreadRows:
 
     def __init__(self, rows: Rows, count: int) -> None:
         self.rows, self.count = rows, min(count, len(rows))
+        self.coupled = getattr(rows, "coupled", False)
 
     def __len__(self) -> int:
         return self.count
 
     def read(self, rows: np.ndarray) -> MicroBatch:
-        chosen = rows[:, 1] * len(self.rows) // self.count
-        return self.rows.read(np.stack([np.zeros_like(chosen), chosen], axis=1))
+        chosen = rows[:, 1:] * len(self.rows) // self.count
+        return self.rows.read(np.concatenate([np.zeros_like(rows[:, :1]), chosen], axis=1))
 
     def empty(self) -> MicroBatch:
         return self.rows.empty()
@@ -61,7 +64,9 @@ def build_val_sets(config: Config, corpus: Corpus) -> dict[str, ValSet]:
         except UserError as error:
             raise UserError(f"data.val_sets.{name}: {error}") from None
     if config.data.val_train_rows:
-        found[TRAIN_ROWS] = ValSet(SpreadRows(_as_written(corpus.train), config.data.val_train_rows), None)
+        found[TRAIN_ROWS] = ValSet(
+            SpreadRows(_as_written(corpus.train), config.data.val_train_rows), None, corpus.fingerprint
+        )
     return found
 
 
@@ -109,8 +114,22 @@ def _open(config: Config, data: Data, corpus: Corpus) -> ValSet:
             raise UserError("it can't be tokenized as the run's own data: tokenizer.kind=hub names the tokenizer")
         found = bins.open_bins(prepared.folder, "train")
         rows = Windows(found.shards, config.data.seq_len, seed=None, isolate_documents=config.data.isolate_documents)
-        return ValSet(rows, found.bytes / found.tokens if found.bytes else None)
+        return ValSet(rows, found.bytes / found.tokens if found.bytes else None, prepared.fingerprint)
     encoder = row_format(config)
-    examples = prepare_examples(data, tokenizer, encoder).split("train")
+    made = prepare_examples(data, tokenizer, encoder)
+    examples = made.split("train")
     assert examples is not None  # prepare_examples refuses data without it
-    return ValSet(encoder.make_rows(examples, config, None)[0], None)
+    return ValSet(encoder.make_rows(examples, config, None)[0], None, made.fingerprint)
+
+
+def scored_on(config: Config, corpus: Corpus, val_sets: dict[str, ValSet], monitor: str) -> str | None:
+    """Names the rows that `monitor` is measured on: only scores with the same name are compared.
+
+    None where nothing is validated.
+    """
+    set_ = val_sets.get(monitor.split("/")[1]) if monitor.count("/") > 1 else None
+    rows, fingerprint = (corpus.val, corpus.fingerprint) if set_ is None else (set_.rows, set_.fingerprint)
+    if rows is None:
+        return None
+    seen = seen_rows(rows, config.data.micro_batch_size, config.trainer.limit_val_batches)
+    return short_hash([fingerprint, seen])

@@ -16,6 +16,7 @@ TYPED = "LMTRAIN_TYPED"  # the environment variable that tells ranks the command
 TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets
 
 
+_UNSET = "this is no rank of torchrun's or SLURM's; unset them to train in one process, or start it with those"
 _here: list[str] | None = None  # what the command line of this process was given
 
 
@@ -46,7 +47,7 @@ def started_by(environ: MutableMapping[str, str] = os.environ) -> str | None:
     """torchrun or SLURM, where this process may be one of several that were given the same command line."""
     if "RANK" in environ:
         return "torchrun"
-    return "SLURM" if int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1 else None  # of srun, not of sbatch
+    return "SLURM" if environ.get("SLURM_STEP_NUM_TASKS", "1") not in ("0", "1") else None  # of srun, not of sbatch
 
 
 def find(environ: MutableMapping[str, str] = os.environ) -> Layout | None:
@@ -58,18 +59,40 @@ def find(environ: MutableMapping[str, str] = os.environ) -> Layout | None:
     by = started_by(environ)
     if by == "SLURM":
         _translate_slurm(environ)
-    if by is None or not all(name in environ for name in TORCH):
+    absent = [name for name in TORCH if name not in environ]
+    if absent:
+        _refuse_stray(environ, absent)
         return None
-    world = int(environ["WORLD_SIZE"])
-    per_node = int(environ.get("LOCAL_WORLD_SIZE", world))
+    rank, world = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+    per_node = _number(environ, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environ else world
+    if not 0 <= rank < world or not 0 < per_node <= world:
+        raise RunError(f"the environment says RANK={rank}, WORLD_SIZE={world}, LOCAL_WORLD_SIZE={per_node}: {_UNSET}")
     if world % per_node != 0:
         raise UserError(f"{world} ranks with {per_node} on this node: start the same number on every node")
-    return Layout(int(environ["RANK"]), world // per_node, per_node, by)
+    return Layout(rank, world // per_node, per_node, by or "torchrun")
+
+
+def _number(environ: MutableMapping[str, str], name: str) -> int:
+    """RunError where a variable that says which rank this is holds no number; each process prints its own."""
+    if not environ.get(name, "").isdecimal():
+        raise RunError(f"the environment says {name}={environ.get(name, '')!r}, which is no number: {_UNSET}")
+    return int(environ[name])
+
+
+def _refuse_stray(environ: MutableMapping[str, str], absent: list[str]) -> None:
+    """RunError where some variables of torchrun's are left over: half a rank would wait for others for ever."""
+    stray = {name: environ[name] for name in ("RANK", "WORLD_SIZE") if name in environ}
+    if all(value == {"RANK": "0", "WORLD_SIZE": "1"}[name] for name, value in stray.items()):
+        return
+    set_ = ", ".join(f"{name}={value}" for name, value in stray.items())
+    raise RunError(f"the environment has {set_}, but no {', '.join(absent)}: {_UNSET}")
 
 
 def _translate_slurm(environ: MutableMapping[str, str]) -> None:
     from lightning.pytorch.plugins.environments import SLURMEnvironment
 
+    for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"):
+        _number(environ, name)
     tasks, nodes = int(environ["SLURM_STEP_NUM_TASKS"]), int(environ.get("SLURM_STEP_NUM_NODES", "1"))
     if tasks % nodes != 0:
         raise UserError(f"SLURM runs {tasks} tasks on {nodes} nodes: ask for as many on each with --ntasks-per-node")

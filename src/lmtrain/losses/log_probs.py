@@ -118,10 +118,11 @@ class _ChunkedLogProbs(torch.autograd.Function):
         for chunk in logits.chunks(hidden.shape[0]):
             h = logits.inputs(hidden[chunk])
             grad_logits = logits.nll(h, w, bias, targets[chunk], losses[:, chunk], gradient=True)
-            g = -grad[chunk].to(logits.dtype)
-            grad_weight.add_product(grad_logits, h * g.unsqueeze(1))
+            g = -grad[chunk]
+            # A factor that all tokens of an answer have in common must not be rounded before it is multiplied.
+            grad_weight.add_product(grad_logits, (h * g.unsqueeze(1)).to(logits.dtype))
             if bias is not None:
-                grad_bias = grad_bias + g @ grad_logits
+                grad_bias = grad_bias + g.to(logits.dtype) @ grad_logits
         if hidden.shape[0] == 0:
             grad_weight.total = torch.zeros_like(weight)
         return (

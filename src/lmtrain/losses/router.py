@@ -67,11 +67,8 @@ def router_terms(logits: Tensor, top_k: int, whole: Totals | None = None) -> Rou
     mean = probabilities_of(logits).sum(0) / n  # this part's share in P
     away = whole.probabilities / n - 1 / choices  # sums to 0, so that sum_i away_i P_i is the deviation
     deviation = torch.dot(away, mean)
-    with torch.no_grad():
-        part = logits.shape[0] / n
-        p = whole.chosen / (n * top_k)
-        entropy = -torch.special.xlogy(p, p).sum() / max(math.log(choices), 1e-9)
-        dead = (p == 0).to(p.dtype).mean()
+    part = logits.shape[0] / n
+    entropy, dead = _spread(whole, top_k)
     return RouterTerms(
         load_balance=choices * torch.dot(whole.chosen / n, mean),
         deviation=2 * deviation - deviation.detach(),  # the gradient of a square is twice that of one factor
@@ -81,8 +78,28 @@ def router_terms(logits: Tensor, top_k: int, whole: Totals | None = None) -> Rou
     )
 
 
-def over_layers(terms: Sequence[RouterTerms], how: str) -> RouterTerms:
-    """Each loss summed over the routers, or averaged (`how`: sum or mean); what is only reported is averaged."""
+@torch.no_grad()
+def _spread(whole: Totals, top_k: int) -> tuple[Tensor, Tensor]:
+    """Entropy of the choices, and the share of them that no token made."""
+    p = whole.chosen / (whole.tokens.clamp(min=1) * top_k)
+    entropy = -torch.special.xlogy(p, p).sum() / max(math.log(len(p)), 1e-9)
+    return entropy, (p == 0).to(p.dtype).mean()
+
+
+def over_layers(logits: Sequence[Tensor], top_k: int, wholes: Sequence[Totals], how: str) -> RouterTerms:
+    """The terms of several routers as one; what is only reported is averaged over them.
+
+    Args:
+        logits: of each router, [N, C].
+        wholes: of each router, as of `router_terms`.
+        how: sum or mean of their losses; joint: the losses of one router that has the tokens of all of them, as
+            transformers' `load_balancing_loss_func` has it.
+    """
+    terms = [router_terms(x, top_k, whole) for x, whole in zip(logits, wholes, strict=True)]
     summed = [sum(values[1:], values[0]) for values in zip(*terms, strict=True)]
     divided = [value / len(terms) for value in summed]
+    if how == "joint":
+        whole = Totals(*(sum(values[1:], values[0]) for values in zip(*wholes, strict=True)))
+        parts = [router_terms(x, top_k, whole)[:3] for x in logits]  # they add up
+        return RouterTerms(*(sum(values[1:], values[0]) for values in zip(*parts, strict=True)), *divided[3:])
     return RouterTerms(*(summed[:3] if how == "sum" else divided[:3]), *divided[3:])

@@ -18,11 +18,13 @@ from lmtrain.config.models import CustomModel, LoadedModel, ScratchModel
 from lmtrain.config.schema import Model
 from lmtrain.data import hub
 from lmtrain.errors import UserError
+from lmtrain.models import whole
 from lmtrain.models.custom import custom_config, custom_model
 from lmtrain.models.documents import CHOICES
 from lmtrain.models.experts import use_experts
 from lmtrain.models.init import init_residual_projections
 from lmtrain.models.memory_folder import base_config, is_exported
+from lmtrain.models.nulls import field_name, filled
 from lmtrain.models.probe import set_attention
 
 log = logging.getLogger(__name__)
@@ -31,15 +33,6 @@ MAX_POSITIONS = "max_position_embeddings"
 # Keys of `model` that go into the transformers config under their own name.
 SHAPE_KEYS = (*(f.name for f in fields(ScratchModel) if f.name not in {"family", *(f.name for f in fields(Model))}),
               MAX_POSITIONS)  # fmt: skip
-# What families call these keys; GPT-2's other names are in its config's own attribute_map.
-ALIASES = {
-    "norm_eps": ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps"),
-    "intermediate_size": ("intermediate_size", "n_inner"),
-    "hidden_act": ("hidden_act", "activation_function"),
-    "rope_theta": ("rope_parameters",),
-}
-# Settings a family's code reads though its config class doesn't declare them.
-UNDECLARED = {"qwen3_moe": ("head_dim",)}
 DROPOUTS = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout", "dropout")
 
 
@@ -72,7 +65,7 @@ def build_model(
     """
     if cfg.attention not in CHOICES:
         raise UserError(f"model.attention={cfg.attention} is not one of {', '.join(CHOICES)}")
-    config = _config(cfg, vocab_size, eos_token_id, allow_target)
+    config = whole.checked(_config(cfg, vocab_size, eos_token_id, allow_target), "model")
     _check_vocabulary(cfg, config, vocab_size, new_tokens)
     _check_positions(cfg, config, seq_len)
     _forget_padding(config)
@@ -123,23 +116,17 @@ def _scratch_config(cfg: ScratchModel, given: dict[str, Any]) -> PretrainedConfi
     for key in SHAPE_KEYS:
         value = getattr(cfg, key)
         if value is not None:
-            name = _field_name(known, key)
+            name = field_name(known, key)
             if name is None:
                 raise UserError(f"model.{key}={value}: the family {family} has no such setting; make it null")
             given[name] = {"rope_type": "default", "rope_theta": value} if key == "rope_theta" else value
     given |= _dropout_fields(cfg, known) | _extra_fields(cfg, known)
     try:
-        return config_class(**given)
+        return filled(cfg, given, config_class, lambda key: field_name(known, key))
+    except UserError:
+        raise
     except Exception as error:  # transformers' configs check themselves, each in its own way
         raise UserError(f"model.family={family} refuses this shape: {_last_line(error)}") from error
-
-
-def _field_name(config: PretrainedConfig, key: str) -> str | None:
-    """What this family calls `key`, None where it has no such field."""
-    if key in UNDECLARED.get(config.model_type, ()):
-        return key
-    names = (*ALIASES.get(key, ()), key)
-    return next((name for name in names if hasattr(config, name)), None)
 
 
 def _dropout_fields(cfg: Model, config: PretrainedConfig) -> dict[str, float]:
@@ -148,7 +135,7 @@ def _dropout_fields(cfg: Model, config: PretrainedConfig) -> dict[str, float]:
 
 def _extra_fields(cfg: Model, config: PretrainedConfig) -> dict[str, Any]:
     for name in cfg.extra:
-        if not hasattr(config, name):
+        if name.startswith("_") or not hasattr(config, name):  # such as the name of a kernel that is downloaded
             near = difflib.get_close_matches(name, config.to_dict(), n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise UserError(f"model.extra.{name}: {type(config).__name__} of transformers has no such field{hint}")
@@ -199,8 +186,8 @@ def _pretrained_config(cfg: LoadedModel) -> PretrainedConfig:
 
 
 def _load(cfg: LoadedModel, config: PretrainedConfig, loading: dict[str, Any]) -> PreTrainedModel:
-    # The checkpoint's own dtype is often bf16, too coarse to take small updates.
-    return _from_hub(AutoModelForCausalLM.from_pretrained, cfg, config=config, dtype=torch.float32, **loading)
+    dtype = torch.float32  # the checkpoint's own is often bf16, too coarse to take small updates
+    return _from_hub(whole.from_pretrained, cfg, config=config, dtype=dtype, **loading)
 
 
 def _grow_vocabulary(model: PreTrainedModel, vocab_size: int) -> None:
@@ -225,7 +212,7 @@ def _from_hub(function: Any, cfg: LoadedModel, **options: Any) -> Any:
     except Exception as error:  # the hub's, requests' and transformers' errors share no base class
         if unreachable:
             raise UserError(hub.explain_unreachable("model", name, unreachable)) from error
-        raise UserError(_explain_loading(cfg, error)) from error
+        raise error if isinstance(error, UserError) else UserError(_explain_loading(cfg, error)) from error
 
 
 def _explain_loading(cfg: LoadedModel, error: Exception) -> str:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
 
 from lmtrain.config.schema import Router
-from lmtrain.losses.router import Totals, over_layers, router_terms, totals
+from lmtrain.losses.router import Totals, over_layers, totals
 
 KEPT = "last_router_logits"
 REPORTED = ("deviation", "z_loss", "entropy", "dead")  # besides the loss of load balancing
@@ -98,7 +98,8 @@ class RouterLosses:
     step chose each choice, [routers, C] by kind, of this rank.
 
     Args:
-        settings: the router section of the config; None: a mixture's own weight of load balancing, and no more.
+        settings: the router section of the config, its over_layers resolved; None: a mixture's own weight of load
+            balancing, and no more.
     """
 
     def __init__(self, model: PreTrainedModel, routers: Routers, settings: Router | None) -> None:
@@ -114,12 +115,16 @@ class RouterLosses:
         self.z_loss = settings.z_loss if settings is not None else 0.0
         self.over_layers = settings.over_layers if settings is not None else "sum"
         self.of_steps = settings is not None and settings.scope == "step" and bool(self.kinds)
+        # By kind, what its numbers are called: a memory's like a mixture's, where it is alone.
+        self.shown = dict.fromkeys(self.kinds, "router")
+        if len(self.shown) > 1:
+            self.shown["memory"] = "router/memory"
         self.step: StepRouting | None = None
         self.chosen: dict[str, Tensor] = {}
 
     def names(self) -> list[str]:
         """Of the means that are reported."""
-        return [f"aux/{kind}_{name}" for kind in self.kinds for name in ("loss", *REPORTED)]
+        return [f"{self.shown[kind]}/{name}" for kind in self.kinds for name in ("load_balance", *REPORTED)]
 
     def __call__(self, found: Logits) -> tuple[Tensor, dict[str, Tensor]]:
         """(what is added to the mean loss, means that are reported); load balancing is reported as 1 where even.
@@ -134,15 +139,13 @@ class RouterLosses:
                 chosen = torch.stack([t.chosen for t in each])
                 self.chosen[kind] = self.chosen[kind] + chosen if kind in self.chosen else chosen
             wholes, share = self._of_step(kind, each)
-            terms = over_layers(
-                [router_terms(x, top_k, whole) for x, whole in zip(logits, wholes, strict=True)], self.over_layers
-            )
+            terms = over_layers(logits, top_k, wholes, self.over_layers)
             added = [weight * terms.load_balance]
             added += [w * term for w, term in ((self.deviation, terms.deviation), (self.z_loss, terms.z_loss)) if w]
             parts.append(share * sum(added[1:], added[0]))
             layers = len(logits) if self.over_layers == "sum" else 1
-            aux[f"aux/{kind}_loss"] = share * terms.load_balance.detach() / (layers * top_k)
-            aux |= {f"aux/{kind}_{name}": share * getattr(terms, name).detach() for name in REPORTED}
+            aux[f"{self.shown[kind]}/load_balance"] = share * terms.load_balance.detach() / (layers * top_k)
+            aux |= {f"{self.shown[kind]}/{name}": share * getattr(terms, name).detach() for name in REPORTED}
         return sum(parts[1:], parts[0]), aux
 
     def _of_step(self, kind: str, each: Sequence[Totals]) -> tuple[Sequence[Totals], Tensor | float]:

@@ -6,14 +6,14 @@ Objectives say only what the loss of a micro-batch is.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from lmtrain.adapters.trainable import adapter_of, check_names, restore_start, trainable_names, without_frozen
+from lmtrain.adapters.trainable import adapter_of, check_weights, restore_start, trainable_names, without_frozen
 from lmtrain.config import schema
 from lmtrain.config.schema import Config
 from lmtrain.data.corpus import Corpus
@@ -22,36 +22,19 @@ from lmtrain.distributed import dtensor as layout
 from lmtrain.distributed.data_parallel import agreed, data_parallel, total
 from lmtrain.distributed.stop_request import StopRequest
 from lmtrain.errors import RunError
+from lmtrain.models.denoising import set_mask_token
 from lmtrain.models.language_model import LanguageModel
 from lmtrain.objectives.guard import StepGuard
+from lmtrain.objectives.loops import Reported
+from lmtrain.objectives.parts import Definition, LossParts, StepResult, add_sums
 from lmtrain.objectives.routing import routed
+from lmtrain.objectives.start_check import FirstSteps, check_judged, weights_move
 from lmtrain.optim.groups import set_lr
 from lmtrain.optim.skipping import can_skip
-from lmtrain.strategies import lightning_private
 from lmtrain.strategies.placement import placement_of
 
 
-class LossParts(NamedTuple):
-    """What an objective makes of a micro-batch; sums, not means, so that parts of a step add up."""
-
-    loss_sum: Tensor  # differentiable, summed over trained tokens
-    n_tokens: Tensor  # int64, trained tokens (the objective's unit of weight)
-    sums: dict[str, Tensor]  # detached sums over the same tokens, reported divided by the step's count
-
-
-class StepResult(NamedTuple):
-    """A finished optimizer step, still on the device: reading a value waits for it."""
-
-    step: int  # optimizer steps done, this one included
-    rows: str  # checksum of the rows it trained on
-    lr: float
-    grad_norm: Tensor  # global L2 norm before clipping
-    n_tokens: Tensor  # trained tokens of the step, all ranks
-    seen: Tensor  # tokens the model read in it, without padding, all ranks
-    sums: dict[str, Tensor]  # this rank's sums
-
-
-class Objective(pl.LightningModule):
+class Objective(Reported):
     """Base of all objectives: scales, clips, steps, and hands numbers to the callbacks through `last_step`.
 
     A subclass says what the loss of a micro-batch is, and how many units of weight (tokens, pairs) it holds:
@@ -65,8 +48,10 @@ class Objective(pl.LightningModule):
     """
 
     Options: ClassVar[type[schema.Objective]] = schema.Objective
+    definitions: ClassVar[Mapping[str, Definition]] = {}  # of the means it reports, as named in LossParts.sums
 
     model: LanguageModel
+    first_steps: Sequence[FirstSteps] = ()  # of a run that began in this process, until they were looked at
     loss_is_nll = True  # whether the mean loss is nats per token, so that a perplexity can be made of it
 
     def __init__(
@@ -108,6 +93,14 @@ class Objective(pl.LightningModule):
             UserError: the options, the model and the data don't go together.
         """
 
+    @classmethod
+    def settle_model(cls, config: Config, model: PreTrainedModel, tokenizer: Any) -> None:
+        """Sets how the model attends and writes text, here from left to right; called before `prepare`.
+
+        Also called wherever a run's model is loaded again.
+        """
+        set_mask_token(model, None)
+
     def continue_from(self, saved: dict[str, Any]) -> None:
         """Called before training where a run continues, with all that its checkpoint holds but the weights."""
 
@@ -115,8 +108,9 @@ class Objective(pl.LightningModule):
     def micro_batch_loss(self, batch: dict[str, Tensor]) -> LossParts:
         """The loss of one micro-batch, as sums over its trained tokens (or pairs), never as means.
 
-        Called in training, where it must not depend on the other micro-batches of its step, and in validation. The base
-        class runs the backward pass and divides by the `count_tokens` of the whole step, over all ranks. Example:
+        Called in training, where it must not depend on the other micro-batches of its step but through `look_ahead`,
+        and in validation. The base class runs the backward pass and divides by the `count_tokens` of the whole step,
+        over all ranks. Example:
 
             out = self.call_model(**batch)  # a LanguageModelOutput
             return LossParts(self.scale * out.loss_sum, out.n_tokens, {"loss": self.scale * out.nll_sum})
@@ -178,6 +172,8 @@ class Objective(pl.LightningModule):
         step, micro_batches = int(batch["step"]), batch["micro_batches"]
         if step != self.trainer.global_step:
             raise RunError(f"the loader gave step {step} where {self.trainer.global_step} is due: please report this")
+        if step == 0:
+            self.first_steps = self.looks(micro_batches[0])
         self.seed_step(step)
         optimizer = self.optimizers()
         self.set_rate(step)
@@ -188,28 +184,49 @@ class Objective(pl.LightningModule):
 
         placement = placement_of(self.trainer)
         sums: dict[str, Tensor] = {}
+        self.look_ahead(micro_batches, n_tokens)
         for i, micro_batch in enumerate(routed(self, step, micro_batches, n_tokens)):
             placement.sync_gradients(self.model, last=i == len(micro_batches) - 1)
             parts = self.micro_batch_loss(micro_batch)
             self.manual_backward(parts.loss_sum * scale)
             add_sums(sums, parts.sums)
         self.step_loss = self._mean_loss(sums, n_tokens) if self.guard.spike_factor is not None else None
+        self.judged_step = -1
         optimizer.step()  # type: ignore[union-attr]  # clips first, in on_before_optimizer_step
         if placement.steps_itself:
             self.grad_norm = placement.grad_norm()
             self.guard.judge(step, None, self.grad_norm)
         else:
+            check_judged(self._optimizer, step, self.judged_step)
             optimizer.zero_grad(set_to_none=True)  # type: ignore[union-attr]
         lr = self._optimizer.param_groups[0]["lr"]
         self.last_step = StepResult(self.trainer.global_step, batch["rows"], lr, self.grad_norm, n_tokens, seen, sums)
+        if self.first_steps:
+            self._look_at_start(self.trainer.global_step)
+
+    def looks(self, batch: dict[str, Tensor]) -> list[FirstSteps]:
+        """What is looked at after the first steps of a run; called before them, with the run's first micro-batch.
+
+        It must draw nothing from a generator, or only what `seed_step` puts back.
+        """
+        # Shards are gathered and freed between steps: what a parameter holds then is no sign of what was trained.
+        sharded = placement_of(self.trainer).steps_itself or any(map(layout.is_part, self.model.parameters()))
+        return [] if sharded else [weights_move(self)]
+
+    def _look_at_start(self, step: int) -> None:
+        """Raises RunError where what must be true of the first steps is not."""
+        rates = [group["lr"] for group in self._optimizer.param_groups]
+        every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        is_logged = step == 1 or (every > 0 and step % every == 0)
+        self.first_steps = [s for s in self.first_steps if not s.over(step, rates, self.grad_norm, is_logged)]
 
     def set_rate(self, step: int) -> None:
         """The learning rate that the schedule has for the step, counted from 0."""
         set_lr(self._optimizer, self.schedule(step, self.schedule_steps))
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self.logs_itself and lightning_private.is_log_step(self.trainer):
-            self.log_dict(self.step_means())
+        if self.logs_itself:
+            self.log_dict(self.step_tensors())  # Lightning reads them from the device where it shows them
         # After every callback, so after the checkpoint. Lightning would validate once more before stopping.
         if self.trainer.should_stop:
             raise StopIteration
@@ -219,6 +236,7 @@ class Objective(pl.LightningModule):
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Clips the global gradient norm and drops a bad step; called after unscaling, in every precision."""
+        self.judged_step = self.trainer.global_step
         gradients = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
         norm = layout.total_norm(gradients)
         if self.gradient_clip_val is not None:
@@ -254,22 +272,11 @@ class Objective(pl.LightningModule):
         names = sorted(sums)
         totals = total(self.trainer, torch.stack([sums[n].double() for n in names]))
         values = dict(zip(names, totals.tolist(), strict=True))
-        n_tokens = max(values.pop("n_tokens"), 1.0)
-        return {name: value / n_tokens for name, value in values.items()}
+        return self.means_of(values, values.pop("n_tokens"))
 
     def on_validation_epoch_end(self) -> None:
         if self.logs_itself:
-            self.log_dict({f"val/{name}": value for name, value in self.validation_means().items()})
-
-    def step_means(self) -> dict[str, float]:
-        """train/loss and the rest of the last step, lr and grad_norm: every rank must call it."""
-        last = self.last_step
-        assert last is not None
-        names = sorted(last.sums)
-        sums = total(self.trainer, torch.stack([last.sums[n].double() for n in names]))
-        means = (sums / last.n_tokens.clamp(min=1)).tolist()
-        numbers = {f"train/{name}": mean for name, mean in zip(names, means, strict=True)}
-        return {**numbers, "lr": last.lr, "grad_norm": float(last.grad_norm)}
+            self.log_means("val")
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["state_dict"] = without_frozen(self, checkpoint["state_dict"])
@@ -280,7 +287,7 @@ class Objective(pl.LightningModule):
         checkpoint["guard"] = self.guard.state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        check_names(self, checkpoint["state_dict"])
+        check_weights(self, checkpoint["state_dict"])
         self.strict_loading = trainable_names(self) is None  # what is frozen is not in it
         restore_start(self.model.model, checkpoint.get("adapter_start", {}))
         self.guard.load_state_dict(checkpoint["guard"])
@@ -290,9 +297,3 @@ class Objective(pl.LightningModule):
         # A checkpoint brings its own rates and decays; those of this run's config hold.
         for group, settings in zip(self._optimizer.param_groups, self._group_settings, strict=True):
             group.update(settings)
-
-
-def add_sums(total: dict[str, Tensor], part: dict[str, Tensor]) -> None:
-    """Adds `part` into `total`, in place, name by name."""
-    for name, value in part.items():
-        total[name] = total[name] + value if name in total else value

@@ -1,16 +1,34 @@
 """Next-token prediction: summed negative log-likelihood of labels over the tokens that have one."""
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from lmtrain.config.objectives import CausalLMOptions
 from lmtrain.data.text.windows import IGNORE
 from lmtrain.objectives.base import LossParts, Objective
+from lmtrain.objectives.parts import RECOMPUTED, Definition
+
+LIKELIHOOD = {
+    "loss": Definition(
+        "nats",
+        "tokens with a label",
+        "-log p(token | its document or conversation up to it), without label smoothing, z-loss and routers' losses",
+        {
+            "transformers": "tests/models/test_language_model.py::test_loss_and_gradients_equal_transformers",
+            "TRL's SFTTrainer": "tests/parity/test_sft_trl.py::test_twenty_lora_steps",
+            "plain loop": f"{RECOMPUTED}::test_likelihoods",
+        },
+    ),
+}
 
 
 class CausalLM(Objective):
     """Pretraining. A micro-batch is {input_ids, labels, [position_ids, cu_seqlens, learned, seen]}, labels shifted."""
 
     Options = CausalLMOptions
+    definitions = LIKELIHOOD
 
     def count_tokens(self, batch: dict[str, Tensor]) -> Tensor:
         return (batch["labels"] != IGNORE).sum()
@@ -23,3 +41,15 @@ class CausalLM(Objective):
         sums = {"loss": out.nll_sum}
         sums.update({name: value * out.n_tokens for name, value in out.aux.items()})
         return LossParts(out.loss_sum, out.n_tokens, sums)
+
+    @torch.no_grad()
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
+        """`log_probs`: of each label in nats, fp32 [B, T], 0 where there is none; and the `labels`, int64 [B, T]."""
+        labels = batch["labels"]
+        at = (labels.flatten() != IGNORE).nonzero()[:, 0]
+        out = self.model.log_probs(
+            batch["input_ids"], batch.get("position_ids"), batch.get("cu_seqlens"), None,
+            scored=at, before=at, targets=labels.flatten()[at],
+        )  # fmt: skip
+        found = torch.zeros(labels.numel(), device=labels.device).index_put((at,), out.tokens.float())
+        return {"log_probs": found.view_as(labels), "labels": labels}

@@ -13,8 +13,40 @@ from lmtrain.data.corpus import Corpus
 from lmtrain.errors import UserError
 from lmtrain.losses.preferences import LOSSES, REFERENCE_FREE, LossOptions, Pairs, preference_losses
 from lmtrain.objectives.base import LossParts
+from lmtrain.objectives.parts import RECOMPUTED, Definition
 from lmtrain.objectives.start_check import check_start
 from lmtrain.objectives.with_reference import ReferenceObjective
+
+_LOOP = {"plain loop": f"{RECOMPUTED}::test_pairs"}
+_TRL = {"TRL's DPOTrainer": "tests/parity/test_dpo_trl.py::test_losses_rewards_and_gradients", **_LOOP}
+_TRL_SFT = {"TRL's DPOTrainer": "tests/parity/test_dpo_trl.py::test_with_an_sft_term", **_LOOP}
+_REWARD = (
+    "objective.beta x (log p(answer) - log p_ref(answer)), log p(answer) without a reference; simpo, orpo: per token"
+)
+PREFERENCE = {
+    "loss": Definition(
+        "nats for sigmoid",
+        "pairs",
+        "preference_loss + objective.sft_weight x sft_loss, without routers' losses",
+        _TRL_SFT,
+    ),
+    "preference_loss": Definition(
+        "nats for sigmoid",
+        "pairs",
+        "objective.loss of the pair (losses/preferences.py)",
+        {"the papers' formulas": "tests/losses/test_preference_losses.py::test_equals_the_formula", **_LOOP},
+    ),
+    "sft_loss": Definition("nats per token", "pairs", "-log p(chosen answer) / its tokens; sft_weight above 0", _LOOP),
+    "rewards/chosen": Definition("nats x beta", "pairs", f"of the chosen answer: {_REWARD}", _TRL),
+    "rewards/rejected": Definition("nats x beta", "pairs", "the same of the rejected answer", _TRL),
+    "rewards/margin": Definition("nats x beta", "pairs", "rewards/chosen - rewards/rejected", _TRL),
+    "rewards/accuracy": Definition("share", "pairs", "1 where the pair's margin is above 0, else 0", _TRL),
+    "logps/chosen": Definition("nats", "pairs", "log p(chosen answer | prompt), summed over its tokens", _TRL),
+    "logps/rejected": Definition("nats", "pairs", "the same of the rejected answer", _TRL),
+    "kl": Definition(
+        "nats per token", "answers", "exp(-r) - 1 + r for r = (log p(answer) - log p_ref(answer)) / its tokens", _LOOP
+    ),
+}
 
 
 def loss_options(cfg: DPOOptions) -> LossOptions:
@@ -44,6 +76,7 @@ class DPO(ReferenceObjective):
     """`prepare` says, before training, what the loss and the reference are."""
 
     Options = DPOOptions
+    definitions = PREFERENCE
     answers = 2  # of a row: chosen, rejected
 
     def prepare(self, config: Config, corpus: Corpus) -> None:
@@ -65,7 +98,7 @@ class DPO(ReferenceObjective):
     def validation_names(self) -> list[str]:
         names = ["loss", *(f"rewards/{name}" for name in ("chosen", "rejected", "margin", "accuracy"))]
         names += ["logps/chosen", "logps/rejected", *(["kl"] if self.reference != "none" else [])]
-        names += ["aux/preference_loss", "aux/sft_loss"] if self.options.sft_weight else []
+        names += ["preference_loss", *(["sft_loss"] if self.options.sft_weight else [])]
         return [*names, *self.model.router_losses.names()]
 
     def plan_rows(self) -> list[tuple[str, str]]:
@@ -78,8 +111,8 @@ class DPO(ReferenceObjective):
         own = {"sigmoid": flips, "robust": flips, "simpo": ["gamma"], "dpop": ["dpop_lambda"]}
         return ["beta", "sft_weight", "length_normalize", *own.get(self.loss, [])]
 
-    def check_start(self, batch: dict[str, Tensor]) -> None:
-        check_start(self, batch)
+    def check_start(self, batch: dict[str, Tensor]) -> Tensor:
+        return check_start(self, batch)
 
     def micro_batch_loss(self, batch: dict[str, Tensor]) -> LossParts:
         reference = self.reference_log_probs(batch)
@@ -95,11 +128,12 @@ class DPO(ReferenceObjective):
             "rewards/accuracy": (losses.chosen_rewards > losses.rejected_rewards).to(policy.dtype),
             "logps/chosen": pairs.chosen.detach(),
             "logps/rejected": pairs.rejected.detach(),
+            "preference_loss": losses.preference,
         }
         if reference is not None:
             means["kl"] = kl_per_token(policy.detach() - reference, batch["lengths"].view(-1, 2))
         if self.options.sft_weight:
-            means |= {"aux/preference_loss": losses.preference, "aux/sft_loss": losses.sft}
+            means["sft_loss"] = losses.sft
         loss_sum = losses.total.sum() * real
         sums = {name: value.sum() * real for name, value in means.items()}
         sums |= {"loss": loss_sum.detach(), **{name: value * n for name, value in out.aux.items()}}

@@ -4,18 +4,47 @@ A micro-batch is what `data.examples.unpaired_rows.UnpairedRows` reads. The unit
 """
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lmtrain.config.constraints import MACHINE, TRAJECTORY, above_zero, choice, not_negative
+from lmtrain.config.growth import step_sizes
 from lmtrain.config.schema import Config, Objective
 from lmtrain.data.corpus import Corpus
+from lmtrain.distributed.data_parallel import total
+from lmtrain.errors import UserError
 from lmtrain.models.language_model import LogProbs
-from lmtrain.objectives.base import LossParts
+from lmtrain.objectives.parts import RECOMPUTED, Definition, LossParts, add_sums
+from lmtrain.objectives.reference import evaluating
 from lmtrain.objectives.start_check import check_agreement
 from lmtrain.objectives.with_reference import ReferenceObjective
+
+_LOOP = {"plain loop": f"{RECOMPUTED}::test_marked_answers"}
+_FORMULA = "tests/objectives/test_kto.py::test_a_step_is_its_formula_however_it_is_split"
+_TRL = {"TRL's KTOTrainer": "tests/parity/test_kto_trl.py::test_losses_and_gradients", **_LOOP}
+MARKED = {
+    "loss": Definition(
+        "weight, 0 to 1 unweighted",
+        "answers",
+        "desirable_weight x (1 - s(beta (r - kl))), of others undesirable_weight x (1 - s(beta (kl - r))), for "
+        "r = log p(answer) - log p_ref(answer); without routers' losses",
+        _TRL,
+    ),
+    "rewards/chosen": Definition(
+        "nats x beta", "desirable answers", "objective.beta x r; left out where there is none", _TRL
+    ),
+    "rewards/rejected": Definition("nats x beta", "undesirable answers", "the same of these", _TRL),
+    "rewards/margin": Definition("nats x beta", "answers of each kind", "rewards/chosen - rewards/rejected", _TRL),
+    "logps/mean": Definition("nats", "answers", "log p(answer | prompt), summed over its tokens", _LOOP),
+    "kl": Definition(
+        "nats",
+        "prompts, each with the answer of the row before it",
+        "max(0, mean of r), one for a step or validation",
+        {"plain loop over unlike prompts": _FORMULA, **_TRL},
+    ),
+}
 
 
 @dataclass(kw_only=True)
@@ -26,6 +55,16 @@ class KTOOptions(Objective):
     desirable_weight: Annotated[float, TRAJECTORY, not_negative]
     undesirable_weight: Annotated[float, TRAJECTORY, not_negative]
     reference: Annotated[str, MACHINE, choice("auto", "frozen_copy", "adapter_off")]
+
+    def check(self, config: Config) -> None:
+        if step_sizes(config.data).values[0] > 1:
+            return
+        warmup = config.data.batch_warmup.start_size is not None
+        key = "data.batch_warmup.start_size" if warmup else "data.global_batch_size"
+        raise UserError(
+            f"{key}=1: the reference point is estimated on prompts with other answers of the step, so a step needs at "
+            f"least 2; data.micro_batch_size may be 1"
+        )
 
 
 def kto_losses(log_ratios: Tensor, desirable: Tensor, reference_point: Tensor, options: KTOOptions) -> Tensor:
@@ -44,35 +83,78 @@ def kto_losses(log_ratios: Tensor, desirable: Tensor, reference_point: Tensor, o
     return weight * torch.sigmoid(-options.beta * sign * (log_ratios - reference_point))
 
 
+class Answers(NamedTuple):
+    """A micro-batch's answers, as the loss needs them; all detached but the log-ratios."""
+
+    log_ratios: Tensor  # [A] fp64, log pi - log pi_ref
+    log_probs: Tensor  # [A] fp64, log pi
+    desirable: Tensor  # bool [A]
+    number: Tensor  # int64 [], A; 0 where the answer of an empty micro-batch stands for none
+
+
+def check_labels(rows: Any, options: KTOOptions) -> None:
+    """UserError where all answers have one label: then nothing says what sets a good answer apart.
+
+    The loss of answers of one kind falls with the log-ratio of any text, good or bad, so the model drifts and rewards
+    look as if it learned. A weight of 0 for the kind that is absent says that it is meant.
+    """
+    labels = getattr(getattr(rows, "examples", None), "labels", None)
+    if labels is None or not len(labels):
+        return
+    good, bad = bool((labels == 1).any()), bool((labels != 1).any())
+    there, absent, label = ("desirable", "undesirable", "false") if good else ("undesirable", "desirable", "true")
+    if (good and bad) or getattr(options, f"{absent}_weight") == 0:
+        return
+    instead = "train on them as answers with objective=sft" if good else "pair them with better ones for objective=dpo"
+    raise UserError(
+        f"all {len(labels):,} answers are {there}, and KTO learns from how {absent} ones differ from them: add rows "
+        f"with label: {label}, or {instead}; objective.{absent}_weight=0 says that there are none on purpose"
+    )
+
+
 class KTO(ReferenceObjective):
-    """The reference point z is estimated over the micro-batch, so data.micro_batch_size shapes what is learned."""
+    """The reference point z is estimated over all answers of a step, or of a validation."""
 
     Options = KTOOptions
+    definitions = MARKED
     answers = 1  # of a row
 
     def prepare(self, config: Config, corpus: Corpus) -> None:
+        """Raises UserError where there is only one answer."""
         assert isinstance(config.objective, KTOOptions)
+        if len(corpus.train) < 2:
+            raise UserError(f"data.path={config.data.path} has one answer to train on: at least 2 are needed")
         self.options = config.objective
+        check_labels(corpus.train, self.options)
         self.settle_reference(self.options.reference, config)
-        self.fingerprint["keys"]["data.micro_batch_size"] = config.data.micro_batch_size
+        self.reference_point = torch.zeros(())  # z of the running step
+        # By loader, of each micro-batch: its answers, the sum of its mismatched log-ratios, means of routers' losses.
+        self.validated: dict[int, list[tuple[Answers, Tensor, dict[str, Tensor]]]] = {}
 
     def count_tokens(self, batch: dict[str, Tensor]) -> Tensor:
         return batch["answers"]
 
     def validation_names(self) -> list[str]:
-        return ["loss", "rewards/margin", "logps/mean", "kl"]
+        return ["loss", *(f"rewards/{name}" for name in ("chosen", "rejected", "margin")), "logps/mean", "kl"]
 
     def plan_rows(self) -> list[tuple[str, str]]:
         return [("loss", f"KTO, beta={self.options.beta:g}; reference: {self.reference_words()}")]
 
-    def check_start(self, batch: dict[str, Tensor]) -> None:
-        check_agreement(self, batch, ("answer",))
+    def check_start(self, batch: dict[str, Tensor]) -> Tensor:
+        return check_agreement(self, batch, ("answer",))[0]
+
+    def look_ahead(self, micro_batches: list[dict[str, Tensor]], n_tokens: Tensor) -> None:
+        """Sets z for the step: max(0, mean log-ratio of its prompts with other rows' completions), 0-dim fp64."""
+        summed = torch.stack([self.mismatched(batch) for batch in micro_batches]).sum()
+        self.reference_point = (total(self.trainer, summed) / n_tokens).clamp(min=0)
 
     @torch.no_grad()
-    def reference_point(self, batch: dict[str, Tensor]) -> Tensor:
-        """z: KL(pi || ref) over prompts with other rows' completions, their mean log-ratio, at least 0; 0-dim fp64."""
-        mismatched = {name.removeprefix("kl_"): value for name, value in batch.items() if name.startswith("kl_")}
-        return self._log_ratios(mismatched)[0].mean().clamp(min=0)
+    def mismatched(self, batch: dict[str, Tensor]) -> Tensor:
+        """The sum of log-ratios of the micro-batch's prompts with other rows' completions, without dropout; 0-dim."""
+        others = {name.removeprefix("kl_"): value for name, value in batch.items() if name.startswith("kl_")}
+        with evaluating(self.model):
+            ratios, _, _ = self._log_ratios(others)
+        return ratios.sum() * (batch["answers"] > 0)
 
     def _log_ratios(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, LogProbs]:
         """log pi - log pi_ref of each answer, [A] fp64; log pi, [A]; and what the model's forward gave."""
@@ -82,21 +164,63 @@ class KTO(ReferenceObjective):
         return (policy - reference)[:, 0], policy.detach()[:, 0], out
 
     def micro_batch_loss(self, batch: dict[str, Tensor]) -> LossParts:
-        z = self.reference_point(batch)
         log_ratios, log_probs, out = self._log_ratios(batch)
-        n = batch["answers"]
-        real = (n > 0).to(log_ratios.dtype)  # the answer of an empty micro-batch weighs nothing
-        losses = kto_losses(log_ratios, batch["label"], z, self.options)
+        parts = self.parts(Answers(log_ratios, log_probs, batch["label"], batch["answers"]), self.reference_point)
+        sums = parts.sums | {name: value * parts.n_tokens for name, value in out.aux.items()}
+        loss_sum = parts.loss_sum if out.router_loss is None else parts.loss_sum + out.router_loss * parts.n_tokens
+        return LossParts(loss_sum, parts.n_tokens, sums)
+
+    def parts(self, answers: Answers, z: Tensor) -> LossParts:
+        """Loss and sums of some answers against the reference point of all."""
+        real = (answers.number > 0).to(answers.log_ratios.dtype)
+        losses = kto_losses(answers.log_ratios, answers.desirable, z, self.options)
         loss_sum = losses.sum() * real
-        rewards = self.options.beta * log_ratios.detach()
-        means = {
-            # Of desirable answers less that of the others, as sums over all answers.
-            "rewards/margin": torch.where(batch["label"], rewards, -rewards),
-            "logps/mean": log_probs,
+        rewards = self.options.beta * answers.log_ratios.detach()
+        each = {
+            "rewards/chosen": rewards * answers.desirable,
+            "rewards/rejected": rewards * ~answers.desirable,
+            "desirable": answers.desirable.to(rewards.dtype),
+            "logps/mean": answers.log_probs,
             "kl": z.expand_as(rewards),
         }
-        sums = {"loss": loss_sum.detach(), **{name: value.sum() * real for name, value in means.items()}}
-        sums |= {name: value * n for name, value in out.aux.items()}
-        if out.router_loss is not None:
-            loss_sum = loss_sum + out.router_loss * n
-        return LossParts(loss_sum, n, sums)
+        sums = {"loss": loss_sum.detach(), **{name: value.sum() * real for name, value in each.items()}}
+        return LossParts(loss_sum, answers.number, sums)
+
+    def means_of(self, sums: dict[str, Any], n_tokens: Any) -> dict[str, Any]:
+        """Rewards are means over the answers of their kind, left out (of tensors: NaN) where there is none."""
+        sums = dict(sums)
+        counts = {"rewards/chosen": sums["desirable"], "rewards/rejected": n_tokens - sums.pop("desirable")}
+        rewards = {name: (sums.pop(name), count) for name, count in counts.items()}
+        means = super().means_of(sums, n_tokens)
+        means |= {n: value / count for n, (value, count) in rewards.items() if isinstance(count, Tensor) or count}
+        if "rewards/chosen" in means and "rewards/rejected" in means:
+            means["rewards/margin"] = means["rewards/chosen"] - means["rewards/rejected"]
+        return means
+
+    def on_validation_epoch_start(self) -> None:
+        super().on_validation_epoch_start()
+        self.validated = {}
+
+    def on_test_epoch_start(self) -> None:
+        super().on_test_epoch_start()
+        self.validated = {}
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Keeps what the loss is computed from: z is known at the end."""
+        mismatched = self.mismatched(batch)
+        log_ratios, log_probs, out = self._log_ratios(batch)
+        answers = Answers(log_ratios, log_probs, batch["label"], batch["answers"])
+        self.validated.setdefault(dataloader_idx, []).append((answers, mismatched, out.aux))
+        self.val_sums[dataloader_idx] = {}
+
+    def validation_means(self, loader: int = 0) -> dict[str, float]:
+        found = self.validated[loader]
+        counted = [torch.stack([mismatched, answers.number.double()]) for answers, mismatched, _ in found]
+        summed, count = total(self.trainer, torch.stack(counted).sum(0))
+        z = (summed / count.clamp(min=1)).clamp(min=0)
+        sums = self.val_sums[loader] = {}
+        for answers, _, aux in found:
+            parts = self.parts(answers, z)
+            routers = {name: value * parts.n_tokens for name, value in aux.items()}
+            add_sums(sums, {**parts.sums, **routers, "n_tokens": parts.n_tokens})
+        return super().validation_means(loader)

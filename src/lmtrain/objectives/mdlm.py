@@ -3,24 +3,49 @@
 Sahoo et al. 2024 (arXiv:2406.07524), Nie et al. 2025 (arXiv:2502.09992, eq. 3): each row draws a time t in (0, 1], each
 of its tokens is masked with probability t, and the cross-entropy of the masked ones is weighted by 1 / t. Its mean per
 token is an upper bound on the negative log-likelihood. Attention is bidirectional.
+
+Validation estimates the same bound with less noise: of the L tokens of a row exactly k are masked, k even over 1 .. L,
+and weighted by L / k (Nie et al., eq. 14), which has the same expectation where min_time is 0.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
 from lmtrain.config.constraints import TRAJECTORY, above_zero, share
 from lmtrain.config.schema import Config, Objective
 from lmtrain.data.corpus import Corpus
+from lmtrain.data.modules import validation_places
+from lmtrain.data.order import mix64
+from lmtrain.data.text.windows import IGNORE
+from lmtrain.distributed.data_parallel import data_parallel
 from lmtrain.errors import UserError
+from lmtrain.models.denoising import mask_token, set_mask_token
 from lmtrain.objectives import base
 from lmtrain.objectives.base import LossParts
+from lmtrain.objectives.parts import RECOMPUTED, Definition
 
 ATTENTION = "lmtrain_bidirectional"
+GOLDEN = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio
+
+_LOOP = {"plain loop": f"{RECOMPUTED}::test_masked_tokens"}
+BOUND = {
+    "loss": Definition(
+        "nats",
+        "tokens of the rows",
+        "-log p(token | tokens not hidden) / t of the hidden tokens, t being the share hidden of their row (in "
+        "training the probability); its expectation is an upper bound of -log p",
+        _LOOP,
+    ),
+    "loss_se": Definition(
+        "nats", "rows of a validation", "in a validation alone: standard deviation of rows' losses / sqrt(rows)", _LOOP
+    ),
+}
 
 
 @dataclass(kw_only=True)
@@ -32,14 +57,14 @@ class MDLMOptions(Objective):
         needed = {
             "data.isolate_documents": (config.data.isolate_documents, False),
             "data.packing": (config.data.packing, None),  # rows without padding
-            "export.enabled": (config.export.enabled, False),  # readers of the folder would attend causally
-            "callbacks.samples.every_n_validations": (config.callbacks.samples.every_n_validations, 0),
         }
-        due_now = {key: due for key, (found, due) in needed.items() if found != due}
-        wrong = [f"{key}={'null' if due is None else str(due).lower()}" for key, due in due_now.items()]
+        if config.peft.method != "none":  # an adapter's folder has no config, its base would attend causally
+            needed["export.enabled"] = (config.export.enabled, False)
+        unmet = {key: due for key, (found, due) in needed.items() if found != due}
+        wrong = [f"{key}={'null' if due is None else str(due).lower()}" for key, due in unmet.items()]
         if wrong:
             raise UserError(
-                f"objective=mdlm trains a model that doesn't write from left to right: set {' '.join(wrong)}"
+                f"objective=mdlm trains a model that attends in both directions over whole rows: set {' '.join(wrong)}"
             )
 
 
@@ -58,30 +83,87 @@ def draw(rows: int, length: int, min_time: float, device: torch.device, generato
     return Masked(torch.rand(rows, length, device=device, generator=generator) < times, times)
 
 
+def draw_for(places: list[int], length: int, device: torch.device) -> Masked:
+    """What is hidden in the rows of a validation that stand at these places, the same for every seed and split.
+
+    The share of tokens hidden, k / length, runs over its range with the golden ratio's multiples (a low-discrepancy
+    sequence: rows that follow one another are spread evenly; Kingma et al. 2021, arXiv:2107.00630, appendix I.1,
+    spread those of a batch). Which k tokens it is, is random.
+    """
+    counts = [1 + ((place * GOLDEN % 2**64) * length >> 64) for place in places]
+    where = torch.zeros(len(places), length, dtype=torch.bool)
+    for row, (place, count) in enumerate(zip(places, counts, strict=True)):
+        generator = torch.Generator().manual_seed(mix64(0xD1FF, place) >> 1)
+        where[row, torch.randperm(length, generator=generator)[:count]] = True
+    return Masked(where.to(device), torch.tensor(counts, device=device)[:, None] / length)
+
+
 class MDLM(base.Objective):
-    """A micro-batch is that of causal_lm; its labels are not read. loss: a bound on nats per token."""
+    """A micro-batch is that of causal_lm; labels only tell which rows train. loss: a bound on nats per token."""
 
     Options = MDLMOptions
+    definitions = BOUND
 
     def prepare(self, config: Config, corpus: Corpus) -> None:
         """Raises UserError where there is nothing that can stand for a hidden token."""
         assert isinstance(config.objective, MDLMOptions)
-        self.min_time = config.objective.min_time
-        self.mask_id = _mask_id(config.objective.mask_token, corpus.tokenizer, self.model.model)
-        hf_model: Any = self.model.model
-        hf_model.set_attn_implementation(ATTENTION)
+        self.min_time, self.micro_batch_size = config.objective.min_time, config.data.micro_batch_size
+        mask_id = mask_token(self.model.model)
+        assert mask_id is not None  # settle_model has come before
+        self.mask_id = mask_id
+
+    @classmethod
+    def settle_model(cls, config: Config, model: PreTrainedModel, tokenizer: Any) -> None:
+        """Raises UserError where there is nothing that can stand for a hidden token."""
+        assert isinstance(config.objective, MDLMOptions)
+        set_mask_token(model, _mask_id(config.objective.mask_token, tokenizer, model))
+        model.set_attn_implementation(ATTENTION)
+
+    def plan_rows(self) -> list[tuple[str, str]]:
+        return [
+            ("attention", f"in both directions; a hidden token is id {self.mask_id}"),
+            ("writes", "samples and lmtrain.generate uncover masked texts; the export's model card says how to use it, "
+                       "as transformers' generate() writes from left to right, which this model can't"),
+        ]  # fmt: skip
 
     def count_tokens(self, batch: dict[str, Tensor]) -> Tensor:
-        return torch.tensor(batch["input_ids"].numel(), device=batch["input_ids"].device)
+        return _real(batch).sum() * batch["input_ids"].shape[1]
+
+    def validation_names(self) -> list[str]:
+        return ["loss", "loss_se"]
 
     def micro_batch_loss(self, batch: dict[str, Tensor]) -> LossParts:
         ids = batch["input_ids"]
-        # Validation hides the same tokens every time, so that its losses can be compared.
-        fixed = None if self.training else torch.Generator(ids.device).manual_seed(self.seed)
-        masked = draw(ids.shape[0], ids.shape[1], self.min_time, ids.device, fixed)
-        nll = self.masked_nll(ids, masked)
-        loss_sum = (nll / masked.times.expand_as(ids)[masked.where]).sum()
+        if self.training:
+            masked = draw(ids.shape[0], ids.shape[1], self.min_time, ids.device, None)
+        else:
+            masked = draw_for(list(range(len(ids))), ids.shape[1], ids.device)
+        loss_sum = self.row_losses(batch, masked).sum()
         return LossParts(loss_sum, self.count_tokens(batch), {"loss": loss_sum.detach()})
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+        ids, part = batch["input_ids"], data_parallel(self.trainer)
+        places = validation_places(batch_idx, self.micro_batch_size, part.rank, part.size)[: len(ids)]
+        losses = self.row_losses(batch, draw_for(places.tolist(), ids.shape[1], ids.device)).double()
+        per_token = losses / ids.shape[1]
+        sums = {"loss": losses.sum(), "n_tokens": self.count_tokens(batch), "rows": _real(batch).sum().double()}
+        sums |= {"row_losses": per_token.sum(), "row_squares": per_token.square().sum()}
+        base.add_sums(self.val_sums.setdefault(dataloader_idx, {}), sums)
+
+    def means_of(self, sums: dict[str, Any], n_tokens: Any) -> dict[str, Any]:
+        """In validation with loss_se, the standard error of the loss: its spread over rows / sqrt(rows)."""
+        rows, first, second = (sums.get(name, 0.0) for name in ("rows", "row_losses", "row_squares"))
+        means = super().means_of({"loss": sums["loss"]}, n_tokens)
+        if rows > 1:
+            means["loss_se"] = math.sqrt(max(second - first**2 / rows, 0.0) / (rows - 1) / rows)
+        return means
+
+    def row_losses(self, batch: dict[str, Tensor], masked: Masked) -> Tensor:
+        """The bound of each row, in nats, [B] fp32; 0 of rows that train nothing."""
+        ids = batch["input_ids"]
+        weighted = self.masked_nll(ids, masked) / masked.times.expand_as(ids)[masked.where]
+        rows = torch.zeros(len(ids), device=ids.device, dtype=weighted.dtype)
+        return rows.index_add(0, masked.where.nonzero()[:, 0], weighted) * _real(batch)
 
     def masked_nll(self, ids: Tensor, masked: Masked) -> Tensor:
         """Negative log-likelihood of each masked token of `ids` [B, T], given those that are not masked: [C] fp32."""
@@ -89,6 +171,12 @@ class MDLM(base.Objective):
         hidden = ids.masked_fill(masked.where, self.mask_id)
         out = self.model.log_probs(hidden, None, None, None, scored=at, before=at, targets=ids[masked.where])
         return -out.tokens
+
+
+def _real(batch: dict[str, Tensor]) -> Tensor:
+    """Which rows of a micro-batch train something, bool [B]: those of `Rows.empty()` have no label."""
+    ids, labels = batch["input_ids"], batch.get("labels")
+    return torch.ones_like(ids[:, 0], dtype=torch.bool) if labels is None else (labels != IGNORE).any(1)
 
 
 def _mask_id(token: str | None, tokenizer: Any, model: Any) -> int:

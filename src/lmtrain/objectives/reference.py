@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lmtrain.adapters.memory_adapter import has_been_trained, reads_memory
-from lmtrain.adapters.trainable import adapter_of, trainable_names
+from lmtrain.adapters.trainable import adapter_of, base_parameters, trainable_names
 from lmtrain.data import row_numbers
 from lmtrain.data.cache import build_once
 from lmtrain.data.progress import RowProgress
@@ -69,7 +69,8 @@ def _why_not_adapter_off(model: nn.Module) -> str | None:
     adapter = adapter_of(model)
     if reads_memory(model) and has_been_trained(model):
         return "the memory has been trained before"
-    if adapter is None and reads_memory(model) and trainable_names(model) is not None:
+    base_is_frozen = not any(p.requires_grad for p in base_parameters(model))
+    if adapter is None and reads_memory(model) and base_is_frozen:
         return None
     if adapter is None:
         return "no adapter is trained (peft=none)"
@@ -77,6 +78,8 @@ def _why_not_adapter_off(model: nn.Module) -> str | None:
         return "this adapter's beginning was taken out of the base's weights (peft.init_weights)"
     if adapter.config.bias != "none":
         return f"peft.bias={adapter.config.bias} trains biases of the base"
+    if not base_is_frozen:
+        return "the base is trained too ({name: base} in optimizer.groups)"
     if any(bool(p.any()) for name, p in model.named_parameters() if ".lora_B." in name):
         return "the adapter has been trained before (peft.adapter)"
     return None
@@ -121,6 +124,7 @@ class FrozenCopy:
     @torch.no_grad()
     def _swap(self) -> None:
         reshard(self.model[0])  # what is gathered is of the values that are in place now
+        torch.clear_autocast_cache()  # and so are the casts that autocast keeps, by the tensor object
         for name, p in self.parameters.items():
             if is_part(p):  # it is gathered from the memory it has: what is in it changes places
                 swap(held(p), self.values[name])

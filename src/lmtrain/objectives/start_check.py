@@ -1,12 +1,22 @@
-"""Checks before the first step that policy and reference give the same log-probabilities."""
+"""What must be true of the first steps of an objective; it costs nothing after them.
 
-from collections.abc import Sequence
+Of any objective: once steps were taken that must show (`FirstSteps`), trained weights are others and frozen ones are
+not (`weights_move`). Of one with a reference: before the first step policy and reference give the same
+log-probabilities (`check_agreement`, `check_start`), and then they don't any more (`answers_move`).
+
+What the loss of a first step should be is said of no objective else: weights from scratch may have any scale.
+"""
+
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lmtrain.distributed.data_parallel import total
+from lmtrain.distributed.dtensor import held
 from lmtrain.errors import RunError
 from lmtrain.losses.preferences import LOSSES, LossOptions, Pairs, Ratios, preference_losses
 from lmtrain.models.language_model import LanguageModel
@@ -14,6 +24,14 @@ from lmtrain.objectives.reference import FrozenCopy, Precomputed, evaluating
 
 FULL = (1e-4, 1e-6)  # how far log-probabilities may differ, absolutely and relative to them, in fp32
 HALF = (5e-2, 2e-3)  # the same where matrices are multiplied in half precision
+# Learning rates, times gradient norms up to 1, that must sum to this before log-probabilities have to be others: an
+# update of less, of a new adapter say, may be rounded away. In fp32, and in half precision.
+MUST_SHOW = (1e-6, 1e-4)
+# The same of weights, and the first step to look after: some optimizers change weights every few steps only, or begin
+# with far smaller steps than their learning rate says.
+WEIGHTS_MUST_SHOW, WEIGHTS_SINCE = (1e-4, 1e-2), 20
+CHUNK = 2**22  # elements of a tensor that are summed at once
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Compared(Protocol):
@@ -29,6 +47,18 @@ class Compared(Protocol):
     def answer_log_probs(self, batch: dict[str, Tensor]) -> tuple[Tensor, Any]: ...
 
     def reference_log_probs(self, batch: dict[str, Tensor]) -> Tensor | None: ...
+
+
+class Trained(Protocol):
+    """What is needed of any objective."""
+
+    model: LanguageModel
+
+    @property
+    def trainer(self) -> pl.Trainer: ...
+
+    @property
+    def device(self) -> torch.device: ...
 
 
 class ComparedPairs(Compared, Protocol):
@@ -55,7 +85,7 @@ def check_agreement(objective: Compared, batch: dict[str, Tensor], answers: Sequ
         policy, _ = objective.answer_log_probs(batch)
     reference = objective.reference_log_probs(batch)
     assert reference is not None
-    absolute, relative = FULL if objective.trainer.precision in ("32-true", "64-true") else HALF
+    absolute, relative = FULL if _is_full(objective) else HALF
     difference = (policy - reference).abs()
     allowed = absolute + relative * reference.abs()
     if not bool((difference <= allowed).all()):
@@ -63,8 +93,16 @@ def check_agreement(objective: Compared, batch: dict[str, Tensor], answers: Sequ
     return policy, reference, allowed
 
 
-def check_start(objective: ComparedPairs, batch: dict[str, Tensor]) -> None:
-    """Raises RunError unless the policy's log-probabilities are the reference's and the loss is its known value."""
+def _is_full(objective: Compared | Trained) -> bool:
+    return objective.trainer.precision in ("32-true", "64-true")
+
+
+def check_start(objective: ComparedPairs, batch: dict[str, Tensor]) -> Tensor:
+    """The policy's log-probabilities [pairs, 2] before the first step.
+
+    Raises:
+        RunError: they are not the reference's, or the loss is not its known value.
+    """
     policy, reference, allowed = check_agreement(objective, batch, ("chosen answer of pair", "rejected answer of pair"))
     tokens = batch["lengths"].view(-1, 2)
     pairs = Pairs(policy[:, 0], policy[:, 1], tokens[:, 0], tokens[:, 1], reference[:, 0], reference[:, 1])
@@ -78,6 +116,146 @@ def check_start(objective: ComparedPairs, batch: dict[str, Tensor]) -> None:
             f"at the first step objective.loss={objective.loss} is {loss[0].item():.6g} where policy and reference "
             f"agree, instead of {expected:.6g}: please report this"
         )
+    return policy
+
+
+class FirstSteps:
+    """Looks once, after the first step whose updates must show, whether they did.
+
+    That is step `since` of a run, or a logged one after it where rates are tiny, as in a warm-up. Until then nothing is
+    read from the device.
+
+    Args:
+        must_show: what learning rates, times gradient norms up to 1, must sum to: an update of less, of a new adapter
+            say, may be rounded away.
+        wrong: what is wrong, and why that may be; None where nothing is. Every rank calls it.
+        slowest: the rate of a step is that of the slowest group of parameters, not of the fastest.
+    """
+
+    def __init__(
+        self, must_show: float, wrong: Callable[[], tuple[str, str] | None], *, since: int = 1, slowest: bool = False
+    ) -> None:
+        self.must_show, self.wrong, self.since, self.slowest = must_show, wrong, since, slowest
+        self.rates, self.moved = 0.0, torch.zeros(())
+
+    def over(self, step: int, rates: Sequence[float], grad_norm: Tensor, may_wait: bool) -> bool:
+        """Whether nothing is left to look at after a step; to be asked after each, once it is taken.
+
+        Args:
+            rates: the learning rates of the step.
+            grad_norm: before clipping, 0-dim; of a step that was left out not finite.
+            may_wait: for the device, as a step that is logged does.
+
+        Raises:
+            RunError: what is wrong, and that learning rate and gradients are not zero.
+        """
+        rate = min(rates) if self.slowest else max(rates)
+        self.rates += rate
+        finite = torch.nan_to_num(grad_norm.detach(), 0.0, 0.0, 0.0).clamp(0, 1)
+        self.moved = self.moved.to(finite) + rate * finite
+        if rate == 0 < max(rates):
+            return True  # nobody knows of which group the gradients were
+        if not may_wait or step < self.since or self.rates < self.must_show:
+            return False
+        if self.moved.item() < self.must_show:
+            return self.rates > 1000 * self.must_show  # gradients of nearly nothing, as grad_norm tells
+        found = self.wrong()
+        if found is not None:
+            what, why = found
+            raise RunError(
+                f"after {step} optimizer step{'s' * (step > 1)} {what}, though learning rate and gradients are not "
+                f"zero (grad_norm {grad_norm.item():.3g}): {why}"
+            )
+        return True
+
+
+def check_judged(optimizer: torch.optim.Optimizer, step: int, judged: int) -> None:
+    """Raises RunError where the gradients of `step` were not looked at; `judged` is the last step whose were."""
+    if judged != step:
+        raise RunError(
+            f"{type(optimizer).__name__}.step(closure) doesn't call its closure, in which gradients are clipped and "
+            f"looked at: begin it with `if closure is not None: closure()`"
+        )
+
+
+def weights_move(objective: Trained) -> FirstSteps:
+    """Looks whether trained weights have changed, and no frozen one; to be called before the first step."""
+    names, trained, before = _weights(objective)
+
+    def wrong() -> tuple[str, str] | None:
+        changed = (_weights(objective)[2] != before).cpu()
+        found = torch.stack([trained.any(), (changed & trained).any(), (changed & ~trained).any()])
+        any_trained, moved, thawed = total(objective.trainer, found.double().to(objective.device)).tolist()
+        if thawed:
+            which = next((n for n, c, t in zip(names, changed.tolist(), trained.tolist(), strict=True) if c > t), "")
+            return f"weights that are frozen have changed ({which or 'on another rank'})", (
+                "an optimizer or a callback of your own may write to them; else please report this"
+            )
+        if any_trained and not moved:
+            return "every trained weight is bit for bit what it was before the first", (
+                f"trainer.precision={objective.trainer.precision} rounds the updates away, and bf16-mixed and 32-true, "
+                f"which keep weights in fp32, don't; or the optimizer (optimizer._target_, of your own) changes "
+                f"nothing. If neither is so, please report this"
+            )
+        return None
+
+    index = 0 if _is_full(objective) else 1
+    return FirstSteps(WEIGHTS_MUST_SHOW[index], wrong, since=WEIGHTS_SINCE, slowest=True)
+
+
+@torch.no_grad()
+def _weights(objective: Trained) -> tuple[list[str], Tensor, Tensor]:
+    """Names, which are trained (bool [N], in host memory), and checksums (int64 [N]) of this rank's parameters.
+
+    Frozen ones in whole numbers are left out: kernels may lay quantised weights out anew.
+    """
+    names, trained, sums = [], [], []
+    for name, p in objective.model.named_parameters():
+        here = held(p)
+        if here.numel() == 0 or not here.is_floating_point() or is_traceable_wrapper_subclass(here):
+            continue
+        names.append(name)
+        trained.append(p.requires_grad)
+        sums.append(_checksum(here).to(objective.device))
+    empty = torch.zeros(0, dtype=torch.int64, device=objective.device)
+    return names, torch.tensor(trained, dtype=torch.bool), torch.stack(sums) if sums else empty
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """Of all bits, int64, 0-dim: sums of the values read as integers and of their squares."""
+    whole = tensor.detach().contiguous().flatten().view(INTEGERS[tensor.element_size()])
+    parts = (part.long() for part in whole.split(CHUNK))
+    return torch.stack([(part * (part + 1)).sum() for part in parts]).sum()
+
+
+def answers_move(objective: Compared, batch: dict[str, Tensor], before: Tensor) -> FirstSteps:
+    """Looks whether the policy has moved, and from the reference.
+
+    Args:
+        batch: the first micro-batch of the run.
+        before: log-probabilities of its answers before the first step, [rows, answers].
+    """
+
+    @torch.no_grad()
+    def wrong() -> tuple[str, str] | None:
+        with evaluating(objective.model):
+            policy, _ = objective.answer_log_probs(batch)
+        reference = objective.reference_log_probs(batch)
+        for other, what in ((before, "what they were before the first"), (reference, "the reference's")):
+            if other is not None and torch.equal(policy, other):
+                return _what_stood_still(objective, what)
+        return None
+
+    return FirstSteps(MUST_SHOW[0] if _is_full(objective) else MUST_SHOW[1], wrong)
+
+
+def _what_stood_still(objective: Compared, what: str) -> tuple[str, str]:
+    return f"the policy's log-probabilities of the first micro-batch are still exactly {what}", (
+        f"what is trained is not what the loss is computed with, and nothing would be learned. A reference that is "
+        f"put in the policy's place (objective.reference=frozen_copy) can do that, or a trainer.precision "
+        f"({objective.trainer.precision} here) that rounds the updates away: trainer.precision=bf16-mixed and 32-true "
+        f"keep weights in fp32. If they don't help, please report this"
+    )
 
 
 def loss_slack(name: str, options: LossOptions, ratio: float) -> float:

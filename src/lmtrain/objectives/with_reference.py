@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from lmtrain.adapters.trainable import adapter_of
-from lmtrain.config.compose import horizon
 from lmtrain.config.deepspeed import check_frozen_copy
 from lmtrain.config.fingerprint import of_model
-from lmtrain.config.growth import step_sizes
+from lmtrain.config.growth import horizon, step_sizes
 from lmtrain.config.schema import Config
 from lmtrain.data.corpus import Corpus
 from lmtrain.distributed import process_group as world
@@ -22,6 +21,7 @@ from lmtrain.models.documents import Prefixes
 from lmtrain.models.language_model import LogProbs
 from lmtrain.objectives.base import Objective
 from lmtrain.objectives.reference import Choice, FrozenCopy, Precomputed, choose, evaluating, first_values_hash
+from lmtrain.objectives.start_check import FirstSteps, answers_move
 
 
 def why_not_precomputed(config: Config, corpus: Corpus | None) -> str:
@@ -105,13 +105,17 @@ class ReferenceObjective(Objective):
         return self.reference + (f" ({self.why_reference})" if self.why_reference else "")
 
     @abstractmethod
-    def check_start(self, batch: dict[str, Tensor]) -> None:
-        """Raises RunError unless model and reference agree; `batch` is the first micro-batch of the run."""
+    def check_start(self, batch: dict[str, Tensor]) -> Tensor:
+        """The model's log-probabilities [rows, answers] of the first micro-batch of the run.
 
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        if self.trainer.global_step == 0 and self.reference != "none":
-            self.check_start(batch["micro_batches"][0])
-        super().training_step(batch, batch_idx)
+        Raises:
+            RunError: they are not the reference's.
+        """
+
+    def looks(self, batch: dict[str, Tensor]) -> list[FirstSteps]:
+        if self.reference == "none":
+            return super().looks(batch)
+        return [answers_move(self, batch, self.check_start(batch)), *super().looks(batch)]
 
     def setup(self, stage: str) -> None:
         """Computes the reference's log-probabilities, before a checkpoint is read into the model."""
@@ -162,9 +166,14 @@ class ReferenceObjective(Objective):
         if self.reference == "none":
             return None
         if self.reference == "precomputed":
-            return batch["reference"]
+            return batch["reference"].view(torch.float64)
         with torch.no_grad(), evaluating(self.model), self._reference_weights():
             return self.answer_log_probs(batch)[0]
+
+    @torch.no_grad()
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
+        """`log_probs`: of each answer, summed over its tokens, fp64 [rows, answers]; DPO's are (chosen, rejected)."""
+        return {"log_probs": self.answer_log_probs(batch)[0]}
 
     @contextlib.contextmanager
     def _reference_weights(self) -> Iterator[None]:

@@ -22,6 +22,11 @@ RULE_KEYS = ("pattern", "lr", "weight_decay", "name")
 # Patterns of groups that need only a name: {name: memory, lr: 1.0e-3}.
 _ADAPTER, _MEMORY = "lora_|trainable_tokens_delta", r"\.memory(_bank)?\."
 PRESETS = {"memory": _MEMORY, "adapter": _ADAPTER, "base": f"^(?!.*({_ADAPTER}|{_MEMORY}))"}
+_NOTHING = {  # why such a group is empty
+    "memory": "this model has no memory (peft=memory, peft=memory_lora or memory=bank give it one)",
+    "adapter": "no adapter is trained (peft=lora or peft=memory_lora bring one)",
+    "base": "the base is frozen",
+}
 _BIAS_OR_NORM = re.compile(r"bias$|norm[^.]*(\.weight)?$", re.IGNORECASE)
 
 
@@ -146,6 +151,8 @@ def _check_matches(rule: _Rule, owners: dict[str, _Rule]) -> None:
             f"optimizer.groups: all that pattern {rule.pattern!r} matches ({taken}, ...) is taken by an earlier "
             f"group ({owners[taken].pattern!r}): move it up or remove it"
         )
+    if rule.pattern == PRESETS.get(rule.name):
+        raise UserError(f"optimizer.groups: {{name: {rule.name}}}: {_NOTHING[rule.name]}; leave the entry out")
     names = list(owners)
     shown = names[:: max(1, len(names) // 6)][:6]
     raise UserError(

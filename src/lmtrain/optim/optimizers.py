@@ -11,7 +11,7 @@ from torch import nn
 
 from lmtrain.config.optimizers import AdafactorOptions, AdamW8bitOptions, AdamWOptions, LionOptions, MuonOptions
 from lmtrain.config.schema import Optimizer
-from lmtrain.config.targets import building, check_arguments, find_class
+from lmtrain.config.targets import build_target, find_class
 from lmtrain.errors import UserError
 from lmtrain.optim.adafactor import Adafactor
 from lmtrain.optim.groups import check_pattern, parameter_groups
@@ -111,15 +111,12 @@ _BUILDERS: dict[str, Callable[[Groups, Any], torch.optim.Optimizer]] = {
 def _custom(groups: Groups, cfg: Optimizer, allow_target: Sequence[str]) -> torch.optim.Optimizer:
     """Any subclass of torch.optim.Optimizer, with those keys of the section that are its arguments."""
     target = str(cfg._target_)
-    cls = find_class(target, "optimizer", torch.optim.Optimizer, allow_target)
+    takes = inspect.signature(find_class(target, "optimizer", torch.optim.Optimizer, allow_target)).parameters
     own = {f.name for f in dataclasses.fields(Optimizer)}
-    arguments = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg) if f.name not in own}
-    takes = inspect.signature(cls).parameters
-    arguments |= {name: getattr(cfg, name) for name in ("lr", "weight_decay") if name in takes}
-    check_arguments(cls, target, arguments, "optimizer", positional=1)  # the parameter groups
-    with building("optimizer", target):
-        optimizer = cls(groups, **arguments)
-    optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]  # as of AdamW
+    entry = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg) if f.name not in own}
+    entry |= {name: getattr(cfg, name) for name in ("lr", "weight_decay") if name in takes} | {"_target_": target}
+    optimizer = build_target(entry, "optimizer", torch.optim.Optimizer, allow_target, first=(groups,))
+    optimizer._step_supports_amp_scaling = False  # as of AdamW
     return optimizer
 
 

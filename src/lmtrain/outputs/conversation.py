@@ -13,6 +13,7 @@ from lmtrain.data.chat.templates import end_ids, own_template
 from lmtrain.data.chat.turns import BadRow
 from lmtrain.errors import UserError, reason
 from lmtrain.models.attention import generation_mode
+from lmtrain.models.denoising import refuse_denoising
 from lmtrain.outputs.generation import positions, sampling
 from lmtrain.terminal import visible
 
@@ -36,6 +37,7 @@ class Talk:
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, settings: Generate, seed: int) -> None:
+        refuse_denoising(model, "a chat")
         template = own_template(tokenizer)
         if template is None:
             raise UserError("the tokenizer has no chat template, so there are no turns: use python -m lmtrain.generate")
@@ -94,6 +96,7 @@ class Talk:
                 max_new_tokens=g.max_new_tokens,
                 pad_token_id=self.tokenizer.eos_token_id,
                 streamer=Streamer(self.tokenizer, write),
+                tokenizer=self.tokenizer,  # for stop strings of the model's own generation config
                 **sampling(g.temperature, g.top_k, self.end_ids),
             )
         return str(self.tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True)).strip()

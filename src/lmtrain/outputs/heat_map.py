@@ -10,7 +10,7 @@ from typing import Any
 COLUMNS = 120  # at most; of more logged steps, neighbouring ones are averaged
 # Times the even share from which on a cell is darker than the one before; what is below the first stays empty.
 LEVELS = (0.05, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
-TITLES = {"aux/memory_use": "Chapters of the memory", "aux/router_use": "Experts"}
+TITLES = {"router/chapters": "Chapters of the memory", "router/experts": "Experts"}
 
 
 @dataclass

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from lmtrain.adapters import memory_export
@@ -17,11 +18,13 @@ from lmtrain.adapters.quantized import is_quantized, make_trainable_on_cpu
 from lmtrain.adapters.trainable import adapter_of
 from lmtrain.data.tokenizers import save as save_tokenizer
 from lmtrain.errors import RunError, UserError, disk_full, reason
-from lmtrain.files import fsync
+from lmtrain.files import fsync, read_regular, temporary_beside
 from lmtrain.models.attention import generation_mode
+from lmtrain.models.denoising import mark_folder, mask_token
 from lmtrain.models.flops import parameter_counts
 from lmtrain.models.memory_folder import is_exported
 from lmtrain.outputs import model_card
+from lmtrain.secrets import shown_in
 
 # Largest difference of reloaded from live logits: rounding of the stored dtype, grown through the layers. int8: the
 # live model also rounds each layer's input, a merged one doesn't. merged: W + s B A in one product rounds otherwise
@@ -60,8 +63,7 @@ def export_model(
     """
     check_memory(model, merge)
     settings = generation_config(model, tokenizer, eos_token_ids, generation)
-    temporary = folder.with_name(f"{folder.name}.tmp{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
+    temporary = temporary_beside(folder)
     live, tolerance = logits(model, example), allowed_difference(model, dtype, merge or memory_of(model) is not None)
     try:
         if chat_template is not None:
@@ -71,7 +73,7 @@ def export_model(
         # Not save_pretrained: it refuses what some published models say, a temperature for greedy decoding.
         settings.to_json_file(temporary / "generation_config.json", keys_to_pop=["compile_config"])
         if run_config is not None:
-            shutil.copyfile(run_config, temporary / "lmtrain_config.yaml")
+            write_config(run_config, temporary / "lmtrain_config.yaml")
         size, chat = parameter_counts(model)[0], bool(tokenizer.chat_template)
         model_card.write(temporary, run_config, chat=chat, parameters=size, step=step)
         compare(live, tolerance, model, temporary, example)
@@ -88,6 +90,14 @@ def export_model(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return folder
+
+
+def write_config(run_config: Path, file: Path) -> None:
+    """The run's config for who gets the export: a copy, in which no address has a login or a signature."""
+    text = read_regular(run_config)
+    config = yaml.safe_load(text)
+    public = shown_in(config)
+    file.write_text(text if public == config else yaml.safe_dump(public, sort_keys=False, allow_unicode=True), "utf-8")
 
 
 def write_weights(model: PreTrainedModel, folder: Path, dtype: str, merge: bool) -> None:
@@ -134,6 +144,8 @@ def write_model(model: PreTrainedModel, folder: Path, dtype: str) -> None:
     finally:
         model.generation_config = own
     set_dtype(folder, dtype)
+    if mask_token(model) is not None:
+        mark_folder(folder)
 
 
 def generation_config(
@@ -152,10 +164,21 @@ def generation_config(
     config.bos_token_id = config.bos_token_id if config.bos_token_id is not None else model.config.bos_token_id
     if config._from_model_config and config.pad_token_id is None:  # no base says what a batch is filled up with
         config.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else next(iter(ids), None)
+    _say_that_it_samples(config)
     config._from_model_config = None  # else transformers would make them anew, from config.json
     if changes:
         set_fields(config, changes)
     return config
+
+
+_NEUTRAL = {"temperature": (1,), "top_p": (1,), "min_p": (0,), "top_k": (0, 50)}  # 50: what transformers once wrote
+
+
+def _say_that_it_samples(config: GenerationConfig) -> None:
+    """Sets do_sample where nothing says it and a temperature or the like does: transformers would decode greedily."""
+    given = {name: getattr(config, name, None) for name in _NEUTRAL}
+    if config.do_sample is None and any(v is not None and v not in _NEUTRAL[n] for n, v in given.items()):
+        config.do_sample = True
 
 
 def set_fields(config: GenerationConfig, changes: dict[str, Any]) -> None:
@@ -166,6 +189,7 @@ def set_fields(config: GenerationConfig, changes: dict[str, Any]) -> None:
             hint = f"; did you mean {near[0]}?" if near else ""
             raise UserError(f"export.generation.{name}: GenerationConfig of transformers has no such field{hint}")
         setattr(config, name, value)
+    _say_that_it_samples(config)
     mode = {"do_sample": config.do_sample, "num_beams": config.num_beams}
     try:  # what the user says, in the model's mode: a base's own settings may be odd
         GenerationConfig(**{**mode, **changes}).validate(strict=True)

@@ -11,7 +11,9 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from lmtrain import __version__
-from lmtrain.files import read_jsonl
+from lmtrain.files import read_jsonl, read_regular
+from lmtrain.models.denoising import is_denoising
+from lmtrain.secrets import shown_in
 from lmtrain.terminal import visible
 
 _DONE = {"causal_lm": "pretrained", "sft": "fine-tuned on conversations", "dpo": "tuned on preferences"}
@@ -41,16 +43,17 @@ def write(folder: Path, run_config: Path | None, *, chat: bool, parameters: int,
         step: of the exported weights; None for the last one validated.
     """
     adapter = (folder / "adapter_config.json").exists()
-    config = yaml.safe_load(run_config.read_text(encoding="utf-8")) if run_config is not None else {}
+    config = shown_in(yaml.safe_load(read_regular(run_config))) if run_config is not None else {}
     name = run_config.parent.name if run_config is not None else "model"
     scores = _scores(run_config.parent / "metrics.jsonl", step) if run_config is not None else {}
-    metadata = _metadata(config, name, scores, adapter).to_yaml(line_break="\n")
+    task = "fill-mask" if is_denoising(folder) else "text-generation"
+    metadata = _metadata(config, name, scores, adapter, task).to_yaml(line_break="\n")
     parts = [
         f"---\n{metadata}\n---",
         f"# {_plain(name)}",
         _words(config, parameters, adapter),
         "## Use",
-        _use(adapter, chat, brings_code(folder)),
+        _use_denoising() if is_denoising(folder) else _use(adapter, chat, brings_code(folder)),
     ]
     if config:
         parts += ["## Training", _table([(what, _at(config, key)) for what, key in _SETTINGS])]
@@ -61,18 +64,18 @@ def write(folder: Path, run_config: Path | None, *, chat: bool, parameters: int,
     (folder / "README.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
-def _metadata(config: dict[str, Any], name: str, scores: dict[str, Any], adapter: bool) -> ModelCardData:
+def _metadata(config: dict[str, Any], name: str, scores: dict[str, Any], adapter: bool, task: str) -> ModelCardData:
     base, dataset = _hub_name(_at(config, "model.name_or_path")), None
     if _at(config, "data.source") == "hub" and not _at(config, "data.path"):
         dataset = _hub_name(_at(config, "data.name"))
     data = dataset or "own"
     results = [
-        EvalResult("text-generation", data, data, key.removeprefix("val/"), value) for key, value in scores.items()
+        EvalResult(task, data, data, key.removeprefix("val/"), value) for key, value in scores.items()
         if key != "step"
     ]  # fmt: skip
     found: dict[str, Any] = {
         "library_name": "peft" if adapter else "transformers",
-        "pipeline_tag": "text-generation",
+        "pipeline_tag": task,
         "tags": ["lmtrain", *([str(_at(config, "objective.name"))] if config else [])],
         "base_model": base,
         "datasets": [dataset] if dataset else None,
@@ -155,6 +158,23 @@ def _use(adapter: bool, chat: bool, own_code: bool) -> str:
         f"tokenizer = AutoTokenizer.from_pretrained(folder{trust})\n{asked}\n"
         f"output = model.generate({given}, max_new_tokens=100)\n"
         "print(tokenizer.decode(output[0], skip_special_tokens=True))\n```"
+    )
+
+
+def _use_denoising() -> str:
+    return (
+        "This model predicts masked tokens from the tokens on both sides of them (masked diffusion). **It does not "
+        "write from left to right**: what `model.generate` of transformers and servers of causal models make of it is "
+        "noise. Its config says `is_causal: false`, and `mask_token_id` is what stands for a hidden token. lmtrain "
+        'writes texts with it:\n\n```\npython -m lmtrain.generate THIS_FOLDER generate.prompt="Once upon a time"\n'
+        "```\n\nFrom Python, what it predicts for masked tokens:\n\n```python\n"
+        "import torch\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        'folder = "."  # this folder, or its name on the hub\n'
+        "model = AutoModelForCausalLM.from_pretrained(folder)\n"
+        "tokenizer = AutoTokenizer.from_pretrained(folder)\n"
+        'ids = tokenizer("Once upon a time", add_special_tokens=False, return_tensors="pt")["input_ids"]\n'
+        "ids[0, 1] = model.config.mask_token_id\n"
+        "print(tokenizer.decode(model(ids).logits[0, 1, :len(tokenizer)].argmax()))\n```"
     )
 
 

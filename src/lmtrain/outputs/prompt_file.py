@@ -1,10 +1,11 @@
 """Prompts from a file or from standard input, and their answers as JSON lines that a killed command continues."""
 
+import fcntl
 import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from lmtrain.errors import UserError, reason
 
@@ -36,23 +37,42 @@ def _of_json(line: str, where: str) -> str:
 
 
 class Answers:
-    """JSON lines in a file, or printed where there is none; `done` counts those of an earlier command."""
+    """JSON lines in a file, or printed where there is none; `done` counts those of an earlier command.
 
-    def __init__(self, file: str | None) -> None:
-        self.path = Path(file).expanduser() if file else None
-        self.done = 0
-        if self.path is not None and self.path.exists():
-            whole = [line for line in self.path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
-            self.path.write_bytes(b"".join(whole))  # without a last line that was cut short
-            self.done = len(whole)
+    A batch of which a kill left a part is answered again: what is sampled follows from where its batch begins.
+    """
+
+    def __init__(self, file: str | None, batch_size: int) -> None:
+        """UserError where the file can't be written, or another command writes it now."""
+        self.name, self.done = file, 0
+        self._file = None if file is None else self._open(Path(file).expanduser())
+        if self._file is not None:
+            whole = [line for line in self._file if line.endswith(b"\n")]
+            self.done = len(whole) // batch_size * batch_size
+            self._file.seek(sum(map(len, whole[: self.done])))
+            self._file.truncate()
+
+    def _open(self, path: Path) -> BinaryIO:
+        try:
+            path.touch()
+            file = path.open("r+b")
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends, however it ends
+        except BlockingIOError:
+            raise UserError(f"generate.out={path} is being written by another command: wait for it") from None
+        except OSError as error:
+            raise self._unwritable(error) from None
+        return file
 
     def add(self, rows: list[dict[str, Any]]) -> None:
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        if self.path is None:
+        if self._file is None:
             print(text, end="", flush=True)
             return
         try:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(text)
+            self._file.write(text.encode())
+            self._file.flush()
         except OSError as error:
-            raise UserError(f"generate.out={self.path} can't be written: {reason(error)}") from None
+            raise self._unwritable(error) from None
+
+    def _unwritable(self, error: OSError) -> UserError:
+        return UserError(f"generate.out={self.name} can't be written: {reason(error)}")

@@ -10,6 +10,7 @@ from transformers import AutoModel, AutoTokenizer
 
 from lmtrain.config.targets import build_target
 from lmtrain.errors import UserError
+from lmtrain.objectives.parts import Definition
 
 
 class ExactMatch(Metric):
@@ -86,6 +87,24 @@ BERTSCORE = "bertscore:"  # and the encoder's name or folder
 # The one of several numbers that a name stands for.
 _CHOSEN = {"rouge": "rougeL_fmeasure", "rouge1": "rouge1_fmeasure", "rouge2": "rouge2_fmeasure"}
 
+_ANSWERS = "answers to prompts with a reference"
+_GOOGLES = {"rouge-score": "tests/outputs/test_answers.py::test_bleu_and_rouge_are_sacrebleus_and_rouge_scores"}
+_BY_HAND = {"by hand": "tests/outputs/test_answers.py::test_metrics_against_values_worked_out_by_hand"}
+DEFINITIONS = {
+    "bleu": Definition(
+        "0 to 1", "the validation's answers as one text", "BLEU-4 with sacreBLEU's 13a tokens",
+        {"sacrebleu": _GOOGLES["rouge-score"], **_BY_HAND},
+    ),
+    "rouge": Definition("0 to 1", _ANSWERS, "F1 of the longest common subsequence of words (ROUGE-L)", _GOOGLES),
+    "rouge1": Definition("0 to 1", _ANSWERS, "F1 of words", _GOOGLES),
+    "rouge2": Definition("0 to 1", _ANSWERS, "F1 of pairs of neighbouring words", _GOOGLES),
+    "exact_match": Definition("share", _ANSWERS, "1 where an answer is its reference, but for white space", _BY_HAND),
+    "bertscore": Definition(
+        "-1 to 1", _ANSWERS, "F1 of each token's best cosine similarity in the other text, by the named encoder",
+        {"torchmetrics": "tests/outputs/test_answers.py::test_bertscore_is_torchmetrics_pair_by_pair"},
+    ),
+}  # fmt: skip
+
 
 def _target_of(entry: Any) -> tuple[str, dict[str, Any]]:
     """Name and class of one of the metrics that are asked for."""
@@ -98,29 +117,33 @@ def _target_of(entry: Any) -> tuple[str, dict[str, Any]]:
 
 
 class TextMetrics:
-    """The metrics of callbacks.samples.metrics; a user's own goes by its class's name.
+    """The metrics of callbacks.samples.metrics or evaluate.metrics (`key`); a user's own goes by its class's name.
 
     Raises:
         UserError: one can't be built, two share a name, or one does not take two lists of texts.
     """
 
-    def __init__(self, entries: list[Any], allow_target: Sequence[str] = ()) -> None:
+    def __init__(
+        self, entries: list[Any], allow_target: Sequence[str] = (), key: str = "callbacks.samples.metrics"
+    ) -> None:
         self.metrics: dict[str, Metric] = {}
         for entry in entries:
             name, target = _target_of(entry)
             if name in self.metrics:
-                raise UserError(f"callbacks.samples.metrics names {name} twice")
-            self.metrics[name] = build_target(target, "callbacks.samples.metrics", Metric, allow_target)
+                raise UserError(f"{key} names {name} twice")
             try:
+                self.metrics[name] = build_target(target, key, Metric, allow_target)
                 # The first rank alone scores: a metric that looked for the others would wait for ever.
                 self.metrics[name].distributed_available_fn = lambda: False
                 self._one(name, ["a word"], ["a word"])
             except OSError as error:
                 said = " ".join(str(error).split())
-                raise UserError(f"{entry}: the encoder can't be loaded ({said}): name a folder or a hub name") from None
+                raise UserError(
+                    f"{key}: {entry}: the encoder can't be loaded ({said}): name a folder or a hub name"
+                ) from None
             except (ImportError, AttributeError, TypeError, ValueError, KeyError, IndexError) as error:
                 raise UserError(
-                    f"callbacks.samples.metrics: {name} is no metric of answers and references, two lists of texts "
+                    f"{key}: {name} is no metric of answers and references, two lists of texts "
                     f"({type(error).__name__}: {error})"
                 ) from error
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmtrain.callbacks.system import has_nvml
 from lmtrain.config import effect
+from lmtrain.config.deepspeed import overruled
 from lmtrain.config.growth import step_sizes
 from lmtrain.config.precision import FP8, outside_fp8
 from lmtrain.config.schema import Config
@@ -27,6 +28,8 @@ def of_run(run: "Run") -> list[str]:
             f"{epochs:.0f} passes over the training data: expect overfitting "
             f"(trainer.max_epochs=4 ends earlier; callbacks.early_stopping.enabled=true stops when it sets in)"
         )
+    if unheard := overruled(c):
+        notes.append(f"{c.trainer.deepspeed.config}: of it the run's own config overrules {', '.join(unheard)}")
     notes += for_mixtures(corpus.train, run.total_steps)
     notes += effect.inference_note(ranks.typed(), c)
     notes += unlikely(c, run.total_steps, os.cpu_count() or 1, effect.typed_keys(ranks.typed()))

@@ -3,18 +3,16 @@
 Nothing else in lmtrain instantiates these.
 """
 
+import functools
 import hashlib
-import logging
 import math
-import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import transformers
 from lightning.pytorch.plugins.environments import ClusterEnvironment, LightningEnvironment, TorchElasticEnvironment
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 from rich.console import Console
@@ -27,18 +25,18 @@ from lmtrain.callbacks.samples import Samples
 from lmtrain.callbacks.step_numbers import StepNumbers
 from lmtrain.checkpoints.checkpoint_io import FolderCheckpointIO
 from lmtrain.config.checks import time_limit_seconds
-from lmtrain.config.compose import horizon
 from lmtrain.config.difficulty import check_seen
 from lmtrain.config.fingerprint import Fingerprint, fingerprint, short_hash
-from lmtrain.config.growth import check_reached, rate_factor, row_lengths, step_sizes
+from lmtrain.config.growth import check_reached, horizon, rate_factor, row_lengths, step_sizes
+from lmtrain.config.models import over_layers
 from lmtrain.config.schema import Config, Data
 from lmtrain.config.strategies import SHARING
 from lmtrain.config.targets import building, find_class
 from lmtrain.data.build_corpus import build_corpus
 from lmtrain.data.corpus import Corpus, fit_to_model
-from lmtrain.data.modules import FirstRows, Rows, TokenDataModule
+from lmtrain.data.modules import FirstRows, Rows, TokenDataModule, check_descriptors
 from lmtrain.data.tokenizers import plain_text_hash, tokenizer_hash
-from lmtrain.data.val_sets import ValSet, build_val_sets
+from lmtrain.data.val_sets import ValSet, build_val_sets, scored_on
 from lmtrain.distributed import devices, ranks
 from lmtrain.distributed import process_group as world
 from lmtrain.distributed.stop_request import StopRequest
@@ -57,6 +55,7 @@ from lmtrain.run.build_callbacks import build_callbacks, build_feed, check_monit
 from lmtrain.run.difficulty import order_rows
 from lmtrain.run.folder import RunDir
 from lmtrain.run.loggers import build_loggers
+from lmtrain.run.quiet import quiet_libraries
 from lmtrain.strategies import lightning_private, loading
 from lmtrain.strategies.choose import build_strategy
 from lmtrain.strategies.precision import for_lightning
@@ -78,6 +77,7 @@ class Run:
     preemption: Preemption
     trainer: pl.Trainer
     total_steps: int
+    scored_on: str | None  # names the rows that checkpoint.monitor is measured on
 
 
 def build(config: Config, run_dir: RunDir, console: Console, started: float) -> Run:
@@ -101,28 +101,13 @@ def build(config: Config, run_dir: RunDir, console: Console, started: float) -> 
     check_monitors(config, corpus, objective, samples, val_sets)
     feed = build_feed(config, run_dir, corpus, stop, total_steps)
     preemption = Preemption(stop)
-    callbacks = build_callbacks(config, run_dir, metrics, samples, feed, preemption, console, total_steps)
+    rows_of = functools.partial(scored_on, config, corpus, val_sets)
+    callbacks = build_callbacks(config, run_dir, metrics, samples, feed, preemption, console, total_steps, rows_of)
     trainer = build_trainer(config, run_dir, callbacks, metrics.records, total_steps)
-    return Run(config, run_dir, console, corpus, objective, datamodule, metrics, preemption, trainer, total_steps)
-
-
-def quiet_libraries() -> None:
-    """Lightning's and transformers' tips and progress bars: what matters is said by the plan, once."""
-    libraries = ("lightning.pytorch", "lightning.fabric", "lightning", "transformers", "datasets", "httpx")
-    for name in (*libraries, "bitsandbytes"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    transformers.utils.logging.disable_progress_bar()
-    # Saving a model imports DeepSpeed where it is installed, and it sets its logger's level itself.
-    logging.getLogger("DeepSpeed").addFilter(_is_error)
-    warnings.filterwarnings("ignore", module="lightning")
-    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
-    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-    # Nothing writes into the loss, which is an element of a larger tensor.
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-
-
-def _is_error(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.ERROR
+    monitored = rows_of(config.checkpoint.monitor)
+    return Run(
+        config, run_dir, console, corpus, objective, datamodule, metrics, preemption, trainer, total_steps, monitored
+    )
 
 
 def rows_to_train(config: Config, corpus: Corpus) -> Rows:
@@ -149,6 +134,7 @@ def check_mixture(config: Config, rows: Rows, total_steps: int) -> None:
 def build_datamodule(
     config: Config, corpus: Corpus, total_steps: int, val_sets: dict[str, ValSet] | None = None
 ) -> TokenDataModule:
+    check_descriptors(config.data.num_workers)
     return TokenDataModule(
         rows_to_train(config, corpus),
         corpus.val,
@@ -191,6 +177,7 @@ def build_objective(config: Config, corpus: Corpus, total_steps: int, stop: Stop
             fingerprint=world.from_first(lambda: run_fingerprint(config, corpus, hf_model)),
             stop=stop,
         )
+        cls.settle_model(config, hf_model, tokenizer)
         objective.prepare(config, corpus)
     return objective
 
@@ -202,7 +189,8 @@ def scaled_by_rows(data: Data, schedule: Schedule) -> Schedule:
 
 
 def build_language_model(config: Config, tokenizer: Any) -> LanguageModel:
-    return LanguageModel(build_trainable_model(config, tokenizer), config.objective, config.router)
+    router = replace(config.router, over_layers=over_layers(config))
+    return LanguageModel(build_trainable_model(config, tokenizer), config.objective, router)
 
 
 def run_fingerprint(config: Config, corpus: Corpus, hf_model: Any) -> Fingerprint:
@@ -217,7 +205,9 @@ def run_fingerprint(config: Config, corpus: Corpus, hf_model: Any) -> Fingerprin
     if corpus.easy_first is not None:
         contents["data.curriculum"] = hashlib.sha256(corpus.easy_first.tobytes()).hexdigest()[:16]
     earlier = {"tokenizer": plain_text_hash(corpus.tokenizer), "model": short_hash(architecture)}
-    return fingerprint(config, contents, earlier)
+    found = fingerprint(config, contents, earlier)
+    found["keys"]["router.over_layers"] = over_layers(config)  # auto resolved
+    return found
 
 
 def build_metrics(

@@ -1,6 +1,7 @@
 """Builds a run's callbacks in the order they run, and checks that the metrics they monitor exist."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -17,7 +18,9 @@ from lmtrain.callbacks.routing import Routing
 from lmtrain.callbacks.samples import Samples
 from lmtrain.callbacks.stream import FeedStream
 from lmtrain.callbacks.validation import EarlyStopping, Validation
+from lmtrain.config import places
 from lmtrain.config.schema import Config
+from lmtrain.config.schema import EarlyStopping as EarlyStoppingConfig
 from lmtrain.config.targets import build_target
 from lmtrain.data.corpus import Corpus
 from lmtrain.data.stream.rows import StreamRows
@@ -45,7 +48,7 @@ def check_monitors(
     scores = samples.text_metrics.names() if samples is not None else []
     own = [*_reported(objective, corpus.val_bytes_per_token), *scores] if corpus.val is not None else []
     known = [f"val/{name}" for name in own]
-    for name, (_, bytes_per_token) in val_sets.items():
+    for name, (_, bytes_per_token, _) in val_sets.items():
         known += [f"val/{name}/{number}" for number in _reported(objective, bytes_per_token)]
     monitors = {"checkpoint.monitor": config.checkpoint.monitor}
     if stopping.enabled:
@@ -75,6 +78,7 @@ def build_callbacks(
     preemption: Preemption,
     console: Console,
     total_steps: int,
+    scored_on: Callable[[str], str | None],
 ) -> list[pl.Callback]:
     """In the order they run: numbers, validation, samples, screen, a user's own, the record, the checkpoint last."""
     cb, t = config.callbacks, config.trainer
@@ -91,26 +95,14 @@ def build_callbacks(
     callbacks: list[pl.Callback] = [metrics, Routing(metrics.records, config), bad_steps]
     callbacks += [*([average] if average is not None else []), validation]
     if cb.early_stopping.enabled:
-        es = cb.early_stopping
-        callbacks.append(
-            EarlyStopping(
-                monitor=es.monitor,
-                mode=es.mode,
-                patience=es.patience,
-                min_delta=es.threshold,
-                check_on_train_epoch_end=False,
-            )
-        )
+        callbacks.append(early_stopping(cb.early_stopping, scored_on))
     if samples is not None:
         callbacks.append(samples)
     bar = progress_bar(config, console, total_steps)
     if bar is not None:
         metrics.listeners.append(bar.listen)
         callbacks.append(bar)
-    entries = map(foreign.fitted, cb.extra)
-    own = [build_target(entry, "callbacks.extra", pl.Callback, config.run.allow_target) for entry in entries]
-    foreign.check(own)
-    callbacks += own
+    callbacks += _users_callbacks(config)
     if feed is not None:  # may ask for a stop
         callbacks.append(feed)
     # A request to stop is obeyed once all have logged: some Lightning callbacks log an extra time when they see it.
@@ -122,9 +114,43 @@ def build_callbacks(
             config.checkpoint,
             every_n_steps=t.save_every_n_steps,
             total_steps=total_steps,
+            scored_on=scored_on(config.checkpoint.monitor),
         )
     )
     return callbacks
+
+
+def _users_callbacks(config: Config) -> list[pl.Callback]:
+    entries = map(foreign.fitted, config.callbacks.extra)
+    allowed, refused = config.run.allow_target, foreign.REFUSED
+    return [build_target(e, "callbacks.extra", pl.Callback, allowed, refused=refused) for e in entries]
+
+
+def outside(config: Config, run_dir: RunDir, callbacks: list[pl.Callback]) -> list[str]:
+    """A word on each place outside the run's folder and the cache that loggers and callbacks of the user's name."""
+    roots = [run_dir.path, Path(config.data.cache_dir).expanduser()]
+    named = [(f"logger.{name}", options) for name, options in config.logger.items()]
+    named += [
+        (f"callbacks.extra, {type(c).__name__}", vars(c)) for c in callbacks
+        if not type(c).__module__.startswith("lmtrain.")
+    ]  # fmt: skip
+    return [
+        f"{who}: {argument} is {place}, outside the run's folder: what is written there is no part of the run, and "
+        f"nothing in it is removed with it"
+        for who, arguments in named
+        for argument, place in places.outside(arguments, roots)
+    ]
+
+
+def early_stopping(cfg: EarlyStoppingConfig, scored_on: Callable[[str], str | None]) -> EarlyStopping:
+    return EarlyStopping(
+        monitor=cfg.monitor,
+        mode=cfg.mode,
+        patience=cfg.patience,
+        min_delta=cfg.threshold,
+        check_on_train_epoch_end=False,
+        scored_on=scored_on(cfg.monitor),
+    )
 
 
 def build_feed(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from lmtrain.files import aside, parse_row, write_atomic
+from lmtrain.files import aside, open_regular, parse_row, write_atomic
 
 
 def cut_back(path: Path, step: int, validated: bool, tell: Callable[[str], None]) -> int:
@@ -32,7 +32,7 @@ def cut_back(path: Path, step: int, validated: bool, tell: Callable[[str], None]
     if problems:
         _rewrite(path, [line for line, stays, _ in _judge(path, step, validated) if stays], problems, tell)
         return rows
-    with path.open("r+b") as file:
+    with open_regular(path, "r+b") as file:
         file.truncate(size)
         file.flush()
         os.fsync(file.fileno())
@@ -41,7 +41,7 @@ def cut_back(path: Path, step: int, validated: bool, tell: Callable[[str], None]
 
 def _judge(path: Path, step: int, validated: bool) -> Iterator[tuple[bytes, bool, str | None]]:
     """Each line, whether it stays where a run goes on after `step`, and why it can't be read."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         for line in file:
             if not line.endswith(b"\n") and b"\0" not in line:
                 return  # cut short by a kill

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from lmtrain.config import trust
 from lmtrain.config.constraints import TRAJECTORY
 from lmtrain.config.difficulty import DIFFICULTY, rows_in_order
 from lmtrain.config.keys import values
@@ -25,6 +26,7 @@ from lmtrain.data.text.windows import IGNORE
 from lmtrain.data.tokenizers import tokenizer_hash, vocab_size
 from lmtrain.distributed import process_group as world
 from lmtrain.errors import UserError
+from lmtrain.models.denoising import refuse_denoising
 from lmtrain.models.language_model import LanguageModel
 from lmtrain.objectives.reference import weights_hash
 from lmtrain.outputs.generation import positions
@@ -90,7 +92,8 @@ def _score(config: Config, corpus: Corpus, chosen: np.ndarray) -> tuple[Callable
 
 def _load(config: Config, corpus: Corpus) -> LanguageModel:
     name = str(config.data.curriculum.model)
-    hf_model, tokenizer = trained.load(name, "best", config.model.trust_remote_code)
+    hf_model, tokenizer = trained.load(name, "best", trust.granted(config))
+    refuse_denoising(hf_model, "data.curriculum.model")
     if tokenizer.get_vocab() != corpus.tokenizer.get_vocab():
         ours = config.tokenizer.name_or_path or config.tokenizer.kind
         raise UserError(

@@ -13,12 +13,13 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from lmtrain import errors
 from lmtrain.config import compose as rules
+from lmtrain.config import trust
 from lmtrain.config.schema import Config
 from lmtrain.distributed import process_group as world
 from lmtrain.distributed import spinning
@@ -26,6 +27,7 @@ from lmtrain.distributed.parent_death import end_with_parent, is_first
 from lmtrain.distributed.ranks import TYPED, print_from_rank, typed
 from lmtrain.errors import RunError, UserError
 from lmtrain.files import write_atomic
+from lmtrain.terminal import lenient
 
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
 _LAUNCHER = "LMTRAIN_LAUNCHER_PID"  # tells ranks whom to end with
@@ -50,7 +52,7 @@ def _process_as_it_was() -> Iterator[None]:
 
 
 def launch(module: str, config: Config, folder: Path, processes: int, max_restarts: int = 0) -> int:
-    """Runs `processes` ranks, each `python -m MODULE <folder>/config.yaml`, until the last has left.
+    """Runs `processes` ranks, each `python -m MODULE <folder>/config.yaml <what is open>`, until the last has left.
 
     Args:
         folder: of the config, the launcher's logs and the notes of ranks that failed; it exists.
@@ -62,10 +64,10 @@ def launch(module: str, config: Config, folder: Path, processes: int, max_restar
     write_atomic(folder / "config.yaml", rules.dump(config))
     with _process_as_it_was(), tempfile.TemporaryDirectory(prefix="lmtrain_") as meeting:
         os.environ[world.MEETING] = meeting
-        return _launch(module, folder, processes, max_restarts)
+        return _launch(module, folder, processes, max_restarts, trust.as_word(trust.granted(config)))
 
 
-def _launch(module: str, folder: Path, processes: int, max_restarts: int) -> int:
+def _launch(module: str, folder: Path, processes: int, max_restarts: int, opened: str) -> int:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -89,7 +91,7 @@ def _launch(module: str, folder: Path, processes: int, max_restarts: int) -> int
         logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
     )
     try:
-        elastic_launch(settings, sys.executable)("-m", module, str(folder / "config.yaml"))
+        elastic_launch(settings, sys.executable)("-m", module, str(folder / "config.yaml"), opened)
     except ChildFailedError as failure:
         rank = _first_to_fail(folder, failure.failures)
         first = failure.failures[rank]
@@ -148,14 +150,20 @@ def _how(code: int) -> str:
     return f"ended by {signal.Signals(-code).name}{memory}"
 
 
-def as_rank(config_path: Path, job: Callable[[Config], int]) -> int:
-    """The exit code that `job` gives in one rank, which ends with its launcher; a mistake is one message."""
+def as_rank(words: Sequence[str], job: Callable[[Config], int]) -> int:
+    """The exit code that `job` gives in one rank, which ends with its launcher; a mistake is one message.
+
+    Args:
+        words: of the rank's command line: the config's file, and what its parent was opened for, which no file says.
+    """
+    config_path = Path(words[0])
     if _LAUNCHER in os.environ:  # a launcher that was killed can't pass on a signal: save and leave
         end_with_parent(int(os.environ[_LAUNCHER]), signal.SIGTERM)
+    lenient()
     failed_at = _note_of_failure(config_path.parent, int(os.environ["RANK"]))
     failed_at.unlink(missing_ok=True)  # of an earlier start
     try:
-        return job(rules.load(config_path))
+        return job(rules.load(config_path, trust.of_words(words[1:]), own=True))
     except (UserError, RunError) as error:
         now = time.time_ns()
         printed = print_from_rank(error)  # before a write: the launcher ends this rank soon after another has left

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lmtrain.adapters.finetune import build_trainable_model
-from lmtrain.config.compose import split_over
+from lmtrain.config.batch import split_over
 from lmtrain.config.deepspeed import adopt_file
 from lmtrain.config.objectives import DPOOptions
 from lmtrain.config.schema import Config

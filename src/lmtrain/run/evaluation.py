@@ -133,7 +133,7 @@ def _add_answers(
 ) -> None:
     """Greedy answers, and what the metrics make of them."""
     e = config.evaluate
-    metrics = TextMetrics(e.metrics, config.run.allow_target)  # refused before anything is written
+    metrics = TextMetrics(e.metrics, config.run.allow_target, "evaluate.metrics")  # refused before anything is written
 
     def answer(some: list[dict[str, Any]]) -> list[str]:
         prompts = [q["prompt_ids"] for q in some]

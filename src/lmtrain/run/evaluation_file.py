@@ -13,9 +13,11 @@ from lmtrain.config.schema import Config
 from lmtrain.errors import UserError, reason
 from lmtrain.files import write_atomic
 from lmtrain.outputs.scores import Interval, Scores, interval
+from lmtrain.run import links
 from lmtrain.run.evaluation import Evaluated
 from lmtrain.run.subject import Subject
 from lmtrain.run.summary import versions
+from lmtrain.secrets import shown, shown_in
 
 
 @dataclasses.dataclass
@@ -36,7 +38,7 @@ class Results:
             )
 
     def table(self) -> Table:
-        table = Table(title=f"{self.words}: {self._size()}", title_justify="left", box=None, padding=(0, 2))
+        table = Table(title=f"{shown(self.words)}: {self._size()}", title_justify="left", box=None, padding=(0, 2))
         table.add_column("score", style="bold")
         for who, _ in self.models:
             table.add_column(f"{who.name} ({who.label})", justify="right", overflow="fold")
@@ -111,12 +113,16 @@ class Results:
         e, who = self.config.evaluate, self.models[0][0]
         base = who.folder or Path(self.config.run.root).expanduser().absolute()
         folder = Path(e.dir).expanduser().absolute() if e.dir else base / "evaluations"
+        if not e.dir:
+            links.refuse_at(folder, base)
         name = e.name or f"{who.label}-{_label(self.words)}"
         try:
             folder.mkdir(parents=True, exist_ok=True)
             lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in self._rows())
             write_atomic(folder / f"{name}.rows.jsonl", "".join(lines))
-            write_atomic(folder / f"{name}.json", json.dumps(self.as_dict(), indent=2, ensure_ascii=False) + "\n")
+            write_atomic(
+                folder / f"{name}.json", json.dumps(shown_in(self.as_dict()), indent=2, ensure_ascii=False) + "\n"
+            )
         except OSError as error:
             raise UserError(f"{folder} can't be written: {reason(error)}; set evaluate.dir to another folder") from None
         return folder / f"{name}.json"
@@ -142,4 +148,6 @@ def _rows_of(scores: Scores) -> list[dict[str, Any]]:
 def _label(words: str) -> str:
     """A part of a file's name: letters, digits, dots and dashes."""
     last = "val" if words.startswith("validation") else words.rpartition("/")[2]
+    if "://" in words:  # what follows `?` opens an address, it names nothing
+        last = last.partition("?")[0]
     return re.sub(r"[^A-Za-z0-9._-]+", "-", last.removeprefix("all of ")).strip("-")[:60]

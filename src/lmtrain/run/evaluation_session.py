@@ -11,13 +11,15 @@ import tempfile
 from pathlib import Path
 
 from lmtrain import errors, terminal
+from lmtrain.config import compose as rules
+from lmtrain.config import places, trust
 from lmtrain.config.schema import Config
 from lmtrain.distributed import process_group as world
 from lmtrain.distributed import ranks
 from lmtrain.errors import RunError, UserError
 from lmtrain.outputs import evaluation_data
 from lmtrain.run import elastic, evaluation, evaluation_file, harness, subject
-from lmtrain.run.build import quiet_libraries
+from lmtrain.run.quiet import quiet_libraries
 from lmtrain.run.start import place
 
 
@@ -29,6 +31,7 @@ def start(config: Config) -> int:
     """
     from lmtrain.distributed import devices
 
+    _refuse_addresses(config)
     layout, t = ranks.find(), config.trainer
     if t.strategy not in ("auto", "ddp"):
         raise UserError(f"trainer.strategy={t.strategy}: lmtrain.evaluate holds a whole model on each device (ddp)")
@@ -50,6 +53,16 @@ def start(config: Config) -> int:
         errors.print_error(f"stopped by {signal.Signals(-code).name}; nothing was written")
         return errors.FAILED
     return code
+
+
+def _refuse_addresses(config: Config) -> None:
+    """Raises UserError where the run's own data, which its config.yaml names, is at an address."""
+    if config.evaluate.tasks or evaluation_data.is_named(config):
+        return
+    for name in ("config.yaml", "lmtrain_config.yaml"):
+        file = Path(str(config.run_dir)).expanduser() / name
+        if file.is_file():
+            places.refuse_addresses(vars(rules.load(file, trust.granted(config)).data), file)
 
 
 def evaluate(config: Config) -> int:
@@ -78,7 +91,7 @@ def evaluate(config: Config) -> int:
     path = world.from_first(report.write)
     if world.rank() == 0:
         terminal.console().print(report.table())
-        print(f"written: {path}")
+        print(terminal.visible(f"written: {path}"))
     return errors.FINISHED
 
 
@@ -93,4 +106,4 @@ def _as_rank(config: Config) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches the parent too, which says so
-    ranks.leave_after(lambda: elastic.as_rank(Path(sys.argv[1]), _as_rank))
+    ranks.leave_after(lambda: elastic.as_rank(sys.argv[1:], _as_rank))

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from lmtrain import errors
 from lmtrain.distributed.data_parallel import data_parallel
 from lmtrain.errors import RunError, disk_full, first_line
 from lmtrain.models import flops
@@ -18,7 +19,7 @@ GIB = 2**30
 
 def explain(error: BaseException, run: "Run") -> RunError | None:
     """What a user can do about `error`, or None where only a traceback helps."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error):
+    if isinstance(error, torch.OutOfMemoryError) or errors.out_of_memory(error):
         return out_of_memory(error, run)
     if not isinstance(error, RunError) and disk_full(error):
         where = getattr(error, "filename", None) or run.dir.path

@@ -13,8 +13,10 @@ from typing import Any
 from lmtrain.config import compose as config_rules
 from lmtrain.config.schema import Config
 from lmtrain.errors import RunError, UserError, disk_full, reason
-from lmtrain.files import write_atomic
+from lmtrain.files import read_regular, temporary_beside, write_atomic
+from lmtrain.run import links
 from lmtrain.run import lock as run_lock
+from lmtrain.secrets import shown_in
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ class RunDir:
             UserError: it is not what `write_summary` wrote.
         """
         try:
-            summary = json.loads(self.summary.read_bytes().decode("utf-8"))
+            summary = json.loads(read_regular(self.summary))
             _check_summary(summary)
         except FileNotFoundError:
             return None
@@ -115,7 +117,7 @@ class RunDir:
         return dict(summary)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        write_atomic(self.summary, json.dumps(summary, indent=2) + "\n")
+        write_atomic(self.summary, json.dumps(shown_in(summary), indent=2) + "\n")
 
 
 def note_start(run: RunDir, checkpoint: Path | None) -> None:
@@ -203,6 +205,8 @@ def open_run(config: Config) -> RunDir:
     if path.exists() and not path.is_dir():
         raise UserError(f"run.dir={path} is a file: name a folder")
     refuse_to_overwrite(run, config)
+    if path.is_dir():
+        links.refuse(path)
     if path.is_dir() and not run.config.exists() and foreign_files(run):
         raise UserError(f"{path} holds files that are not a run of lmtrain's: choose another run.dir or run.name")
     named = config.run.dir is not None or config.run.name is not None
@@ -233,7 +237,7 @@ def write_config(run: RunDir, config: Config) -> None:
     """config.yaml of the run; a resumed run's earlier one is kept as config.1.yaml and so on when it differs."""
     text = config_rules.dump(config)
     if run.config.exists():
-        if run.config.read_text(encoding="utf-8") == text:
+        if read_regular(run.config) == text:
             return
         n = 1
         while (run.path / f"config.{n}.yaml").exists():
@@ -242,11 +246,21 @@ def write_config(run: RunDir, config: Config) -> None:
     write_atomic(run.config, text)
 
 
+def tokenizer_files(run: RunDir) -> dict[str, str] | None:
+    """The hashes of the files of the run's tokenizer; None where they can't be read."""
+    from lmtrain.data import tokenizer_folder
+
+    try:
+        return tokenizer_folder.file_hashes(run.tokenizer)
+    except OSError:
+        return None
+
+
 def write_tokenizer(run: RunDir, tokenizer: Any) -> None:
     """The run's own copy of its tokenizer, for whoever generates from it; complete or absent."""
     from lmtrain.data import tokenizers
 
-    temporary = run.tokenizer.with_name(f"tokenizer.tmp{os.getpid()}")
+    temporary = temporary_beside(run.tokenizer)
     try:
         tokenizers.save(tokenizer, temporary)
         shutil.rmtree(run.tokenizer, ignore_errors=True)

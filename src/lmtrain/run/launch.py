@@ -5,6 +5,7 @@ Lightning's TorchElasticEnvironment takes it from there.
 
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,18 +40,18 @@ def _by_summary(run: RunDir, before: dict[str, Any] | None) -> int:
     return errors.PREEMPTED if status == "preempted" else errors.FINISHED
 
 
-def rank_main(config_path: Path) -> int:
+def rank_main(words: Sequence[str]) -> int:
     """One rank: reads the config and trains. A preempted rank exits 0, as its siblings must; summary.json tells."""
     from lmtrain.run.session import Session
 
     def train(config: Config) -> int:
         if was_restarted():
             config.run.resume = "auto"
-        return Session(config, RunDir(config_path.parents[1])).run()
+        return Session(config, RunDir(Path(words[0]).parents[1])).run()
 
-    code = elastic.as_rank(config_path, train)
+    code = elastic.as_rank(words, train)
     return errors.FINISHED if code == errors.PREEMPTED else code
 
 
 if __name__ == "__main__":
-    leave_after(lambda: rank_main(Path(sys.argv[1])))
+    leave_after(lambda: rank_main(sys.argv[1:]))

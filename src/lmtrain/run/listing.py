@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from lmtrain.files import read_regular
 from lmtrain.run import lock
 from lmtrain.run.folder import RunDir, checkpoint_names
 
@@ -56,8 +57,8 @@ def read(run: RunDir) -> Listed:
     return Listed(
         run.path,
         _status(run, summary),
-        max(step, int(summary.get("step", 0))),
-        config["trainer"]["max_steps"],
+        max(step, whole(summary.get("step")) or 0),
+        whole(config["trainer"]["max_steps"]),
         f"{monitor} {best[1]:.4f} at step {best[0]:,}" if best is not None else None,
         max(p.stat().st_mtime for p in files),
     )
@@ -66,20 +67,25 @@ def read(run: RunDir) -> Listed:
 def _config(run: RunDir) -> dict[str, Any]:
     nothing: dict[str, Any] = {"checkpoint": {"monitor": "val/loss", "mode": "min"}, "trainer": {"max_steps": None}}
     try:
-        tree = yaml.safe_load(run.config.read_text(encoding="utf-8"))
+        tree = yaml.safe_load(read_regular(run.config))
         return {section: {**nothing[section], **tree[section]} for section in nothing}
-    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, AttributeError, RecursionError):
         return nothing
 
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_regular(path))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {"status": "unreadable"}
     return found if isinstance(found, dict) else {"status": "unreadable"}
+
+
+def whole(value: Any) -> int | None:
+    """The value, if it is a whole number; None for whatever else stands in its place."""
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _status(run: RunDir, summary: dict[str, Any]) -> str:
@@ -93,17 +99,19 @@ def _status(run: RunDir, summary: dict[str, Any]) -> str:
 def _last_and_best(metrics: Path, monitor: str, mode: str) -> tuple[int, tuple[int, float] | None]:
     """The last logged step, and step and value of the best `monitor`; lines that can't be read are left out."""
     last, best = 0, None
-    if not metrics.exists():
+    if not metrics.is_file():
         return last, best
     with metrics.open("rb") as file:
         for line in file:
             try:
                 row = json.loads(line)
-                last = max(last, int(row["step"]))
-                value = row.get(monitor)
-            except (ValueError, KeyError, TypeError, AttributeError):
+                step, value = whole(row["step"]), row.get(monitor)
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 continue
+            if step is None:
+                continue
+            last = max(last, step)
             if isinstance(value, int | float) and math.isfinite(value):
                 better = best is None or (value < best[1] if mode == "min" else value > best[1])
-                best = (int(row["step"]), float(value)) if better else best
+                best = (step, float(value)) if better else best
     return last, best

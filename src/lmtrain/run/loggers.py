@@ -3,8 +3,10 @@
 All get the same records, at the same steps (callbacks/records.py).
 """
 
+import contextlib
+import sys
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import torch
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 
+from lmtrain import secrets
 from lmtrain.callbacks.records import Joined, Records, Row
 from lmtrain.config.schema import Config
 from lmtrain.distributed import process_group as world
@@ -79,17 +82,29 @@ class WandB(Joined, WandbLogger):
         import wandb
 
         try:
-            _ = self.experiment
+            with _hidden_command():
+                _ = self.experiment
         except Exception as error:
             if self._offline or lightning_private.wandb_options(self).get("mode") in ("offline", "disabled"):
                 raise
             wandb.teardown()  # its process believes that the run has begun
             lightning_private.wandb_options(self)["mode"] = "offline"
-            _ = self.experiment
+            with _hidden_command():
+                _ = self.experiment
             tell(
                 f"logger.wandb: {first_line(error).rstrip('.')}; this run is logged to {self.save_dir}/wandb, and "
                 f"`wandb sync` sends it (logger.wandb.mode=offline asks for that)"
             )
+
+
+@contextlib.contextmanager
+def _hidden_command() -> Iterator[None]:
+    """Within it the command line is one without secrets: W&B keeps it beside the config."""
+    typed, sys.argv = sys.argv, [*map(secrets.shown, sys.argv)]
+    try:
+        yield
+    finally:
+        sys.argv = typed
 
 
 def build_loggers(config: Config, run_dir: RunDir, records: Records) -> list[Logger]:

@@ -12,7 +12,7 @@ from rich.text import Text
 from lmtrain import terminal
 from lmtrain.adapters.memory_adapter import describe_memory, memory_of
 from lmtrain.adapters.trainable import adapter_of, describe_adapter
-from lmtrain.config.compose import split_over
+from lmtrain.config.batch import split_over
 from lmtrain.config.difficulty import curriculum_words
 from lmtrain.config.growth import Stages, row_lengths, step_sizes
 from lmtrain.config.precision import FP8
@@ -25,6 +25,7 @@ from lmtrain.optim.groups import table_rows
 from lmtrain.outputs.inspection import row_mask
 from lmtrain.outputs.token_view import has_colour, legend, marked, pieces, visible
 from lmtrain.run import advice, plan_time
+from lmtrain.secrets import shown
 
 if TYPE_CHECKING:
     from lmtrain.config.schema import Config
@@ -52,9 +53,9 @@ def show(run: "Run", resumed_from: str | None, done: int, notes: list[str]) -> N
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for name, value in plan_rows(run, resumed_from, done):
-        table.add_row(name, value)
+        table.add_row(name, shown(value))
     parts: list[Any] = [table, Text(), groups_table(run)]
-    parts += [Text(f"note: {note}", style="yellow") for note in [*notes, *advice.of_run(run)]]
+    parts += [Text(f"note: {shown(note)}", style="yellow") for note in [*notes, *advice.of_run(run)]]
     text, legend = first_row(run)
     panels = [Panel(Group(*parts), title="plan", title_align="left"), Panel(text, title=legend, title_align="left")]
     run.console.print(*panels, sep="\n")
@@ -100,7 +101,7 @@ def plan_rows(run: "Run", resumed_from: str | None, done: int) -> list[tuple[str
         ("compute", f"{si(per_token, 'FLOP')} a token, {si(compute, 'FLOP')} in all"),
         ("memory", f"about {gib(sum(memory.values()))} a device: "
                    + ", ".join(f"{name} {gib(size)}" for name, size in memory.items())),
-        ("precision", f"{c.trainer.precision} on {run.trainer.world_size} x "
+        ("precision", f"{c.trainer.precision}{instead_words(c)} on {run.trainer.world_size} x "
                       f"{devices.device_name(c.trainer.accelerator)}{matmul_words(c)}{compile_words(run)}"
                       f"{', activation checkpointing' if c.trainer.activation_checkpointing else ''}"),
         *([("fp8", fp8.in_words(model, c))] if c.trainer.precision == FP8 else []),
@@ -148,6 +149,12 @@ def compile_words(run: "Run") -> str:
 def matmul_words(c: "Config") -> str:
     words = {"high": ", fp32 products in TF32", "medium": ", fp32 products in bf16"}
     return words.get(c.trainer.float32_matmul_precision, "")
+
+
+def instead_words(c: "Config") -> str:
+    """What is computed where it isn't what was asked for; Lightning's own warning of it is not shown."""
+    replaced = c.trainer.precision == "16-mixed" and c.trainer.accelerator == "cpu"
+    return ", computed as bf16-mixed (Lightning has no 16-mixed on a CPU)," if replaced else ""
 
 
 def average_words(c: Config) -> str:

@@ -6,6 +6,7 @@ import subprocess
 from typing import Any
 
 from lmtrain.distributed.ranks import typed
+from lmtrain.secrets import hide
 
 
 def provenance() -> dict[str, Any]:
@@ -14,8 +15,8 @@ def provenance() -> dict[str, Any]:
 
 
 def command(verb: str, words: list[str]) -> str:
-    """As it is typed into a shell."""
-    return shlex.join(["python", "-m", f"lmtrain.{verb}", *words])
+    """As it is typed into a shell; secrets in it are read from the environment."""
+    return shlex.join(["python", "-m", f"lmtrain.{verb}", *map(hide, words)])
 
 
 def longer(words: list[str], run_dir: str, key: str, value: int) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lmtrain.config import compose as rules
+from lmtrain.config.batch import split_over
 from lmtrain.config.schema import Config
 from lmtrain.distributed import ranks
 from lmtrain.errors import UserError
@@ -57,7 +58,7 @@ def build(config: Config) -> "PythonRun":
                 f"trainer.devices={config.trainer.devices}: a run from Python has one process. Set trainer.devices=1, "
                 f"or start python -m lmtrain.train, which starts a process for each device"
             )
-        rules.split_over(config, 1)
+        split_over(config, 1)
         return PythonRun(Session(config, folder))
     except BaseException:
         if fresh:

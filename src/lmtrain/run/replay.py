@@ -18,10 +18,12 @@ from lmtrain.config.schema import Config
 from lmtrain.distributed import devices
 from lmtrain.errors import FINISHED, UserError
 from lmtrain.objectives.base import Objective
+from lmtrain.objectives.routing import hold_to
 from lmtrain.run import build, resume
 from lmtrain.run import folder as run_dir
 from lmtrain.run.difficulty import order_rows
 from lmtrain.run.folder import RunDir
+from lmtrain.run.quiet import quiet_libraries
 
 
 def replay(config: Config) -> int:
@@ -33,7 +35,7 @@ def replay(config: Config) -> int:
     if not run.config.exists():
         raise UserError(f"{run.path} holds no run: give the run.dir or run.name of the run to look into")
     devices.set_threads(config.trainer.num_threads, 1)
-    build.quiet_libraries()
+    quiet_libraries()
     t = config.trainer
     t.compile = False  # a compiled block has no modules to look into
     t.devices, t.num_nodes, t.strategy, t.profiler = 1, 1, "auto", None
@@ -43,6 +45,7 @@ def replay(config: Config) -> int:
     checkpoint = _newest_at_or_before(run.checkpoints, step)
     if checkpoint is not None:
         saved = store.load_trainer_state(checkpoint)
+        hold_to(objective, saved["fingerprint"], config.router.over_layers)
         ours = resume.named_alike(objective.fingerprint, saved["fingerprint"], corpus)
         resume.check_fingerprint(checkpoint, saved["fingerprint"], ours, config, print)
         objective.schedule_steps = saved["schedule_steps"]

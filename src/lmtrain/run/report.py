@@ -1,9 +1,11 @@
 """Reads a run's folder for its HTML page; of a run that is still written, what is there. Imports no torch."""
 
+import contextlib
 import dataclasses
 import functools
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,14 @@ import yaml
 
 from lmtrain.config import compose as rules
 from lmtrain.errors import UserError
-from lmtrain.files import read_jsonl, write_atomic
+from lmtrain.files import read_jsonl, read_regular, write_atomic
 from lmtrain.outputs import report_page
-from lmtrain.outputs.curves import charts
+from lmtrain.outputs.curves import charts, with_names_of_today
 from lmtrain.outputs.heat_map import heat_maps
 from lmtrain.outputs.report_page import Told
 from lmtrain.run import listing
 from lmtrain.run.folder import RunDir, checkpoint_names
+from lmtrain.secrets import shown_in
 
 _PROMPTS, _STEPS = 12, 15  # samples shown: so many prompts, and of each so many steps spread over the training
 # Keys that say where things lie or what other commands do, not what was trained.
@@ -40,32 +43,51 @@ def write(runs: list[RunDir], file: Path) -> Path:
     return file
 
 
+@contextlib.contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    """UserError that names the file where what is made of its content fails: lines that are JSON, but not ours."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
+        raise UserError(f"{file} holds what no run has written ({error!r}): mend it, or move it away") from None
+
+
 def told(run: RunDir, name: str | None = None, ended: bool = False) -> Told:
     """What the folder tells; UserError where it is no run's, or a line in it can't be read."""
     if not run.config.exists():
         raise UserError(f"{run.path} is no run: it has no config.yaml")
-    config, listed = rules.read(run.config), listing.read(run)
-    rows = list(read_jsonl(run.metrics))
+    config, listed = shown_in(rules.read(run.config)), listing.read(run)
+    rows = [with_names_of_today(row) for row in read_jsonl(run.metrics)]
     summary = _summary(run)
     if ended:
         listed = dataclasses.replace(listed, status=str(summary.get("status", listed.status)))
-    monitor = config.get("checkpoint", {}).get("monitor", "val/loss")
-    higher = config.get("checkpoint", {}).get("mode") == "max"
+    with _reading(run.starts):
+        history = _history(run, summary)
+    with _reading(run.samples):
+        samples = _samples(run)
+    with _reading(run.metrics):
+        drawn, maps = charts(rows), heat_maps(rows)
+    with _reading(run.config):
+        changed = _changed(config)
+        monitor = config.get("checkpoint", {}).get("monitor", "val/loss")
+        higher = config.get("checkpoint", {}).get("mode") == "max"
+    with _reading(run.summary):
+        facts, speed = _facts(config, listed, summary, rows), _number(summary.get("tokens_per_s"))
     scores = [row[monitor] for row in rows if isinstance(row.get(monitor), int | float)]
     score = (max if higher else min)(scores, default=None)
     return Told(
         name=name or run.path.name,
-        facts=_facts(config, listed, summary, rows),
-        changed=_changed(config),
-        charts=charts(rows),
-        heat_maps=heat_maps(rows),
-        samples=_samples(run),
+        facts=facts,
+        changed=changed,
+        charts=drawn,
+        heat_maps=maps,
+        samples=samples,
         evaluations=_evaluations(run),
         checkpoints=_checkpoints(run),
-        history=_history(run, summary),
+        history=history,
         how_to_use=_how_to_use(run),
         outcome={"status": listed.status, "step": listed.steps(), "best": listed.best or "",
-                 "tokens/s": _number(summary.get("tokens_per_s"))},
+                 "tokens/s": speed},
         score=score,
         higher_is_better=higher,
     )  # fmt: skip
@@ -73,7 +95,7 @@ def told(run: RunDir, name: str | None = None, ended: bool = False) -> Told:
 
 def _summary(run: RunDir) -> dict[str, Any]:
     try:
-        return run.read_summary() or {}
+        return dict(shown_in(run.read_summary() or {}))
     except UserError:
         return {}
 
@@ -132,9 +154,11 @@ def _words(value: Any) -> str:
 def _samples(run: RunDir) -> dict[str, list[tuple[int, str, str | None]]]:
     found: dict[str, list[tuple[int, str, str | None]]] = {}
     for row in read_jsonl(run.samples):
-        prompt = str(row.get("prompt", ""))
+        prompt, step = str(row.get("prompt", "")), listing.whole(row.get("step"))
+        if step is None:
+            continue  # no sample of ours
         if prompt in found or len(found) < _PROMPTS:
-            found.setdefault(prompt, []).append((int(row["step"]), str(row.get("text", "")), row.get("reference")))
+            found.setdefault(prompt, []).append((step, str(row.get("text", "")), row.get("reference")))
     return {prompt: _spread(texts) for prompt, texts in found.items()}
 
 
@@ -149,7 +173,7 @@ def _evaluations(run: RunDir) -> list[tuple[str, dict[str, float]]]:
     found = []
     for file in sorted((run.path / "evaluations").glob("*.json")):
         try:
-            scores = json.loads(file.read_text(encoding="utf-8"))["scores"]
+            scores = json.loads(read_regular(file))["scores"]
             found.append((file.stem, {str(k): float(v) for k, v in scores.items()}))
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             continue  # no evaluation of ours
@@ -173,11 +197,15 @@ def _history(run: RunDir, summary: dict[str, Any]) -> list[str]:
     """When training began and went on, and how it ended."""
     lines = []
     for i, row in enumerate(read_jsonl(run.starts)):
-        moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(float(row["time"])))
-        began = "began again" if i else "began"
-        lines.append(f"{moment}: {began}" if not row["step"] else f"{moment}: went on from step {row['step']:,}")
+        try:
+            moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(float(row["time"])))
+        except (KeyError, TypeError, ValueError, OverflowError, OSError):
+            continue  # no start of ours
+        began, step = "began again" if i else "began", listing.whole(row.get("step"))
+        lines.append(f"{moment}: went on from step {step:,}" if step else f"{moment}: {began}")
     if summary.get("status") and lines:
-        lines.append(f"{summary['status'].replace('_', ' ')} at step {summary.get('step', 0):,}")
+        step = listing.whole(summary.get("step")) or 0
+        lines.append(f"{str(summary['status']).replace('_', ' ')} at step {step:,}")
     return lines
 
 

@@ -4,10 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from lmtrain.callbacks.metrics import Metrics
-from lmtrain.checkpoints import store
+from lmtrain.checkpoints import retention, store
+from lmtrain.config import compose as rules
 from lmtrain.config.fingerprint import Fingerprint, changes, check_names, not_compared, read_config, said_aloud
 from lmtrain.config.schema import Config
 from lmtrain.data.corpus import Corpus
@@ -36,6 +35,8 @@ def find(config: Config, folder: RunDir, tell: Callable[[str], None]) -> Path | 
         newest = store.newest_complete(folder.checkpoints, tell)
         if newest is None and config.run.resume == "auto":
             tell(f"run.resume=auto: no checkpoint in {folder.checkpoints} yet, so this is a fresh start")
+        if newest is not None:
+            _tell_of_unverified(folder.checkpoints, tell)
         return newest
     path = Path(mode).expanduser().resolve()
     if not path.is_dir():
@@ -58,6 +59,16 @@ def find(config: Config, folder: RunDir, tell: Callable[[str], None]) -> Path | 
     return path
 
 
+def _tell_of_unverified(folder: Path, tell: Callable[[str], None]) -> None:
+    """Manifests of earlier versions had no checksum: `best` is chosen by scores that nothing vouches for."""
+    unverified = [p.name for p, content in retention.manifests(folder).items() if not content["verified"]]
+    if unverified:
+        tell(
+            f"the manifests of {', '.join(unverified)} have no checksum, as those of earlier versions: their scores, "
+            f"by which the best is chosen, are taken as they stand"
+        )
+
+
 def named_alike(ours: Fingerprint, theirs: dict[str, Any], corpus: Corpus) -> Fingerprint:
     """A run's fingerprint, with its data called what the checkpoint calls it, where an earlier version would have."""
     contents = theirs["contents"] if "keys" in theirs else theirs
@@ -68,7 +79,12 @@ def named_alike(ours: Fingerprint, theirs: dict[str, Any], corpus: Corpus) -> Fi
 
 
 def check_fingerprint(
-    checkpoint: Path, theirs: dict[str, Any], ours: Fingerprint, config: Config, tell: Callable[[str], None]
+    checkpoint: Path,
+    theirs: dict[str, Any],
+    ours: Fingerprint,
+    config: Config,
+    tell: Callable[[str], None],
+    scored_on: str | None = None,
 ) -> None:
     """Refuses to continue a run whose data, tokenizer, model or anything else that is learned by changed.
 
@@ -87,6 +103,12 @@ def check_fingerprint(
             f"it exactly, give this run another run.name, or, knowing that it is not the same run any more, set "
             f"run.allow_change=[{','.join(c.name for c in refused)}]"
         )
+    others = [step for steps in retention.scored_on_others(checkpoint.parent, scored_on).values() for step in steps]
+    if others:
+        tell(
+            f"{config.checkpoint.monitor} is measured on other rows than up to step {max(others):,}: scores are "
+            f"not compared with those before; `best` and early stopping begin anew with the next validation"
+        )
     aloud = said_aloud(before, config)
     if aloud:
         tell(f"changed since this run's last start: {', '.join(aloud)}")
@@ -98,8 +120,8 @@ def check_fingerprint(
 def _last_start(checkpoint: Path, config: Config) -> dict[str, Any]:
     """What the config.yaml beside the checkpoints has for the keys of `config`; nothing where it can't be read."""
     try:
-        return read_config(yaml.safe_load((checkpoint.parents[1] / "config.yaml").read_text(encoding="utf-8")), config)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return read_config(rules.read(checkpoint.parents[1] / "config.yaml"), config)
+    except UserError:
         return {}
 
 

@@ -5,6 +5,7 @@ starts itself.
 """
 
 import contextlib
+import dataclasses
 import os
 import time
 from pathlib import Path
@@ -13,13 +14,15 @@ from typing import Any
 from lmtrain import errors, terminal
 from lmtrain.checkpoints import store
 from lmtrain.config import compose as rules
+from lmtrain.config import environment
 from lmtrain.config.freeze import freeze
 from lmtrain.config.schema import Config
 from lmtrain.distributed import devices
 from lmtrain.distributed import process_group as world
 from lmtrain.errors import RunError
+from lmtrain.objectives.routing import hold_to
 from lmtrain.outputs import hf_folder, hub_upload
-from lmtrain.run import build, failures, lock, loggers, plan, resume, summary
+from lmtrain.run import build, build_callbacks, failures, links, lock, loggers, plan, resume, summary
 from lmtrain.run import folder as run_dir
 from lmtrain.run.build import Run
 from lmtrain.run.folder import RunDir
@@ -53,6 +56,7 @@ class Session:
 
     def _lock(self, stack: contextlib.ExitStack) -> None:
         """Keeps other processes out of the folder until `stack` ends."""
+        links.refuse(self.folder.path)
         stack.enter_context(lock.held(self.folder.path))
         # A run that was waited for began after this command had looked.
         run_dir.refuse_to_overwrite(self.folder, self.config)
@@ -70,8 +74,9 @@ class Session:
         hf_folder.generation_config(run.objective.model.model, run.corpus.tokenizer, None, config.export.generation)
         if self.checkpoint is not None:
             saved = store.load_trainer_state(self.checkpoint)
+            hold_to(run.objective, saved["fingerprint"], config.router.over_layers)
             ours = resume.named_alike(run.objective.fingerprint, saved["fingerprint"], run.corpus)
-            resume.check_fingerprint(self.checkpoint, saved["fingerprint"], ours, config, notes.append)
+            resume.check_fingerprint(self.checkpoint, saved["fingerprint"], ours, config, notes.append, run.scored_on)
             resume.fit_schedule(run, saved["schedule_steps"], notes.append)
             run.objective.continue_from(saved)
         after = store.step_of(self.checkpoint) if self.checkpoint is not None else 0
@@ -80,6 +85,13 @@ class Session:
 
     def _write_what_runs(self, tokenizer: Any) -> None:
         run_dir.write_config(self.folder, self.config)
+        if self.checkpoint is not None:
+            said = store.read_manifest(self.checkpoint).get("tokenizer")
+            found = run_dir.tokenizer_files(self.folder)
+            if said and found == said:
+                return  # as it was written, maybe by another version of the libraries
+            if said:
+                self.notes.append(f"{self.folder.tokenizer} was changed since {self.checkpoint.name}: written anew")
         run_dir.write_tokenizer(self.folder, tokenizer)
 
     def _fit(self, run: Run) -> int:
@@ -87,6 +99,8 @@ class Session:
         resumed_from = resume.rewind(run, self.checkpoint, self.notes.append)
         resume.let_last_validation_run(run, self.checkpoint)
         loggers.log_config(run.trainer.loggers, rules.to_plain(self.config))
+        self.notes += environment.in_full(dataclasses.asdict(self.config), self.config.kept)
+        self.notes += build_callbacks.outside(self.config, self.folder, run.trainer.callbacks)  # type: ignore[attr-defined]
         plan.show(run, resumed_from, store.step_of(self.checkpoint) if self.checkpoint else 0, self.notes)
         if world.rank() == 0:
             run_dir.note_start(self.folder, self.checkpoint)

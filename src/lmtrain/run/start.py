@@ -6,10 +6,11 @@ Torch is imported here, where the run is known to begin, not before.
 import os
 from pathlib import Path
 
-import yaml
+from omegaconf import DictConfig
 
 from lmtrain import errors
 from lmtrain.config import compose as rules
+from lmtrain.config.batch import split_over
 from lmtrain.config.schema import Config
 from lmtrain.distributed import ranks
 from lmtrain.distributed.ranks import Layout
@@ -42,7 +43,7 @@ def start(config: Config) -> int:
 
         devices.resolve_auto(config)
         processes = int(config.trainer.devices)
-        rules.split_over(config, processes)
+        split_over(config, processes)
         if processes == 1:
             return _session(config, folder)
         status.say(f"starting {processes} ranks")
@@ -78,7 +79,7 @@ def _as_rank(config: Config, layout: Layout) -> int:
     from lmtrain.distributed import process_group as world
 
     place(config, layout)
-    rules.split_over(config, layout.per_node * layout.nodes)
+    split_over(config, layout.per_node * layout.nodes)
     if ranks.was_restarted():
         config.run.resume = "auto"
     world.connect(config.trainer.accelerator)
@@ -88,7 +89,7 @@ def _as_rank(config: Config, layout: Layout) -> int:
         code = opened
     else:
         text, path = opened
-        code = _train_as_told(text, path, existed if layout.rank == 0 else None)
+        code = _train_as_told(rules.undumped(text, "the config"), path, existed if layout.rank == 0 else None)
     dist.destroy_process_group()
     if code == errors.PREEMPTED and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
         return errors.FINISHED  # torchrun would start the ranks again, past the time limit; summary.json tells
@@ -116,12 +117,12 @@ def _open_for_all(config: Config) -> tuple[str, str] | int:
     return rules.dump(config), str(folder.path)
 
 
-def _train_as_told(config: str, path: str, existed: Path | None) -> int:
+def _train_as_told(config: DictConfig, path: str, existed: Path | None) -> int:
     """Trains in the folder; where `existed` is given, a new folder in which no training began is removed again."""
     folder = RunDir(Path(path))
     fresh = not folder.config.exists()
     try:
-        return _session(rules.check(yaml.safe_load(config)), folder)
+        return _session(rules.check(config), folder)
     finally:
         if existed is not None and fresh:
             folder.discard_if_unused(existed)

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 
 from lmtrain.config import compose as rules
+from lmtrain.config import trust
 from lmtrain.config.schema import Config
+from lmtrain.models.denoising import refuse_denoising
 from lmtrain.models.language_model import LanguageModel
 from lmtrain.objectives.reference import weights_hash
 from lmtrain.run import trained
@@ -39,16 +41,18 @@ def load(name: str, which: str, config: Config) -> Subject:
     """
     path = Path(name).expanduser()
     own: Config | None = None
+    grants = trust.granted(config)
     folder = path.absolute() if (path / "config.yaml").exists() else None
     if folder is not None:
         run = RunDir(folder)
-        hf_model, tokenizer, checkpoint = trained.from_run(run, which)
-        own, label, source = rules.load(run.config), checkpoint.name, run.tokenizer
+        hf_model, tokenizer, checkpoint = trained.from_run(run, which, grants)
+        own, label, source = rules.load(run.config, grants), checkpoint.name, run.tokenizer
     else:
-        hf_model, tokenizer = trained.load(name, which, config.model.trust_remote_code)
+        hf_model, tokenizer = trained.load(name, which, grants)
         written = path / "lmtrain_config.yaml"
-        own = rules.load(written) if written.exists() else None
+        own = rules.load(written, grants) if written.exists() else None
         label, source = path.resolve().name if path.exists() else name.replace("/", "-"), Path(name)
+    refuse_denoising(hf_model, "an evaluation")
     place(hf_model, config.trainer.accelerator)
     model = LanguageModel(hf_model, config.objective).eval()
     return Subject(name, label, model, tokenizer, source if path.exists() else name, folder, own)

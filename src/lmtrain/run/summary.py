@@ -4,7 +4,6 @@ import contextlib
 import importlib.util
 import os
 import platform
-import shlex
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,11 +16,13 @@ from rich.table import Table
 from lmtrain.callbacks.progress import duration
 from lmtrain.callbacks.system import peak_resident_bytes
 from lmtrain.checkpoints import retention, store
+from lmtrain.config import trust
 from lmtrain.config.effect import TRIAL
 from lmtrain.config.precision import FP8
 from lmtrain.distributed.ranks import typed
 from lmtrain.errors import RunError, UserError
 from lmtrain.models import fp8
+from lmtrain.objectives.parts import RECOMPUTED, Definition
 from lmtrain.outputs import model_card
 from lmtrain.run import report
 from lmtrain.run.folder import asked
@@ -30,6 +31,24 @@ from lmtrain.run.provenance import command, longer, provenance
 
 if TYPE_CHECKING:
     from lmtrain.run.build import Run
+
+_LOOP = {"plain loop": f"{RECOMPUTED}::test_the_summary"}
+SUMMARY = {
+    "step": Definition("steps", "the run", "step of the last record", _LOOP),
+    "tokens": Definition("tokens", "the run", "tokens_seen of the last record", _LOOP),
+    "train": Definition("as in metrics.jsonl", "the step logged last", "its train/..., and which step it was", _LOOP),
+    "validation": Definition("as in metrics.jsonl", "the last validation", "its val/..., and which step it was", _LOOP),
+    "best_metric": Definition(
+        "as in metrics.jsonl", "the checkpoints that stand", "checkpoint.monitor of the best by checkpoint.mode", _LOOP
+    ),
+    "tokens_per_s": Definition(
+        "tokens/s", "all ranks, steps since this process began", "tokens / time without validations, saves and samples"
+    ),
+    "wall_seconds": Definition("s", "this process", "time since the run was started or resumed"),
+    "peak_memory_gib": Definition("GiB", "rank 0", "most GPU memory allocated; without a GPU, most resident memory"),
+    "speed_of.parameters": Definition("weights", "the model", "all of them, tied ones once"),
+    "speed_of.trained": Definition("weights", "the model", "those that are trained"),
+}
 
 
 def versions() -> dict[str, str]:
@@ -46,7 +65,7 @@ def versions() -> dict[str, str]:
 def write_summary(run: "Run", status: str, started: float, error: BaseException | None = None) -> dict[str, Any]:
     """summary.json: written last, so its presence says that the run has ended and how."""
     checkpoints = store.scan(run.dir.checkpoints)
-    scores = retention.scores(run.dir.checkpoints, run.config.checkpoint.monitor)
+    scores = retention.scores(run.dir.checkpoints, run.config.checkpoint.monitor, run.scored_on)
     best = retention.best_of(scores, run.config.checkpoint.mode)
     metrics = run.metrics
     summary = {
@@ -57,6 +76,7 @@ def write_summary(run: "Run", status: str, started: float, error: BaseException 
         "last": f"checkpoints/{checkpoints[-1].name}" if checkpoints else None,
         "best": f"checkpoints/{store.name_of(best)}" if best is not None else None,
         "best_metric": {run.config.checkpoint.monitor: dict(scores)[best]} if best is not None else None,
+        "train": metrics.last_train,
         "validation": metrics.last_val,
         "tokens_per_s": round(metrics.train_tokens / metrics.train_seconds, 1) if metrics.train_seconds else None,
         "speed_of": speed_of(run.config, run.objective.model.model, run.trainer.world_size),
@@ -102,7 +122,7 @@ def export(run: "Run") -> list[Path]:
     example = rows.read(np.zeros((1, 2), dtype=np.int64))["input_ids"][:, : run.config.data.seq_len]
     model: Any = run.objective.model.model
     if sharding.is_sharded(run.objective.model):  # the same weights, in one piece
-        model, _, _ = from_run(run.dir, "last")
+        model, _, _ = from_run(run.dir, "last", trust.granted(run.config))
     elif run.config.trainer.precision == FP8:
         fp8.undo(model)  # the export is compared with it, in fp32
     folders = [(run.dir.export, False)]
@@ -136,16 +156,15 @@ def reader(folder: Path) -> str:
 
 def say_how_to_go_on(run: "Run") -> None:
     """The command that continues this run, after its checkpoint was written; of a sweep or a pipeline, they say it."""
-    words = [w for w in typed() if not w.startswith(("run.resume=", "run.dir="))]
-    command = shlex.join(["python", "-m", "lmtrain.train", *words, f"run.dir={run.dir.path}", "run.resume=auto"])
     step = run.trainer.global_step
     saved = "the checkpoint is written" if step > 0 else "there is no checkpoint yet"
     stopped = f"stopped by {run.preemption.stop.why()} at step {step:,} of {run.total_steps:,}; {saved}"
     if os.environ.get(TRIAL):
         run.console.print(f"{stopped}.")
         return
+    words = [w for w in typed() if not w.startswith(("run.resume=", "run.dir="))]
     run.console.print(f"{stopped}. Go on with:")
-    print(f"  {command}", flush=True)
+    print(f"  {command('train', [*words, f'run.dir={run.dir.path}', 'run.resume=auto'])}", flush=True)
 
 
 def show(run: "Run", summary: dict[str, Any], exported: list[Path]) -> None:
@@ -156,6 +175,8 @@ def show(run: "Run", summary: dict[str, Any], exported: list[Path]) -> None:
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     val = run.metrics.last_val
+    if "train/loss" in run.metrics.last_train:
+        table.add_row("train/loss", f"{run.metrics.last_train['train/loss']:.4f}")
     for key in ("val/loss", "val/perplexity", "val/bits_per_byte", "val/rewards/accuracy", "val/rewards/margin"):
         if key in val:
             table.add_row(key, f"{val[key]:.4f}")

@@ -14,6 +14,8 @@ import numpy as np
 
 from lmtrain import errors
 from lmtrain.config import compose as rules
+from lmtrain.config import trust
+from lmtrain.config.batch import split_over
 from lmtrain.config.schema import Config
 from lmtrain.data.modules import MicroBatch, Rows
 from lmtrain.errors import RunError, UserError
@@ -83,7 +85,7 @@ def run(trial: Config, folder: Path, longest_rows: bool = False) -> list[dict[st
     """
     folder.mkdir(parents=True)
     write_atomic(folder / "config.yaml", rules.dump(trial))
-    words = [str(folder / "config.yaml"), *(["longest"] if longest_rows else [])]
+    words = [str(folder / "config.yaml"), trust.as_word(trust.granted(trial)), *(["longest"] if longest_rows else [])]
     with (folder / "log.txt").open("w") as log:
         code = _in_process(words, log)
     text = (folder / "log.txt").read_text(encoding="utf-8", errors="replace")
@@ -108,7 +110,7 @@ def _with_longest_rows(config: Config) -> int:
 
     folder = open_run(config)
     devices.resolve_auto(config)
-    rules.split_over(config, 1)
+    split_over(config, 1)
     session = Session(config, folder)
     with contextlib.ExitStack() as stack:
         built = session.build(stack)
@@ -120,8 +122,8 @@ def _with_longest_rows(config: Config) -> int:
 
 def main(argv: list[str]) -> int:
     try:
-        config = rules.load(Path(argv[0]))
-        return _with_longest_rows(config) if argv[1:] == ["longest"] else start(config)
+        config = rules.load(Path(argv[0]), trust.of_words(argv[1:2]), own=True)
+        return _with_longest_rows(config) if argv[2:] == ["longest"] else start(config)
     except (UserError, RunError) as error:
         errors.print_error(str(error))
         return error.exit_code

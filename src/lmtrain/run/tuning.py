@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lmtrain.config.compose import split_over
+from lmtrain.config.batch import split_over
 from lmtrain.config.schedule import RangeTest
 from lmtrain.config.schema import Config
 from lmtrain.data.build_corpus import build_corpus

@@ -20,6 +20,7 @@ from lmtrain.config.constraints import PREPARED, TRAJECTORY
 from lmtrain.config.growth import step_sizes
 from lmtrain.config.schema import Config
 from lmtrain.errors import first_line
+from lmtrain.files import read_regular
 from lmtrain.run.folder import RunDir
 from lmtrain.stages.checks import lineage
 from lmtrain.stages.plan import Plan, PlannedStage
@@ -63,7 +64,7 @@ def _shaped(plan: Plan, one: PlannedStage) -> Config:
 def _costs(work: list[tuple[str, Config, Path]]) -> dict[str, Cost]:
     if not work:
         return {}
-    from lmtrain.run.build import quiet_libraries
+    from lmtrain.run.quiet import quiet_libraries
 
     quiet_libraries()
     return {name: _cost(config, run) for name, config, run in work}
@@ -119,7 +120,7 @@ def _tokens(c: Config, earlier: RunDir | None) -> int | None:
 def _same_rows(c: Config, earlier: RunDir) -> bool:
     """Whether its steps had as many tokens, where rows are as long as their text is."""
     try:
-        data = yaml.safe_load(earlier.config.read_text(encoding="utf-8"))["data"]
+        data = yaml.safe_load(read_regular(earlier.config))["data"]
         ours = keys.values(c.data, PREPARED, TRAJECTORY)
         return all(functools.reduce(dict.get, name.split("."), data) == value for name, value in ours.items())
     except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError):

@@ -22,11 +22,11 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from lmtrain.config import yaml_file
 from lmtrain.config.folders import conf_dir
 from lmtrain.config.schema import Config
 from lmtrain.errors import UserError
+from lmtrain.files import read_regular
 
 REFERENCE = re.compile(r"\$\{stage\.([^.}]*)\.?([^}]*)\}")
 FOLDERS = ("export", "export_merged", "run")  # what of a stage can be named
@@ -60,6 +60,7 @@ class Pipeline:
     name: str
     stages: tuple[Stage, ...]
     evaluations: tuple[Evaluation, ...]
+    file: Path
 
     def stage(self, name: str) -> Stage:
         return next(stage for stage in self.stages if stage.name == name)
@@ -87,8 +88,8 @@ def read(path: Path) -> Pipeline:
         UserError: it can't be read, or a stage needs one that isn't there, or itself, by whatever way round.
     """
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        tree = yaml_file.parse(read_regular(path), str(path))
+    except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} can't be read: {' '.join(str(error).split())}") from None
     _check_keys(tree, ("stages", "evaluations"), str(path))
     stages = {name: _stage(name, node) for name, node in _named(tree, "stages", str(path)).items()}
@@ -99,7 +100,7 @@ def read(path: Path) -> Pipeline:
         if one.name in stages:
             raise UserError(f"evaluation {one.name} has the name of a stage: choose another")
     _check_needs([*stages.values(), *evaluations], stages)
-    return Pipeline(path.stem, tuple(in_order(stages)), tuple(evaluations))
+    return Pipeline(path.stem, tuple(in_order(stages)), tuple(evaluations), path)
 
 
 def in_order(stages: dict[str, Stage]) -> list[Stage]:
@@ -140,6 +141,9 @@ def _strings(node: dict[str, Any], key: str, where: str) -> tuple[str, ...]:
     value = node.get(key) or []
     if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
         raise UserError(f"{where}.{key} must be a list of texts, such as [objective=sft, trainer.max_steps=100]")
+    for word in value:
+        if word.startswith("-"):  # would be a flag of the command that runs the stage
+            raise UserError(f"{where}.{key}: {word} is no override; flags are typed")
     return tuple(value)
 
 

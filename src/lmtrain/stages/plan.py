@@ -1,14 +1,14 @@
 """Every stage and evaluation of a pipeline composed and checked, before the first of them begins. Imports no torch."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from omegaconf import DictConfig
 
 from lmtrain.config import compose as rules
-from lmtrain.config import effect
+from lmtrain.config import effect, environment, places, trust
 from lmtrain.config.constraints import MACHINE, SHOWN
 from lmtrain.config.fingerprint import short_hash
 from lmtrain.config.keys import keys_in, value_of
@@ -88,6 +88,12 @@ class Plan:
         needed = {name: exports[name] for name in one.needs}
         return short_hash([[word.replace(str(self.folder), "") for word in one.words], needed])
 
+    def flags_of(self, one: PlannedEvaluation) -> list[str]:
+        """What its process is told: addresses of data that its stage was allowed to read, it may read again."""
+        stage = next(stage for stage in self.stages if stage.name == one.of)
+        config = self.folder / one.of / "export" / "lmtrain_config.yaml"
+        return [*self.flags, *(["--trust", str(config)] if any(places.addresses(vars(stage.config.data))) else [])]
+
 
 def make(pipeline: Pipeline, typed: Typed, config_dir: str | None) -> Plan:
     """Composes and checks every stage and evaluation.
@@ -97,13 +103,15 @@ def make(pipeline: Pipeline, typed: Typed, config_dir: str | None) -> Plan:
     """
     pipeline = command.extended(pipeline, typed)
     folder = typed.folder(pipeline.name)
-    flags = [] if config_dir is None else ["--config-dir", config_dir]
-    stages = [_stage(one, typed, folder, config_dir) for one in pipeline.stages]
+    flags = [*([] if config_dir is None else ["--config-dir", config_dir]), *environment.flags()]
+    stages = [_stage(one, typed, folder, config_dir, pipeline.file) for one in pipeline.stages]
     _refuse_common_without_effect(typed, stages, config_dir)
     by_name = {one.name: one for one in stages}
     for one in stages:
         _check_uses(one.name, one.stage.words, by_name)
-    evaluations = [made for one in pipeline.evaluations for made in _evaluation(one, typed, folder, config_dir)]
+    evaluations = [
+        made for one in pipeline.evaluations for made in _evaluation(one, typed, folder, config_dir, pipeline.file)
+    ]
     for name, written in {e.evaluation.name: e.evaluation.words for e in evaluations}.items():
         _check_uses(name, written, by_name)
     for made in evaluations:
@@ -114,42 +122,61 @@ def make(pipeline: Pipeline, typed: Typed, config_dir: str | None) -> Plan:
     return Plan(pipeline, folder, flags, stages, evaluations)
 
 
-def _default(config_dir: str | None) -> Callable[[str], object]:
+def _default(config_dir: str | None, words: Iterable[str]) -> Callable[[str], object]:
     tree: list[DictConfig] = []
 
     def of(key: str) -> object:
         if not tree:
-            tree.append(rules.compose([], config_dir))
+            tree.append(rules.compose(trust.of_typed(words), config_dir))
         return effect.default_in(tree[0])(key)
 
     return of
 
 
-def _composed(what: str, verb: str, words: list[str], own: list[str], config_dir: str | None) -> Config:
-    """The checked config; mistakes name the stage, and of its own words (not those of all stages) none is ignored."""
+def _composed(
+    what: str, verb: str, words: list[str], own: list[str], config_dir: str | None, file: Path, typed: list[str]
+) -> Config:
+    """The checked config; mistakes name the stage, and of its own words (not those of all stages) none is ignored.
+
+    Args:
+        own: the stage's words, those in `file` and those that are typed for it.
+        typed: all that is typed.
+    """
     try:
-        config = rules.check(rules.compose(words, config_dir))
-        for message in effect.without_effect(verb, own, config, _default(config_dir)):
+        tree = rules.compose(words, config_dir)
+        written = [word for word in own if word not in typed]
+        environment.refuse_words(tree, written, typed, file)
+        places.refuse_words(tree, written, typed, file)
+        config = rules.check(tree)
+        for message in effect.without_effect(verb, own, config, _default(config_dir, words)):
             raise UserError(message)
         return config
     except UserError as error:
         raise UserError(f"{what}: {error}") from None
 
 
-def _stage(one: Stage, typed: Typed, folder: Path, config_dir: str | None) -> PlannedStage:
+def _stage(one: Stage, typed: Typed, folder: Path, config_dir: str | None, file: Path) -> PlannedStage:
     words = command.of_stage(one.name, one.words, typed, folder)
     own = command.resolved(one.words, folder)
-    config = _composed(f"stage {one.name}", "train", words, own, config_dir)
+    told = [*typed.common, *command.resolved(tuple(typed.of.get(one.name, [])), folder)]
+    config = _composed(f"stage {one.name}", "train", words, own, config_dir, file, told)
     return PlannedStage(one, words, config, folder / one.name)
 
 
-def _evaluation(one: Evaluation, typed: Typed, folder: Path, config_dir: str | None) -> list[PlannedEvaluation]:
+def _evaluation(
+    one: Evaluation, typed: Typed, folder: Path, config_dir: str | None, file: Path
+) -> list[PlannedEvaluation]:
     """Of each stage it is of; they differ in the model alone, so they are composed once."""
     scores, found = folder / "evaluations", list[PlannedEvaluation]()
-    shared = [*command.of_evaluation(one.words, typed, folder), f"evaluate.dir={quoted(str(scores))}"]
+    shared = [*command.of_evaluation(one.name, one.words, typed, folder), f"evaluate.dir={quoted(str(scores))}"]
     composed = ["model.max_position_embeddings=1000000", *shared]  # as lmtrain.evaluate composes them
     own = command.resolved(one.words, folder)
-    config = _composed(f"evaluation {one.name}", "evaluate", composed, own, config_dir)
+    told = [
+        *typed.common,
+        *command.resolved(tuple(typed.of.get(one.name, [])), folder),
+        f"evaluate.dir={quoted(str(scores))}",
+    ]
+    config = _composed(f"evaluation {one.name}", "evaluate", composed, own, config_dir, file, told)
     for of in one.of:
         name, model = f"{one.name}-{of}", quoted(str(folder / of / "export"))
         words = [*shared, f"run_dir={model}", f"evaluate.name={name}"]
@@ -161,7 +188,9 @@ def _refuse_common_without_effect(typed: Typed, stages: list[PlannedStage], conf
     """Raises UserError for a word of all stages that has no effect in any."""
     if os.environ.get(effect.TRIAL):
         return
-    found = [effect.without_effect("train", typed.common, one.config, _default(config_dir)) for one in stages]
+    found = [
+        effect.without_effect("train", typed.common, one.config, _default(config_dir, typed.common)) for one in stages
+    ]
     for message in found[0]:
         if all(message in others for others in found):
             raise UserError(message)

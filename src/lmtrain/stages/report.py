@@ -10,8 +10,9 @@ from typing import Any
 
 from lmtrain import terminal
 from lmtrain.errors import UserError
-from lmtrain.files import write_atomic
+from lmtrain.files import read_regular, write_atomic
 from lmtrain.run.folder import RunDir
+from lmtrain.secrets import shown
 from lmtrain.stages.costs import UNKNOWN, Cost
 from lmtrain.stages.plan import Plan, PlannedStage
 from lmtrain.stages.state import State
@@ -53,7 +54,7 @@ def _what(one: PlannedStage, status: str) -> Row:
     )
     data = Path(str(c.data.path)).name if c.data.path else str(c.data.name or c.data.source)
     what = f"{c.objective.name}, {c.peft.method}" if c.peft.method != "none" else c.objective.name
-    return [one.name, status, what, model, data]
+    return [one.name, status, what, *map(shown, (model, data))]
 
 
 def _how_much(one: PlannedStage, cost: Cost) -> Row:
@@ -112,7 +113,7 @@ def _scores(plan: Plan) -> dict[tuple[str, str], dict[str, float]]:
     found: dict[tuple[str, str], dict[str, float]] = {}
     for one in plan.evaluations:
         try:
-            scores = json.loads(one.file.read_text(encoding="utf-8"))["scores"]
+            scores = json.loads(read_regular(one.file))["scores"]
         except FileNotFoundError:
             continue
         except (OSError, ValueError, KeyError, TypeError) as error:

@@ -1,12 +1,12 @@
 """Runs a pipeline: what is finished is skipped, what was begun goes on, what has changed runs again."""
 
-import shlex
 import shutil
 import time
 from pathlib import Path
 
 from lmtrain import errors, terminal
 from lmtrain.errors import RunError
+from lmtrain.run.provenance import command
 from lmtrain.stages import checks, report, state, work
 from lmtrain.stages.costs import Cost, costs
 from lmtrain.stages.plan import Plan, PlannedEvaluation, PlannedStage
@@ -95,7 +95,7 @@ class _Pipeline:
             words.append("run.resume=auto")
         else:
             shutil.rmtree(one.run, ignore_errors=True)  # what a start that was killed early left is no run
-        print(f"stage {one.name}: python -m lmtrain.train {shlex.join(words)}", flush=True)
+        print(f"stage {one.name}: {command('train', words)}", flush=True)
         started, log = time.monotonic(), self.plan.folder / f"{one.name}.log"
         code = work_.run("train", [*words, *self.plan.flags], log)
         row.seconds = round(row.seconds + time.monotonic() - started, 1)
@@ -131,7 +131,7 @@ class _Pipeline:
         row = self.state.begin(one.name, identity)
         print(f"evaluation {one.evaluation.name} of {one.of}", flush=True)
         started, log = time.monotonic(), self.plan.folder / "evaluations.log"
-        code = work_.run("evaluate", [*one.words, *self.plan.flags], log)
+        code = work_.run("evaluate", [*one.words, *self.plan.flags_of(one)], log)
         row.seconds = round(row.seconds + time.monotonic() - started, 1)
         if code != errors.FINISHED:
             self.state.write()
@@ -150,5 +150,5 @@ class _Pipeline:
     def _stopped(self, code: int, typed: list[str]) -> int:
         if code == errors.PREEMPTED:
             print("the pipeline was stopped; what ran has saved. Go on with:")
-            print(f"  {shlex.join(['python', '-m', 'lmtrain.pipeline', *typed])}", flush=True)
+            print(f"  {command('pipeline', typed)}", flush=True)
         return code

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lmtrain.data.cache import Facts
 from lmtrain.errors import UserError
-from lmtrain.files import write_atomic
+from lmtrain.files import read_regular, write_atomic
 from lmtrain.run.folder import RunDir
 from lmtrain.stages.plan import PlannedStage
 
@@ -34,9 +34,9 @@ class State:
     def __init__(self, folder: Path) -> None:
         self.path = folder / "stages.json"
         try:
-            tree = json.loads(self.path.read_text(encoding="utf-8")) if self.path.exists() else {}
+            tree = json.loads(read_regular(self.path)) if self.path.exists() else {}
             self.rows = {str(name): Row(**row) for name, row in tree.items()}
-        except (OSError, ValueError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(
                 f"{self.path} can't be read ({error}): mend it, or choose another run.name to begin anew"
             ) from None

@@ -44,7 +44,7 @@ def expand(pipeline: Pipeline, typed: Typed) -> tuple[Pipeline, Typed]:
         for made in _evaluations(evaluation, chosen_by, variants, swept):
             evaluations.append(made)
             new.of[made.name] = typed.of.get(evaluation.name, [])
-    return Pipeline(pipeline.name, tuple(stages), tuple(evaluations)), new
+    return Pipeline(pipeline.name, tuple(stages), tuple(evaluations), pipeline.file), new
 
 
 def _swept(pipeline: Pipeline, typed: Typed) -> dict[str, list[str]]:

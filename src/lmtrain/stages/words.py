@@ -6,12 +6,14 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lmtrain.config import trust
+from lmtrain.config.constraints import name_of_folder
 from lmtrain.errors import UserError
 from lmtrain.stages.definition import REFERENCE, SECTIONS, Pipeline, needs_of
 from lmtrain.sweeps.trials import quoted
 
 _OWN = ("run.name", "run.root", "run.dir")  # of the pipeline's folder
-_OF_BOTH = ("data.cache_dir", "trainer.accelerator", "trainer.num_threads", "run.allow_target")  # evaluations too
+_OF_BOTH = ("data.cache_dir", "trainer.accelerator", "trainer.num_threads", *trust.CLOSED)  # evaluations too
 _OF_STAGES_FOLDER = ("run.name", "run.root", "run.dir", "run.resume")
 
 
@@ -27,6 +29,7 @@ class Typed:
     def folder(self, name: str) -> Path:
         """Of the pipeline called `name`: run.dir, or run.root/run.name, outputs/<pipeline> unless said otherwise."""
         given = {key: text.strip("'\"") for key, text in self.own.items()}
+        name_of_folder("run.name", given.get("run.name"))
         if "run.dir" in given:
             return Path(given["run.dir"]).expanduser().absolute()
         return Path(given.get("run.root", "outputs")).expanduser().absolute() / given.get("run.name", name)
@@ -101,6 +104,7 @@ def of_stage(name: str, words: tuple[str, ...], typed: Typed, folder: Path) -> l
     # What is typed for one stage wins over what is typed for all.
     own = typed.of.get(name, [])
     written = words[: len(words) - len(own)]
+    trust.refuse_words(written, [*typed.common, *own], f"stage {name} of {typed.pipeline}")
     return [
         *resolved(written, folder),
         *(w for w in typed.common if not _of_evaluations(w)),
@@ -108,8 +112,11 @@ def of_stage(name: str, words: tuple[str, ...], typed: Typed, folder: Path) -> l
     ]
 
 
-def of_evaluation(words: tuple[str, ...], typed: Typed, folder: Path) -> list[str]:
+def of_evaluation(name: str, words: tuple[str, ...], typed: Typed, folder: Path) -> list[str]:
     """What an lmtrain.evaluate is started with, but for the model and where the scores go."""
+    own = typed.of.get(name, [])
+    written = words[: len(words) - len(own)]
+    trust.refuse_words(written, [*typed.common, *own], f"evaluation {name} of {typed.pipeline}")
     common = [w for w in typed.common if _of_evaluations(w) or key_of(w) in _OF_BOTH]
     return [*resolved(words, folder), *common]
 

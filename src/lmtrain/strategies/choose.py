@@ -14,8 +14,8 @@ def build_strategy(t: Trainer) -> str | Strategy:
         UserError: deepspeed without the package, without CUDA, or with options it can't use.
     """
     processes = int(t.devices) * t.num_nodes
-    if t.strategy in ("auto", "ddp") and processes > 1:
-        return DDPStrategy()
+    if (t.strategy == "auto" or t.strategy.startswith("ddp")) and processes > 1:
+        return DDPStrategy(find_unused_parameters=t.strategy.endswith("_true"))
     if t.strategy == "fsdp":
         from lmtrain.strategies.fsdp import FSDPStrategy
 

@@ -11,8 +11,9 @@ from lmtrain.checkpoints import store
 
 
 class DDPStrategy(strategies.DDPStrategy):
-    def __init__(self) -> None:
-        super().__init__(gradient_as_bucket_view=True)  # else all gradients are held twice
+    def __init__(self, find_unused_parameters: bool = False) -> None:
+        # As a view of the buckets: else all gradients are held twice.
+        super().__init__(gradient_as_bucket_view=True, find_unused_parameters=find_unused_parameters)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Mapped: a node's ranks share one copy of what they would read once each."""

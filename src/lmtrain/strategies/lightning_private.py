@@ -24,11 +24,6 @@ def broadcast_no_sigterm(trainer: pl.Trainer) -> None:
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 
 
-def is_log_step(trainer: pl.Trainer) -> bool:
-    """Whether Lightning logs this step, by log_every_n_steps; known to its loggers only."""
-    return trainer._logger_connector.should_update_logs
-
-
 def logged_at_step(trainer: pl.Trainer) -> dict[str, Any]:
     """What `self.log` was given for the loggers since the step began; they get it after the checkpoint is written."""
     return trainer._logger_connector.metrics["log"]

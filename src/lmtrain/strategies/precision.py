@@ -36,7 +36,8 @@ class AdapterHalfPrecision(HalfPrecision):
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
-        with super().forward_context(), torch.autocast(self.device_type, half_dtype(self)):
+        # Kept casts would be used on where a reference's weights take the place of the trained ones, and after a step.
+        with super().forward_context(), torch.autocast(self.device_type, half_dtype(self), cache_enabled=False):
             yield
 
     def convert_module(self, module: nn.Module) -> nn.Module:

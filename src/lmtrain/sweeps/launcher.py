@@ -15,7 +15,7 @@ from hydra.core.utils import JobReturn
 from hydra.types import HydraContext, RunMode
 
 from lmtrain import errors
-from lmtrain.config import compose as config
+from lmtrain.config.parts import folders_of
 from lmtrain.sweeps import trials as rows
 from lmtrain.sweeps.plan import Plan
 from lmtrain.sweeps.processes import start
@@ -46,7 +46,7 @@ def _launch(plan: Plan, words: list[list[str]], number: int) -> list[int | None]
 
     hydra_words = [w for w in plan.hydra_words if not w.startswith(("hydra.sweep.dir=", "hydra.sweep.subdir="))]
     here = [f"hydra.sweep.dir={rows.quoted(str(plan.folder))}", "hydra.sweep.subdir=."]
-    folders, search_path = config.folders_of(plan.config_dir, plan.config_name)
+    folders, search_path = folders_of(plan.config_dir, plan.config_name)
     with initialize_config_dir(config_dir=str(folders[0]), version_base="1.3", job_name="lmtrain"):
         loader = GlobalHydra.instance().config_loader()
         tree = loader.load_configuration(plan.config_name, [*search_path, *hydra_words, *here], RunMode.MULTIRUN)

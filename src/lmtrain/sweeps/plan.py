@@ -3,13 +3,15 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 from lmtrain.config import compose as config
-from lmtrain.config import effect
+from lmtrain.config import effect, environment, places, trust
 from lmtrain.config.folders import conf_dir
+from lmtrain.config.parts import file_of, parts
 from lmtrain.config.schema import Config
 from lmtrain.errors import UserError
 from lmtrain.sweeps import search
@@ -34,7 +36,8 @@ class Plan:
     @property
     def flags(self) -> list[str]:
         folder = [] if self.config_dir is None else ["--config-dir", self.config_dir]
-        return folder + ([] if self.config_name == "config" else ["--config-name", self.config_name])
+        name = [] if self.config_name == "config" else ["--config-name", self.config_name]
+        return [*folder, *name, *environment.flags()]
 
 
 def make(verb: str, typed: list[str], config_dir: str | None, config_name: str) -> Plan:
@@ -49,8 +52,12 @@ def make(verb: str, typed: list[str], config_dir: str | None, config_name: str) 
     swept = [o for o in parsed if o.is_sweep_override()]
     fixed = [o.input_line or "" for o in parsed if not o.is_sweep_override() and o.input_line not in of_hydra]
 
+    own = config.compose(of_hydra, for_sweep=True)
+
     def compose(words: list[str]) -> DictConfig:
-        return config.compose([*words, *of_hydra], config_dir, config_name, for_sweep=True)
+        tree = config.compose([*words, *of_hydra], config_dir, config_name, for_sweep=True)
+        _refuse_hydras(tree, own)
+        return tree
 
     tree = compose([*fixed, *(search.choices(o)[0] for o in swept)])
     if tree.sweep.method == "optuna" and not tree.sweep.space and not swept:
@@ -58,15 +65,35 @@ def make(verb: str, typed: list[str], config_dir: str | None, config_name: str) 
         tree = compose(fixed)
     if not swept:  # the space that the config holds, but for what the command line sets
         taken = {o.key_or_group for o in parsed}
-        space = [f"{key}={text}" for key, text in tree.sweep.space.items() if key not in taken]
+        trust.refuse_words(tree.sweep.space, taken, "sweep.space")
+        # The trials resolve what they are told.
+        written: Any = OmegaConf.to_container(tree.sweep.space, resolve=False)
+        space = [f"{key}={text}" for key, text in written.items() if key not in taken]
         swept = search.parse(space, conf_dir())
+        if config_dir is not None:
+            file = file_of("sweep.space", written, parts([*fixed, *of_hydra], config_dir, config_name))
+            places.refuse_space([word for o in swept for word in search.choices(o)], file or Path(config_dir))
     checked = _check(fixed, swept, compose)
     first = checked[0]
-    _refuse_without_effect(verb, [*fixed, *(f"{o.key_or_group}=" for o in swept)], checked, compose([]))
+    _refuse_without_effect(
+        verb, [*fixed, *(f"{o.key_or_group}=" for o in swept)], checked, compose(trust.of_typed(fixed))
+    )
     folder = Path(first.sweep.root) / first.sweep.name if first.sweep.name else Path(tree.hydra.sweep.dir)
     of_trials = [o for o in fixed if not o.startswith(("sweep=", "sweep."))]
     folder = folder.expanduser().absolute()
     return Plan(verb, typed, of_hydra, config_dir, config_name, of_trials, swept, first, folder)
+
+
+def _refuse_hydras(tree: DictConfig, own: DictConfig) -> None:
+    """Raises UserError where a file sets a key of `hydra` by which a launcher, a callback or a logger is built."""
+    found, typed = (OmegaConf.to_container(t.hydra, resolve=False) for t in (tree, own))
+    assert isinstance(found, dict)
+    assert isinstance(typed, dict)
+    for key in ("callbacks", "env", "hydra_logging", "job_logging", "launcher", "sweeper"):
+        if found.get(key) != typed.get(key):
+            raise UserError(f"hydra.{key} is set by a file of --config-dir, and counts only where you type it")
+    if found["job"].get("env_set") != typed["job"].get("env_set"):
+        raise UserError("hydra.job.env_set is set by a file of --config-dir, and counts only where you type it")
 
 
 def _refuse_without_effect(verb: str, words: list[str], trials: list[Config], default: DictConfig) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from lmtrain import errors
 from lmtrain.distributed import ranks
 from lmtrain.errors import UserError
+from lmtrain.run.provenance import command
+from lmtrain.secrets import hide
 from lmtrain.sweeps import launcher, local, search
 from lmtrain.sweeps import plan as plans
 from lmtrain.sweeps import trials as rows
@@ -47,7 +49,7 @@ def show(verb: str, overrides: list[str], config_dir: str | None, config_name: s
     number = len(list(search.combinations(plan.swept))) if grid else plan.config.sweep.n_trials
     print(f"# a sweep of {number} trials in {plan.folder}, none started; the config of the first:")
     for swept in plan.swept:
-        print(f"# {swept.input_line}")
+        print(f"# {hide(swept.input_line or '')}")
     print(config.dump(plan.config), end="")
     return errors.FINISHED
 
@@ -76,7 +78,7 @@ def _run(plan: Plan, trials: Trials) -> int:
 
 def upcoming(plan: Plan, trials: Trials) -> Iterator[Trial]:
     """The trials still to be run, each noted as running once it is asked for."""
-    fixed = [*plan.fixed, *plan.flags]
+    fixed = list(map(hide, [*plan.fixed, *plan.flags]))
     if plan.config.sweep.method == "grid":
         for combination in search.combinations(plan.swept):
             trial = trials.find(combination, fixed) or trials.add(combination, fixed)
@@ -84,7 +86,9 @@ def upcoming(plan: Plan, trials: Trials) -> Iterator[Trial]:
                 yield _begin(trials, trial)
         return
     space = search.distributions(plan.swept)
-    mine = [t for t in trials.rows if t.fixed == fixed]
+    swept = sorted(o.key_or_group for o in plan.swept)
+    # A row that sets other keys is none of this sweep's: trials.jsonl may come from anybody.
+    mine = [t for t in trials.rows if t.fixed == fixed and sorted(o.partition("=")[0] for o in t.overrides) == swept]
     yield from [_begin(trials, t) for t in mine if not rows.finished(t, plan.folder, plan.verb)]
     while len(mine) < (plan.config.sweep.n_trials or 0):
         chosen = search.propose(space, plan.config.sweep, plan.config.checkpoint.mode, mine)
@@ -114,7 +118,6 @@ def conclude(plan: Plan, trials: Trials, started: list[Trial]) -> int:
         typed = [w for w in plan.typed if not w.startswith("hydra.sweep.dir=")]
         here = [] if plan.config.sweep.name else [f"hydra.sweep.dir={rows.quoted(str(plan.folder))}"]
         print("the sweep was stopped; what ran has saved. Go on with:")
-        command = ["python", "-m", f"lmtrain.{plan.verb}", "-m", *typed, *here, *plan.flags]
-        print(f"  {shlex.join(command)}", flush=True)
+        print(f"  {command(plan.verb, ['-m', *typed, *here, *plan.flags])}", flush=True)
         return errors.PREEMPTED
     return errors.FAILED if failed and not plan.config.sweep.allow_failures else errors.FINISHED

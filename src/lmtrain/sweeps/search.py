@@ -17,6 +17,8 @@ from lmtrain.config.schema import Sweep
 from lmtrain.errors import UserError
 from lmtrain.sweeps.trials import Trial
 
+VALUES = 10_000  # of one key, each of which is composed and checked before the first trial
+
 
 def parse(overrides: list[str], conf: Path) -> list[Override]:
     """Overrides as Hydra reads them; `conf` holds the options that `glob(*)` stands for."""
@@ -36,9 +38,13 @@ def choices(override: Override) -> list[str]:
         assert isinstance(interval, IntervalSweep)
         return [f"{key}={interval.start}", f"{key}={interval.end}"]
     try:
-        return [f"{key}={value}" for value in override.sweep_string_iterator()]
+        values = list(itertools.islice(override.sweep_string_iterator(), VALUES + 1))
     except HydraException as error:
         raise UserError(f"{override.input_line}: {error}") from None
+    if not 0 < len(values) <= VALUES:
+        found = "no value" if not values else f"more than {VALUES:,} values"
+        raise UserError(f"{override.input_line}: a sweep needs values to choose from, and this has {found}")
+    return [f"{key}={value}" for value in values]
 
 
 def combinations(swept: list[Override]) -> list[list[str]]:

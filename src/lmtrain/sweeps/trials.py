@@ -14,12 +14,15 @@ from lmtrain import errors
 from lmtrain.errors import UserError
 from lmtrain.files import read_jsonl, write_atomic
 from lmtrain.run.folder import RunDir
+from lmtrain.secrets import hide
 
 # What a launcher of ranks leaves in the environment: a trial that sees it takes itself for one of those ranks.
 _RANKS = re.compile(
     r"(MASTER_(ADDR|PORT)|(LOCAL_|GROUP_|ROLE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|NODE_RANK|TORCHELASTIC_.*|LMTRAIN_.*PID"
     r"|LMTRAIN_TYPED|SLURM_(NTASKS|NPROCS|PROCID|LOCALID|NODEID|NTASKS_PER_NODE|TASKS_PER_NODE|STEP_.*))"
 )
+_TYPES: dict[str, Any] = {"number": int, "overrides": list, "fixed": list, "status": str, "exit_code": int | None,
+                          "score": int | float | None, "seconds": int | float, "error": str | None}  # fmt: skip
 _LINES_KEPT = 100  # of a failed trial's output, in its row
 
 
@@ -35,6 +38,15 @@ class Trial:
     score: float | None = None  # the best value of checkpoint.monitor; None where there is none, or it is not finite
     seconds: float = 0.0  # of the last start
     error: str | None = None  # the end of what a failed trial printed, from its traceback on
+
+    def __post_init__(self) -> None:
+        """Raises TypeError for a value of another type."""
+        for name, types in _TYPES.items():
+            if not isinstance(getattr(self, name), types):
+                raise TypeError(f"{name} is {getattr(self, name)!r:.80}")
+        for word in (*self.overrides, *self.fixed):
+            if not isinstance(word, str):
+                raise TypeError(f"{word!r:.80} is no override")
 
 
 class Trials:
@@ -52,12 +64,13 @@ class Trials:
 
     def find(self, overrides: list[str], fixed: list[str]) -> Trial | None:
         """The trial with this command line, in whatever order it is written."""
-        wanted = sorted([*overrides, *fixed])
+        wanted = sorted(map(hide, [*overrides, *fixed]))
         return next((row for row in self.rows if sorted([*row.overrides, *row.fixed]) == wanted), None)
 
     def add(self, overrides: list[str], fixed: list[str]) -> Trial:
         """A new trial, with the next free number."""
-        self.rows.append(Trial(1 + max((row.number for row in self.rows), default=-1), overrides, fixed))
+        number = 1 + max((row.number for row in self.rows), default=-1)
+        self.rows.append(Trial(number, list(map(hide, overrides)), list(map(hide, fixed))))
         return self.rows[-1]
 
 

@@ -1,7 +1,10 @@
 """Renders messages with a Jinja chat template and finds the tokens that end an answer."""
 
+import contextlib
 import re
-from collections.abc import Mapping
+import signal
+import threading
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -9,16 +12,38 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from lmtrain.data.chat import sandbox  # noqa: F401  the renderer's bounds
 from lmtrain.data.chat.conversations import Conversation
 from lmtrain.data.chat.special_text import special_tokens
 from lmtrain.data.chat.turns import BadRow
 from lmtrain.errors import UserError
 
 Span = tuple[int, int]  # characters [start, end) of a text
+PATIENCE = 10.0  # seconds for one conversation, a thousand times what long ones need
 QUESTION, ANSWER = "lmtrain-question", "lmtrain-answer"  # stand where a template puts the turns' text
 OPEN, CLOSE = "<think>", "</think>"
-_REFUSALS = (TemplateError, TypeError, ValueError, KeyError)  # what a template raises on turns it isn't made for
+_REFUSALS = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    KeyError,
+    ArithmeticError,
+    RecursionError,
+    MemoryError,
+)  # what a template raises on turns it isn't made for
 _MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class _TooLong(BaseException):
+    """Raised in a template that takes too long; no Exception, which the libraries between may catch."""
+
+
+class Endless(UserError):
+    """A template that takes too long, in whichever way it is given the turns."""
+
+
+def _too_long(*_: object) -> None:
+    raise _TooLong
 
 
 class Template:
@@ -43,6 +68,8 @@ class Template:
         self._in_parts = False
         try:
             self.end_of_turn, self.after_turn = self._end_of_turn()
+        except Endless:
+            raise
         except UserError as error:  # those of models that also see images may take contents in parts alone
             self._in_parts = True
             try:
@@ -93,17 +120,37 @@ class Template:
         more: Mapping[str, Any] = MappingProxyType({}),
     ) -> list[str]:
         try:
-            texts, _ = render_jinja_template(
-                conversations=[self._spelt(messages) for messages in chats],
-                tools=tools,
-                chat_template=self.text,
-                add_generation_prompt=add_generation_prompt,
-                **self._special,
-                **more,
-            )
+            with self._in_time(where):
+                texts, _ = render_jinja_template(
+                    conversations=[self._spelt(messages) for messages in chats],
+                    tools=tools,
+                    chat_template=self.text,
+                    add_generation_prompt=add_generation_prompt,
+                    **self._special,
+                    **more,
+                )
         except _REFUSALS as error:
-            raise BadRow(where, f"the chat template ({self.label}) refuses it: {error}") from None
+            raise BadRow(where, f"the chat template ({self.label}) refuses it: {_reason(error)}") from None
         return texts
+
+    @contextlib.contextmanager
+    def _in_time(self, where: str) -> Iterator[None]:
+        """Ends a template that loops on and on; in the main thread, the only one that can be interrupted."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.signal(signal.SIGALRM, _too_long)
+        signal.setitimer(signal.ITIMER_REAL, PATIENCE)
+        try:
+            yield
+        except _TooLong:
+            raise Endless(
+                f"{where + ': ' if where else ''}the chat template ({self.label}) has not rendered a conversation "
+                f"after {PATIENCE:g} seconds; it loops too often: choose another with data.chat_template"
+            ) from None
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
 
     def _spelt(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """As the template reads them: thoughts under its name for them, contents in parts where it takes no text."""
@@ -120,16 +167,21 @@ class Template:
         if not self.has_markers:
             return self.render_texts([messages], tools, where)[0], []
         try:
-            (text,), (marked,) = render_jinja_template(
-                conversations=[self._spelt(messages)],
-                tools=tools,
-                chat_template=self.text,
-                return_assistant_tokens_mask=True,
-                **self._special,
-            )
+            with self._in_time(where):
+                (text,), (marked,) = render_jinja_template(
+                    conversations=[self._spelt(messages)],
+                    tools=tools,
+                    chat_template=self.text,
+                    return_assistant_tokens_mask=True,
+                    **self._special,
+                )
         except _REFUSALS as error:
-            raise BadRow(where, f"the chat template ({self.label}) refuses it: {error}") from None
+            raise BadRow(where, f"the chat template ({self.label}) refuses it: {_reason(error)}") from None
         return text, [(start, end) for start, end in marked]
+
+
+def _reason(error: BaseException) -> str:
+    return "it takes more memory than there is" if isinstance(error, MemoryError) else str(error)
 
 
 def answers_of(messages: list[dict[str, Any]]) -> list[int]:

@@ -32,7 +32,13 @@ def find(name: str | None, tokenizer: PreTrainedTokenizerFast) -> tuple[str, str
     known = ", ".join(sorted(NAMED))
     if name is None:
         try:
-            return tokenizer.get_chat_template(), "the tokenizer's own"
+            own = tokenizer.get_chat_template()
+            if not isinstance(own, str):
+                raise UserError(
+                    f"{tokenizer.name_or_path}: chat_template of the tokenizer is {own!r:.80}, and no Jinja text: "
+                    f"choose one with data.chat_template ({known}, or a Jinja file)"
+                )
+            return own, "the tokenizer's own"
         except ValueError:
             raise UserError(
                 f"the tokenizer has no chat template: choose one with data.chat_template ({known}, or a Jinja file)"

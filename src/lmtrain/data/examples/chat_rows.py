@@ -5,12 +5,20 @@ from typing import Any
 
 from lmtrain.config.schema import Config, Data
 from lmtrain.data.chat.conversations import Completion, Conversation, UnfitColumns, detect_format, to_sample
+from lmtrain.data.chat.remarks import Remark
 from lmtrain.data.chat.templates import ChatEncoder
 from lmtrain.data.chat.turns import BadRow, unread
 from lmtrain.data.examples.row_format import Encoded
 from lmtrain.data.examples.rows import example_rows
 from lmtrain.data.examples.store import Examples
 from lmtrain.data.modules import Rows
+
+
+def _without_system(sample: Completion | Conversation, cfg: Data) -> list[Remark]:
+    """A prompt that is text goes through no chat template: it has no place for a system prompt."""
+    if isinstance(sample, Conversation) or not cfg.system_prompt:
+        return []
+    return [Remark("data.system_prompt has no effect: the prompt is text; write it as messages, [{role: user, ...}]")]
 
 
 class TemplateRows:
@@ -70,7 +78,7 @@ class ChatRows(TemplateRows):
             sum(e.cut for e in examples),
             self.question(sample) if question else None,
             sample.dropped_turns if isinstance(sample, Conversation) else 0,
-            [*self.chat.remarks, *unread(row)],
+            [*self.chat.remarks, *unread(row), *_without_system(sample, cfg)],
             self.chat.texts,
         )
 

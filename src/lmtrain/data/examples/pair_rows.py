@@ -147,8 +147,8 @@ class PairRows:
             scored int64 [C]: positions in N of the tokens that the answers are scored by; before int64 [C]: those of
             the tokens just before them; answer int64 [C]: which answer each belongs to, 2p the chosen and 2p + 1 the
             rejected one of pair p; lengths int64 [2P]: the number of each answer's; pairs, seen int64 []: P and N;
-            reference fp64 [P, 2] where there is one. Padded: input_ids [2P, T], positions in its 2P * T, and neither
-            position_ids nor cu_seqlens.
+            reference int64 [P, 2] (bits of fp64) where there is one. Padded: input_ids [2P, T],
+            positions in its 2P * T, and neither position_ids nor cu_seqlens.
         """
         ids: list[np.ndarray] = []
         scored: list[np.ndarray] = []
@@ -183,7 +183,8 @@ class PairRows:
         if self.padded:
             pad_answers(batch)
         if self.reference is not None:
-            batch["reference"] = torch.from_numpy(self.reference[rows[:, 1]])
+            # As bits: Lightning rounds what is floating-point in a batch to the model's dtype, to 3 digits in bf16.
+            batch["reference"] = torch.from_numpy(self.reference[rows[:, 1]]).view(torch.int64)
         return batch
 
     @property

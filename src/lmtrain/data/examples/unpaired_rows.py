@@ -26,7 +26,7 @@ class UnpairedRowEncoder(TemplateRows):
 
     def __init__(self, tokenizer: Any, cfg: Data) -> None:
         super().__init__(tokenizer, cfg)
-        self.identity = {**self.identity, "unpaired": 1}
+        self.identity = {**self.identity, "unpaired": 2 if cfg.system_prompt else 1}
 
     def encode(self, row: dict[str, Any], where: str, cfg: Data, question: bool) -> Encoded:
         """Texts are turns of the user and the assistant; lists of turns are taken as they are.
@@ -43,6 +43,8 @@ class UnpairedRowEncoder(TemplateRows):
         if label not in (True, False):  # 1 and 0 are equal to them
             raise BadRow(where, f"label must be true (desirable) or false, and is {label!r}")
         turns = prompt_turns({"prompt": prompt}, where)
+        if cfg.system_prompt and turns[0]["role"] != "system":
+            turns = [{"role": "system", "content": cfg.system_prompt}, *turns]
         answer = answer_turns(completion, "completion", where)
         check([*turns, *answer], where)
         ids, trained = self.chat.pair(turns, answer, where=where)
@@ -78,6 +80,8 @@ def _detect(columns: Any, cfg: Data) -> str:
 class UnpairedRows:
     """Row i is answer i. A micro-batch has no padding, unless each answer is to be a row of its own (`pad`)."""
 
+    coupled = True  # each prompt is read with the completion of another row, too
+
     def __init__(self, examples: Examples) -> None:
         self.examples, self.padded = examples, False
 
@@ -96,16 +100,17 @@ class UnpairedRows:
         return f"answer {example + 1:,} of {len(self):,}, {label}"
 
     def read(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
-        """A micro-batch from (epoch, row) pairs [A, 2].
+        """A micro-batch from (epoch, row, other row) [A, 3]; from (epoch, row) [A, 2] as if it were a step of its own.
 
         Returns:
             input_ids, position_ids, cu_seqlens, scored, before, answer and lengths as of `PairRows.read`, of A answers;
-            the same under kl_... of the micro-batch's prompts, each with the completion of the row before it, the
-            first with the last one's; label bool [A]; answers, seen int64 []: A and the tokens.
+            the same under kl_... of their prompts, each with the completion of the other row; label bool [A];
+            answers, seen int64 []: A and the tokens.
         """
         index = rows[:, 1]
-        own = [self.examples.read(int(row)) for row in index]
-        others = [_with_completion(prompt, other) for prompt, other in zip(own, [own[-1], *own[:-1]], strict=True)]
+        other_rows = rows[:, 2] if rows.shape[1] == 3 else np.roll(index, 1)
+        own, other = ([self.examples.read(int(row)) for row in some] for some in (index, other_rows))
+        others = [_with_completion(prompt, answer) for prompt, answer in zip(own, other, strict=True)]
         return {
             **self._lay(own),
             **{f"kl_{name}": value for name, value in self._lay(others).items()},

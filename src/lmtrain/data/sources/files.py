@@ -93,8 +93,15 @@ def _find(part: str, key: str) -> tuple[Found, list[File]]:
     if path.is_dir():
         if (path / "dataset_dict.json").exists():
             splits = sorted(p.name for p in path.iterdir() if p.is_dir())
+            if not splits:
+                raise UserError(f"{key}={part} has a dataset_dict.json and no splits beside it: save the dataset again")
             raise UserError(f"{part} holds the splits {', '.join(splits)}: set {key}={part}/{splits[0]}")
-        return "folder", [p for p in sorted(path.rglob("*")) if p.is_file() and not _is_hidden(p, path)]
+        if path.resolve() == Path(path.anchor or "/").resolve():
+            raise UserError(f"{key}={part} is the whole file system: name the folder that holds the data")
+        try:
+            return "folder", [p for p in sorted(path.rglob("*")) if p.is_file() and not _is_hidden(p, path)]
+        except OSError as error:
+            raise UserError(f"{key}={part} can't be searched for files: {error}") from None
     if path.exists():
         raise UserError(f"{key}={part} is a device, pipe or socket: name a file, a folder or a glob")
     matches = sorted(Path(m) for m in glob.glob(str(path), recursive=True) if Path(m).is_file())
@@ -154,7 +161,7 @@ def read_pieces(files: list[tuple[File, str]], cfg: Data) -> Iterator[Piece]:
             yield from (Piece(block, False) for block in text_blocks(path, _BLOCK))
             yield Piece("", True)
         else:
-            yield from (Piece(row, True) for row in read_rows(path, format, cfg))
+            yield from (Piece(_of_characters(row, path), True) for row in read_rows(path, format, cfg))
 
 
 def _all_rows(files: list[tuple[File, str]], cfg: Data) -> Iterator[str]:
@@ -199,3 +206,16 @@ def read_records(files: list[tuple[File, str]]) -> Iterator[Record]:
         if format == "text":
             raise UserError(f"{path}: rows with columns are needed (.jsonl, .json, .csv, .parquet), not plain text")
         yield from read_table(path, format)
+
+
+def _of_characters(text: str, path: File) -> str:
+    """The text; UserError where JSON wrote half of a surrogate pair into it, which no tokenizer takes."""
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise UserError(
+                f"{path}: a text holds half a surrogate pair (\\ud800 to \\udfff), which is no character: mend or "
+                f"remove that row"
+            ) from None
+    return text

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lmtrain.config.schema import Data
-from lmtrain.config.targets import building, class_named
+from lmtrain.config.targets import build_target, building, class_named, lacking
 from lmtrain.errors import UserError
 
 
@@ -17,24 +17,24 @@ def open_own(cfg: Data) -> Any:
     Its identity is what the class says it is and the text of the module it stands in: a changed class is read anew.
 
     Raises:
-        UserError: the class can't be imported, its arguments are others, it raises, or it lacks what a source has.
+        UserError: the class is not allowed, can't be imported or lacks what a source has; its arguments are others, or
+            it raises.
     """
-    # Composing has refused what run.allow_target doesn't open.
-    cls = class_named(cfg.source, "data.source", [cfg.source.split(".")[0]])
-    options = cfg.source_options or {}
-    try:
-        inspect.signature(cls).bind(**options)
-    except TypeError as error:
-        raise UserError(f"data.source_options={options}: {cfg.source}: {error}") from None
+    # Composing refused what run.allow_target doesn't open. Of the options nothing but this module's may be built.
+    opened, options = [cfg.source.rpartition(".")[0]], cfg.source_options or {}
+    cls = class_named(cfg.source, "data.source", opened)
     reads = ["pieces", "text_bytes"] if cfg.rows == "text" else ["records"]
-    with building("data.source", cfg.source):  # a property may raise too
-        source = cls(**options)
-        missing = [n for n in ("label", "settings", "resolved", "notes", *reads) if not hasattr(source, n)]
-        if missing:
-            raise UserError(
-                f"data.source={cfg.source} is no source of {'text' if cfg.rows == 'text' else 'rows'}: it lacks "
-                f"{', '.join(missing)} (lmtrain.data.sources.choose.Source says what they are)"
-            )
+    missing = lacking(cls, ("label", "settings", "resolved", "notes", *reads))
+    if missing:
+        raise UserError(
+            f"data.source={cfg.source} is no source of {'text' if cfg.rows == 'text' else 'rows'}: it lacks "
+            f"{', '.join(missing)} (lmtrain.data.sources.choose.Source says what they are; those that __init__ sets "
+            f"stand on the class with their type, label: str)"
+        )
+    if "_target_" in options or "_args_" in options:
+        raise UserError("data.source_options: _target_ and _args_ have no meaning here; data.source names the class")
+    source = build_target({"_target_": cfg.source, **options}, "data.source", cls, opened)
+    with building("data.source", cfg.source):  # a property may raise
         settings = _mapping(source.settings, cfg.source)
         source.settings = {**settings, "class": cfg.source, "options": options, "code": _code_of(cls)}
     return source

@@ -6,6 +6,8 @@ from typing import Any
 
 from lmtrain.errors import UserError
 
+_SHOWN = 50  # columns in a message
+
 
 def columns_of(text_column: Any) -> list[str]:
     """data.text_column as a list: one column or several."""
@@ -19,9 +21,9 @@ def check_columns(wanted: list[str], found: Iterable[str], where: str) -> None:
         if column not in found:
             near = difflib.get_close_matches(column, found, n=1, cutoff=0.5)
             suggestion = near[0] if near else (found[0] if found else "...")
+            known = ", ".join(found[:_SHOWN]) + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
             raise UserError(
-                f"{where} has no column {column!r}; it has: {', '.join(found) or 'none'}. "
-                f"Set data.text_column={suggestion}"
+                f"{where} has no column {column!r}; it has: {known or 'none'}. Set data.text_column={suggestion}"
             )
 
 

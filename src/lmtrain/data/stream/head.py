@@ -17,6 +17,7 @@ from lmtrain.data.text.bin_writer import BinWriter
 from lmtrain.data.text.encode import Encoder, make_encoder
 from lmtrain.data.text.prepared import PreparedData, fill_once, folder_of, new_meta, open_folder
 from lmtrain.errors import UserError
+from lmtrain.files import read_regular
 
 VERSION = 1
 _BEGIN = "begin.json"  # the place where training begins
@@ -74,7 +75,7 @@ def prepare_head(cfg: Data, tokenizer_cfg: Tokenizer, progress: bool = True) -> 
     try:
         fill_once(target, fill, cfg, show)
         meta = bins.load_meta(target)
-        begin = Place(**json.loads((target / _BEGIN).read_text(encoding="utf-8")))
+        begin = Place(**json.loads(read_regular(target / _BEGIN)))
         prepared = open_folder(target, meta, tokenizers.load_folder(target / "tokenizer"), source.notes, cfg, show)
         return Head(source, prepared, begin, cfg)
     finally:

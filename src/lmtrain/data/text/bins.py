@@ -21,6 +21,7 @@ import numpy as np
 
 from lmtrain.data.text.shards import SIDES, Shard
 from lmtrain.errors import UserError
+from lmtrain.files import read_regular
 
 FORMAT_VERSION = 1
 META = "meta.json"
@@ -73,10 +74,10 @@ def load_meta(folder: Path) -> Meta:
     """Raises UserError where meta.json can't be read or is of another format version."""
     path = folder / META
     try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
+        meta = json.loads(read_regular(path))
         version = meta["format_version"]
         missing = set(Meta.__required_keys__) - set(meta)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise UserError(f"{path} can't be read as the sidecar of token bins: {error!r}") from None
     if version != FORMAT_VERSION or missing:
         raise UserError(
@@ -136,9 +137,12 @@ def open_bins(path: Path | str, split: str, *, seq_len: int | None = None, dtype
 
 def _open_prepared(folder: Path, split: str) -> SplitBins:
     meta = load_meta(folder)
-    counts = meta["splits"][split]
-    shards = open_shards(folder, meta["dtype"], counts)
-    return SplitBins(shards, counts["tokens"], counts["documents"], counts["bytes"], meta["dtype"], meta)
+    try:
+        counts = meta["splits"][split]
+        shards = open_shards(folder, meta["dtype"], counts)
+        return SplitBins(shards, counts["tokens"], counts["documents"], counts["bytes"], meta["dtype"], meta)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise UserError(f"{folder / META} can't be read as the sidecar of token bins: {error!r}") from None
 
 
 def open_shards(folder: Path, dtype: str, split: SplitMeta) -> list[Shard]:

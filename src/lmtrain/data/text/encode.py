@@ -11,6 +11,7 @@ import copy
 import functools
 import os
 import re
+from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
@@ -25,9 +26,9 @@ from lmtrain.data.text.encode_processes import EncodeProcesses
 from lmtrain.errors import UserError
 
 SEGMENT = 1 << 15  # characters; long enough that checking a cut costs little, short enough to feed many threads
-BATCH = 1 << 20  # characters tokenized at a time; the tokenizers library needs about 100 bytes for each of their tokens
-_FAST_BATCH = 1 << 22  # the same where words are looked up, which needs less
-_PART = 1 << 17, 1 << 20  # characters that a process gets at a time, least and most: long arrays, few operations
+# Characters tokenized at a time: long arrays, few operations. The tokenizers library needs about 100 bytes for each of
+# their tokens.
+PART = 1 << 20
 _PROCESSES = 4  # more would wait for the text that this process reads
 _SURROUNDINGS = 48  # characters on either side of a cut: more than any token is long
 _TRIES = 8
@@ -43,7 +44,7 @@ class Segment(NamedTuple):
 
 
 _Found = list[np.ndarray]  # of each segment, uint32 [n]
-_Begun = tuple[list[Segment], _Found | Future[_Found]]
+_Begun = tuple[list[Segment], Future[_Found]]
 
 
 class Encoded(NamedTuple):
@@ -85,25 +86,24 @@ class Encoder:
 
     @functools.cached_property
     def fast(self) -> bool:
-        """Whether ByteBPE finds the same ids; a short text is not worth the start of its processes."""
+        """Whether ByteBPE finds the same ids; a text of less than a part is not worth the start of its processes."""
         return ByteBPE.covers(self.backend)
 
     def encode(self, pieces: Iterable[Piece], continues: bool = False) -> Iterator[Encoded]:
         """Token ids of the documents, in order; `continues` where the first piece begins at a segment in a document."""
-        batch: list[Segment] = []
-        size, fast = 0, False
-        begun: list[_Begun] = []  # the batch before, while the next one is read
+        begun: deque[_Begun] = deque()  # while the next are read
+        fast = False
         with EncodeProcesses(self.backend) as processes, ThreadPoolExecutor(self.processes) as pool:
-            for segment in self.segments(pieces, continues):
-                batch.append(segment)
-                size += len(segment.text)
-                if size >= (_FAST_BATCH if fast else BATCH):
-                    fast = self.fast
-                    before, begun = begun, self._begin(batch, processes if fast else None, pool)
-                    yield from self._finish(before)
-                    batch, size = [], 0
-            begun += self._begin(batch, processes if fast else None, pool)
-            yield from self._finish(begun)
+            for part in _parts(self.segments(pieces, continues), PART):
+                fast = fast or (sum(len(s.text) for s in part) >= PART and self.fast)
+                if not fast:
+                    yield from self._finish(part, self._by_library(part))
+                    continue
+                begun.append((part, pool.submit(processes.encode, _texts(part))))
+                if len(begun) > 2 * self.processes:
+                    yield from self._finish_first(begun)
+            while begun:
+                yield from self._finish_first(begun)
 
     def segments(self, pieces: Iterable[Piece], continues: bool = False) -> Iterator[Segment]:
         """Documents cut where it doesn't change their tokens, into segments of SEGMENT characters or somewhat more."""
@@ -136,32 +136,30 @@ class Encoder:
     def _ids(self, text: str) -> list[int]:
         return self.backend.encode(text, add_special_tokens=False).ids
 
-    def _begin(self, batch: list[Segment], processes: EncodeProcesses | None, pool: ThreadPoolExecutor) -> list[_Begun]:
-        """Segments with their ids, which processes find while the caller goes on, or the library finds now."""
-        if processes is not None:
-            least, most = _PART
-            size = max(least, min(most, _FAST_BATCH // self.processes))
-            return [(part, pool.submit(processes.encode, _texts(part))) for part in _parts(batch, size)]
-        encodings = self.backend.encode_batch_fast(_texts(batch), add_special_tokens=False)
-        return [(batch, [np.array(e.ids, dtype=np.uint32) for e in encodings])]
+    def _finish_first(self, begun: deque[_Begun]) -> Iterator[Encoded]:
+        part, found = begun.popleft()
+        yield from self._finish(part, found.result())
 
-    def _finish(self, begun: list[_Begun]) -> Iterator[Encoded]:
-        for segments, found in begun:
-            for segment, ids in zip(segments, found.result() if isinstance(found, Future) else found, strict=True):
-                ids = ids[len(self.newline) :] if segment.continues else ids
-                ids = np.concatenate([ids, self.eos]) if segment.ends else ids
-                yield Encoded(ids, len(segment.text.encode()), segment.ends, len(segment.text))
+    def _by_library(self, part: list[Segment]) -> _Found:
+        encodings = self.backend.encode_batch_fast(_texts(part), add_special_tokens=False)
+        return [np.array(e.ids, dtype=np.uint32) for e in encodings]
+
+    def _finish(self, part: list[Segment], found: _Found) -> Iterator[Encoded]:
+        for segment, ids in zip(part, found, strict=True):
+            ids = ids[len(self.newline) :] if segment.continues else ids
+            ids = np.concatenate([ids, self.eos]) if segment.ends else ids
+            yield Encoded(ids, len(segment.text.encode()), segment.ends, len(segment.text))
 
 
 def _texts(segments: list[Segment]) -> list[str]:
     return ["\n" + s.text if s.continues else s.text for s in segments]
 
 
-def _parts(batch: list[Segment], least: int) -> Iterator[list[Segment]]:
+def _parts(segments: Iterable[Segment], least: int) -> Iterator[list[Segment]]:
     """Of `least` characters or somewhat more."""
     part: list[Segment] = []
     size = 0
-    for segment in batch:
+    for segment in segments:
         part.append(segment)
         size += len(segment.text)
         if size >= least:

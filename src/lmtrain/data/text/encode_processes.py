@@ -26,7 +26,7 @@ class EncodeProcesses:
 
     def __init__(self, backend: Tokenizer) -> None:
         """backend: one that ByteBPE covers."""
-        self._settings = backend.to_str().encode()
+        self._backend = backend
         self._mine = threading.local()
         self._all: list[subprocess.Popen[bytes]] = []
 
@@ -59,7 +59,7 @@ class EncodeProcesses:
         if not hasattr(self._mine, "process"):
             self._mine.process = child.start(__name__)
             self._all.append(self._mine.process)
-            child.send(_open(self._mine.process.stdin), self._settings)
+            child.send(_open(self._mine.process.stdin), self._backend.to_str().encode())
         process: subprocess.Popen[bytes] = self._mine.process
         return process
 

@@ -19,6 +19,8 @@ from lmtrain.data.text import bin_identity, bins
 from lmtrain.data.text.bin_writer import dtype_for
 from lmtrain.errors import RunError, disk_full
 
+_LONGEST_LABEL = 200  # a file's name may have 255 bytes, and a lock's and a temporary folder's are longer
+
 
 @dataclass(frozen=True)
 class PreparedData:
@@ -45,7 +47,7 @@ class PreparedData:
 def folder_of(cfg: Data, label: str, key: dict[str, Any]) -> Path:
     """Where what has this key is kept, <cache_dir>/<label>-<hash>."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", label)
-    return Path(cfg.cache_dir).expanduser() / f"{name}-{key_hash(key)[:12]}"
+    return Path(cfg.cache_dir).expanduser() / f"{name[:_LONGEST_LABEL]}-{key_hash(key)[:12]}"
 
 
 def is_complete(folder: Path) -> bool:

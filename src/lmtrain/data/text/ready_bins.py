@@ -29,7 +29,7 @@ def open_ready(
     folder = Path(cfg.path).expanduser()
     train = bins.open_bins(folder, "train")
     if train.meta is not None:
-        if train.shards[0].mask is not None:
+        if any(shard.mask is not None for shard in train.shards):
             raise UserError(f"{folder} holds examples with a loss mask, and data=bins reads text: name bins of text")
         tokenizer = tokenizers.load_folder(folder / "tokenizer")
         known = (tokenizers.tokenizer_hash(tokenizer), tokenizers.plain_text_hash(tokenizer))

@@ -1,4 +1,4 @@
-"""A run's processes, as /proc shows them: its ranks, their loader workers, whatever they have started."""
+"""The processes that others have started, as /proc shows them: ranks, loader workers, what tokenizes text."""
 
 import time
 from dataclasses import dataclass
@@ -42,9 +42,14 @@ def below(pid: int) -> list[Process]:
     return found
 
 
+def started_by(parent: int, module: str) -> list[Process]:
+    """Those that run `python -m module` for it."""
+    return [p for p in below(parent) if p.parent == parent and f"-m {module} " in p.command]
+
+
 def ranks(parent: int) -> list[int]:
     """Process ids of a launcher's ranks, rank 0 first."""
-    found = [p for p in below(parent) if p.parent == parent and "lmtrain.run.launch" in p.command]
+    found = started_by(parent, "lmtrain.run.launch")
     return [p.pid for p in sorted(found, key=lambda p: int(_variable(p.pid, "RANK")))]
 
 

@@ -1,0 +1,266 @@
+"""What a config reads of the environment, `${oc.env:NAME}`: who may, and how it is kept out of what is written.
+
+A config's value is used by the run as it was resolved at the start; everything that is written, logged or shown has the
+text it was resolved from, so that a config.yaml holds no secret and reads the environment again when a run begins.
+
+A file from somebody else could send what it reads to a server of its choice. Only the command line (or Python), the
+files of conf/ and files that the user vouches for (`trust`) may read the environment. Imports no torch.
+"""
+
+import contextlib
+import os
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import Container, DictConfig, ListConfig, Node, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from omegaconf.resolvers import oc
+
+from lmtrain import secrets
+from lmtrain.config.folders import conf_dir
+from lmtrain.config.interpolations import escaped
+from lmtrain.config.parts import Part, file_of
+from lmtrain.config.quoting import mended, quoted
+from lmtrain.errors import UserError
+from lmtrain.terminal import visible
+
+OPEN = {"LMTRAIN_CACHE"}  # variables that conf/ itself reads: anyone may, and their values are written as any other
+
+_trusted: set[Path] = set()
+_told: set[Path] = set()
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A value of a config that comes from the environment, by whatever resolvers."""
+
+    text: str  # as it is written, to be resolved again
+    value: Any
+    names: tuple[str, ...]  # of the variables
+
+
+def trust(files: Iterable[Path | str]) -> None:
+    """These files, and no others, may read the environment from now on, as the command line may."""
+    _trusted.clear()
+    _trusted.update(Path(file).expanduser().resolve() for file in files)
+
+
+def flags() -> list[str]:
+    """For a process that lmtrain starts: the files that the user vouches for."""
+    return [word for file in sorted(_trusted) for word in ("--trust", str(file))]
+
+
+def is_trusted(file: Path) -> bool:
+    """Whether the user vouches for a file; lmtrain's own are trusted."""
+    resolved = file.resolve()
+    return resolved in _trusted or resolved.is_relative_to(conf_dir().resolve())
+
+
+def readings(tree: DictConfig) -> dict[str, Reading]:
+    """Dotted key (a place in a list is a number) to what it reads, of all values that the environment decides.
+
+    A value that can't be resolved, and would not have read anything, is left to who resolves the config.
+    """
+    found: dict[str, Reading] = {}
+    with _recording() as names:
+        for key, node in _interpolations(tree):
+            names.clear()
+            value = None
+            with contextlib.suppress(OmegaConfBaseException, ValueError):
+                value = resolved(node)
+            if set(names) - OPEN:
+                found[key] = Reading(str(node._value()), value, tuple(dict.fromkeys(names)))
+    return found
+
+
+@contextlib.contextmanager
+def _recording() -> Iterator[list[str]]:
+    """The names that `oc.env` is asked for within it."""
+    names: list[str] = []
+
+    def env(key: str, default: Any = oc._DEFAULT_MARKER_) -> str | None:
+        names.append(str(key))
+        return oc.env(key, default)
+
+    OmegaConf.register_new_resolver("oc.env", env, replace=True)
+    try:
+        yield names
+    finally:
+        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
+
+
+def _interpolations(node: Any, key: str = "") -> Iterator[tuple[str, Node]]:
+    """All values below `node` that are written with `${...}`."""
+    if isinstance(node, Node) and node._is_interpolation():
+        yield key, node
+    elif isinstance(node, Container) and not node._is_missing() and not node._is_none():
+        names: Any = node.keys() if isinstance(node, DictConfig) else range(len(node))  # type: ignore[arg-type]
+        for name in names:
+            yield from _interpolations(node._get_node(name), f"{key}.{name}" if key else str(name))
+
+
+def resolved(node: Node) -> Any:
+    """The value of a node, which may be an interpolation, as plain containers."""
+    found = node._dereference_node()
+    if isinstance(found, DictConfig | ListConfig):
+        return OmegaConf.to_container(found, resolve=True)
+    return found._value()
+
+
+def as_written(text: str) -> str:
+    """A text for config.yaml: it is read back as it is, and hidden values are read from the environment."""
+    if not secrets.names_in(text):
+        return escaped(text)
+    # A backslash before an interpolation would escape it, at the end it is no more than itself.
+    written = secrets.hide(text, lambda piece: re.sub(r"(\\+)$", r"\1\1", escaped(piece)))
+    return written.removesuffix("\\" * (len(text) - len(text.rstrip("\\"))))
+
+
+def note(tree: DictConfig) -> dict[str, Reading]:
+    """`readings`, whose variables are hidden from now on; but the names of folders are on the disk already."""
+    found = readings(tree)
+    for key, reading in found.items():
+        if not key.startswith(("run.", "run_dir", "sweep.", "evaluate.dir", "evaluate.name", "hydra.")):
+            for name in reading.names:
+                secrets.note_read(name)
+    return found
+
+
+def typed(found: Mapping[str, Reading], plain: Mapping[str, Any]) -> dict[str, Reading]:
+    """The readings of a config with the values that its types have made of them."""
+    values: dict[str, Any] = {}
+    _flatten("", dict(plain), values)
+    return {key: replace(reading, value=values.get(f".{key}", reading.value)) for key, reading in found.items()}
+
+
+def unresolved(tree: Any, kept: Mapping[str, Reading], show: Callable[[str], str], key: str = "") -> Any:
+    """A copy of plain containers with what was read as it is written, and `show` applied to every other text."""
+    if key in kept and kept[key].value == tree:
+        return kept[key].text
+    if isinstance(tree, dict):
+        return {k: unresolved(v, kept, show, f"{key}.{k}" if key else str(k)) for k, v in tree.items()}
+    if isinstance(tree, list):
+        return [unresolved(v, kept, show, f"{key}.{i}") for i, v in enumerate(tree)]
+    return show(tree) if isinstance(tree, str) else tree
+
+
+def written(key: str, value: Any, kept: Mapping[str, Reading]) -> Any:
+    """The value of a key as config.yaml has it."""
+    return unresolved(value, kept, as_written, key)
+
+
+def hashed(key: str, value: Any, kept: Mapping[str, Reading]) -> Any:
+    """The value of a key for a checkpoint: a text that the environment decides is told from others by its hash."""
+    reading = kept.get(key)
+    if reading is not None and isinstance(value, str) and value == reading.value:
+        return f"{reading.text} (sha256 {secrets.digest(value)})"
+    if isinstance(value, dict):
+        return {k: hashed(f"{key}.{k}", v, kept) for k, v in value.items()}
+    if isinstance(value, list):
+        return [hashed(f"{key}.{i}", v, kept) for i, v in enumerate(value)]
+    return secrets.hashed(value) if isinstance(value, str) else value
+
+
+def in_full(plain: Mapping[str, Any], kept: Mapping[str, Reading]) -> list[str]:
+    """A word on each value of a config that holds a secret of the environment, typed and not read from there."""
+    found: dict[str, Any] = {}
+    _flatten("", dict(plain), found)
+    return [
+        f"{key.lstrip('.')} holds the value of the environment variable {name}: files, pages and loggers get "
+        f"${{oc.env:{name}}} in its place; written so on the command line too, between single quotes, it stays out of "
+        f"the shell's history"
+        for key, value in found.items()
+        if isinstance(value, str) and key.lstrip(".") not in kept
+        for name in secrets.names_in(value)
+    ]
+
+
+def leaves(overrides: Sequence[str]) -> dict[str, Any]:
+    """Dotted key to value, unresolved, of what overrides set."""
+    found: dict[str, Any] = {}
+    for override in OverridesParser.create().parse_overrides([mended(o) for o in overrides]):
+        if not override.is_delete() and not override.is_sweep_override():
+            _flatten(override.key_or_group, override.value(), found)
+    return found
+
+
+def _flatten(key: str, value: Any, found: dict[str, Any]) -> None:
+    found[key] = value
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, inner in pairs:
+        _flatten(f"{key}.{name}", inner, found)
+
+
+def refuse(tree: DictConfig, overrides: Sequence[str], composed: Callable[[], Sequence[Part]]) -> None:
+    """Raises UserError where a file that nobody vouches for reads the environment.
+
+    Args:
+        tree: what the files and the overrides were composed to.
+        composed: the files, in order.
+    """
+    found = readings(tree)
+    typed = leaves(overrides) if found else {}
+    for key, reading in found.items():
+        if typed.get(key) == reading.text:
+            continue
+        file = file_of(key, reading.text, composed())
+        if file is None or not is_trusted(file):
+            raise UserError(_refusal(key, reading, str(file) if file is not None else "a file of --config-dir"))
+
+
+def refuse_words(tree: DictConfig, written: Sequence[str], typed: Sequence[str], file: Path) -> None:
+    """Raises UserError where overrides that stand in a file, as those of a pipeline do, read the environment."""
+    if is_trusted(file):
+        return
+    for key, reading in readings(tree).items():
+        if leaves(typed).get(key) != reading.text and leaves(written).get(key) == reading.text:
+            raise UserError(_refusal(key, reading, str(file)))
+
+
+def _refusal(key: str, reading: Reading, file: str) -> str:
+    word = reading.text if re.fullmatch(r"\$\{[\w.:]+\}", reading.text) else quoted(reading.text)
+    return (
+        f"{key}: {file} reads the environment there ({', '.join(reading.names)}, by {reading.text}), which a file may "
+        f"only do if you vouch for it, since it could send what it reads elsewhere: --trust {file} if it is yours, or "
+        f"type the key yourself: {shlex.quote(f'{key}={word}')}"
+    )
+
+
+def without_reading(tree: DictConfig, file: Path) -> DictConfig:
+    """A run's config.yaml; what would read the environment stays text where nobody vouches for the file."""
+    found = {} if is_trusted(file) else readings(tree)
+    if not found:
+        return tree
+    if file.resolve() not in _told and os.environ.get("RANK", "0") == "0":
+        _told.add(file.resolve())
+        pairs = ", ".join(f"{key}={reading.text}" for key, reading in found.items())
+        said = (
+            f"note: {file} asks for values of the environment ({pairs}), which a file may only if you vouch for it; "
+            f"they stay text. --trust {file} if it is yours"
+        )
+        print(visible(said), file=sys.stderr)
+    return as_text(tree)
+
+
+def as_text(tree: DictConfig) -> DictConfig:
+    """A config in which what would read the environment is text."""
+    plain, found = OmegaConf.to_container(tree, resolve=False), readings(tree)
+    made = OmegaConf.create(_with_text(plain, found))
+    assert isinstance(made, DictConfig)
+    return made
+
+
+def _with_text(tree: Any, found: Mapping[str, Reading], key: str = "") -> Any:
+    if key in found:
+        return escaped(tree)
+    if isinstance(tree, dict):
+        return {k: _with_text(v, found, f"{key}.{k}" if key else str(k)) for k, v in tree.items()}
+    if isinstance(tree, list):
+        return [_with_text(v, found, f"{key}.{i}") for i, v in enumerate(tree)]
+    return tree

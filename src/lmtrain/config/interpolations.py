@@ -1,0 +1,79 @@
+"""`${...}` in configs: resolved once, by few resolvers, into plain values that nothing resolves again. No torch."""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import GrammarParseError, OmegaConfBaseException
+from omegaconf.grammar_parser import parse
+
+from lmtrain.errors import UserError
+
+# Those that make a config of a text (oc.create, oc.decode) are not among them: what a config says stands in the config.
+RESOLVERS = ("oc.env", "oc.select", "oc.dict.keys", "oc.dict.values", "now")
+
+
+def resolved(tree: DictConfig) -> dict[str, Any]:
+    """The plain values of a config; `${` in them is text from now on.
+
+    Raises:
+        UserError: an interpolation that can't be read or resolved, or another resolver; the message names the key.
+    """
+    try:
+        plain = OmegaConf.to_container(tree, resolve=False)
+        for key, text in _texts(plain, ""):
+            _check(key, text)
+        found = OmegaConf.to_container(tree, resolve=True)
+    except OmegaConfBaseException as error:
+        at = getattr(error, "full_key", None)
+        said = str(error).strip().split("\n")[0]
+        raise UserError(f"{f'{at}: ' if at else ''}{said} (in the config)") from None
+    except RecursionError:
+        raise UserError("an interpolation of the config refers to itself") from None
+    assert isinstance(found, dict)
+    return found  # type: ignore[return-value]
+
+
+def escaped(value: Any) -> Any:
+    """A copy of plain values that resolves to them: each `${` is written as text."""
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", lambda found: 2 * found[1] + r"\${", value)
+    if isinstance(value, Mapping):
+        return {key: escaped(inner) for key, inner in value.items()}
+    return [escaped(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    """Key and text of all that may be interpolations."""
+    if isinstance(value, str):
+        if "${" in value:
+            yield key, value
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _texts(inner, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list):
+        for number, inner in enumerate(value):
+            yield from _texts(inner, f"{key}[{number}]")
+
+
+def _check(key: str, text: str) -> None:
+    try:
+        names = list(_resolvers(parse(text)))
+    except GrammarParseError as error:
+        said = str(error).strip().split("\n")[0]
+        raise UserError(f"{key}: {text!r} is no interpolation ({said}); for the text itself write \\${{") from None
+    wrong = next((name for name in names if name not in RESOLVERS), None)
+    if wrong is not None:
+        raise UserError(
+            f"{key}: ${{{wrong}:...}} can't be used in a config (the resolvers are {', '.join(RESOLVERS)}): write its "
+            f"value, or \\${{ for the text itself"
+        )
+
+
+def _resolvers(node: Any) -> Iterator[str]:
+    """The names of the resolvers in a parsed text, as they are written."""
+    if type(node).__name__ == "InterpolationResolverContext":
+        yield node.resolverName().getText()
+    for child in getattr(node, "children", None) or ():
+        yield from _resolvers(child)

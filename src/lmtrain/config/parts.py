@@ -1,0 +1,75 @@
+"""The files that a config is composed of: where they are looked for, and which section each fills. Imports no torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.types import RunMode
+
+from lmtrain.config import strangers
+from lmtrain.config.folders import conf_dir
+from lmtrain.errors import UserError
+
+
+@dataclass(frozen=True)
+class Part:
+    """A file of the composition and the section that it fills ('' is the root)."""
+
+    path: Path
+    package: str
+
+
+def folders_of(config_dir: str | None, config_name: str) -> tuple[list[Path], list[str]]:
+    """Where configs are looked for, first the root's folder; and the override that tells Hydra of the others.
+
+    A `config_dir` adds options to lmtrain's own; if it has a <config_name>.yaml, as a run's folder has, that is the
+    root.
+    """
+    if config_dir is not None and not Path(config_dir).is_dir():
+        raise UserError(f"--config-dir {config_dir}: no such folder")
+    if config_dir is not None:
+        strangers.check_folder(Path(config_dir), config_name)
+    folders = [conf_dir(), *([Path(config_dir).resolve()] if config_dir else [])]
+    if (folders[-1] / f"{config_name}.yaml").is_file():
+        folders.reverse()
+    return folders, [f"hydra.searchpath=[file://{folder}]" for folder in folders[1:]]
+
+
+def parts(overrides: Sequence[str], config_dir: str | None, config_name: str) -> list[Part]:
+    """The files that are composed, in order: of two that set a key, the later one wins."""
+    folders, search = folders_of(config_dir, config_name)
+    with initialize_config_dir(config_dir=str(folders[0]), version_base="1.3", job_name="lmtrain"):
+        loader = GlobalHydra.instance().config_loader()
+        found = loader.compute_defaults_list(config_name, [*search, *overrides], RunMode.RUN).defaults
+    composed = []
+    for default in found:
+        path = next((f for d in folders if (f := d / f"{default.config_path}.yaml").is_file()), None)
+        if path is not None:
+            package = "" if default.package in (None, "_global_") else str(default.package)
+            composed.append(Part(path, package.replace("_global_.", "")))
+    return composed
+
+
+def file_of(key: str, value: Any, composed: Sequence[Part]) -> Path | None:
+    """The file that gives a key (a place in a list is a number) its unresolved value; None where none says so."""
+    return next((part.path for part in reversed(composed) if _value_in(part, key) == value), None)
+
+
+def _value_in(part: Part, key: str) -> Any:
+    """What a file of the composition has for a key; None where it says nothing of it."""
+    if part.package and not key.startswith(f"{part.package}."):
+        return None
+    try:
+        node = yaml.safe_load(part.path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+    for name in key.removeprefix(f"{part.package}.").split(".") if part.package else key.split("."):
+        if isinstance(node, list) and name.isdigit() and int(name) < len(node):
+            node = node[int(name)]
+        else:
+            node = node.get(name) if isinstance(node, dict) else None
+    return node

@@ -1,0 +1,139 @@
+"""Where a config may have things written, and which addresses it may have opened. No torch.
+
+Things are written below the run's folder, the cache, and what the user typed. A file from somebody else (an experiment
+of --config-dir, a run's config.yaml, a pipeline) could otherwise have a run, an evaluation or a callback write over any
+file of the user's. It may name local data and datasets of the hub, but no address (`https://`, `s3://`, `file://`,
+`zip://a::https://`), which could be that of a server inside the user's network.
+"""
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from lmtrain.config.environment import is_trusted, leaves, resolved
+from lmtrain.config.parts import Part, file_of
+from lmtrain.errors import UserError
+
+_RUNS = ("run.dir", "run.root", "sweep.root")  # new folders are made there, and none that holds something else is taken
+_FILES = ("data.cache_dir", "evaluate.dir", "tune.dir", "inspect.html", "generate.out")
+_OBJECTS = ("callbacks.extra", "logger")  # what is built with arguments of its own
+_DATA = ("data.path", "data.val_path", "data.val_sets", "data.mixture", "data.source_options")  # what is read
+_NAMES_A_PLACE = re.compile(r"(dir|path|root|folder)s?$")  # of arguments: dirpath, save_dir, default_root_dir, ...
+_OUTSIDE = re.compile(r"^([/~]|file:)|(^|/)\.\.(/|$)")
+Asked = tuple[str, Any, str, Any]  # key, value, and the key whose unresolved value it comes from, with that
+
+
+def refuse(tree: DictConfig, overrides: Sequence[str], composed: Callable[[], Sequence[Part]], config_dir: str) -> None:
+    """Raises UserError where a file of `config_dir` that nobody vouches for says where to write, or has an address.
+
+    Args:
+        tree: what the files and the overrides were composed to.
+        composed: the files, in order.
+    """
+    typed = leaves(overrides)
+    for key, value, origin, written in asked(tree):
+        if typed.get(origin, ...) == written or not _elsewhere(key, value, Path(config_dir)):
+            continue
+        file = file_of(origin, written, composed())
+        if file is None or not is_trusted(file):
+            raise UserError(_refusal(key, value, str(file or config_dir)))
+
+
+def refuse_words(tree: DictConfig, words: Sequence[str], typed: Sequence[str], file: Path) -> None:
+    """Raises UserError where overrides that stand in a file, as those of a pipeline do, do so."""
+    if is_trusted(file):
+        return
+    ours, theirs = leaves(typed), leaves(words)
+    for key, value, origin, written in asked(tree):
+        in_file = theirs.get(origin, ...) == written and ours.get(origin, ...) != written
+        if in_file and _elsewhere(key, value, file.parent):
+            raise UserError(_refusal(key, value, str(file)))
+
+
+def refuse_space(words: Sequence[str], file: Path) -> None:
+    """Raises UserError where values that a file has for the trials of a sweep do so."""
+    values = (pair for word in words for pair in leaves([word]).items())  # several of a key
+    for key, value in values if not is_trusted(file) else ():
+        asks = key in (*_RUNS, *_FILES) or key.startswith((*_OBJECTS, *_DATA))
+        if asks and isinstance(value, str) and _elsewhere(key, value, file.parent):
+            raise UserError(_refusal(key, value, str(file)))
+
+
+def addresses(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Keys and values of a checked section `data` that are addresses."""
+    for key in _DATA:
+        for inner, value, *_ in _walk(key, None, data.get(key.removeprefix("data.")), ("", None)):
+            if "://" in value:
+                yield inner, value
+
+
+def refuse_addresses(data: Mapping[str, Any], file: Path) -> None:
+    """Raises UserError where this section of a run's config.yaml has addresses, and nobody vouches for the file."""
+    for key, value in addresses(data) if not is_trusted(file) else ():
+        raise UserError(_refusal(key, value, str(file)))
+
+
+def asked(tree: DictConfig) -> Iterator[Asked]:
+    """All values of a config that may name a place to write to, or an address to read."""
+    for key in (*_RUNS, *_FILES, *_OBJECTS, *_DATA):
+        section, _, name = key.rpartition(".")
+        node: Any = OmegaConf.select(tree, section) if section else tree
+        child = node._get_node(name) if OmegaConf.is_dict(node) and name in node else None
+        if child is not None:
+            plain = OmegaConf.is_config(child) and not child._is_interpolation()
+            raw = OmegaConf.to_container(child, resolve=False) if plain else child._value()
+            yield from _walk(key, raw, resolved(child))
+
+
+def _walk(key: str, raw: Any, value: Any, origin: tuple[str, Any] | None = None) -> Iterator[Asked]:
+    if origin is None and isinstance(raw, str):
+        origin = (key, raw)
+    if isinstance(value, dict | list):
+        for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _walk(f"{key}.{name}", raw[name] if origin is None else None, inner, origin)
+    elif isinstance(value, str):
+        yield (key, value, *(origin or (key, value)))
+
+
+def _elsewhere(key: str, value: str, own: Path) -> bool:
+    """Whether a value names a place that only the user may choose; `own` is the folder of the file that says so."""
+    name = key.rpartition(".")[2]
+    if key.startswith(_DATA):
+        return "://" in value
+    if key.startswith(_OBJECTS):
+        return name != "_target_" and bool(_NAMES_A_PLACE.search(name) or _OUTSIDE.search(value))
+    place = Path(os.path.normpath(Path(value).expanduser().absolute()))
+    if key == "data.cache_dir" and value in (os.environ.get("LMTRAIN_CACHE"), "~/.cache/lmtrain"):
+        return False
+    inside = place.is_relative_to(own.resolve()) or place.is_relative_to(own.absolute())
+    return not (inside or (key in _RUNS and place.is_relative_to(Path.cwd())))
+
+
+def _refusal(key: str, value: str, file: str) -> str:
+    if key.startswith(_DATA):
+        return (
+            f"{key}={value}: {file} has an address opened, which a file may only do if you vouch for it, since it "
+            f"could be one that only you can reach: type {'.'.join(key.split('.')[:2])} yourself, name a local copy, "
+            f"or --trust {file}"
+        )
+    return (
+        f"{key}={value}: {file} says where to write, which a file may only do below the run's own folder, unless you "
+        f"vouch for it: type {key.partition('.extra.')[0]} yourself, take the key out of the file, or --trust {file}"
+    )
+
+
+def outside(arguments: Any, roots: Sequence[Path], key: str = "") -> Iterator[tuple[str, Path]]:
+    """Names and values, in arguments of callbacks and loggers, of places that lie below none of `roots`."""
+    if isinstance(arguments, dict | list):
+        for name, inner in arguments.items() if isinstance(arguments, dict) else enumerate(arguments):
+            yield from outside(inner, roots, str(name))
+    elif isinstance(arguments, str | Path) and key != "_target_" and str(arguments):
+        text = str(arguments).removeprefix("file:")
+        if _OUTSIDE.search(text) or _NAMES_A_PLACE.search(key):
+            place = Path(text).expanduser().resolve()
+            if "://" not in text and not any(place.is_relative_to(root.resolve()) for root in roots):
+                yield key, place

@@ -1,0 +1,54 @@
+"""Pretrained weights, all of them: what a model's files lack, transformers draws at random and only logs."""
+
+from typing import Any
+
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from lmtrain.errors import UserError
+
+_MARKS = {"Linear4bit": "quant_state", "Linear8bitLt": "SCB"}  # of bitsandbytes: what its quantised weights have
+LAYERS = 10_000  # no model has more; each is made before weights are looked for, so a million of them take hours
+
+
+def checked(config: PretrainedConfig, where: str) -> PretrainedConfig:
+    """The config; UserError for one with more layers than any model has."""
+    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    if isinstance(layers, int) and layers > LAYERS:
+        raise UserError(f"{where}: {layers:,} layers are more than any model has ({LAYERS:,} at most)")
+    return config
+
+
+def from_pretrained(name: str, **options: Any) -> PreTrainedModel:
+    """`AutoModelForCausalLM.from_pretrained`.
+
+    Args:
+        name: a folder, or a name of the hub.
+        options: its other arguments. Of a quantised model not all weights are there by their names, so none is missed.
+
+    Raises:
+        UserError: the files lack weights of the model, or its config.json has layers without end.
+    """
+    if "config" not in options:
+        kept = {k: v for k, v in options.items() if k in ("revision", "trust_remote_code", "local_files_only")}
+        checked(AutoConfig.from_pretrained(name, **kept), f"{name}/config.json")
+    model, info = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **options)
+    missing = sorted(info["missing_keys"])
+    if missing and getattr(model.config, "quantization_config", None) is None:
+        raise UserError(
+            f"{name} lacks weights of the {type(model).__name__} that its config.json describes: {missing[0]} "
+            f"({len(missing)} in all), which would be random numbers; export or download it again"
+        )
+    assert isinstance(model, PreTrainedModel)
+    _check_quantised(model, name, options)
+    return model
+
+
+def _check_quantised(model: PreTrainedModel, name: str, options: dict[str, Any]) -> None:
+    """Raises UserError where config.json says that bitsandbytes has quantised the files' weights, and it hasn't."""
+    for layer, module in model.named_modules() if "quantization_config" not in options else ():
+        known = {cls.__name__ for cls in type(module).__mro__} & _MARKS.keys()
+        if known and getattr(module.weight, _MARKS[known.pop()], None) is None:
+            raise UserError(
+                f"{name}/config.json: by its quantization_config the weights are quantised, and those of {layer} are "
+                f"not: take quantization_config out, or download the model again"
+            )

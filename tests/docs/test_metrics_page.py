@@ -1,0 +1,39 @@
+"""docs/metrics.md is what `python docs/metrics.py` makes of the definitions, and the tests that it names exist."""
+
+import importlib.util
+import re
+from types import ModuleType
+
+import pytest
+
+from lmtrain.run import definitions
+from support import REPO
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("metrics_page", REPO / "docs" / "metrics.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_made_of_the_definitions(script: ModuleType) -> None:
+    assert script.PAGE.read_text(encoding="utf-8") == script.page(), "run: python docs/metrics.py"
+    assert "metrics.md" in (REPO / "mkdocs.yml").read_text()
+
+
+def test_each_objective_of_ours_has_definitions() -> None:
+    known = {file.stem for file in (REPO / "conf" / "objective").glob("*.yaml")} - {"custom"}
+    assert definitions.OBJECTIVES.keys() == known
+    assert all("loss" in table for table in definitions.OBJECTIVES.values())
+
+
+def test_the_tests_that_are_named_exist(script: ModuleType) -> None:
+    named = {test for _, _, definition in script.lines() for test in definition.compared.values()}
+    assert len(named) > 10
+    for test in named:
+        file, name = test.split("::")
+        assert re.search(rf"^def {name}\(", (REPO / file).read_text(), re.MULTILINE), test

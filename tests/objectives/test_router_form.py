@@ -1,0 +1,44 @@
+"""router.over_layers=auto: joint for a loaded mixture, and what it was when the run began where one is resumed."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+from inprocess import run
+from lmtrain.callbacks.metrics import without_times
+from support import rows
+from tiny_pretrained import SHORT, save_pretrained
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny mixture of experts whose load-balancing loss weighs much."""
+    folder = save_pretrained(tmp_path_factory.mktemp("mixture"))  # for its tokenizer
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=AutoModelForCausalLM.from_pretrained(folder).config.vocab_size, hidden_size=32, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=24, max_position_embeddings=64, router_aux_loss_coef=0.5, initializer_range=0.2,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def test_a_resumed_run_keeps_the_form_it_began_with(mixture: Path, corpus: Path, tmp_path: Path) -> None:
+    def trained(name: str, *argv: str) -> list[dict[str, Any]]:
+        fixed = [f"model.name_or_path={mixture}", f"data.path={corpus}", f"run.dir={tmp_path / name}"]
+        ended = run("train", *SHORT, *fixed, "export.enabled=false", "callbacks.samples.every_n_validations=0",
+                    "schedule=constant", "run.resume=auto", *argv)  # fmt: skip
+        assert ended.code == 0, ended.err
+        return [without_times(row) for row in rows(tmp_path / name / "metrics.jsonl")]
+
+    summed = ["router.over_layers=sum"]  # as all runs before there was a choice
+    whole = trained("whole", *summed)
+    trained("cut", *summed, "trainer.max_steps=2")
+    assert trained("cut") == whole
+    own = trained("own")
+    assert own == trained("joint", "router.over_layers=joint")
+    assert own[-1] != whole[-1]

@@ -1,0 +1,118 @@
+"""A secret of the environment is in no byte that lmtrain writes or prints, however it came into the config."""
+
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import yaml
+
+from inprocess import TWO_STEPS, Ended, run
+from lmtrain.config import compose as rules
+from lmtrain.config import environment
+from support import TINY, Run
+
+CANARY = "c4n4ry-hunter2-c4n4ry"
+WITH_ALL = [*TINY, *TWO_STEPS, "logger=many", "~logger.wandb"]
+
+
+class _Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server(corpus: Path) -> Iterator[str]:
+    """The address of a server of the corpus, which takes any `?key=`."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(corpus))) as http:
+        threading.Thread(target=http.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{http.server_port}/{next(corpus.glob('*.txt')).name}"
+        http.shutdown()
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that is the working folder and holds the cache; the canary is in the environment."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LMTRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("BOOK_ACCESS", CANARY)
+    return tmp_path
+
+
+def holders(folder: Path) -> list[str]:
+    """Files below a folder that hold the canary, or are named by it."""
+    found = [p for p in folder.rglob("*") if p.is_file() and not p.is_symlink()]
+    return [str(p.relative_to(folder)) for p in found if CANARY in p.name or CANARY.encode() in p.read_bytes()]
+
+
+def no_leak(folder: Path, *ended: Ended) -> None:
+    assert holders(folder) == []
+    for one in ended:
+        assert CANARY not in one.out
+        assert CANARY not in one.err
+
+
+def test_what_a_config_reads_of_the_environment_is_used_and_not_written(server: str, place: Path) -> None:
+    path = f"data.path='{server}?key=${{oc.env:BOOK_ACCESS}}'"
+    words = [*TINY, *TWO_STEPS, "data=text", path, "logger=[csv,tensorboard]", "run.name=one"]
+    shown = [run("train", *words, "--cfg"), run("explain", "data.path", path, "data=text")]
+    trained = run("train", *words)
+    assert trained.code == 0, trained.err
+    again = run("train", *words, "trainer.max_steps=3")
+    assert again.code == 0
+    assert "changed since this run's last start: trainer.max_steps 2 -> 3" in again.out
+    assert "data.path" not in again.out.partition("changed since")[2].partition("\n")[0]
+    folder = place / "outputs" / "one"
+    assert (
+        yaml.safe_load((folder / "config.yaml").read_text())["data"]["path"] == f"{server}?key=${{oc.env:BOOK_ACCESS}}"
+    )
+    after = [
+        run("export", f"run_dir={folder}"),
+        run("report", f"run_dir={folder}"),
+        run("evaluate", f"run_dir={folder}", "data=text", path, "evaluate.limit=1"),
+        run("inspect", "data=text", path, *TINY),
+        run("estimate", *words[:-1]),
+    ]
+    assert [one.code for one in after] == [0] * len(after), [one.err for one in after]
+    no_leak(place, trained, again, *shown, *after)
+    assert "oc.env:BOOK_ACCESS" in (folder / "report.html").read_text()
+    assert "oc.env:BOOK_ACCESS" in (folder / "csv" / "hparams.yaml").read_text()
+
+
+def test_a_secret_typed_in_full_is_written_as_a_reference(
+    server: str, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BOOK_TOKEN", CANARY)
+    monkeypatch.delenv("BOOK_ACCESS")
+    words = [*TINY, *TWO_STEPS, "data=text", f"data.path={server}?key={CANARY}", "logger=[csv,tensorboard]"]
+    trained = run("train", *words, "run.dir=one")
+    assert trained.code == 0, trained.err
+    no_leak(place, trained)
+    plan = " ".join((place / "one" / "plan.txt").read_text().split())
+    assert "data.path holds the value of the environment variable BOOK_TOKEN" in plan
+    assert rules.read(place / "one" / "config.yaml")["data"]["path"] == f"{server}?key=${{oc.env:BOOK_TOKEN}}"
+    # Enough to run it again, where the user vouches for the file.
+    monkeypatch.setattr(environment, "_trusted", {(place / "one" / "config.yaml").resolve()})
+    again = run("train", "--config-dir", "one", "run.dir=two")
+    assert again.code == 0, again.err
+    no_leak(place, trained, again)
+    assert (place / "two" / "metrics.jsonl").read_text().count("train/loss") == 2
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_ranks_and_wandb_keep_secrets_too(server: str, place: Path, lmtrain: Run) -> None:
+    words = [*TINY, *TWO_STEPS, "data=text", f"data.path='{server}?key=${{oc.env:BOOK_ACCESS}}'", "run.dir=one"]
+    typed = f"data.val_path={server}?key={CANARY}"
+    loggers = ["logger=wandb", "logger.wandb.mode=offline", typed]
+    ranks = ["trainer.accelerator=cpu", "trainer.devices=2", "data.global_batch_size=4"]
+    environ = {"BOOK_ACCESS": CANARY, "BOOK_TOKEN": CANARY, "LMTRAIN_CACHE": str(place / "cache")}
+    done = lmtrain("train", *words, *loggers, *ranks, env=environ, timeout=900)
+    assert done.returncode == 0, done.stderr
+    assert CANARY not in done.stdout + done.stderr
+    assert holders(place) == []
+    (file,) = (place / "one" / "wandb").glob("offline-run*/*.wandb")
+    assert b"oc.env:BOOK_ACCESS" in file.read_bytes()
+    assert b"oc.env:BOOK_" in next(file.parent.glob("files/wandb-metadata.json")).read_bytes()
