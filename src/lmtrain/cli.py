@@ -89,6 +89,7 @@ def run(verb: str, action: Callable[["Config"], int], argv: list[str] | None = N
             return _complete(args.shell_completion)
         if args.cfg:
             _drop_job(args.overrides)
+        terminal.status.say("reading the config")
         from lmtrain.config import environment
 
         environment.trust(args.trust)
@@ -96,7 +97,6 @@ def run(verb: str, action: Callable[["Config"], int], argv: list[str] | None = N
             return _show_info(args)
         if any(word.startswith("pipeline=") for word in args.overrides):
             raise UserError(f"pipelines are run by `lmtrain pipeline`, and `lmtrain {verb}` is one stage: leave it out")
-        terminal.status.say("reading the config")
         if args.multirun:
             return _sweep(verb, args)
         from lmtrain.config import compose as config
@@ -151,6 +151,7 @@ def _drop_job(overrides: list[str]) -> None:
 
 def _show_info(args: argparse.Namespace) -> int:
     """Hydra's --info [defaults, searchpath, ...]."""
+    terminal.status.stop()
     from lmtrain.config import hydra_info
 
     asked = [word for word in args.overrides if word in hydra_info.INFO]

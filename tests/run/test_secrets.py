@@ -11,7 +11,6 @@ import yaml
 
 from inprocess import TWO_STEPS, Ended, run
 from lmtrain.config import compose as rules
-from lmtrain.config import environment
 from support import TINY, Run
 
 CANARY = "c4n4ry-hunter2-c4n4ry"
@@ -94,8 +93,7 @@ def test_a_secret_typed_in_full_is_written_as_a_reference(
     assert "data.path holds the value of the environment variable BOOK_TOKEN" in plan
     assert rules.read(place / "one" / "config.yaml")["data"]["path"] == f"{server}?key=${{oc.env:BOOK_TOKEN}}"
     # Enough to run it again, where the user vouches for the file.
-    monkeypatch.setattr(environment, "_trusted", {(place / "one" / "config.yaml").resolve()})
-    again = run("train", "--config-dir", "one", "run.dir=two")
+    again = run("train", "--config-dir", "one", "--trust", "one/config.yaml", "run.dir=two")
     assert again.code == 0, again.err
     no_leak(place, trained, again)
     assert (place / "two" / "metrics.jsonl").read_text().count("train/loss") == 2
