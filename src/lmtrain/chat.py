@@ -9,7 +9,7 @@ from lmtrain.config.schema import Config
 from lmtrain.errors import UserError
 
 if TYPE_CHECKING:
-    from lmtrain.outputs.conversation import Talk
+    from lmtrain.generation.conversation import Talk
 
 HELP = """/reset           begin anew
 /system [TEXT]   set the system turn (without text: none) and begin anew
@@ -19,9 +19,9 @@ HELP = """/reset           begin anew
 
 def chat(config: Config) -> int:
     """Reads lines until the end of input and answers each; lines that begin with / are commands."""
-    from lmtrain.outputs.conversation import Talk
-    from lmtrain.run import subject, trained
+    from lmtrain.generation.conversation import Talk
     from lmtrain.run.quiet import quiet_libraries
+    from lmtrain.run_folder import subject, trained
 
     quiet_libraries()
     if config.run_dir is None:

@@ -12,7 +12,7 @@ def diagnose(folder: Path) -> int:
     from rich.table import Table
     from rich.text import Text
 
-    from lmtrain.run import machine
+    from lmtrain.reports import machine
 
     console, missing = terminal.console(), 0
     for finding in machine.findings(folder):

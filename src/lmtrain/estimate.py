@@ -7,7 +7,7 @@ from lmtrain import cli, errors, terminal
 from lmtrain.config.schema import Config
 
 if TYPE_CHECKING:
-    from lmtrain.run.estimation import Device
+    from lmtrain.planning.estimation import Device
 
 
 def estimate(config: Config) -> int:
@@ -15,7 +15,7 @@ def estimate(config: Config) -> int:
     from rich.table import Table
 
     from lmtrain.config.batch import split_over
-    from lmtrain.run import estimation
+    from lmtrain.planning import estimation
     from lmtrain.run.plan import gib
     from lmtrain.run.quiet import quiet_libraries
 
@@ -55,7 +55,7 @@ def rows(model: Any, config: Config, device: "Device") -> list[tuple[str, str]]:
     """(what, in words) of everything that does not depend on the strategy."""
     from lmtrain.config.growth import step_sizes
     from lmtrain.models import flops
-    from lmtrain.run import estimation
+    from lmtrain.planning import estimation
     from lmtrain.run.plan import gib, si
 
     c, t = config, config.trainer

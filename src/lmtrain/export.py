@@ -18,12 +18,12 @@ def export(config: Config) -> int:
     from lmtrain.config import compose as rules
     from lmtrain.config import trust
     from lmtrain.data.chat.templates import end_ids, own_template
-    from lmtrain.outputs import hub_upload
-    from lmtrain.outputs.hf_folder import check_memory, export_model
+    from lmtrain.exports import hub_upload
+    from lmtrain.exports.hf_folder import check_memory, export_model
     from lmtrain.run import summary as report
-    from lmtrain.run import trained
-    from lmtrain.run.folder import RunDir
     from lmtrain.run.quiet import quiet_libraries
+    from lmtrain.run_folder import trained
+    from lmtrain.run_folder.folder import RunDir
 
     quiet_libraries()
     hub_upload.check(config.export)

@@ -14,9 +14,9 @@ def generate(config: Config) -> int:
     terminal.status.say("loading torch, transformers and the model")
     from lmtrain.config.effect import typed_keys
     from lmtrain.distributed.ranks import typed
-    from lmtrain.outputs.generation import positions, sample_text
-    from lmtrain.run import subject, trained
+    from lmtrain.generation.sampling import positions, sample_text
     from lmtrain.run.quiet import quiet_libraries
+    from lmtrain.run_folder import subject, trained
 
     quiet_libraries()
     if config.run_dir is None:
@@ -52,8 +52,8 @@ def generate(config: Config) -> int:
 
 def many(model: Any, tokenizer: Any, config: Config) -> int:
     """Answers of generate.prompts_file in batches: {"prompt", "sample", "text"}, a line each, in order."""
-    from lmtrain.outputs.generation import sample_texts
-    from lmtrain.outputs.prompt_file import Answers, read_prompts
+    from lmtrain.generation.prompt_file import Answers, read_prompts
+    from lmtrain.generation.sampling import sample_texts
 
     g, answers = config.generate, Answers(config.generate.out, config.generate.batch_size)
     asked = [(prompt, i) for prompt in read_prompts(str(g.prompts_file)) for i in range(g.num_samples)]

@@ -11,7 +11,7 @@ from lmtrain.errors import UserError
 def inspect(config: Config) -> int:
     """Prints what became of the rows, how long they are, and some of them token by token; writes inspect.html."""
     terminal.status.say("loading torch and transformers")
-    from lmtrain.outputs import inspect_page, inspection
+    from lmtrain.reports import inspect_page, inspection
     from lmtrain.run.quiet import quiet_libraries
 
     quiet_libraries()
@@ -29,8 +29,8 @@ def inspect(config: Config) -> int:
 
 def _show_chapters(config: Config, text: str) -> int:
     """Prints which chapters of its memory the model of run_dir reads."""
-    from lmtrain.outputs import chapters
-    from lmtrain.run import trained
+    from lmtrain.reports import chapters
+    from lmtrain.run_folder import trained
 
     if config.run_dir is None:
         raise UserError("inspect.text: which model? set run_dir to a run or an export with a memory")

@@ -10,9 +10,9 @@ from lmtrain.errors import UserError
 
 def report(folders: list[Path], out: Path | None) -> int:
     """Writes <run>/report.html, or report.html where several are compared."""
-    from lmtrain.run import listing
-    from lmtrain.run import report as pages
-    from lmtrain.run.folder import RunDir
+    from lmtrain.reports import listing
+    from lmtrain.reports import report as pages
+    from lmtrain.run_folder.folder import RunDir
 
     runs: list[RunDir] = []
     for folder in folders:

@@ -14,7 +14,7 @@ def show(folder: Path) -> int:
     from rich import box
     from rich.table import Table
 
-    from lmtrain.run import listing
+    from lmtrain.reports import listing
 
     found = listing.runs_under(folder)
     if not found:

@@ -14,14 +14,14 @@ from lmtrain.errors import UserError
 from lmtrain.files import temporary_beside
 
 if TYPE_CHECKING:
-    from lmtrain.run.tuning import Found
+    from lmtrain.planning.tuning import Found
 
 
 def tune(config: Config) -> int:
     """Looks for both in trials of their own, prints the overrides to type, and with tune.apply trains with them."""
-    from lmtrain.run import folder as run_dir
-    from lmtrain.run import tuning
+    from lmtrain.planning import tuning
     from lmtrain.run.provenance import command
+    from lmtrain.run_folder import folder as run_dir
 
     if ranks.started_by() is not None or config.trainer.num_nodes > 1:
         raise UserError("lmtrain.tune starts the ranks of one node itself: start it without torchrun and srun")
@@ -51,7 +51,7 @@ def tune(config: Config) -> int:
 def look(config: Config) -> "Found":
     """What is found in trials, whose folder is removed."""
     from lmtrain.distributed import devices
-    from lmtrain.run import tuning
+    from lmtrain.planning import tuning
 
     root = Path(config.run.root).expanduser().absolute()
     try:

@@ -55,7 +55,7 @@ from lmtrain.models.language_model import LanguageModel
 from lmtrain.objectives import with_reference
 from lmtrain.objectives.reference import Precomputed
 from lmtrain.run import build
-from lmtrain.run.folder import RunDir
+from lmtrain.run_folder.folder import RunDir
 
 aten = torch.ops.aten
 STEPS = 3  # rows are logged at steps 1 and 3: nothing may wait in step 2

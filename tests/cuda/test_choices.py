@@ -17,7 +17,7 @@ from lmtrain.distributed import devices
 from lmtrain.errors import UserError
 from lmtrain.models.language_model import auto_chunk_bytes
 from lmtrain.run import advice as notes
-from lmtrain.run import subject
+from lmtrain.run_folder import subject
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from lmtrain.data import order
 from lmtrain.data.build_corpus import build_corpus
 from lmtrain.data.modules import StepDataset
 from lmtrain.errors import UserError
-from lmtrain.run.trial import config_of
+from lmtrain.planning.trial import config_of
 from support import TINY, rows
 
 SEQ_LEN, ROWS = 32, 6  # of TINY

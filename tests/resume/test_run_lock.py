@@ -12,8 +12,8 @@ from runs import assert_equal_runs, command, environment, train_here
 from test_preemption import LONG, start, wait_for_step
 
 from lmtrain.errors import RunError
-from lmtrain.run import lock as run_lock
-from lmtrain.run.folder import RunDir
+from lmtrain.run_folder import lock as run_lock
+from lmtrain.run_folder.folder import RunDir
 from support import lingers
 
 

@@ -9,8 +9,8 @@ from inprocess import train_tiny
 from lmtrain.config.compose import check, compose
 from lmtrain.errors import UserError
 from lmtrain.files import write_atomic
-from lmtrain.run import links
-from lmtrain.run.folder import open_run
+from lmtrain.run_folder import links
+from lmtrain.run_folder.folder import open_run
 from lmtrain.sweeps.processes import locked
 
 

@@ -12,10 +12,10 @@ from tiny import tiny, write
 from lmtrain.adapters.finetune import build_trainable_model
 from lmtrain.data import tokenizers
 from lmtrain.distributed import devices
-from lmtrain.run import estimation
-from lmtrain.run import folder as run_dir
-from lmtrain.run.folder import RunDir
+from lmtrain.planning import estimation
 from lmtrain.run.plan import gib
+from lmtrain.run_folder import folder as run_dir
+from lmtrain.run_folder.folder import RunDir
 from lmtrain.stages import costs, definition, plan, words
 
 BIG = ["model.hidden_size=512", "model.num_attention_heads=8"]

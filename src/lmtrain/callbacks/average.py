@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from lmtrain.config.schema import Ema
-from lmtrain.errors import UserError
 
 
 class WeightAverage(pl.Callback):
@@ -91,21 +90,3 @@ def _set(module: nn.Module, values: dict[str, Tensor]) -> None:
     parameters = dict(module.named_parameters()) if values else {}
     for name, value in values.items():
         parameters[name].copy_(value)
-
-
-def set_average(model: nn.Module, trainer_state: dict[str, Any], prefix: str) -> bool:
-    """Gives `model` the average that a checkpoint's trainer.pt holds; False where it holds none.
-
-    Args:
-        prefix: what the names of its parameters have in a checkpoint besides.
-
-    Raises:
-        UserError: the average is of other parameters.
-    """
-    state = trainer_state["callbacks"].get(WeightAverage.__name__, {})
-    average = {name.removeprefix(prefix): value for name, value in state.get("average", {}).items()}
-    unknown = average.keys() - dict(model.named_parameters()).keys()
-    if unknown:
-        raise UserError(f"the checkpoint's average has parameters that the model lacks: {sorted(unknown)[0]}")
-    _set(model, average)
-    return bool(average)

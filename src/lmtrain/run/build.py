@@ -41,6 +41,8 @@ from lmtrain.distributed import devices, ranks
 from lmtrain.distributed import process_group as world
 from lmtrain.distributed.stop_request import StopRequest
 from lmtrain.errors import UserError
+from lmtrain.generation.prompts import prompts_of
+from lmtrain.generation.text_metrics import TextMetrics
 from lmtrain.models import flops, fp8
 from lmtrain.models.blocks import enable_activation_checkpointing
 from lmtrain.models.compiling import compile_model
@@ -49,13 +51,11 @@ from lmtrain.objectives.base import Objective
 from lmtrain.objectives.guard import StepGuard
 from lmtrain.optim.optimizers import build_optimizer
 from lmtrain.optim.schedules import build_schedule
-from lmtrain.outputs.prompts import prompts_of
-from lmtrain.outputs.text_metrics import TextMetrics
 from lmtrain.run.build_callbacks import build_callbacks, build_feed, check_monitors
 from lmtrain.run.difficulty import order_rows
-from lmtrain.run.folder import RunDir
 from lmtrain.run.loggers import build_loggers
 from lmtrain.run.quiet import quiet_libraries
+from lmtrain.run_folder.folder import RunDir
 from lmtrain.strategies import lightning_private, loading
 from lmtrain.strategies.choose import build_strategy
 from lmtrain.strategies.precision import for_lightning

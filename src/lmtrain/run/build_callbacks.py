@@ -29,7 +29,7 @@ from lmtrain.distributed import process_group as world
 from lmtrain.distributed.stop_request import StopRequest
 from lmtrain.errors import UserError
 from lmtrain.objectives.base import Objective
-from lmtrain.run.folder import RunDir
+from lmtrain.run_folder.folder import RunDir
 
 # Seconds: a minute less than torch's process groups wait for a rank, for the pauses between attempts to read.
 _PATIENCE_OF_GLOO, _PATIENCE_OF_NCCL = 29 * 60, 9 * 60

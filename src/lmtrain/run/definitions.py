@@ -7,10 +7,10 @@ import yaml
 from lmtrain.callbacks import metrics, routing, step_numbers, system
 from lmtrain.config.folders import conf_dir
 from lmtrain.config.targets import find_class
+from lmtrain.generation import text_metrics
 from lmtrain.objectives.base import Objective
 from lmtrain.objectives.parts import Definition
 from lmtrain.objectives.routing import ROUTERS
-from lmtrain.outputs import text_metrics
 from lmtrain.run.summary import SUMMARY
 
 Table = Mapping[str, Definition]

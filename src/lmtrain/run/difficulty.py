@@ -26,11 +26,11 @@ from lmtrain.data.text.windows import IGNORE
 from lmtrain.data.tokenizers import tokenizer_hash, vocab_size
 from lmtrain.distributed import process_group as world
 from lmtrain.errors import UserError
+from lmtrain.generation.sampling import positions
 from lmtrain.models.denoising import refuse_denoising
 from lmtrain.models.language_model import LanguageModel
 from lmtrain.objectives.reference import weights_hash
-from lmtrain.outputs.generation import positions
-from lmtrain.run import subject, trained
+from lmtrain.run_folder import subject, trained
 
 # Raised when the same rows come to have other scores, so that those kept before are not used any more.
 SCORES_VERSION = 1

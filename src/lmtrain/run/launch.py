@@ -13,7 +13,7 @@ from lmtrain import errors
 from lmtrain.config.schema import Config
 from lmtrain.distributed.ranks import leave_after, was_restarted
 from lmtrain.run import elastic
-from lmtrain.run.folder import RunDir
+from lmtrain.run_folder.folder import RunDir
 
 
 def launch(run: RunDir, config: Config, processes: int) -> int:

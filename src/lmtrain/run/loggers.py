@@ -21,8 +21,8 @@ from lmtrain.distributed import process_group as world
 from lmtrain.errors import RunError, UserError, disk_full, first_line, reason
 from lmtrain.files import read_jsonl, write_atomic
 from lmtrain.run import wandb_history
-from lmtrain.run.cut_back import of_validation, readable_rows
-from lmtrain.run.folder import RunDir
+from lmtrain.run_folder.cut_back import of_validation, readable_rows
+from lmtrain.run_folder.folder import RunDir
 from lmtrain.strategies import lightning_private
 
 

@@ -22,8 +22,8 @@ from lmtrain.files import write_atomic
 from lmtrain.models import flops, fp8
 from lmtrain.models.blocks import decoder_blocks
 from lmtrain.optim.groups import table_rows
-from lmtrain.outputs.inspection import row_mask
-from lmtrain.outputs.token_view import has_colour, legend, marked, pieces, visible
+from lmtrain.reports.inspection import row_mask
+from lmtrain.reports.token_view import has_colour, legend, marked, pieces, visible
 from lmtrain.run import advice, plan_time
 from lmtrain.secrets import shown
 

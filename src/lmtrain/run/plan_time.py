@@ -4,14 +4,14 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import PreTrainedModel
 
 from lmtrain.config.precision import FP8
 from lmtrain.config.schema import Config
 from lmtrain.errors import UserError
 from lmtrain.models import flops
-from lmtrain.run import estimation
-from lmtrain.run.folder import RunDir
+from lmtrain.run_folder.folder import RunDir
 
 if TYPE_CHECKING:
     from lmtrain.run.build import Run
@@ -54,7 +54,7 @@ def words(run: "Run", tokens: float, flops_per_token: float) -> str:
 
 def hoped_for(config: Config, world_size: int, flops_per_token: float) -> float | None:
     """Tokens/s, were estimate.mfu of the GPUs' peak reached; None on a CPU and on GPUs whose peak isn't known."""
-    peak = None if config.trainer.accelerator != "cuda" else estimation.device_of(config).peak
+    peak = flops.peak_flops(torch.device(config.trainer.accelerator), "bf16-mixed")
     return None if peak is None else config.estimate.mfu * peak * world_size / flops_per_token
 
 

@@ -20,12 +20,13 @@ from lmtrain.config.schema import Config
 from lmtrain.distributed import devices
 from lmtrain.distributed import process_group as world
 from lmtrain.errors import RunError
+from lmtrain.exports import hf_folder, hub_upload
 from lmtrain.objectives.routing import hold_to
-from lmtrain.outputs import hf_folder, hub_upload
-from lmtrain.run import build, build_callbacks, failures, links, lock, loggers, plan, resume, summary
-from lmtrain.run import folder as run_dir
+from lmtrain.run import build, build_callbacks, failures, loggers, plan, resume, summary
 from lmtrain.run.build import Run
-from lmtrain.run.folder import RunDir
+from lmtrain.run_folder import folder as run_dir
+from lmtrain.run_folder import links, lock
+from lmtrain.run_folder.folder import RunDir
 
 
 class Session:

@@ -15,8 +15,8 @@ from lmtrain.config.schema import Config
 from lmtrain.distributed import ranks
 from lmtrain.distributed.ranks import Layout
 from lmtrain.errors import UserError
-from lmtrain.run import folder as run_dir
-from lmtrain.run.folder import RunDir
+from lmtrain.run_folder import folder as run_dir
+from lmtrain.run_folder.folder import RunDir
 from lmtrain.terminal import status
 
 

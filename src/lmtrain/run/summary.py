@@ -21,13 +21,13 @@ from lmtrain.config.effect import TRIAL
 from lmtrain.config.precision import FP8
 from lmtrain.distributed.ranks import typed
 from lmtrain.errors import RunError, UserError
+from lmtrain.exports import model_card
 from lmtrain.models import fp8
 from lmtrain.objectives.parts import RECOMPUTED, Definition
-from lmtrain.outputs import model_card
-from lmtrain.run import report
-from lmtrain.run.folder import asked
+from lmtrain.reports import report
 from lmtrain.run.plan_time import speed_of
 from lmtrain.run.provenance import command, longer, provenance
+from lmtrain.run_folder.folder import asked
 
 if TYPE_CHECKING:
     from lmtrain.run.build import Run
@@ -114,8 +114,8 @@ def export(run: "Run") -> list[Path]:
     """Writes <run>/export and, where there is an adapter to merge (export.merge), <run>/export_merged."""
     from lmtrain.adapters.memory_adapter import reads_memory
     from lmtrain.adapters.trainable import adapter_of
-    from lmtrain.outputs.hf_folder import export_model
-    from lmtrain.run.trained import from_run
+    from lmtrain.exports.hf_folder import export_model
+    from lmtrain.run_folder.trained import from_run
     from lmtrain.strategies import sharding
 
     rows, cfg = run.corpus.val or run.corpus.train, run.config.export

@@ -21,7 +21,7 @@ from lmtrain.config.growth import step_sizes
 from lmtrain.config.schema import Config
 from lmtrain.errors import first_line
 from lmtrain.files import read_regular
-from lmtrain.run.folder import RunDir
+from lmtrain.run_folder.folder import RunDir
 from lmtrain.stages.checks import lineage
 from lmtrain.stages.plan import Plan, PlannedStage
 
@@ -72,7 +72,7 @@ def _costs(work: list[tuple[str, Config, Path]]) -> dict[str, Cost]:
 
 def _cost(config: Config, run: Path) -> Cost:
     from lmtrain.distributed import devices
-    from lmtrain.run import estimation
+    from lmtrain.planning import estimation
     from lmtrain.run.plan import gib
 
     try:

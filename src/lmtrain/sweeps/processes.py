@@ -16,7 +16,7 @@ from lmtrain import errors
 from lmtrain.config.effect import TRIAL
 from lmtrain.distributed.parent_death import end_with_parent
 from lmtrain.errors import UserError
-from lmtrain.run import links
+from lmtrain.run_folder import links
 from lmtrain.sweeps.trials import without_ranks
 
 POLL_SECONDS = 0.1
