@@ -155,10 +155,10 @@ def test_an_answer_ends_with_its_turn() -> None:
     """A model that can only say one token: generation stops at it if it ends a turn, and only then."""
     from transformers import AutoModelForCausalLM, GPT2Config
 
-    from lmtrain.config.schema import Tokenizer
+    from lmtrain.config.schema import TokenizerConfig
     from lmtrain.data import tokenizers
 
-    cfg = Tokenizer(kind="bytes")
+    cfg = TokenizerConfig(kind="bytes")
     tokenizer: Any = tokenizers.load_or_train(cfg, tokenizers.identity(cfg), lambda _: iter(()))
     model = AutoModelForCausalLM.from_config(GPT2Config(vocab_size=257, n_embd=8, n_layer=1, n_head=1, n_positions=32))
     with torch.no_grad():

@@ -13,7 +13,7 @@ from rich.console import Console
 from chats import conversation, pair, write_chats
 from inprocess import Ended, message, run
 from lmtrain.config.compose import check, compose
-from lmtrain.config.schema import Tokenizer
+from lmtrain.config.schema import TokenizerConfig
 from lmtrain.data import tokenizers
 from lmtrain.reports.inspection import look
 from lmtrain.reports.token_view import marked, pieces, visible
@@ -29,7 +29,7 @@ def inspect(path: Path, *argv: str) -> Ended:
 
 
 def byte_tokenizer() -> object:
-    cfg = Tokenizer(kind="bytes")
+    cfg = TokenizerConfig(kind="bytes")
     return tokenizers.load_or_train(cfg, tokenizers.identity(cfg), lambda _: iter(()))
 
 

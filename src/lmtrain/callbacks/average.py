@@ -14,13 +14,13 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from lmtrain.config.schema import Ema
+from lmtrain.config.schema import EmaConfig
 
 
 class WeightAverage(pl.Callback):
     """Averages the trained parameters, in fp32 or wider, on their device. Every rank keeps the same average."""
 
-    def __init__(self, cfg: Ema) -> None:
+    def __init__(self, cfg: EmaConfig) -> None:
         self.cfg = cfg
         self._mix: Any = get_ema_multi_avg_fn(cfg.decay)
         self._average: dict[str, Tensor] = {}  # by parameter name; empty until the first update

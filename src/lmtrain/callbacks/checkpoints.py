@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lmtrain.callbacks.metrics import Metrics
 from lmtrain.checkpoints import retention, store
 from lmtrain.checkpoints.checkpoint_io import FolderCheckpointIO
-from lmtrain.config.schema import Checkpoint as CheckpointConfig
+from lmtrain.config.schema import CheckpointConfig
 from lmtrain.data.tokenizer_folder import file_hashes
 from lmtrain.errors import RunError
 

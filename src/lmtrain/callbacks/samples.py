@@ -11,7 +11,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from lmtrain.callbacks.records import Joined
-from lmtrain.config.schema import Samples as SamplesConfig
+from lmtrain.config.schema import SamplesConfig
 from lmtrain.distributed import process_group as world
 from lmtrain.generation.prompts import Prompt
 from lmtrain.generation.sampling import sample_text

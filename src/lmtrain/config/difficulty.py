@@ -2,7 +2,7 @@
 
 from lmtrain.config.growth import step_sizes
 from lmtrain.config.schema import Config
-from lmtrain.config.schema_data import Data
+from lmtrain.config.schema_data import DataConfig
 from lmtrain.errors import UserError
 
 DIFFICULTY = "difficulty"
@@ -45,7 +45,7 @@ def check_difficulty(c: Config) -> None:
         )
 
 
-def rows_in_order(data: Data, rows: int) -> int:
+def rows_in_order(data: DataConfig, rows: int) -> int:
     """How many rows, the first of the run, come from easy to hard: those of curriculum.steps steps, or of an epoch.
 
     Args:
@@ -78,7 +78,7 @@ def check_seen(c: Config, rows: int, total_steps: int) -> None:
         )
 
 
-def curriculum_words(data: Data, rows: int) -> str:
+def curriculum_words(data: DataConfig, rows: int) -> str:
     """'rarity, easy to hard over the first epoch (120 steps), 10 buckets'."""
     c = data.curriculum
     steps = step_sizes(data).steps_for(rows_in_order(data, rows))

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from lmtrain.config.schema import Config, Data, Tokenizer
+from lmtrain.config.schema import Config, DataConfig, TokenizerConfig
 from lmtrain.data.chat.templates import ChatEncoder
 from lmtrain.data.examples.chat_rows import ChatRows
 from lmtrain.data.examples.pair_rows import PairRowEncoder
@@ -26,7 +26,7 @@ from lmtrain.data.text.prepare import prepare
 from lmtrain.errors import UserError
 
 
-def kind_of(data: Data) -> str:
+def kind_of(data: DataConfig) -> str:
     """text, conversations or pairs."""
     return "text" if data.conversation_format is None else "conversations" if data.ranking is None else "pairs"
 
@@ -141,7 +141,7 @@ def rows(config: Config, tokenizer_name: str | Path) -> Rows:
         data = copy.deepcopy(data)
         data.train_split = str(data.val_split)  # nothing is trained on: only this split is needed
     encoder = ChatRows if kind_of(data) == "conversations" else PairRowEncoder
-    prepared = prepare_examples(data, Tokenizer(kind="hub", name_or_path=str(tokenizer_name)), encoder)
+    prepared = prepare_examples(data, TokenizerConfig(kind="hub", name_or_path=str(tokenizer_name)), encoder)
     examples = prepared.split("val")
     if examples is None or len(examples) == 0:
         raise UserError("there is no validation split to evaluate on: name rows with data.val_path=...")

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from lmtrain.adapters.finetune import build_trainable_model
-from lmtrain.config.models import LoadedModel
-from lmtrain.config.objectives import DPOOptions
+from lmtrain.config.models import LoadedModelConfig
+from lmtrain.config.objectives import DPOConfig
 from lmtrain.config.schema import Config
 from lmtrain.distributed import process_group as world
 from lmtrain.errors import UserError
@@ -155,7 +155,7 @@ def _add_answers(
 
 def _pairs(who: Subject, config: Config, chosen: Config, rows: data.Rows) -> Evaluated:
     options = (c.objective for c in (who.own, config) if c is not None)
-    objective = next((o for o in options if isinstance(o, DPOOptions)), None)
+    objective = next((o for o in options if isinstance(o, DPOConfig)), None)
     if objective is None:
         raise UserError("pairs are judged by a preference loss: set objective=dpo (objective.loss, objective.beta)")
     e, count = config.evaluate, min(len(rows.examples) // 2, config.evaluate.limit or len(rows.examples) // 2)
@@ -170,7 +170,7 @@ def _pairs(who: Subject, config: Config, chosen: Config, rows: data.Rows) -> Eva
     return Evaluated(scores, known, used)
 
 
-def pair_scores(policy: np.ndarray, reference: np.ndarray | None, tokens: np.ndarray, objective: DPOOptions) -> Scores:
+def pair_scores(policy: np.ndarray, reference: np.ndarray | None, tokens: np.ndarray, objective: DPOConfig) -> Scores:
     """Loss, accuracy and rewards from log-probabilities of the answers [2 P], chosen and rejected in turn."""
     chosen, rejected = (torch.from_numpy(policy[i::2]) for i in (0, 1))
     lengths = [torch.from_numpy(tokens[i::2]) for i in (0, 1)]
@@ -198,7 +198,7 @@ def reference_model(who: Subject, config: Config) -> tuple[LanguageModel, str]:
             raise UserError(f"evaluate.reference={config.evaluate.reference} has another tokenizer than {who.name}")
         return found.model, config.evaluate.reference
     own = who.own
-    if own is None or not isinstance(own.model, LoadedModel):
+    if own is None or not isinstance(own.model, LoadedModelConfig):
         raise UserError("margins are against a reference: name the model that training began with, evaluate.reference=")
     began = copy.deepcopy(own)
     if began.peft.quantization is None:

@@ -6,14 +6,14 @@ from pathlib import Path
 import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError
 
-from lmtrain.config.schema import Export
+from lmtrain.config.schema import ExportConfig
 from lmtrain.data.hub import endpoint, first_line
 from lmtrain.errors import RunError, UserError
 
 LEFT_OUT = ["lmtrain_config.yaml"]  # it names folders of this machine; the model card has the settings
 
 
-def check(export: Export) -> None:
+def check(export: ExportConfig) -> None:
     """Raises UserError where an upload would fail for want of a name or a token; asks nothing over the network."""
     name = export.push_to
     if name is None:
@@ -26,7 +26,7 @@ def check(export: Export) -> None:
         raise UserError(f"export.push_to={name} needs a token that may write: set HF_TOKEN or run `hf auth login`")
 
 
-def push(folder: Path, export: Export, message: str) -> str:
+def push(folder: Path, export: ExportConfig, message: str) -> str:
     """Uploads `folder` in one commit; returns the repository's address. A repository that is not there is made.
 
     Raises:

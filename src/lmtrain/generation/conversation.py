@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, TextStreamer
 
-from lmtrain.config.schema import Generate
+from lmtrain.config.schema import GenerateConfig
 from lmtrain.data.chat.templates import end_ids, own_template
 from lmtrain.data.chat.turns import BadRow
 from lmtrain.errors import UserError, reason
@@ -36,7 +36,7 @@ class Talk:
         UserError: the tokenizer has no chat template.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Any, settings: Generate, seed: int) -> None:
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, settings: GenerateConfig, seed: int) -> None:
         refuse_denoising(model, "a chat")
         template = own_template(tokenizer)
         if template is None:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from lmtrain.adapters.finetune import build_trainable_model
 from lmtrain.config.batch import split_over
 from lmtrain.config.deepspeed import adopt_file
-from lmtrain.config.objectives import DPOOptions
+from lmtrain.config.objectives import DPOConfig
 from lmtrain.config.schema import Config
 from lmtrain.config.strategies import check_strategy
 from lmtrain.data import tokenizers
@@ -146,7 +146,7 @@ def memory(model: PreTrainedModel, config: Config) -> dict[str, int]:
     card = None if config.estimate.device is None else int(device_of(config).bytes)
     parts = flops.memory_estimate(model, config, card)
     o = config.objective
-    copies = isinstance(o, DPOOptions) and o.reference in ("auto", "frozen_copy") and o.loss not in ("simpo", "orpo")
+    copies = isinstance(o, DPOConfig) and o.reference in ("auto", "frozen_copy") and o.loss not in ("simpo", "orpo")
     if copies and config.peft.method == "none":
         parts["reference"] = parts["gradients"]
     return parts

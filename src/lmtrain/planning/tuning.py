@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lmtrain.config.batch import split_over
-from lmtrain.config.schedule import RangeTest
+from lmtrain.config.schedule import RangeTestConfig
 from lmtrain.config.schema import Config
 from lmtrain.data.build_corpus import build_corpus
 from lmtrain.errors import RunError, UserError, reason
@@ -127,7 +127,7 @@ def range_test(config: Config, folder: Path, found: Found, say: Callable[[str], 
     ends = {"diverged": settings.diverged, "smoothing": settings.smoothing}
     tried = trial.config_of(config, folder, settings.steps, **ends)
     tried.optimizer.lr, tried.optimizer.groups = high, scaled(config.optimizer.groups, lr, high) or []
-    tried.schedule = RangeTest(name="range_test", warmup_steps=None, warmup_ratio=None, min_lr_ratio=low / high)
+    tried.schedule = RangeTestConfig(name="range_test", warmup_steps=None, warmup_ratio=None, min_lr_ratio=low / high)
     found.curve = trial.run(tried, folder)
     rates, losses = ([row[name] for row in found.curve] for name in ("lr", "loss"))
     found.suggestion = suggest(rates, losses, settings.smoothing)

@@ -29,7 +29,7 @@ from lmtrain.config.difficulty import check_seen
 from lmtrain.config.fingerprint import Fingerprint, fingerprint, short_hash
 from lmtrain.config.growth import check_reached, horizon, rate_factor, row_lengths, step_sizes
 from lmtrain.config.models import over_layers
-from lmtrain.config.schema import Config, Data
+from lmtrain.config.schema import Config, DataConfig
 from lmtrain.config.strategies import SHARING
 from lmtrain.config.targets import building, find_class
 from lmtrain.data.build_corpus import build_corpus
@@ -182,7 +182,7 @@ def build_objective(config: Config, corpus: Corpus, total_steps: int, stop: Stop
     return objective
 
 
-def scaled_by_rows(data: Data, schedule: Schedule) -> Schedule:
+def scaled_by_rows(data: DataConfig, schedule: Schedule) -> Schedule:
     """The schedule's factor, times what data.batch_warmup.lr_scaling has for steps of fewer rows."""
     sizes, scaling = step_sizes(data), data.batch_warmup.lr_scaling
     return lambda step, total_steps: schedule(step, total_steps) * rate_factor(sizes, scaling, step)

@@ -19,8 +19,7 @@ from lmtrain.callbacks.samples import Samples
 from lmtrain.callbacks.stream import FeedStream
 from lmtrain.callbacks.validation import EarlyStopping, Validation
 from lmtrain.config import places
-from lmtrain.config.schema import Config
-from lmtrain.config.schema import EarlyStopping as EarlyStoppingConfig
+from lmtrain.config.schema import Config, EarlyStoppingConfig
 from lmtrain.config.targets import build_target
 from lmtrain.data.corpus import Corpus
 from lmtrain.data.stream.rows import StreamRows

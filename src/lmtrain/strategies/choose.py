@@ -3,11 +3,11 @@
 from lightning.pytorch.strategies import Strategy
 
 from lmtrain.config.precision import outside_fp8
-from lmtrain.config.schema import Trainer
+from lmtrain.config.schema import TrainerConfig
 from lmtrain.strategies.ddp import DDPStrategy
 
 
-def build_strategy(t: Trainer) -> str | Strategy:
+def build_strategy(t: TrainerConfig) -> str | Strategy:
     """The strategy of a config whose `auto` values are resolved.
 
     Raises:

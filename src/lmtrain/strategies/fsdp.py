@@ -21,7 +21,7 @@ from lmtrain.adapters.trainable import trainable_names
 from lmtrain.checkpoints import sharded as sharded_checkpoint
 from lmtrain.checkpoints import store
 from lmtrain.checkpoints.checkpoint_io import FolderCheckpointIO
-from lmtrain.config.schema_trainer import Fsdp
+from lmtrain.config.schema_trainer import FsdpConfig
 from lmtrain.distributed import dtensor as layout
 from lmtrain.strategies import sharding
 from lmtrain.strategies.placement import HoldsModel, Placement
@@ -32,7 +32,7 @@ class FSDPStrategy(Placement, ModelParallelStrategy):
 
     replaces_parameters = True
 
-    def __init__(self, options: Fsdp, precision: str, processes: int, accelerator: str) -> None:
+    def __init__(self, options: FsdpConfig, precision: str, processes: int, accelerator: str) -> None:
         offloads = options.cpu_offload and accelerator == "cuda"
         super().__init__(
             data_parallel_size=processes,

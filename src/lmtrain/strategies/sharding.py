@@ -18,7 +18,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
-from lmtrain.config.schema_trainer import Fsdp
+from lmtrain.config.schema_trainer import FsdpConfig
 from lmtrain.models.blocks import decoder_blocks
 from lmtrain.models.language_model import LanguageModel
 from lmtrain.strategies.loading import outside, spread
@@ -32,7 +32,7 @@ def shard(
     mesh: DeviceMesh,
     device: torch.device,
     precision: str,
-    options: Fsdp,
+    options: FsdpConfig,
     *,
     root_mesh: DeviceMesh | None = None,
     split: Callable[[nn.Module], None] = lambda block: None,

@@ -8,7 +8,7 @@ import logging
 
 from torch.distributed.device_mesh import init_device_mesh
 
-from lmtrain.config.schema_trainer import Fsdp
+from lmtrain.config.schema_trainer import FsdpConfig
 from lmtrain.models import split
 from lmtrain.strategies import sharding
 from lmtrain.strategies.fsdp import FSDPStrategy
@@ -19,7 +19,7 @@ from lmtrain.strategies.placement import HoldsModel
 class TensorParallelStrategy(FSDPStrategy):
     """Rank r is in group r // tensor_parallel_size; a group reads rows of its own."""
 
-    def __init__(self, options: Fsdp, precision: str, processes: int, accelerator: str) -> None:
+    def __init__(self, options: FsdpConfig, precision: str, processes: int, accelerator: str) -> None:
         super().__init__(options, precision, processes, accelerator)
         self.tensor_parallel_size = options.tensor_parallel_size
         set_group_sizes(self, self.tensor_parallel_size, processes // self.tensor_parallel_size)
