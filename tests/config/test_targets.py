@@ -235,7 +235,7 @@ def test_the_known_classes_are_found_by_all_their_names() -> None:
         "transformers.LlamaForCausalLM": torch.nn.Module,
         "transformers.models.llama.LlamaForCausalLM": torch.nn.Module,
         "transformers.Adafactor": torch.optim.Optimizer,
-        "lmtrain.callbacks.trial.EndsEarly": pl.Callback,
+        "lmtrain.callbacks.stopping.EndsEarly": pl.Callback,
     }.items():
         assert issubclass(find_class(target, "key", kind), kind)
 

@@ -145,7 +145,7 @@ def test_a_file_named_with_trust_opens(tmp_path: Path) -> None:
 
 
 def test_what_was_typed_reaches_a_rank_by_its_command_line(tmp_path: Path) -> None:
-    """As run/elastic.py starts it; without the word the file that the parent wrote opens nothing."""
+    """As run/launch.py starts it; without the word the file that the parent wrote opens nothing."""
     config = rules.check(rules.compose([*SMALL, "run.allow_target=[mine]", "model.trust_remote_code=true"]))
     (tmp_path / "config.yaml").write_text(rules.dump(config))
     word = trust.as_word(trust.granted(config))

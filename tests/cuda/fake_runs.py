@@ -45,7 +45,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from watch import Watch
 
 from lmtrain.adapters import memory_adapter, quantized
-from lmtrain.callbacks.preemption import Preemption
+from lmtrain.callbacks.stopping import Preemption
 from lmtrain.checkpoints.checkpoint_io import FolderCheckpointIO
 from lmtrain.config.compose import check, compose
 from lmtrain.data.modules import TokenDataModule

@@ -17,7 +17,7 @@ from lmtrain.config.compose import check, compose
 from lmtrain.distributed import process_group as world
 from lmtrain.errors import UserError
 from lmtrain.evaluation import harness
-from lmtrain.evaluation.log_likelihood import negative_log_likelihoods, windows
+from lmtrain.evaluation.scoring import negative_log_likelihoods, windows
 from lmtrain.models.language_model import LanguageModel
 from support import Run, rows
 from tiny_pretrained import save_pretrained

@@ -15,9 +15,8 @@ import numpy as np
 
 from lmtrain import evaluate
 from lmtrain.config.compose import check, compose
-from lmtrain.evaluation import harness
-from lmtrain.evaluation.log_likelihood import Window, negative_log_likelihoods
-from lmtrain.run_folder import subject
+from lmtrain.evaluation import harness, subject
+from lmtrain.evaluation.scoring import Window, negative_log_likelihoods
 
 ASKED = ["evaluate.tasks=[cities]", "evaluate.batch_size=3"]
 

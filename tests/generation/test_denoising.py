@@ -8,8 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from inprocess import Ended, run
-from lmtrain.generation.denoising import denoise
-from lmtrain.generation.sampling import sample_text
+from lmtrain.generation.sampling import denoise, sample_text
 from lmtrain.run_folder import trained
 from support import TINY, rows
 

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from inprocess import message, run, train_tiny
-from lmtrain.reports.curves import Curve, charts, thinned, with_names_of_today
-from lmtrain.reports.heat_map import heat_maps
+from lmtrain.reports.curves import Curve, charts, heat_maps, thinned, with_names_of_today
 from support import rows
 
 CHROMIUM = next((p for n in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(n))), None)

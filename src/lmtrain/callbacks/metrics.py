@@ -12,8 +12,7 @@ import lightning.pytorch as pl
 import torch
 
 from lmtrain.callbacks.records import Records, Row
-from lmtrain.callbacks.step_numbers import StepNumbers
-from lmtrain.callbacks.system import machine_numbers
+from lmtrain.callbacks.step_numbers import StepNumbers, machine_numbers
 from lmtrain.distributed.data_parallel import total
 from lmtrain.errors import RunError
 from lmtrain.objectives.base import Objective

@@ -15,8 +15,8 @@ from lightning.pytorch.callbacks import EarlyStopping as LightningEarlyStopping
 
 from lmtrain.callbacks.average import WeightAverage
 from lmtrain.callbacks.metrics import Metrics
-from lmtrain.callbacks.preemption import ValidationInterrupted
 from lmtrain.callbacks.samples import Samples
+from lmtrain.callbacks.stopping import ValidationInterrupted
 from lmtrain.objectives.base import Objective
 from lmtrain.strategies.lightning_private import between_batches
 

@@ -14,10 +14,9 @@ import numpy as np
 from lmtrain.config.schema import Config
 from lmtrain.distributed import process_group as world
 from lmtrain.errors import UserError
-from lmtrain.evaluation.scores import Scores
-from lmtrain.evaluation.scoring import Evaluated
+from lmtrain.evaluation.scores import Evaluated, Scores
+from lmtrain.evaluation.subject import Subject
 from lmtrain.generation.sampling import positions
-from lmtrain.run_folder.subject import Subject
 
 
 @dataclass(frozen=True)

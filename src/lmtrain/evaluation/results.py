@@ -11,12 +11,11 @@ from rich.table import Table
 
 from lmtrain.config.schema import Config
 from lmtrain.errors import UserError, reason
-from lmtrain.evaluation.scores import Interval, Scores, interval
-from lmtrain.evaluation.scoring import Evaluated
+from lmtrain.evaluation.scores import Evaluated, Interval, Scores, interval
+from lmtrain.evaluation.subject import Subject
 from lmtrain.files import write_atomic
 from lmtrain.run.summary import versions
-from lmtrain.run_folder import links
-from lmtrain.run_folder.subject import Subject
+from lmtrain.run_folder.folder import refuse_link_at
 from lmtrain.secrets import shown, shown_in
 
 
@@ -114,7 +113,7 @@ class Results:
         base = who.folder or Path(self.config.run.root).expanduser().absolute()
         folder = Path(e.dir).expanduser().absolute() if e.dir else base / "evaluations"
         if not e.dir:
-            links.refuse_at(folder, base)
+            refuse_link_at(folder, base)
         name = e.name or f"{who.label}-{_label(self.words)}"
         try:
             folder.mkdir(parents=True, exist_ok=True)

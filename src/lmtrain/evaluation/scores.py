@@ -1,7 +1,7 @@
 """Per-row scores of a model with bootstrap confidence intervals over rows; paired where two models are compared."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,6 +27,15 @@ class Scores:
     def value(self, score: str) -> float:
         numerator, denominator = self.parts(score)
         return float(numerator.sum() / denominator.sum())
+
+
+@dataclass
+class Evaluated:
+    """A model's scores and what it was scored on."""
+
+    scores: Scores
+    data: dict[str, Any]
+    settings: dict[str, Any]
 
 
 class Interval(NamedTuple):

@@ -18,13 +18,12 @@ from lmtrain.distributed import process_group as world
 from lmtrain.distributed import ranks
 from lmtrain.errors import RunError, UserError
 from lmtrain.evaluation import data as evaluation_data
-from lmtrain.evaluation import harness
+from lmtrain.evaluation import harness, subject
 from lmtrain.evaluation import results as evaluation_file
 from lmtrain.evaluation import scoring as evaluation
-from lmtrain.run import elastic
-from lmtrain.run.quiet import quiet_libraries
+from lmtrain.run import launch
 from lmtrain.run.start import place
-from lmtrain.run_folder import subject
+from lmtrain.terminal import quiet_libraries
 
 
 def start(config: Config) -> int:
@@ -50,7 +49,7 @@ def start(config: Config) -> int:
         return evaluate(config)
     devices.resolve_auto(config)
     with tempfile.TemporaryDirectory(prefix="lmtrain_") as folder:
-        code = elastic.launch("lmtrain.evaluation.session", config, Path(folder), int(t.devices))
+        code = launch.launch_ranks("lmtrain.evaluation.session", config, Path(folder), int(t.devices))
     if code == -signal.SIGINT:
         raise KeyboardInterrupt
     if code < 0:
@@ -110,4 +109,4 @@ def _as_rank(config: Config) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches the parent too, which says so
-    ranks.leave_after(lambda: elastic.as_rank(sys.argv[1:], _as_rank))
+    ranks.leave_after(lambda: launch.as_rank(sys.argv[1:], _as_rank))

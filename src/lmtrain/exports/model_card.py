@@ -138,6 +138,15 @@ def brings_code(folder: Path) -> bool:
     return path.exists() and "auto_map" in json.loads(path.read_text(encoding="utf-8"))
 
 
+def reader(folder: Path) -> str:
+    """What loads an exported folder."""
+    if (folder / "modeling_memory.py").exists():
+        return "AutoModelForCausalLM.from_pretrained with trust_remote_code=True"
+    adapter = (folder / "adapter_config.json").exists()
+    trust = " with trust_remote_code=True" if brings_code(folder) else ""
+    return f"{'peft.AutoPeftModelForCausalLM' if adapter else 'AutoModelForCausalLM'}.from_pretrained{trust}"
+
+
 def _use(adapter: bool, chat: bool, own_code: bool) -> str:
     package, cls = ("peft", "AutoPeftModelForCausalLM") if adapter else ("transformers", "AutoModelForCausalLM")
     asked = (

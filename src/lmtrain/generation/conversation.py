@@ -1,6 +1,7 @@
-"""A conversation with a model, turn by turn: what it is asked, in its own template, and the answer as it is written."""
+"""What `lmtrain chat` does: a conversation, turn by turn, in the model's own template, each answer as it is written."""
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,14 +9,17 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, TextStreamer
 
-from lmtrain.config.schema import GenerateConfig
+from lmtrain import errors
+from lmtrain.config import trust
+from lmtrain.config.schema import Config, GenerateConfig
 from lmtrain.data.chat.templates import end_ids, own_template
 from lmtrain.data.chat.turns import BadRow
 from lmtrain.errors import UserError, reason
 from lmtrain.generation.sampling import positions, sampling
 from lmtrain.models.attention import generation_mode
 from lmtrain.models.denoising import refuse_denoising
-from lmtrain.terminal import visible
+from lmtrain.run_folder import trained
+from lmtrain.terminal import quiet_libraries, visible
 
 
 class Streamer(TextStreamer):
@@ -110,3 +114,52 @@ class Talk:
         except OSError as error:
             raise UserError(f"{path} can't be written: {reason(error)}") from None
         return path
+
+
+HELP = """/reset           begin anew
+/system [TEXT]   set the system turn (without text: none) and begin anew
+/save [FILE]     add the conversation to FILE (chat.jsonl), as data=chat_jsonl reads it
+/exit            leave, as Ctrl-D does; Ctrl-C stops an answer"""
+
+
+def chat(config: Config) -> int:
+    """Reads lines until the end of input and answers each; lines that begin with / are commands."""
+    quiet_libraries()
+    if config.run_dir is None:
+        raise UserError("which model? set run_dir=outputs/<name>, an exported folder or a hub name")
+    model, tokenizer = trained.load(config.run_dir, config.generate.checkpoint, trust.granted(config))
+    trained.place(model, config.trainer.accelerator)
+    talk = Talk(model, tokenizer, config.generate, config.seed)
+    print(HELP, flush=True)
+    while True:
+        try:
+            line = input("\n> " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            return errors.FINISHED
+        if line == "/exit":
+            return errors.FINISHED
+        try:
+            turn(talk, line)
+        except UserError as error:
+            errors.print_error(str(error))
+        except KeyboardInterrupt:
+            print("\n(stopped; this turn is forgotten)", flush=True)
+
+
+def turn(talk: Talk, line: str) -> None:
+    """One line of the user's: a command or a question."""
+    command, _, rest = line.partition(" ")
+    if command == "/reset":
+        talk.reset()
+        print("(a new conversation)")
+    elif command == "/system":
+        talk.system = rest.strip() or None
+        talk.reset()
+        print("(a new conversation, with this system turn)" if talk.system else "(a new conversation)")
+    elif command == "/save":
+        print(f"(written: {talk.save(rest.strip() or 'chat.jsonl')})")
+    elif command.startswith("/"):
+        print(HELP)
+    elif line:
+        talk.ask(line, lambda text: print(text, end="", flush=True), lambda words: print(f"({words})"))
+        print()

@@ -52,7 +52,7 @@ def config_of(config: Config, folder: Path, steps: int, **ends: Any) -> Config:
     """The config of `steps` steps of a run in `folder`, which write folder/curve.jsonl and save nothing.
 
     Args:
-        ends: further arguments of callbacks/trial.py's EndsEarly.
+        ends: further arguments of callbacks/stopping.py's EndsEarly.
     """
     trial = copy.deepcopy(config)
     run, t = trial.run, trial.trainer
@@ -68,7 +68,7 @@ def config_of(config: Config, folder: Path, steps: int, **ends: Any) -> Config:
     trial.callbacks.progress.style = "none"
     trial.export.enabled = trial.report.enabled = False
     trial.checkpoint.async_save, trial.logger, trial.debug = False, {}, {}
-    ends |= {"_target_": "lmtrain.callbacks.trial.EndsEarly", "path": str(folder / "curve.jsonl"), "steps": steps}
+    ends |= {"_target_": "lmtrain.callbacks.stopping.EndsEarly", "path": str(folder / "curve.jsonl"), "steps": steps}
     trial.callbacks.extra = [*trial.callbacks.extra, ends]
     return trial
 

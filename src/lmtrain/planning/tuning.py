@@ -2,19 +2,26 @@
 
 import copy
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from lmtrain import errors
 from lmtrain.config.batch import split_over
 from lmtrain.config.schedule import RangeTestConfig
 from lmtrain.config.schema import Config
 from lmtrain.data.build_corpus import build_corpus
+from lmtrain.distributed import devices, ranks
 from lmtrain.errors import RunError, UserError, reason
-from lmtrain.files import write_atomic
+from lmtrain.files import temporary_beside, write_atomic
 from lmtrain.optim.range_test import Suggestion, suggest
 from lmtrain.planning import estimation, trial
+from lmtrain.run.provenance import command
+from lmtrain.run.start import start
+from lmtrain.run_folder import folder as run_dir
 
 _REACH = 1000.0  # a range test reaches so many times below and above optimizer.lr, unless told otherwise
 _PROBE_STEPS = 2  # the second step has the optimizer's state beside its gradients
@@ -193,3 +200,58 @@ def _draw(found: Found, path: Path) -> list[Path]:
     figure.savefig(path, dpi=120)
     plt.close(figure)
     return [path]
+
+
+def tune(config: Config) -> int:
+    """Looks for both in trials of their own, prints the overrides to type, and with tune.apply trains with them."""
+    if ranks.started_by() is not None or config.trainer.num_nodes > 1:
+        raise UserError("lmtrain.tune starts the ranks of one node itself: start it without torchrun and srun")
+    if config.tune.apply and (run_dir.locate(config) / "config.yaml").exists():
+        raise UserError(
+            f"{run_dir.locate(config)} holds a run already, whose rate and micro-batch stay: go on with it by "
+            f"python -m lmtrain.train, or choose another run.name"
+        )
+    found = look(config)
+    for line in found.tried:
+        print(line)
+    for path in write(found, results(config)):
+        print(f"written: {path}")
+    overrides = found.overrides()
+    words = [w for w in ranks.typed() if not w.lstrip("+").startswith("tune.")]
+    print(f"to type: {command('train', [*words, *overrides])}" if overrides else "nothing to change")
+    if not config.tune.apply:
+        return errors.FINISHED
+    found.put_into(config)
+    config.tune.apply = False  # the run is the one that the line above starts
+    ranks.note_typed([*words, *overrides])
+    return start(config)
+
+
+def look(config: Config) -> Found:
+    """What is found in trials, whose folder is removed."""
+    root = Path(config.run.root).expanduser().absolute()
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        folder = temporary_beside(root / "tune")
+        folder.mkdir()
+    except OSError as error:
+        raise UserError(f"cannot write {root}: {error.strerror}; set run.root to a folder you can") from None
+    found, tried = Found(), copy.deepcopy(config)
+    try:
+        devices.resolve_auto(tried)
+        if config.tune.micro_batch_size:
+            largest_micro_batch(tried, folder, found, lambda text: print(f"trying {text}", flush=True))
+            found.put_into(tried)
+        if config.tune.lr:
+            range_test(tried, folder / "lr", found, lambda text: print(text, flush=True))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return found
+
+
+def results(config: Config) -> Path:
+    """The folder for tune.json and lr.png."""
+    if config.tune.dir is not None:
+        return Path(config.tune.dir).expanduser().absolute()
+    name = config.run.name or datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    return Path(config.run.root).expanduser().absolute() / "tune" / name

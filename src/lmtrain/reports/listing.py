@@ -1,5 +1,6 @@
 """Status, step, best score and age of the runs in a folder, read without torch."""
 
+import contextlib
 import json
 import math
 import os
@@ -9,7 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from rich import box
+from rich.table import Table
 
+from lmtrain import errors, terminal
+from lmtrain.errors import UserError
 from lmtrain.files import read_regular
 from lmtrain.run_folder import lock
 from lmtrain.run_folder.folder import RunDir, checkpoint_names
@@ -45,6 +50,25 @@ def runs_under(folder: Path) -> list[Listed]:
             found.append(read(RunDir(Path(place))))
             below.clear()
     return sorted(found, key=lambda run: -run.changed)
+
+
+def show(folder: Path) -> int:
+    """Prints a table of the runs, the one that changed last first; UserError where there is none."""
+    found = runs_under(folder)
+    if not found:
+        raise UserError(
+            f"{folder} holds no run (a folder with config.yaml); name another: python -m lmtrain.runs <folder>"
+        )
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("run", overflow="fold")
+    for name in ("status", "step", "best", "changed"):
+        table.add_column(name, justify="right" if name == "step" else "left", no_wrap=name != "best")
+    for run in found:
+        name = str(run.path.relative_to(folder)) if run.path != folder else run.path.name
+        table.add_row(name, run.status, run.steps(), run.best or "", run.age())
+    with contextlib.suppress(BrokenPipeError):
+        terminal.console().print(table)
+    return errors.FINISHED
 
 
 def read(run: RunDir) -> Listed:

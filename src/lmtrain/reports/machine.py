@@ -1,4 +1,4 @@
-"""What `lmtrain.doctor` looks at: packages, devices, compilers, disk, memory, the hub, and two short measurements."""
+"""What `lmtrain doctor` looks at: packages, devices, compilers, disk, memory, the hub, and two short measurements."""
 
 import importlib.metadata
 import os
@@ -10,6 +10,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+from rich.table import Table
+from rich.text import Text
+
+from lmtrain import errors, terminal
 
 OPTIONAL = {  # distribution: (extra, what it is for)
     "bitsandbytes": ("bitsandbytes", "peft=qlora, optimizer=adamw_8bit"),
@@ -30,6 +35,24 @@ class Finding(NamedTuple):
     good: bool
     words: str
     needed: bool = False  # whether training can't run without it
+
+
+def diagnose(folder: Path) -> int:
+    """Prints what was found, a line each, as it is found; says what is missing and how to get it."""
+    console, missing = terminal.console(), 0
+    for finding in findings(folder):
+        missing += finding.needed and not finding.good
+        sign, style = ("ok", "green") if finding.good else ("missing", "red") if finding.needed else ("-", "dim")
+        line = Table.grid(padding=(0, 1))
+        line.add_column(width=7, style=style)
+        line.add_column(width=23, style="bold")
+        line.add_column(overflow="fold")
+        line.add_row(sign, Text(finding.name), Text(finding.words))  # as they are: [ray] is no markup
+        console.print(line)
+    if missing:
+        errors.print_error(f"training can't run here: parts it needs and lacks, named above: {missing}")
+        return errors.FAILED
+    return errors.FINISHED
 
 
 def findings(folder: Path) -> Iterator[Finding]:

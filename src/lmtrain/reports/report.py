@@ -11,12 +11,12 @@ from typing import Any
 
 import yaml
 
+from lmtrain import errors, terminal
 from lmtrain.config import compose as rules
 from lmtrain.errors import UserError
 from lmtrain.files import read_jsonl, read_regular, write_atomic
 from lmtrain.reports import listing, report_page
-from lmtrain.reports.curves import charts, with_names_of_today
-from lmtrain.reports.heat_map import heat_maps
+from lmtrain.reports.curves import charts, heat_maps, with_names_of_today
 from lmtrain.reports.report_page import Told
 from lmtrain.run_folder.folder import RunDir, checkpoint_names
 from lmtrain.secrets import shown_in
@@ -25,6 +25,19 @@ _PROMPTS, _STEPS = 12, 15  # samples shown: so many prompts, and of each so many
 # Keys that say where things lie or what other commands do, not what was trained.
 _NOT_SHOWN = ("run_dir", "run.", "hydra.", "generate.", "evaluate.", "estimate.", "inspect.", "report.", "chat.",
               "sweep.", "data.cache_dir", "debug.")  # fmt: skip
+
+
+def report(folders: list[Path], out: Path | None) -> int:
+    """Writes <run>/report.html, or report.html where several are compared."""
+    runs: list[RunDir] = []
+    for folder in folders:
+        found = [RunDir(run.path) for run in listing.runs_under(folder)]
+        if not found:
+            raise UserError(f"{folder} holds no run (a folder with config.yaml)")
+        runs += found
+    default = runs[0].report if len(runs) == 1 else Path("report.html").absolute()
+    print(terminal.visible(f"written: {write(runs, out or default)}"))
+    return errors.FINISHED
 
 
 def write_own(run: RunDir) -> Path:

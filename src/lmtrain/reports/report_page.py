@@ -7,9 +7,8 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from lmtrain.reports import heat_map
-from lmtrain.reports.curves import FIRST, Curve, thinned
-from lmtrain.reports.heat_map import HeatMap
+from lmtrain.reports import curves
+from lmtrain.reports.curves import FIRST, Curve, HeatMap, thinned
 from lmtrain.terminal import visible
 
 _WIDE, _HIGH, _STATIC = 600, 260, 200  # of a chart drawn without JavaScript: its size, points of a curve
@@ -89,7 +88,7 @@ def _one(run: Told) -> list[str]:
     facts = "".join(f"<div><b>{_text(value)}</b><span>{_text(name)}</span></div>" for name, value in run.facts)
     parts = [f'<div class="facts">{facts}</div>', "<h2>Curves</h2>"]
     for heat in run.heat_maps:
-        parts += [f"<h2>{_text(heat.title)}, chosen over time</h2>", heat_map.drawn(heat), f"<p>{_legend(heat)}</p>"]
+        parts += [f"<h2>{_text(heat.title)}, chosen over time</h2>", curves.drawn(heat), f"<p>{_legend(heat)}</p>"]
     if run.evaluations:
         parts += ["<h2>Evaluations</h2>", _evaluations(run)]
     if run.samples:
@@ -111,8 +110,8 @@ def _legend(heat: HeatMap) -> str:
     choices = len(heat.cells[0])
     return (
         f'<span class="soft">steps {heat.first:,} to {heat.last:,}, {choices} downwards from the first; the darker, '
-        f"the more tokens choose it: empty below {heat_map.LEVELS[0]:g} of the even share (1/{choices}), darkest from "
-        f"{heat_map.LEVELS[-1]:g} times it</span>"
+        f"the more tokens choose it: empty below {curves.LEVELS[0]:g} of the even share (1/{choices}), darkest from "
+        f"{curves.LEVELS[-1]:g} times it</span>"
     )
 
 

@@ -4,7 +4,7 @@ import os
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
-from lmtrain.callbacks.system import has_nvml
+from lmtrain.callbacks.step_numbers import has_nvml
 from lmtrain.config import effect
 from lmtrain.config.deepspeed import overruled
 from lmtrain.config.growth import step_sizes

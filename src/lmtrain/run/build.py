@@ -19,10 +19,10 @@ from rich.console import Console
 
 from lmtrain.adapters.finetune import build_trainable_model, starting_weights
 from lmtrain.callbacks.metrics import Metrics
-from lmtrain.callbacks.preemption import Preemption
 from lmtrain.callbacks.records import Records
 from lmtrain.callbacks.samples import Samples
 from lmtrain.callbacks.step_numbers import StepNumbers
+from lmtrain.callbacks.stopping import Preemption
 from lmtrain.checkpoints.checkpoint_io import FolderCheckpointIO
 from lmtrain.config.checks import time_limit_seconds
 from lmtrain.config.difficulty import check_seen
@@ -54,11 +54,11 @@ from lmtrain.optim.schedules import build_schedule
 from lmtrain.run.build_callbacks import build_callbacks, build_feed, check_monitors
 from lmtrain.run.difficulty import order_rows
 from lmtrain.run.loggers import build_loggers
-from lmtrain.run.quiet import quiet_libraries
 from lmtrain.run_folder.folder import RunDir
 from lmtrain.strategies import lightning_private, loading
 from lmtrain.strategies.choose import build_strategy
 from lmtrain.strategies.precision import for_lightning
+from lmtrain.terminal import quiet_libraries
 
 Schedule = Callable[[int, int | None], float]
 

@@ -9,13 +9,12 @@ from rich.console import Console
 
 from lmtrain.callbacks import foreign
 from lmtrain.callbacks.average import WeightAverage
-from lmtrain.callbacks.bad_steps import BadSteps
 from lmtrain.callbacks.checkpoints import Checkpoints
 from lmtrain.callbacks.metrics import Metrics, WriteRecords
-from lmtrain.callbacks.preemption import Preemption
 from lmtrain.callbacks.progress import PlainLines, RichBar
 from lmtrain.callbacks.routing import Routing
 from lmtrain.callbacks.samples import Samples
+from lmtrain.callbacks.stopping import BadSteps, Preemption
 from lmtrain.callbacks.stream import FeedStream
 from lmtrain.callbacks.validation import EarlyStopping, Validation
 from lmtrain.config import places

@@ -30,7 +30,7 @@ from lmtrain.generation.sampling import positions
 from lmtrain.models.denoising import refuse_denoising
 from lmtrain.models.language_model import LanguageModel
 from lmtrain.objectives.reference import weights_hash
-from lmtrain.run_folder import subject, trained
+from lmtrain.run_folder import trained
 
 # Raised when the same rows come to have other scores, so that those kept before are not used any more.
 SCORES_VERSION = 1
@@ -109,7 +109,7 @@ def _load(config: Config, corpus: Corpus) -> LanguageModel:
         )
     if config.trainer.accelerator == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    subject.place(hf_model, config.trainer.accelerator)
+    trained.place(hf_model, config.trainer.accelerator)
     return LanguageModel(hf_model, config.objective).eval()
 
 

@@ -25,7 +25,7 @@ from lmtrain.objectives.routing import hold_to
 from lmtrain.run import build, build_callbacks, failures, loggers, plan, resume, summary
 from lmtrain.run.build import Run
 from lmtrain.run_folder import folder as run_dir
-from lmtrain.run_folder import links, lock
+from lmtrain.run_folder import lock
 from lmtrain.run_folder.folder import RunDir
 
 
@@ -57,7 +57,7 @@ class Session:
 
     def _lock(self, stack: contextlib.ExitStack) -> None:
         """Keeps other processes out of the folder until `stack` ends."""
-        links.refuse(self.folder.path)
+        run_dir.refuse_links(self.folder.path)
         stack.enter_context(lock.held(self.folder.path))
         # A run that was waited for began after this command had looked.
         run_dir.refuse_to_overwrite(self.folder, self.config)

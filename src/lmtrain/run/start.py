@@ -47,10 +47,10 @@ def start(config: Config) -> int:
         if processes == 1:
             return _session(config, folder)
         status.say(f"starting {processes} ranks")
-        from lmtrain.run import launch
+        from lmtrain.run.launch import launch
 
         status.stop()
-        return launch.launch(folder, config, processes)
+        return launch(folder, config, processes)
     finally:
         if fresh:
             folder.discard_if_unused(existed)

@@ -14,7 +14,7 @@ import torch
 from rich.table import Table
 
 from lmtrain.callbacks.progress import duration
-from lmtrain.callbacks.system import peak_resident_bytes
+from lmtrain.callbacks.step_numbers import peak_resident_bytes
 from lmtrain.checkpoints import retention, store
 from lmtrain.config import trust
 from lmtrain.config.effect import TRIAL
@@ -145,15 +145,6 @@ def export(run: "Run") -> list[Path]:
     ]
 
 
-def reader(folder: Path) -> str:
-    """What loads an exported folder."""
-    if (folder / "modeling_memory.py").exists():
-        return "AutoModelForCausalLM.from_pretrained with trust_remote_code=True"
-    adapter = (folder / "adapter_config.json").exists()
-    trust = " with trust_remote_code=True" if model_card.brings_code(folder) else ""
-    return f"{'peft.AutoPeftModelForCausalLM' if adapter else 'AutoModelForCausalLM'}.from_pretrained{trust}"
-
-
 def say_how_to_go_on(run: "Run") -> None:
     """The command that continues this run, after its checkpoint was written; of a sweep or a pipeline, they say it."""
     step = run.trainer.global_step
@@ -190,7 +181,7 @@ def show(run: "Run", summary: dict[str, Any], exported: list[Path]) -> None:
     table.add_row("run", str(run.dir.path))
     table.add_row("curves", str(run.dir.report if run.dir.report.exists() else run.dir.metrics))
     for folder in exported:
-        table.add_row("export", f"{folder}  ({reader(folder)} reads it)")
+        table.add_row("export", f"{folder}  ({model_card.reader(folder)} reads it)")
     run.console.print(table)
     run.console.print("next:")
     for line in next_commands(run):

@@ -14,7 +14,6 @@ from lmtrain.config import compose as config_rules
 from lmtrain.config.schema import Config
 from lmtrain.errors import RunError, UserError, disk_full, reason
 from lmtrain.files import read_regular, temporary_beside, write_atomic
-from lmtrain.run_folder import links
 from lmtrain.run_folder import lock as run_lock
 from lmtrain.secrets import shown_in
 
@@ -206,7 +205,7 @@ def open_run(config: Config) -> RunDir:
         raise UserError(f"run.dir={path} is a file: name a folder")
     refuse_to_overwrite(run, config)
     if path.is_dir():
-        links.refuse(path)
+        refuse_links(path)
     if path.is_dir() and not run.config.exists() and foreign_files(run):
         raise UserError(f"{path} holds files that are not a run of lmtrain's: choose another run.dir or run.name")
     named = config.run.dir is not None or config.run.name is not None
@@ -273,3 +272,21 @@ def write_tokenizer(run: RunDir, tokenizer: Any) -> None:
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def refuse_link_at(path: Path, folder: Path) -> None:
+    """Raises UserError where a path that is to be written to leads out of `folder`."""
+    target, inside = os.path.realpath(path), os.path.realpath(folder)
+    if target != inside and not target.startswith(f"{inside}/"):
+        raise UserError(
+            f"{path} is a link to {target}, outside of the run's folder, which would be written there: remove the "
+            f"link, or put the whole run where there is room (run.root)"
+        )
+
+
+def refuse_links(folder: Path) -> None:
+    """Raises UserError where a link below a run's folder leads out of it, where other files would be written."""
+    for place, below, files in os.walk(folder):
+        for path in (Path(place) / name for name in (*below, *files)):
+            if path.is_symlink():
+                refuse_link_at(path, folder)

@@ -174,3 +174,11 @@ def _on_hub(name: str, path: Path) -> bool:
     except hub.Unreachable:
         return False
     return True
+
+
+def place(hf_model: Any, accelerator: str) -> None:
+    """Puts a model on the GPU where there is one and the CPU is not asked for; a quantised one stays where it is."""
+    if accelerator == "cpu" or not torch.cuda.is_available():
+        return
+    if getattr(hf_model.config, "quantization_config", None) is None:
+        hf_model.to("cuda")

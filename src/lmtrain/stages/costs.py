@@ -64,7 +64,7 @@ def _shaped(plan: Plan, one: PlannedStage) -> Config:
 def _costs(work: list[tuple[str, Config, Path]]) -> dict[str, Cost]:
     if not work:
         return {}
-    from lmtrain.run.quiet import quiet_libraries
+    from lmtrain.terminal import quiet_libraries
 
     quiet_libraries()
     return {name: _cost(config, run) for name, config, run in work}

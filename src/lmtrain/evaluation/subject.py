@@ -4,8 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lmtrain.config import compose as rules
 from lmtrain.config import trust
 from lmtrain.config.schema import Config
@@ -53,14 +51,6 @@ def load(name: str, which: str, config: Config) -> Subject:
         own = rules.load(written, grants) if written.exists() else None
         label, source = path.resolve().name if path.exists() else name.replace("/", "-"), Path(name)
     refuse_denoising(hf_model, "an evaluation")
-    place(hf_model, config.trainer.accelerator)
+    trained.place(hf_model, config.trainer.accelerator)
     model = LanguageModel(hf_model, config.objective).eval()
     return Subject(name, label, model, tokenizer, source if path.exists() else name, folder, own)
-
-
-def place(hf_model: Any, accelerator: str) -> None:
-    """Puts a model on the GPU where there is one and the CPU is not asked for; a quantised one stays where it is."""
-    if accelerator == "cpu" or not torch.cuda.is_available():
-        return
-    if getattr(hf_model.config, "quantization_config", None) is None:
-        hf_model.to("cuda")
