@@ -25,7 +25,6 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from inprocess import run, train_tiny
 from lmtrain.data.order import mix64, stream_rows
-from lmtrain.run import definitions
 from support import REPO, Run, rows
 from tiny_pretrained import save_pretrained
 
