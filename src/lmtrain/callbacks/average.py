@@ -33,9 +33,7 @@ class WeightAverage(pl.Callback):
         self._average = {name: tensor.clone() for name, tensor in state_dict["average"].items()}  # those may be mapped
 
     @torch.no_grad()
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
         step = trainer.global_step - 1  # counted from 0, as Lightning's does
         if step < self.cfg.update_starting_at_step or step % self.cfg.update_every_n_steps != 0:
             return

@@ -41,9 +41,7 @@ class Routing(pl.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.in_a_row = {kind: torch.tensor(steps) for kind, steps in state_dict.items()}
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
         assert isinstance(pl_module, Objective)
         chosen = pl_module.model.router_losses.chosen
         for kind, counts in chosen.items():

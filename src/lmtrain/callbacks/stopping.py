@@ -67,9 +67,7 @@ class Preemption(pl.Callback):
         if self.stop.agreed:
             self._end(trainer)
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
         alone = trainer.world_size == 1
         if self.stop.agreed or (alone and self.stop.asked()):
             self._end(trainer)
@@ -102,9 +100,7 @@ class BadSteps(pl.Callback):
     def __init__(self, folder: Path, max_bad_steps: int, log_every_n_steps: int) -> None:
         self.folder, self.max_bad_steps, self.log_every_n_steps = folder, max_bad_steps, log_every_n_steps
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
         assert isinstance(pl_module, Objective)
         if pl_module.device.type != "cpu" and trainer.global_step % self.log_every_n_steps != 0:
             return
@@ -157,9 +153,7 @@ class EndsEarly(pl.Callback):
         self.path, self.steps, self.diverged = Path(path), steps, diverged
         self.smoothed, self.least = Smoothed(smoothing), math.inf
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
         assert isinstance(pl_module, Objective)
         numbers = pl_module.step_means()
         loss, step = numbers["train/loss"], trainer.global_step

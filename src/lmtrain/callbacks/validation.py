@@ -54,9 +54,7 @@ class Validation(pl.Callback):
         if owed or (self.before_training and trainer.global_step == 0):
             self._run(trainer, pl_module)
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
         if self.due(trainer.global_step):
             self._run(trainer, pl_module)
 

@@ -1,6 +1,5 @@
 """Which chapters of a memory each token of a text reads, for `lmtrain inspect`: in the terminal and as a page."""
 
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from transformers import PreTrainedModel
 from lmtrain.adapters.memory import memory_blocks
 from lmtrain.errors import UserError, reason
 from lmtrain.models.attention import generation_mode
+from lmtrain.reports.report_page import as_text, document
 from lmtrain.reports.token_view import has_colour, pieces
 from lmtrain.terminal import visible
 
@@ -74,13 +74,12 @@ def _write(path: str, words: list[str], read: dict[int, list[list[int]]]) -> Non
     for layer, chapters in read.items():
         tokens = "".join(
             f'<i style="background:{_rgb(chosen[0])}" title="chapters {", ".join(map(str, chosen))}">'
-            f"{escape(visible(word))}</i>"
+            f"{as_text(word)}</i>"
             for word, chosen in zip(words, chapters, strict=True)
         )
         parts.append(f"<h2>after layer {layer}</h2><pre>{tokens}</pre>")
     style = "i{font-style:normal;color:#111}pre{white-space:pre-wrap;line-height:1.7}body{font-family:sans-serif}"
-    page = f"<!DOCTYPE html><meta charset='utf-8'><title>chapters</title><style>{style}</style>{''.join(parts)}\n"
     try:
-        Path(path).expanduser().write_text(page, encoding="utf-8")
+        Path(path).expanduser().write_text(document("chapters", style, parts), encoding="utf-8")
     except OSError as error:
         raise UserError(f"inspect.html={path} can't be written: {reason(error)}") from None

@@ -1,7 +1,6 @@
 """Statistics and samples of prepared data for `lmtrain inspect`: counts, lengths, decoded rows with the loss mask."""
 
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from lmtrain.data.examples.rows import PackedRows
 from lmtrain.data.text.windows import IGNORE, Windows
 from lmtrain.errors import UserError, reason
 from lmtrain.reports import chapters
+from lmtrain.reports.report_page import as_text, asset, document
 from lmtrain.reports.token_view import Piece, has_colour, legend, marked, pieces, visible
 from lmtrain.run_folder import trained
 
@@ -249,24 +249,6 @@ def _show_lengths(found: Inspection, console: Console) -> None:
     console.print()
 
 
-_STYLE = """
-:root { color-scheme: light dark; --text: #1c1c1c; --page: #fdfdfd; --soft: #777; --line: #ddd;
-  --given: #f0f0f0; --given2: #e6e6e6; --learned: #b4ecb4; --learned2: #97dd97; --bar: #4c9a5f; }
-@media (prefers-color-scheme: dark) { :root { --text: #e6e6e6; --page: #161616; --soft: #999; --line: #3a3a3a;
-  --given: #262626; --given2: #303030; --learned: #1d4d24; --learned2: #2a6633; --bar: #5fb573; } }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--text); background: var(--page); max-width: 70rem;
-  margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.3rem } h2 { font-size: 1rem; margin: 1.8rem 0 .4rem }
-table { border-collapse: collapse } th, td { text-align: left; padding: .15rem 1.2rem .15rem 0; vertical-align: top }
-td { overflow-wrap: anywhere } .numbers td, .numbers th { text-align: right; white-space: nowrap }
-.soft, th { color: var(--soft); font-weight: normal }
-pre { font: 13px/1.7 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; margin: 0;
-  border: 1px solid var(--line); border-radius: 6px; padding: .6rem .8rem }
-i { font-style: normal; background: var(--given) } i:nth-of-type(even) { background: var(--given2) }
-i.l { background: var(--learned); border-bottom: 2px solid var(--bar) }
-i.l:nth-of-type(even) { background: var(--learned2) }
-i.s { font-weight: bold } svg text { fill: var(--text); font: 12px system-ui, sans-serif } rect { fill: var(--bar) }
-"""
 _ROW, _LABEL, _WIDE = 18, 130, 520  # of the histogram's bars, in pixels: height, room for the label, the longest
 
 
@@ -274,7 +256,7 @@ def write(found: Inspection, path: str) -> Path:
     """Writes the page; UserError where it can't be."""
     file = Path(path).expanduser().absolute()
     try:
-        file.write_text(page(found), encoding="utf-8")
+        file.writeas_text(page(found), encoding="utf-8")
     except OSError as error:
         raise UserError(f"inspect.html={path} can't be written: {reason(error)}") from None
     return file
@@ -282,26 +264,16 @@ def write(found: Inspection, path: str) -> Path:
 
 def page(found: Inspection) -> str:
     """The whole HTML document."""
-    facts = "".join(f"<tr><th>{_text(name)}</th><td>{_text(value)}</td></tr>" for name, value in found.rows)
-    parts = [f"<h1>{_text(found.split)} split</h1>", f"<table>{facts}</table>"]
+    facts = "".join(f"<tr><th>{as_text(name)}</th><td>{as_text(value)}</td></tr>" for name, value in found.rows)
+    parts = [f"<h1>{as_text(found.split)} split</h1>", f"<table>{facts}</table>"]
     if found.lengths is not None:
         parts += [f"<h2>Lengths of {found.unit}s, in tokens</h2>", _percentiles(found), _histogram(found)]
     parts.append(
         '<p class="soft"><i class="l">learned</i> <i>given</i> token by token (its id under the pointer), '
         '<i class="s">bold</i>: special, ↵ ends a line</p>'
     )
-    parts += [f"<h2>{_text(sample.title)}</h2>{_sample_html(sample)}" for sample in found.samples]
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width">'
-        f"<title>{_text(found.split)} split</title><style>{_STYLE}</style></head>\n<body>\n"
-        + "\n".join(parts)
-        + "\n</body></html>\n"
-    )
-
-
-def _text(text: str) -> str:
-    return escape(visible(text))
+    parts += [f"<h2>{as_text(sample.title)}</h2>{_sample_html(sample)}" for sample in found.samples]
+    return document(f"{found.split} split", asset("inspection.css"), parts)
 
 
 def _sample_html(sample: Sample) -> str:
@@ -313,7 +285,7 @@ def _piece(piece: Piece) -> str:
     kinds = "l " * piece.learned + "s" * piece.special
     attribute = f' class="{kinds.strip()}"' if kinds else ""
     ids = " ".join(map(str, piece.ids))
-    return f'<i{attribute} title="{ids}">{escape(visible(piece.text)).replace(chr(10), "↵" + chr(10))}</i>'
+    return f'<i{attribute} title="{ids}">{as_text(piece.text).replace(chr(10), "↵" + chr(10))}</i>'
 
 
 def _percentiles(found: Inspection) -> str:

@@ -44,20 +44,32 @@ def page(runs: Sequence[Told]) -> str:
     runs = ranked(runs)
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     curves = overlaid(runs)
-    body = [f"<h1>{_text(title)}</h1>", *(_one(runs[0]) if len(runs) == 1 else _several(runs))]
+    body = [f"<h1>{as_text(title)}</h1>", *(_one(runs[0]) if len(runs) == 1 else _several(runs))]
     body.insert(3 if len(runs) == 1 else 2, _charts(curves))
-    style, script = (
-        (files("lmtrain.reports") / f"report.{kind}").read_text(encoding="utf-8") for kind in ("css", "js")
-    )
     data = json.dumps(curves, separators=(",", ":")).replace("<", "\\u003c")
+    body.append(f'<script type="application/json" id="curves">{data}</script>\n<script>{asset("report.js")}</script>')
+    return document(title, asset("report.css"), body)
+
+
+def document(title: str, style: str, body: Iterable[str]) -> str:
+    """A whole HTML document; `body` is markup, a block a line."""
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{_text(title)}</title><style>{style}</style></head>\n<body>\n"
+        f"<title>{as_text(title)}</title><style>{style}</style></head>\n<body>\n"
         + "\n".join(body)
-        + f'\n<script type="application/json" id="curves">{data}</script>\n'
-        + f"<script>{script}</script>\n</body></html>\n"
+        + "\n</body></html>\n"
     )
+
+
+def asset(name: str) -> str:
+    """A style sheet or a script that lies beside this file."""
+    return (files("lmtrain.reports") / name).readas_text(encoding="utf-8")
+
+
+def as_text(text: str) -> str:
+    """Escaped: what a run holds is no markup."""
+    return escape(visible(text))
 
 
 def ranked(runs: Sequence[Told]) -> list[Told]:
@@ -85,10 +97,10 @@ def overlaid(runs: Sequence[Told]) -> dict[str, list[dict[str, Any]]]:
 
 
 def _one(run: Told) -> list[str]:
-    facts = "".join(f"<div><b>{_text(value)}</b><span>{_text(name)}</span></div>" for name, value in run.facts)
+    facts = "".join(f"<div><b>{as_text(value)}</b><span>{as_text(name)}</span></div>" for name, value in run.facts)
     parts = [f'<div class="facts">{facts}</div>', "<h2>Curves</h2>"]
     for heat in run.heat_maps:
-        parts += [f"<h2>{_text(heat.title)}, chosen over time</h2>", curves.drawn(heat), f"<p>{_legend(heat)}</p>"]
+        parts += [f"<h2>{as_text(heat.title)}, chosen over time</h2>", curves.drawn(heat), f"<p>{_legend(heat)}</p>"]
     if run.evaluations:
         parts += ["<h2>Evaluations</h2>", _evaluations(run)]
     if run.samples:
@@ -102,7 +114,7 @@ def _one(run: Told) -> list[str]:
     if run.checkpoints:
         parts += ["<h2>Checkpoints</h2>", _table(("checkpoint", "size"), run.checkpoints)]
     if run.how_to_use:
-        parts += ["<h2>How to use it</h2>", *(f"<pre>{_text(words)}</pre>" for words in run.how_to_use)]
+        parts += ["<h2>How to use it</h2>", *(f"<pre>{as_text(words)}</pre>" for words in run.how_to_use)]
     return parts
 
 
@@ -136,10 +148,10 @@ def _charts(curves: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def _figure(chart: str, lines: list[dict[str, Any]]) -> str:
-    legend = "".join(f'<i style="color:var(--c{line["colour"]})">{_text(line["name"])}</i>' for line in lines)
-    label = f'role="img" aria-label="{escape(visible(chart))} by step"'
+    legend = "".join(f'<i style="color:var(--c{line["colour"]})">{as_text(line["name"])}</i>' for line in lines)
+    label = f'role="img" aria-label="{as_text(chart)} by step"'
     return (
-        f'<figure data-chart="{escape(chart)}"><figcaption>{_text(FIRST.get(chart, chart))} {legend}</figcaption>'
+        f'<figure data-chart="{escape(chart)}"><figcaption>{as_text(FIRST.get(chart, chart))} {legend}</figcaption>'
         f'<svg viewBox="0 0 {_WIDE} {_HIGH}" {label}>{_paths(lines)}</svg>'
         '<div class="tip"></div></figure>'
     )
@@ -163,11 +175,13 @@ def _paths(lines: list[dict[str, Any]]) -> str:
 
 def _samples(run: Told) -> Iterable[str]:
     for prompt, texts in run.samples.items():
-        yield f"<h3>{_text(_cut(prompt))}</h3>"
+        yield f"<h3>{as_text(_cut(prompt))}</h3>"
         for i, (step, text, reference) in enumerate(reversed(texts)):
-            given = f'<pre class="soft">{_text("reference: " + _cut(reference))}</pre>' if reference is not None else ""
+            given = (
+                f'<pre class="soft">{as_text("reference: " + _cut(reference))}</pre>' if reference is not None else ""
+            )
             opened = " open" if i == 0 else ""
-            yield f"<details{opened}><summary>step {step:,}</summary><pre>{_text(_cut(text))}</pre>{given}</details>"
+            yield f"<details{opened}><summary>step {step:,}</summary><pre>{as_text(_cut(text))}</pre>{given}</details>"
 
 
 def _evaluations(run: Told) -> str:
@@ -177,18 +191,14 @@ def _evaluations(run: Told) -> str:
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    head = "".join(f"<th>{_text(name)}</th>" for name in header)
-    body = "".join("<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    head = "".join(f"<th>{as_text(name)}</th>" for name in header)
+    body = "".join("<tr>" + "".join(f"<td>{as_text(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
 
 
 def _list(lines: Iterable[str]) -> str:
-    return "<ul>" + "".join(f"<li>{_text(line)}</li>" for line in lines) + "</ul>"
+    return "<ul>" + "".join(f"<li>{as_text(line)}</li>" for line in lines) + "</ul>"
 
 
 def _cut(text: str) -> str:
     return text if len(text) <= _LONG else f"{text[:_LONG]} ... ({len(text) - _LONG:,} more characters)"
-
-
-def _text(text: str) -> str:
-    return escape(visible(text))

@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import time
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -18,67 +17,24 @@ from lmtrain.run_folder import lock as run_lock
 from lmtrain.secrets import shown_in
 
 
-@dataclass(frozen=True)
 class RunDir:
-    """Paths inside one run's folder (contract: config.yaml, metrics.jsonl, summary.json, checkpoints/, export/)."""
+    """Paths inside one run's folder, `path`."""
 
-    path: Path
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def samples(self) -> Path:
-        return self.path / "samples.jsonl"
-
-    @property
-    def plan(self) -> Path:
-        return self.path / "plan.txt"
-
-    @property
-    def summary(self) -> Path:
-        return self.path / "summary.json"
-
-    @property
-    def ring(self) -> Path:
-        """Of a run that trains on a stream: the tokens that lie ahead; gone when it has ended."""
-        return self.path / "ring"
-
-    @property
-    def starts(self) -> Path:
-        """A line for each time a process began to train here: {"time", "step"}."""
-        return self.path / "starts.jsonl"
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report.html"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def ranks(self) -> Path:
-        """What the parent of several ranks writes for them, before the run itself begins."""
-        return self.path / "ranks"
-
-    @property
-    def tokenizer(self) -> Path:
-        return self.path / "tokenizer"
-
-    @property
-    def export(self) -> Path:
-        return self.path / "export"
-
-    @property
-    def export_merged(self) -> Path:
-        """Adapter and base as one model, beside the adapter in `export`."""
-        return self.path / "export_merged"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.yaml"
+        self.metrics = path / "metrics.jsonl"
+        self.samples = path / "samples.jsonl"
+        self.plan = path / "plan.txt"
+        self.summary = path / "summary.json"
+        self.starts = path / "starts.jsonl"  # a line for each time a process began to train here: {"time", "step"}
+        self.report = path / "report.html"
+        self.checkpoints = path / "checkpoints"
+        self.tokenizer = path / "tokenizer"
+        self.ring = path / "ring"  # tokens ahead of a run that trains on a stream; gone when it has ended
+        self.ranks = path / "ranks"  # what the parent of several ranks writes for them, before the run itself begins
+        self.export = path / "export"
+        self.export_merged = path / "export_merged"  # adapter and base as one model, beside the adapter in `export`
 
     def discard_if_unused(self, existed: Path) -> None:
         """Removes a new folder in which no training began: a config that was refused leaves nothing behind.
