@@ -256,7 +256,7 @@ def write(found: Inspection, path: str) -> Path:
     """Writes the page; UserError where it can't be."""
     file = Path(path).expanduser().absolute()
     try:
-        file.writeas_text(page(found), encoding="utf-8")
+        file.write_text(page(found), encoding="utf-8")
     except OSError as error:
         raise UserError(f"inspect.html={path} can't be written: {reason(error)}") from None
     return file

@@ -64,7 +64,7 @@ def document(title: str, style: str, body: Iterable[str]) -> str:
 
 def asset(name: str) -> str:
     """A style sheet or a script that lies beside this file."""
-    return (files("lmtrain.reports") / name).readas_text(encoding="utf-8")
+    return (files("lmtrain.reports") / name).read_text(encoding="utf-8")
 
 
 def as_text(text: str) -> str:
