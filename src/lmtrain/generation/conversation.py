@@ -10,7 +10,6 @@ import torch
 from transformers import PreTrainedModel, TextStreamer
 
 from lmtrain import errors
-from lmtrain.config import trust
 from lmtrain.config.schema import Config, GenerateConfig
 from lmtrain.data.chat.templates import end_ids, own_template
 from lmtrain.data.chat.turns import BadRow
@@ -125,11 +124,7 @@ HELP = """/reset           begin anew
 def chat(config: Config) -> int:
     """Reads lines until the end of input and answers each; lines that begin with / are commands."""
     quiet_libraries()
-    if config.run_dir is None:
-        raise UserError("which model? set run_dir=outputs/<name>, an exported folder or a hub name")
-    model, tokenizer = trained.load(config.run_dir, config.generate.checkpoint, trust.granted(config))
-    trained.place(model, config.trainer.accelerator)
-    talk = Talk(model, tokenizer, config.generate, config.seed)
+    talk = Talk(*trained.load_asked(config), config.generate, config.seed)
     print(HELP, flush=True)
     while True:
         try:

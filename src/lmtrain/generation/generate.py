@@ -11,24 +11,19 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from lmtrain import errors, terminal
-from lmtrain.config import trust
 from lmtrain.config.effect import typed_keys
 from lmtrain.config.schema import Config
 from lmtrain.data.chat.templates import end_ids, own_template, user_turn
 from lmtrain.distributed.ranks import typed
 from lmtrain.errors import UserError, reason
-from lmtrain.generation.sampling import positions, sample_text, sample_texts
+from lmtrain.generation.sampling import positions, sample_text, sample_texts, settings_of
 from lmtrain.run_folder import trained
 
 
 def generate(config: Config) -> int:
     """Prints generate.num_samples continuations of generate.prompt, or answers to it; of many prompts JSON lines."""
     terminal.quiet_libraries()
-    if config.run_dir is None:
-        raise UserError("which model? set run_dir=outputs/<name>, an exported folder or a hub name")
-    g = config.generate
-    model, tokenizer = trained.load(config.run_dir, g.checkpoint, trust.granted(config))
-    trained.place(model, config.trainer.accelerator)
+    g, (model, tokenizer) = config.generate, trained.load_asked(config)
     terminal.status.stop()
     if g.max_new_tokens >= positions(model) and "generate.max_new_tokens" in typed_keys(typed()):
         print(
@@ -38,19 +33,10 @@ def generate(config: Config) -> int:
         )
     if g.prompts_file is not None:
         return many(model, tokenizer, config)
-    prompt, end_ids = as_conversation(tokenizer, config, g.prompt)
+    prompt, ends = as_conversation(tokenizer, config, g.prompt)
     for i in range(g.num_samples):
-        text = sample_text(
-            model,
-            tokenizer,
-            prompt,
-            max_new_tokens=g.max_new_tokens,
-            temperature=g.temperature,
-            top_k=g.top_k,
-            seed=config.seed + i,
-            end_ids=end_ids,
-        )
-        whole = text if end_ids is not None else f"{g.prompt}{text}"
+        text = sample_text(model, tokenizer, prompt, seed=config.seed + i, end_ids=ends, **settings_of(g))
+        whole = text if ends is not None else f"{g.prompt}{text}"
         print(f"--- {i + 1}\n{whole}" if g.num_samples > 1 else whole)
     return errors.FINISHED
 
@@ -62,16 +48,8 @@ def many(model: Any, tokenizer: Any, config: Config) -> int:
     for start in range(answers.done, len(asked), g.batch_size):
         batch = asked[start : start + g.batch_size]
         given = [as_conversation(tokenizer, config, prompt) for prompt, _ in batch]
-        texts = sample_texts(
-            model,
-            tokenizer,
-            [ids for ids, _ in given],
-            max_new_tokens=g.max_new_tokens,
-            temperature=g.temperature,
-            top_k=g.top_k,
-            seed=config.seed + start,
-            end_ids=given[0][1],
-        )
+        prompts, ends = [ids for ids, _ in given], given[0][1]
+        texts = sample_texts(model, tokenizer, prompts, seed=config.seed + start, end_ids=ends, **settings_of(g))
         answers.add([{"prompt": p, "sample": i, "text": t} for (p, i), t in zip(batch, texts, strict=True)])
     return errors.FINISHED
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from lmtrain.config.schema import GenerateConfig
 from lmtrain.errors import UserError
 from lmtrain.models.attention import generation_mode
 from lmtrain.models.denoising import mask_token
@@ -15,6 +16,11 @@ from lmtrain.models.denoising import mask_token
 def positions(model: PreTrainedModel) -> int:
     """Tokens the model can take; without a bound where it has no positions (Mamba)."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31
+
+
+def settings_of(g: GenerateConfig) -> dict[str, Any]:
+    """Arguments of `sample_texts` that config.generate holds."""
+    return {"max_new_tokens": g.max_new_tokens, "temperature": g.temperature, "top_k": g.top_k}
 
 
 def sample_text(model: PreTrainedModel, tokenizer: Any, prompt: str | list[int], **settings: Any) -> str:

@@ -229,10 +229,9 @@ def tune(config: Config) -> int:
 
 def look(config: Config) -> Found:
     """What is found in trials, whose folder is removed."""
-    root = Path(config.run.root).expanduser().absolute()
+    root = run_dir.make_root(config)
+    folder = temporary_beside(root / "tune")
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        folder = temporary_beside(root / "tune")
         folder.mkdir()
     except OSError as error:
         raise UserError(f"cannot write {root}: {error.strerror}; set run.root to a folder you can") from None

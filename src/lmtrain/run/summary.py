@@ -1,7 +1,6 @@
 """How a run ended: summary.json, the table on the screen, the export."""
 
 import contextlib
-import importlib.util
 import os
 import platform
 import time
@@ -191,9 +190,7 @@ def show(run: "Run", summary: dict[str, Any], exported: list[Path]) -> None:
 def next_commands(run: "Run") -> list[str]:
     """What people type after a run: text from it, its scores, and to go on with it."""
     here = f"run_dir={run.dir.path}"
-    lines = [command("generate", [here, "--prompt", "Once upon a time"])]
-    if importlib.util.find_spec("lmtrain.evaluate") is not None:
-        lines.append(command("evaluate", [here]))
+    lines = [command("generate", [here, "--prompt", "Once upon a time"]), command("evaluate", [here])]
     t = run.config.trainer
     by_epochs = t.max_steps is None
     key, end = ("trainer.max_epochs", t.max_epochs) if by_epochs else ("trainer.max_steps", t.max_steps)

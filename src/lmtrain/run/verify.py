@@ -21,8 +21,9 @@ from lmtrain.checkpoints import store
 from lmtrain.config import trust
 from lmtrain.config.schema import Config
 from lmtrain.distributed import devices, ranks
-from lmtrain.errors import RunError, UserError
+from lmtrain.errors import RunError
 from lmtrain.files import read_jsonl
+from lmtrain.run_folder.folder import make_root
 
 STEPS, SAVE_EVERY, KILL_AFTER = 6, 2, 3
 GROWN_UP = 4  # the step from which on what grows (data.curriculum, data.batch_warmup) has grown up
@@ -33,7 +34,7 @@ def verify(config: Config) -> int:
     """Runs the proof in a temporary folder; 0 if the resumed run equals the uninterrupted one, 1 if not."""
     left_out = ("run.", "trainer.max_steps", "trainer.max_epochs", "+")
     overrides = [w for w in ranks.typed() if trust.key_in(w) or not w.startswith(left_out)]
-    folder = Path(tempfile.mkdtemp(prefix="lmtrain_verify_", dir=_root(config)))
+    folder = Path(tempfile.mkdtemp(prefix="lmtrain_verify_", dir=make_root(config)))
     try:
         print(f"1/3  {STEPS} steps without interruption", flush=True)
         whole = folder / "whole"
@@ -74,15 +75,6 @@ def promise(config: Config) -> str:
         "promised to be equal: flash attention's backward adds in any order, so even two uninterrupted runs differ in "
         "the last bits. trainer.deterministic=true makes resuming exact\n"
     )
-
-
-def _root(config: Config) -> Path:
-    root = Path(config.run.root).expanduser().absolute()
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot write {root}: {error.strerror}; set run.root to a folder you can") from None
-    return root
 
 
 def _start(overrides: list[str], run_dir: Path) -> subprocess.Popen[str]:

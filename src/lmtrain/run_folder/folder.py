@@ -110,6 +110,16 @@ def locate(config: Config) -> Path:
     return path
 
 
+def make_root(config: Config) -> Path:
+    """run.root, which is made if it is not there; UserError where it can't be."""
+    root = Path(config.run.root).expanduser().absolute()
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write {root}: {error.strerror}; set run.root to a folder you can") from None
+    return root
+
+
 def existing_part(path: Path) -> Path:
     """The longest part of a path that is there."""
     return next(p for p in (path, *path.parents) if p.exists())

@@ -15,6 +15,7 @@ from lmtrain.adapters.trainable import check_weights, restore_start, trainable_n
 from lmtrain.checkpoints import retention, store
 from lmtrain.config import compose as rules
 from lmtrain.config import trust
+from lmtrain.config.schema import Config
 from lmtrain.config.targets import find_class
 from lmtrain.data import hub, tokenizer_folder, tokenizers
 from lmtrain.errors import RunError, UserError, first_line
@@ -174,6 +175,15 @@ def _on_hub(name: str, path: Path) -> bool:
     except hub.Unreachable:
         return False
     return True
+
+
+def load_asked(config: Config) -> tuple[PreTrainedModel, Any]:
+    """The model of run_dir, at generate.checkpoint, on its device, and its tokenizer; UserError without run_dir."""
+    if config.run_dir is None:
+        raise UserError("which model? set run_dir=outputs/<name>, an exported folder or a hub name")
+    model, tokenizer = load(config.run_dir, config.generate.checkpoint, trust.granted(config))
+    place(model, config.trainer.accelerator)
+    return model, tokenizer
 
 
 def place(hf_model: Any, accelerator: str) -> None:
