@@ -13,7 +13,7 @@ import pytest
 
 from inprocess import message, run, train_tiny
 from lmtrain.errors import RunError
-from lmtrain.exports import hub_upload
+from lmtrain.exports.export import push
 
 
 class Hub(ThreadingHTTPServer):
@@ -141,4 +141,4 @@ def test_a_hub_that_is_gone(hub: Hub, tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(RunError, match="not uploaded"):
-        hub_upload.push(tmp_path, check(compose(["export.push_to=me/tiny"])).export, "words")
+        push(tmp_path, check(compose(["export.push_to=me/tiny"])).export, "words")

@@ -17,8 +17,8 @@ from lmtrain.generation.prompts import Prompt
 from lmtrain.generation.sampling import sample_text
 from lmtrain.generation.text_metrics import TextMetrics
 from lmtrain.objectives.base import Objective
-from lmtrain.reports.token_view import visible
 from lmtrain.strategies import sharding
+from lmtrain.terminal import visible
 
 
 class Samples(pl.Callback):

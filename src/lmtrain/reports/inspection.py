@@ -19,9 +19,8 @@ from lmtrain.data.examples.row_counts import Counts, bad_lines, remark_lines, to
 from lmtrain.data.examples.rows import PackedRows
 from lmtrain.data.text.windows import IGNORE, Windows
 from lmtrain.errors import UserError, reason
-from lmtrain.reports import chapters
 from lmtrain.reports.report_page import as_text, asset, document
-from lmtrain.reports.token_view import Piece, has_colour, legend, marked, pieces, visible
+from lmtrain.reports.token_view import Piece, has_colour, legend, marked, pieces, show_chapters, visible
 from lmtrain.run_folder import trained
 
 _PERCENTILES = (0, 5, 25, 50, 75, 95, 99, 100)
@@ -91,7 +90,7 @@ def _show_chapters(config: Config, text: str) -> int:
         raise UserError("inspect.text: which model? set run_dir to a run or an export with a memory")
     model, tokenizer = trained.load(config.run_dir, "best", trust.granted(config))
     terminal.status.stop()
-    chapters.show(model, tokenizer, text, terminal.console(), config.inspect.html)
+    show_chapters(model, tokenizer, text, terminal.console(), config.inspect.html)
     return errors.FINISHED
 
 
