@@ -1,4 +1,4 @@
-"""Decoded tokens for people: their borders, the loss mask in colour, the chapters of a memory that each of them reads."""
+"""Decoded tokens for people: their borders, the loss mask in colour, the chapters of a memory that they read."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
