@@ -15,7 +15,7 @@ from lmtrain.config.schema import Config
 from lmtrain.distributed import devices
 from lmtrain.errors import UserError
 from lmtrain.models.language_model import auto_chunk_bytes
-from lmtrain.run import advice as notes
+from lmtrain.run import plan as notes
 from lmtrain.run import verify
 from lmtrain.run_folder import trained
 

@@ -13,7 +13,7 @@ import torch
 
 from lmtrain import terminal
 from lmtrain.config.growth import Stages, row_lengths, step_sizes
-from lmtrain.config.schema import Config
+from lmtrain.config.schema import DataConfig
 from lmtrain.data.modules import Rows
 from lmtrain.errors import first_line
 from lmtrain.objectives.parts import Definition
@@ -36,12 +36,11 @@ class StepNumbers:
     the last of these steps, where they grow.
     """
 
-    def __init__(self, config: Config, rows: Rows) -> None:
-        self.seq_len, self.mixture = config.data.seq_len, getattr(rows, "mixture", None)
-        self.sizes = step_sizes(config.data)
-        self.lengths = row_lengths(config.data) or Stages.constant(self.seq_len)
-        epochs = config.trainer.max_epochs
-        self.all_rows = len(rows) * epochs if epochs is not None else math.inf
+    def __init__(self, data: DataConfig, rows: Rows, max_epochs: int | None) -> None:
+        self.seq_len, self.mixture = data.seq_len, getattr(rows, "mixture", None)
+        self.sizes = step_sizes(data)
+        self.lengths = row_lengths(data) or Stages.constant(self.seq_len)
+        self.all_rows = len(rows) * max_epochs if max_epochs is not None else math.inf
 
     def __call__(self, steps: int) -> dict[str, int]:
         found = {}

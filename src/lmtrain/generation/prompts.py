@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from lmtrain.config.schema import Config
+from lmtrain.config.schema import SamplesConfig
 from lmtrain.data.chat.templates import own_template, user_turn
 from lmtrain.data.corpus import Corpus
 from lmtrain.data.examples.prepare import MAX_QUESTIONS
@@ -22,7 +22,7 @@ class Prompt:
     reference: str | None = None  # the answer that stands in the data
 
 
-def prompts_of(config: Config, corpus: Corpus) -> list[Prompt]:
+def prompts_of(settings: SamplesConfig, corpus: Corpus, system_prompt: str | None) -> list[Prompt]:
     """callbacks.samples.prompts, and of data with answers the first questions of its validation rows.
 
     Where data is text and no prompt is set, one is taken from it, or one of each of callbacks.samples.rows rows where
@@ -31,7 +31,6 @@ def prompts_of(config: Config, corpus: Corpus) -> list[Prompt]:
     Raises:
         UserError: more rows are asked for than questions are kept, or the chat template takes no such prompt.
     """
-    settings = config.callbacks.samples
     if corpus.end_ids is None:
         if settings.metrics and corpus.val is not None and not settings.prompts:
             return continuations(corpus.val, corpus.tokenizer, settings.rows, settings.max_new_tokens)
@@ -51,7 +50,7 @@ def prompts_of(config: Config, corpus: Corpus) -> list[Prompt]:
     if template is None or (rows and not rows[0]["chat"]):
         found = [Prompt(text, text) for text in settings.prompts]
     else:
-        turn = lambda text: user_turn(corpus.tokenizer, template, text, config.data.system_prompt)  # noqa: E731
+        turn = lambda text: user_turn(corpus.tokenizer, template, text, system_prompt)  # noqa: E731
         found = [Prompt(turn(text), text) for text in settings.prompts]
     return found + [Prompt(row["prompt_ids"], row["prompt"], row["reference"]) for row in rows]
 

@@ -207,7 +207,7 @@ def build_metrics(
 ) -> Metrics:
     hf_model = objective.model.model
     device = torch.device(config.trainer.accelerator)
-    numbers = StepNumbers(config, rows_to_train(config, corpus))
+    numbers = StepNumbers(config.data, rows_to_train(config, corpus), config.trainer.max_epochs)
     # Counted now, while every rank has the whole model.
     per_token = {length: flops.flops_per_token(hf_model, length) for length in numbers.lengths.values}
     return Metrics(
@@ -224,7 +224,7 @@ def build_samples(config: Config, run_dir: RunDir, corpus: Corpus, console: Cons
     cfg = config.callbacks.samples
     if cfg.every_n_validations == 0 or corpus.val is None:
         return None
-    prompts = prompts_of(config, corpus)
+    prompts = prompts_of(cfg, corpus, config.data.system_prompt)
     scores = TextMetrics(cfg.metrics, config.run.allow_target)
     return Samples(run_dir.samples, corpus.tokenizer, prompts, corpus.end_ids, cfg, scores, console, config.seed)
 
@@ -263,7 +263,7 @@ def build_trainer(
         enable_checkpointing=records is not None,
         enable_progress_bar=False,
         enable_model_summary=False,
-        logger=False if records is None else build_loggers(config, run_dir, records),
+        logger=False if records is None else build_loggers(config.logger, run_dir, records),
         log_every_n_steps=t.log_every_n_steps,
         callbacks=callbacks,
         # Named, or Lightning takes any process of a SLURM job for a rank, and saves inside its signal handler.

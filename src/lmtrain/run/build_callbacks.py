@@ -90,7 +90,8 @@ def build_callbacks(
         before_training=t.val_before_training,
     )
     bad_steps = BadSteps(run_dir.path, t.max_bad_steps, t.log_every_n_steps)
-    callbacks: list[pl.Callback] = [metrics, Routing(metrics.records, config), bad_steps]
+    routing = Routing(metrics.records, config.router.warn_after_steps, config.memory.router_noise)
+    callbacks: list[pl.Callback] = [metrics, routing, bad_steps]
     callbacks += [*([average] if average is not None else []), validation]
     if cb.early_stopping.enabled:
         callbacks.append(early_stopping(cb.early_stopping, scored_on))

@@ -18,7 +18,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lmtrain import secrets
 from lmtrain.callbacks.records import Joined, Records, Row
-from lmtrain.config.schema import Config
 from lmtrain.distributed import process_group as world
 from lmtrain.errors import RunError, UserError, disk_full, first_line, reason
 from lmtrain.files import read_jsonl, write_atomic
@@ -172,11 +171,11 @@ def flat(params: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def build_loggers(config: Config, run_dir: RunDir, records: Records) -> list[Logger]:
-    """The loggers of config.logger, and `records`; nothing is written or asked of a server yet."""
+def build_loggers(wanted: dict[str, Any], run_dir: RunDir, records: Records) -> list[Logger]:
+    """The loggers `wanted` (options by name), and `records`; nothing is written or asked of a server yet."""
     makers = {"tensorboard": _tensorboard, "csv": _csv, "wandb": _wandb, "mlflow": _mlflow}
     loggers: list[Any] = []
-    for name, options in config.logger.items():
+    for name, options in wanted.items():
         if name not in makers:
             raise UserError(f"logger.{name} is not known (options: {', '.join(makers)})")
         try:
