@@ -1,7 +1,6 @@
 """Statistics and samples of prepared data for `lmtrain inspect`: counts, lengths, decoded rows with the loss mask."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,8 +17,8 @@ from lmtrain.data.corpus import Corpus
 from lmtrain.data.examples.row_counts import Counts, bad_lines, remark_lines, too_many_lost, too_many_untrained
 from lmtrain.data.examples.rows import PackedRows
 from lmtrain.data.text.windows import IGNORE, Windows
-from lmtrain.errors import UserError, reason
-from lmtrain.reports.report_page import as_text, asset, document
+from lmtrain.errors import UserError
+from lmtrain.reports.report_page import as_text, asset, document, write_page
 from lmtrain.reports.token_view import Piece, has_colour, legend, marked, pieces, show_chapters, visible
 from lmtrain.run_folder import trained
 
@@ -80,7 +79,7 @@ def inspect(config: Config) -> int:
     console = terminal.console()
     show(found, console)
     if config.inspect.html is not None:
-        print(f"written: {write(found, config.inspect.html)}")
+        print(f"written: {write_page(page(found), config.inspect.html)}")
     return errors.FINISHED
 
 
@@ -249,16 +248,6 @@ def _show_lengths(found: Inspection, console: Console) -> None:
 
 
 _ROW, _LABEL, _WIDE = 18, 130, 520  # of the histogram's bars, in pixels: height, room for the label, the longest
-
-
-def write(found: Inspection, path: str) -> Path:
-    """Writes the page; UserError where it can't be."""
-    file = Path(path).expanduser().absolute()
-    try:
-        file.write_text(page(found), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"inspect.html={path} can't be written: {reason(error)}") from None
-    return file
 
 
 def page(found: Inspection) -> str:

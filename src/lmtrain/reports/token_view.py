@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,9 +11,9 @@ from rich.text import Text
 from transformers import PreTrainedModel
 
 from lmtrain.adapters.memory import memory_blocks
-from lmtrain.errors import UserError, reason
+from lmtrain.errors import UserError
 from lmtrain.models.attention import generation_mode
-from lmtrain.reports.report_page import as_text, document
+from lmtrain.reports.report_page import as_text, document, write_page
 from lmtrain.terminal import visible
 
 LEARNED = ("black on #9be09b", "black on #79cf79")  # neighbouring tokens take turns
@@ -153,7 +152,4 @@ def _write_chapters(path: str, words: list[str], read: dict[int, list[list[int]]
         )
         parts.append(f"<h2>after layer {layer}</h2><pre>{tokens}</pre>")
     style = "i{font-style:normal;color:#111}pre{white-space:pre-wrap;line-height:1.7}body{font-family:sans-serif}"
-    try:
-        Path(path).expanduser().write_text(document("chapters", style, parts), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"inspect.html={path} can't be written: {reason(error)}") from None
+    write_page(document("chapters", style, parts), path)
