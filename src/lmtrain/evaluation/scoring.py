@@ -1,4 +1,4 @@
-"""Scores of a model on text, conversations or pairs, row by row; of two models on the same rows."""
+"""Scores of a model on text, conversations or pairs, row by row, from exact log-likelihoods of their tokens."""
 
 import copy
 import itertools

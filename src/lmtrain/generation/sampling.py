@@ -1,4 +1,4 @@
-"""Text from a model: a prompt in, its continuation out."""
+"""Text from a model: a prompt in, its continuation out; of one that predicts masked tokens, uncovered step by step."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -157,7 +157,10 @@ def denoise(
     generator: torch.Generator,
     steps: int = STEPS,
 ) -> list[int]:
-    """`new_tokens` ids that follow those of the prompt.
+    """`new_tokens` ids that follow those of the prompt, from masks (Sahoo et al. 2024, arXiv:2406.07524).
+
+    Which tokens are uncovered is Nie et al. 2025's choice (arXiv:2502.09992, section 2.4, low-confidence remasking):
+    those whose prediction the model is most confident of.
 
     Each step predicts all tokens that are still masked, and keeps the share 1 / (steps left) of them whose predictions
     have the highest probability.

@@ -251,7 +251,7 @@ _ROW, _LABEL, _WIDE = 18, 130, 520  # of the histogram's bars, in pixels: height
 
 
 def page(found: Inspection) -> str:
-    """The whole HTML document."""
+    """One HTML file to share: nothing is loaded from elsewhere, light and dark as the reader likes."""
     facts = "".join(f"<tr><th>{as_text(name)}</th><td>{as_text(value)}</td></tr>" for name, value in found.rows)
     parts = [f"<h1>{as_text(found.split)} split</h1>", f"<table>{facts}</table>"]
     if found.lengths is not None:

@@ -120,7 +120,7 @@ ALLOW_FILES = "MLFLOW_ALLOW_FILE_STORE"  # MLflow 3 refuses stores of files with
 
 
 class MLflow(Joined, MLFlowLogger):
-    """Its run's id is kept in the run's folder: a resumed run goes on in the same one."""
+    """A store of files in <run>/mlflow, or a server; a resumed run goes on in the same run, whose id is kept here."""
 
     def __init__(self, folder: Path, tracking_uri: str | None, **options: Any) -> None:
         uri = tracking_uri or f"file:{folder / 'mlflow'}"

@@ -1,4 +1,7 @@
-"""The run's folder: what is in it, how it is written, how it is found again. Imports no torch."""
+"""The run's folder: what is in it, how it is written, how it is found again. Imports no torch.
+
+A run writes into its own folder only, whoever made that: links that lead out of it are refused.
+"""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""A trained model and its tokenizer: from a run's checkpoint, from an exported folder or from the hub."""
+"""A trained model and its tokenizer, on its device: from a run's checkpoint, an exported folder or the hub."""
 
 import difflib
 from pathlib import Path
