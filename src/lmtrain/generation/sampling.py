@@ -1,4 +1,4 @@
-"""Text from a model: a prompt in, its continuation out; of one that predicts masked tokens, uncovered step by step."""
+"""Text from a model: a prompt in, its continuation out, written from left to right or uncovered from masks."""
 
 from collections.abc import Sequence
 from typing import Any
