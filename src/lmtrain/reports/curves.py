@@ -1,7 +1,7 @@
 """Rows of metrics.jsonl as curves and heat maps to draw. Imports no torch.
 
-Curves are grouped into charts and thinned so that no peak is lost. A heat map shows how routers' choices are spread over
-a training: steps to the right, choices downwards.
+Curves are grouped into charts and thinned so that no peak is lost. A heat map shows how routers' choices are spread
+over a training: steps to the right, choices downwards.
 """
 
 import math
