@@ -26,7 +26,7 @@ USE = {f"router/{choices}": _SHARES for choices in CHOICES.values()}
 class Routing(pl.Callback):
     """Counts, on the device, for how many steps in a row each router has made no more choices than one token makes."""
 
-    def __init__(self, records: Records, warn_after_steps: int | None, memory_noise: float) -> None:
+    def __init__(self, records: Records, warn_after_steps: int | None, memory_noise: float | None) -> None:
         """
         Args:
             warn_after_steps: router.warn_after_steps; None: no warning.
