@@ -23,7 +23,7 @@ from lmtrain.files import fsync, read_regular, temporary_beside
 from lmtrain.models.attention import generation_mode
 from lmtrain.models.denoising import mark_folder, mask_token
 from lmtrain.models.flops import parameter_counts
-from lmtrain.models.memory_folder import is_exported
+from lmtrain.models.folder import is_exported
 from lmtrain.secrets import shown_in
 
 # Largest difference of reloaded from live logits: rounding of the stored dtype, grown through the layers. int8: the
