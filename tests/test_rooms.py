@@ -23,7 +23,8 @@ ROOMS = [
     "data.stream", "data.chat",
     "data.modules", "data.examples", "data.row_numbers",
     "data.corpus", "data.build_corpus", "data.val_sets",
-    "checkpoints", "strategies", "objectives", "outputs", "callbacks", "run", "sweeps", "stages", "cli",
+    "checkpoints", "strategies", "objectives", "run_folder", "generation", "exports", "reports", "callbacks", "run",
+    "planning", "evaluation", "sweeps", "stages", "cli",
 ]  # fmt: skip
 VERBS = [
     "train",
@@ -46,7 +47,7 @@ VERBS = [
 ]  # above all rooms
 
 # Sizes are smells: a file that is cut in two just below a limit has no seam there.
-MAX_LINES, MAX_FUNCTION, MAX_MEDIAN = 350, 60, 10
+MAX_LINES, MAX_FUNCTION, MAX_MEDIAN = 450, 60, 10
 
 
 def modules() -> dict[str, Path]:

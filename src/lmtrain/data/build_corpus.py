@@ -6,7 +6,7 @@ from typing import Any
 
 from lmtrain.config.growth import step_sizes
 from lmtrain.config.objectives import OWN
-from lmtrain.config.schema import Config, Data
+from lmtrain.config.schema import Config, DataConfig
 from lmtrain.config.targets import building, class_named, lacking
 from lmtrain.data.chat.templates import ChatEncoder
 from lmtrain.data.corpus import Corpus
@@ -192,7 +192,7 @@ def _summed(splits: list[Any]) -> dict[str, Any]:
 
 
 def _examples(config: Config, encoder: type[RowEncoder]) -> Corpus:
-    def make(tokenizer: Any, data: Data) -> RowEncoder:
+    def make(tokenizer: Any, data: DataConfig) -> RowEncoder:
         with building("data.rows", f"{encoder.__module__}.{encoder.__qualname__}"):
             return encoder(tokenizer, data)  # type: ignore[call-arg]  # a protocol's own constructor takes nothing
 

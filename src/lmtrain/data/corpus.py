@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from lmtrain.config.schema import Config, Data
+from lmtrain.config.schema import Config, DataConfig
 from lmtrain.data.modules import Rows
 from lmtrain.data.stream.head import Head
 from lmtrain.errors import UserError
@@ -42,7 +42,7 @@ class Corpus:
     # What checkpoints of earlier versions call the tokens.
     earlier_fingerprints: Callable[[], list[str]] = field(kw_only=True)
 
-    def how_to_validate(self, data: Data) -> str:
+    def how_to_validate(self, data: DataConfig) -> str:
         """What to set so that there is a validation split, where there is none."""
         if data.source == "bins":
             return "put a val.bin beside train.bin, or prepare the text again with data.val_fraction=0.01"

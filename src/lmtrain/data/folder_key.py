@@ -6,11 +6,11 @@ from typing import Any
 
 from lmtrain.config.constraints import PREPARED
 from lmtrain.config.keys import values
-from lmtrain.config.schema import Data, Tokenizer
+from lmtrain.config.schema import DataConfig, TokenizerConfig
 from lmtrain.secrets import hashed, shown_in
 
 
-def settings(section: Data | Tokenizer) -> dict[str, Any]:
+def settings(section: DataConfig | TokenizerConfig) -> dict[str, Any]:
     """The keys of the config that shape tokens, but for those that name files: what these hold stands in the key too.
 
     What is not set is left out, so that a key that comes to the schema makes no new folders by being there.
@@ -18,7 +18,7 @@ def settings(section: Data | Tokenizer) -> dict[str, Any]:
     return {k: v for k, v in values(section, PREPARED, by_content=False).items() if v not in (None, [], {})}
 
 
-def folder_key(data: Data, tokenizer: Tokenizer, **contents: Any) -> dict[str, Any]:
+def folder_key(data: DataConfig, tokenizer: TokenizerConfig, **contents: Any) -> dict[str, Any]:
     """The key as it will be read back from JSON.
 
     Args:

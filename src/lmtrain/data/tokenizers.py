@@ -18,7 +18,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from lmtrain.config.schema import Tokenizer
+from lmtrain.config.schema import TokenizerConfig
 from lmtrain.data import bpe, hub
 from lmtrain.data.cache import Facts
 from lmtrain.errors import UserError, first_line
@@ -43,7 +43,7 @@ class Identity:
     unreachable: str = ""
 
 
-def identity(cfg: Tokenizer) -> Identity:
+def identity(cfg: TokenizerConfig) -> Identity:
     """Raises UserError for a folder or a name that isn't there."""
     if cfg.kind == "bpe":
         settings = {
@@ -75,12 +75,12 @@ def identity(cfg: Tokenizer) -> Identity:
         return Identity(settings, None, label, str(error))
 
 
-def _added(cfg: Tokenizer) -> dict[str, Any]:
+def _added(cfg: TokenizerConfig) -> dict[str, Any]:
     return {"add_tokens": cfg.add_tokens} if cfg.add_tokens else {}
 
 
 def load_or_train(
-    cfg: Tokenizer,
+    cfg: TokenizerConfig,
     texts: Callable[[str], Iterator[str]],
     named: Identity | None = None,
     watch: Callable[[Iterator[str]], Iterator[str]] = iter,
@@ -196,7 +196,7 @@ def vocab_size(tokenizer: PreTrainedTokenizerFast) -> int:
     return max(tokenizer.get_vocab().values()) + 1
 
 
-def _load(cfg: Tokenizer, named: Identity) -> PreTrainedTokenizerFast:
+def _load(cfg: TokenizerConfig, named: Identity) -> PreTrainedTokenizerFast:
     name = str(cfg.name_or_path)
     folder = Path(name).expanduser()
     is_folder, offline = folder.is_dir(), named.resolved is None
@@ -247,7 +247,7 @@ def _wrap(backend: Backend, **special: str) -> PreTrainedTokenizerFast:
     )
 
 
-def _train_bpe(cfg: Tokenizer, text: Iterator[str]) -> Backend:
+def _train_bpe(cfg: TokenizerConfig, text: Iterator[str]) -> Backend:
     """UserError where the vocabulary has no room for all bytes."""
     size, smallest = cfg.vocab_size or 0, len(bpe.ALPHABET) + 1
     if size < smallest:

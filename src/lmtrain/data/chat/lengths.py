@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from lmtrain.config.schema import Data
+from lmtrain.config.schema import DataConfig
 from lmtrain.data.chat.turns import BadRow
 from lmtrain.errors import UserError
 
@@ -18,7 +18,7 @@ class Example:
     cut: int = 0
 
 
-def fit(ids: list[int], trained: list[bool], borders: list[int], cfg: Data, where: str) -> list[Example]:
+def fit(ids: list[int], trained: list[bool], borders: list[int], cfg: DataConfig, where: str) -> list[Example]:
     """One example, or by data.on_too_long none or several where it is longer than data.max_length.
 
     Args:

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from lmtrain.config.schema import Data
+from lmtrain.config.schema import DataConfig
 from lmtrain.data.chat import named_templates
 from lmtrain.data.chat.conversations import Completion, Conversation
 from lmtrain.data.chat.fields import LABELS, check_tools, unshown
@@ -45,7 +45,7 @@ class ChatEncoder:
         UserError: no template, an unknown one, or one that doesn't go with the tokenizer.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, cfg: Data) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, cfg: DataConfig) -> None:
         self.tokenizer, self.cfg = tokenizer, cfg
         # Plain texts can do without a template, so none is looked for where nothing names one.
         self._template = self._chat if cfg.chat_template or tokenizer.chat_template else None

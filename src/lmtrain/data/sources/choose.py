@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from lmtrain.config.schema import Data
+from lmtrain.config.schema import DataConfig
 from lmtrain.data.cache import Facts
 from lmtrain.data.hub import Unreachable, commit_of
 from lmtrain.data.sources import files, hub, own, stdlib, stdlib_questions
@@ -45,7 +45,7 @@ class Source(Protocol):
         """About how many bytes of text the split has, for the progress bar; None where that isn't known."""
 
 
-def open_source(cfg: Data) -> Source:
+def open_source(cfg: DataConfig) -> Source:
     """The source that `cfg` names; `data.path` set by the user wins over a dataset's name.
 
     Raises:
@@ -66,7 +66,7 @@ def open_source(cfg: Data) -> Source:
     return _Hub(cfg)
 
 
-def pieces(source: Source, cfg: Data, name: str) -> Iterator[Piece] | None:
+def pieces(source: Source, cfg: DataConfig, name: str) -> Iterator[Piece] | None:
     """The documents of split "train" or "val" after the filters; None where there is to be no validation split.
 
     data.min_length and data.num_samples apply to each split of the corpus; what is held out by data.val_fraction
@@ -83,7 +83,7 @@ def pieces(source: Source, cfg: Data, name: str) -> Iterator[Piece] | None:
     return at_least(split(train, cfg.val_fraction, cut, held_out=name == "val"), 1)
 
 
-def _filtered(source: Source, cfg: Data, name: str) -> Iterator[Piece] | None:
+def _filtered(source: Source, cfg: DataConfig, name: str) -> Iterator[Piece] | None:
     found = source.pieces(name)
     if found is None:
         return None
@@ -91,7 +91,7 @@ def _filtered(source: Source, cfg: Data, name: str) -> Iterator[Piece] | None:
     return kept if cfg.num_samples is None else first(kept, cfg.num_samples)
 
 
-def expected_bytes(source: Source, cfg: Data, name: str) -> int | None:
+def expected_bytes(source: Source, cfg: DataConfig, name: str) -> int | None:
     """About how many bytes of text a split will have; None where that isn't known."""
     if cfg.num_samples is not None:
         return None
@@ -107,7 +107,7 @@ class _Stdlib:
     label = "python_stdlib"
     notes: list[str] = []  # noqa: RUF012
 
-    def __init__(self, cfg: Data) -> None:
+    def __init__(self, cfg: DataConfig) -> None:
         self.cfg = cfg
         self.files = stdlib.stdlib_files()
         self.resolved: str | None = Facts(None).digest(self.files)
@@ -129,7 +129,7 @@ class _Stdlib:
 
 
 class _Files:
-    def __init__(self, cfg: Data) -> None:
+    def __init__(self, cfg: DataConfig) -> None:
         if not cfg.path:
             raise UserError("data.path is not set: name a file, a folder, a glob or a list of them, data.path=...")
         self.cfg = cfg
@@ -164,7 +164,7 @@ class _Files:
 class _Hub:
     notes: list[str] = []  # noqa: RUF012
 
-    def __init__(self, cfg: Data) -> None:
+    def __init__(self, cfg: DataConfig) -> None:
         if not cfg.name:
             raise UserError("data.name is not set: name a dataset of the hub, data.name=..., or files, data.path=...")
         self.cfg = cfg
@@ -184,7 +184,7 @@ class _Hub:
         except Unreachable as error:
             self.resolved, self.unreachable = None, str(error)
 
-    def _identity(self, cfg: Data) -> str:
+    def _identity(self, cfg: DataConfig) -> str:
         folder = Path(str(cfg.name)).expanduser()
         if folder.is_dir():  # a dataset repository on this machine
             return Facts(cfg.cache_dir).digest(sorted(p for p in folder.rglob("*") if p.is_file()))

@@ -6,12 +6,12 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from lmtrain.config.schema import Data
+from lmtrain.config.schema import DataConfig
 from lmtrain.config.targets import build_target, building, class_named, lacking
 from lmtrain.errors import UserError
 
 
-def open_own(cfg: Data) -> Any:
+def open_own(cfg: DataConfig) -> Any:
     """The object of the class that data.source names, with what the key of prepared data needs.
 
     Its identity is what the class says it is and the text of the module it stands in: a changed class is read anew.

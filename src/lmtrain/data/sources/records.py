@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from fractions import Fraction
 from typing import Any, Protocol
 
-from lmtrain.config.schema import Data
+from lmtrain.config.schema import DataConfig
 from lmtrain.data.sources.choose import open_source
 from lmtrain.data.sources.pieces import is_held_out
 from lmtrain.data.sources.tables import Record
@@ -32,12 +32,12 @@ class Records(Protocol):
 class Part:
     """One source of a mixture, or the only one: its config and how often its rows are seen in an epoch."""
 
-    cfg: Data
+    cfg: DataConfig
     source: Records
     weight: Fraction
 
 
-def open_parts(cfg: Data) -> list[Part]:
+def open_parts(cfg: DataConfig) -> list[Part]:
     """The sources that `cfg` names: one, or those of data.mixture.
 
     Raises UserError for text sources, missing files, unknown keys in the mixture.
@@ -52,7 +52,7 @@ def open_parts(cfg: Data) -> list[Part]:
     return [Part(cfg, open_source(cfg), Fraction(1))]  # type: ignore[arg-type]
 
 
-def _part(cfg: Data, entry: dict[str, Any], number: int) -> Part:
+def _part(cfg: DataConfig, entry: dict[str, Any], number: int) -> Part:
     where = f"data.mixture[{number}]"
     unknown = [key for key in entry if key not in _MIXTURE_KEYS]
     if unknown:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from lmtrain.config.schema import Data, Tokenizer
+from lmtrain.config.schema import DataConfig, TokenizerConfig
 from lmtrain.data import contents, tokenizers
 from lmtrain.data.folder_key import folder_key
 from lmtrain.data.progress import PrepareProgress
@@ -30,7 +30,7 @@ class Head:
     source: StreamSource
     prepared: PreparedData
     begin: Place
-    cfg: Data
+    cfg: DataConfig
 
     @cached_property
     def encoder(self) -> Encoder:
@@ -42,7 +42,7 @@ class Head:
         return contents.fingerprint([self.prepared.fingerprint, self.source.identity])
 
 
-def prepare_head(cfg: Data, tokenizer_cfg: Tokenizer, progress: bool = True) -> Head:
+def prepare_head(cfg: DataConfig, tokenizer_cfg: TokenizerConfig, progress: bool = True) -> Head:
     """Reads the head of the stream once; later runs find it prepared.
 
     Raises:
@@ -86,7 +86,7 @@ def _text(source: StreamSource) -> Iterator[str]:
     return (block.text for part in range(source.parts) for block in source.rows(part, 0))
 
 
-def _fill(folder: Path, cfg: Data, source: StreamSource, meta: bins.Meta, show: PrepareProgress) -> None:
+def _fill(folder: Path, cfg: DataConfig, source: StreamSource, meta: bins.Meta, show: PrepareProgress) -> None:
     """Writes the first whole segments with at least data.ring_val_tokens tokens, and where they end."""
     tokenizer, wanted = tokenizers.load_folder(folder / "tokenizer"), cfg.ring_val_tokens or 0
     encoder = make_encoder(tokenizer, cfg)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from lmtrain.config.schema import Data
+from lmtrain.config.schema import DataConfig
 from lmtrain.data.hub import Unreachable, commit_of, explain_unreachable
 from lmtrain.data.sources import files, hub
 from lmtrain.data.sources.addresses import Address, File
@@ -44,13 +44,13 @@ class StreamSource(Protocol):
         """
 
 
-def open_stream(cfg: Data) -> StreamSource:
+def open_stream(cfg: DataConfig) -> StreamSource:
     """The source that `cfg` names; UserError where there is none."""
     return _Files(cfg) if cfg.source == "files" or cfg.path else _Hub(cfg)
 
 
 class _Files:
-    def __init__(self, cfg: Data) -> None:
+    def __init__(self, cfg: DataConfig) -> None:
         self.cfg = cfg
         found, self.notes = files.find_files(cfg.path, cfg.format)
         self.files, self.parts = found, len(found)
@@ -109,7 +109,7 @@ def _reaches(path: File, characters: int) -> bool:
 class _Hub:
     notes: list[str] = []  # noqa: RUF012
 
-    def __init__(self, cfg: Data) -> None:
+    def __init__(self, cfg: DataConfig) -> None:
         if not cfg.name:
             raise UserError("data.name is not set: name a dataset of the hub, data.name=..., or files, data.path=...")
         self.cfg, self.label = cfg, cfg.name.rstrip("/").split("/")[-1]

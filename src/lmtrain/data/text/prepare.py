@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from lmtrain.config.schema import Data, Tokenizer
+from lmtrain.config.schema import DataConfig, TokenizerConfig
 from lmtrain.data import tokenizers
 from lmtrain.data.folder_key import folder_key
 from lmtrain.data.progress import PrepareProgress
@@ -20,7 +20,7 @@ from lmtrain.errors import UserError
 PREPARE_VERSION = 2
 
 
-def prepare(cfg: Data, tokenizer_cfg: Tokenizer, progress: bool = True) -> PreparedData:
+def prepare(cfg: DataConfig, tokenizer_cfg: TokenizerConfig, progress: bool = True) -> PreparedData:
     """Tokenizes the text that `cfg` names into <cache_dir>/<label>-<hash>, or finds it there; opens ready bins.
 
     Safe to call from several processes at once (one prepares, the others wait) and to kill at any moment (nothing that
@@ -39,7 +39,7 @@ def prepare(cfg: Data, tokenizer_cfg: Tokenizer, progress: bool = True) -> Prepa
         show.stop()
 
 
-def _prepare(cfg: Data, tokenizer_cfg: Tokenizer, show: PrepareProgress) -> PreparedData:
+def _prepare(cfg: DataConfig, tokenizer_cfg: TokenizerConfig, show: PrepareProgress) -> PreparedData:
     source, named = sources.open_source(cfg), tokenizers.identity(tokenizer_cfg)
     key = _key(cfg, tokenizer_cfg, source, named)
     target = folder_of(cfg, f"{source.label}-{named.label}", key)
@@ -53,7 +53,9 @@ def _prepare(cfg: Data, tokenizer_cfg: Tokenizer, show: PrepareProgress) -> Prep
     return open_folder(target, bins.load_meta(target), tokenizer, source.notes, cfg, show)
 
 
-def _key(cfg: Data, tokenizer_cfg: Tokenizer, source: sources.Source, named: tokenizers.Identity) -> dict[str, Any]:
+def _key(
+    cfg: DataConfig, tokenizer_cfg: TokenizerConfig, source: sources.Source, named: tokenizers.Identity
+) -> dict[str, Any]:
     return folder_key(
         cfg,
         tokenizer_cfg,
@@ -80,8 +82,8 @@ def _prepared_before(target: Path, key: dict[str, Any]) -> Path | None:
 
 def _fill(
     folder: Path,
-    cfg: Data,
-    tokenizer_cfg: Tokenizer,
+    cfg: DataConfig,
+    tokenizer_cfg: TokenizerConfig,
     source: sources.Source,
     named: tokenizers.Identity,
     key: dict[str, Any],
@@ -109,7 +111,7 @@ def _fill(
     bins.save_meta(meta, folder)
 
 
-def _training_bytes(source: sources.Source, cfg: Data, tokenizer_cfg: Tokenizer) -> int | None:
+def _training_bytes(source: sources.Source, cfg: DataConfig, tokenizer_cfg: TokenizerConfig) -> int | None:
     """About how many bytes of text a tokenizer is trained on; None where that isn't known."""
     known = sources.expected_bytes(source, cfg, "train")
     return None if known is None else min(known, tokenizer_cfg.train_characters or known)
@@ -117,7 +119,7 @@ def _training_bytes(source: sources.Source, cfg: Data, tokenizer_cfg: Tokenizer)
 
 def _write_split(
     folder: Path,
-    cfg: Data,
+    cfg: DataConfig,
     source: sources.Source,
     name: str,
     encoder: Encoder,

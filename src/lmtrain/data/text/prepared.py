@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from lmtrain.config.schema import Data
+from lmtrain.config.schema import DataConfig
 from lmtrain.data import contents, tokenizers
 from lmtrain.data.cache import build_once
 from lmtrain.data.folder_key import key_hash
@@ -44,7 +44,7 @@ class PreparedData:
         return [bin_identity.sampled_fingerprint([bins.open_bins(self.folder, name) for name in self.meta["splits"]])]
 
 
-def folder_of(cfg: Data, label: str, key: dict[str, Any]) -> Path:
+def folder_of(cfg: DataConfig, label: str, key: dict[str, Any]) -> Path:
     """Where what has this key is kept, <cache_dir>/<label>-<hash>."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", label)
     return Path(cfg.cache_dir).expanduser() / f"{name[:_LONGEST_LABEL]}-{key_hash(key)[:12]}"
@@ -54,7 +54,7 @@ def is_complete(folder: Path) -> bool:
     return (folder / bins.META).exists()
 
 
-def fill_once(target: Path, fill: Callable[[Path], None], cfg: Data, show: PrepareProgress) -> None:
+def fill_once(target: Path, fill: Callable[[Path], None], cfg: DataConfig, show: PrepareProgress) -> None:
     """Makes the folder by fill(empty folder), which writes meta.json last, unless it is complete already.
 
     Raises:
@@ -77,7 +77,7 @@ def open_folder(
     meta: bins.Meta,
     tokenizer: PreTrainedTokenizerFast,
     notes: list[str],
-    cfg: Data,
+    cfg: DataConfig,
     show: PrepareProgress,
 ) -> PreparedData:
     """UserError where a file is missing, was cut short or changed after it was prepared."""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
-from lmtrain.config.schema import Data, Tokenizer
+from lmtrain.config.schema import DataConfig, TokenizerConfig
 from lmtrain.data import tokenizers
 from lmtrain.data.cache import Facts
 from lmtrain.data.sources.addresses import is_address
@@ -15,7 +15,7 @@ from lmtrain.errors import UserError
 
 
 def open_ready(
-    cfg: Data, tokenizer_cfg: Tokenizer, say: Callable[[str], None]
+    cfg: DataConfig, tokenizer_cfg: TokenizerConfig, say: Callable[[str], None]
 ) -> tuple[Path, bins.Meta, PreTrainedTokenizerFast]:
     """The folder, its sidecar (made up where there is none) and the tokenizer of its tokens.
 
@@ -39,7 +39,7 @@ def open_ready(
     return _open_plain(cfg, tokenizer_cfg, folder, train, say)
 
 
-def _check_asked(meta: bins.Meta, own: PreTrainedTokenizerFast, cfg: Tokenizer, folder: Path) -> None:
+def _check_asked(meta: bins.Meta, own: PreTrainedTokenizerFast, cfg: TokenizerConfig, folder: Path) -> None:
     """A tokenizer asked for by name must be the bins' own; one that would be made from a corpus is not made again."""
     if cfg.kind in ("bpe", "char"):
         return
@@ -52,7 +52,7 @@ def _check_asked(meta: bins.Meta, own: PreTrainedTokenizerFast, cfg: Tokenizer, 
 
 
 def _open_plain(
-    cfg: Data, tokenizer_cfg: Tokenizer, folder: Path, train: bins.SplitBins, say: Callable[[str], None]
+    cfg: DataConfig, tokenizer_cfg: TokenizerConfig, folder: Path, train: bins.SplitBins, say: Callable[[str], None]
 ) -> tuple[Path, bins.Meta, PreTrainedTokenizerFast]:
     """nanoGPT's layout. Its meta.pkl is never read: a pickle can run any code."""
     splits = {"train": train}
@@ -84,7 +84,9 @@ def _open_plain(
     return folder, meta, tokenizer
 
 
-def _plain_tokenizer(cfg: Tokenizer, folder: Path, largest: int, say: Callable[[str], None]) -> PreTrainedTokenizerFast:
+def _plain_tokenizer(
+    cfg: TokenizerConfig, folder: Path, largest: int, say: Callable[[str], None]
+) -> PreTrainedTokenizerFast:
     """The tokenizer asked for, where it can be had without a corpus; else one that writes ids as numbers."""
     reason = f"tokenizer.kind={cfg.kind} can't be made without the text"
     tokenizer: PreTrainedTokenizerFast | None = None
