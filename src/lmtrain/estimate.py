@@ -53,7 +53,7 @@ def estimate(config: Config) -> int:
 
 def rows(model: Any, config: Config, device: "Device") -> list[tuple[str, str]]:
     """(what, in words) of everything that does not depend on the strategy."""
-    from lmtrain.config.growth import step_sizes
+    from lmtrain.config.batch import step_sizes
     from lmtrain.models import flops
     from lmtrain.run import estimation
     from lmtrain.run.plan import gib, si

@@ -7,11 +7,12 @@ from omegaconf import OmegaConf
 
 from lmtrain import cli, errors
 from lmtrain.config import compose as config
-from lmtrain.config import effect, environment, origins
+from lmtrain.config import environment
+from lmtrain.config.config_files import Part, origins
+from lmtrain.config.config_files import parts as parts_of
 from lmtrain.config.explain import unknown_key
 from lmtrain.config.keys import keys_of
-from lmtrain.config.parts import Part
-from lmtrain.config.parts import parts as parts_of
+from lmtrain.config.override_text import typed_keys
 from lmtrain.config.schema import Config
 from lmtrain.errors import UserError
 from lmtrain.secrets import shown, shown_in
@@ -32,7 +33,7 @@ def explain(words: Sequence[str], config_dir: str | None, config_name: str) -> i
     """Prints value, origin and meaning of the keys among `words`; the others are overrides, as for training."""
     keys = [w for w in words if "=" not in w and not w.startswith("~")]
     overrides = [w for w in words if w not in keys]
-    if "run_dir" in effect.typed_keys(overrides):
+    if "run_dir" in typed_keys(overrides):
         raise UserError(
             "run_dir has no effect in `lmtrain explain`, which composes a config: that of a run with "
             "--config-dir FOLDER"
@@ -69,7 +70,7 @@ def _shown(value: object) -> str:
 
 
 def _one(key: str, composed: object, parts: Sequence[Part], overrides: Sequence[str]) -> None:
-    found = origins.origins(key, parts, overrides)
+    found = origins(key, parts, overrides)
     print(f"{key}={_shown(OmegaConf.select(composed, key))}")  # type: ignore[arg-type]
     if not found:
         print("  from      a rule of lmtrain's, that follows from other keys")
@@ -86,7 +87,7 @@ def _one(key: str, composed: object, parts: Sequence[Part], overrides: Sequence[
 
 def _table(composed: object, parts: Sequence[Part], overrides: Sequence[str], keys: Sequence[str]) -> None:
     for key in keys:
-        found = origins.origins(key, parts, overrides)
+        found = origins(key, parts, overrides)
         value = _shown(OmegaConf.select(composed, key))  # type: ignore[arg-type]
         print(f"{key}={value}".ljust(48), f" {found[-1] if found else 'a rule'}")
 

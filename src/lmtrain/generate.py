@@ -12,7 +12,7 @@ from lmtrain.errors import UserError
 def generate(config: Config) -> int:
     """Prints generate.num_samples continuations of generate.prompt, or answers to it; of many prompts JSON lines."""
     terminal.status.say("loading torch, transformers and the model")
-    from lmtrain.config.effect import typed_keys
+    from lmtrain.config.override_text import typed_keys
     from lmtrain.distributed.ranks import typed
     from lmtrain.outputs.generation import positions, sample_text
     from lmtrain.run import subject, trained

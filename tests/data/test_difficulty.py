@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from chats import write_rows
 from inprocess import Ended, message, run, stops_at
 from lmtrain.callbacks.metrics import without_times
+from lmtrain.config.batch import step_sizes
 from lmtrain.config.compose import check, compose
-from lmtrain.config.growth import step_sizes
 from lmtrain.config.schema import Config
 from lmtrain.data import difficulty, order, row_numbers
 from lmtrain.data.build_corpus import build_corpus

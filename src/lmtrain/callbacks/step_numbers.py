@@ -2,7 +2,7 @@
 
 import math
 
-from lmtrain.config.growth import Stages, row_lengths, step_sizes
+from lmtrain.config.batch import Stages, row_lengths, step_sizes
 from lmtrain.config.schema import Config
 from lmtrain.data.modules import Rows
 from lmtrain.objectives.parts import Definition

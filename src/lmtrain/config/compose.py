@@ -19,25 +19,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lmtrain import secrets
-from lmtrain.config import (
-    effect,
-    environment,
-    explain,
-    interpolations,
-    model_name,
-    places,
-    sections,
-    strangers,
-    trust,
-    yaml_file,
-)  # fmt: skip
+from lmtrain.config import effect, environment, explain, interpolations, places, safe_yaml, sections, trust
 from lmtrain.config.batch import batch_split
-from lmtrain.config.checks import check_pretrained_name, check_values
-from lmtrain.config.folders import conf_dir
-from lmtrain.config.parts import folders_of, parts
-from lmtrain.config.quoting import mended
+from lmtrain.config.checks import check_pretrained_name, check_values, leave_out_ring
+from lmtrain.config.config_files import folders_of, parts
+from lmtrain.config.defaults import conf_dir
+from lmtrain.config.override_text import mended, typed_keys
 from lmtrain.config.schema import Config
-from lmtrain.config.stream import leave_out_ring
 from lmtrain.errors import UserError
 from lmtrain.files import read_regular
 
@@ -57,12 +45,14 @@ def settled(
 ) -> tuple[DictConfig, list[str]]:
     """As `compose`; and the overrides that it is composed of, with the option of `data` that a bare data.path chose."""
     folders, search = folders_of(config_dir, config_name)
-    model_name.check(overrides, folders, lambda kept: compose(kept, config_dir, config_name, for_sweep=for_sweep).model)
+    _check_model_name(
+        overrides, folders, lambda kept: compose(kept, config_dir, config_name, for_sweep=for_sweep).model
+    )
     if not for_sweep:
         explain.refuse_sweep_keys(overrides)
     effect.check_suffix(overrides)
     explain.refuse_deleted_groups(overrides, folders)
-    strangers.check_words(overrides)
+    safe_yaml.check_words(overrides)
     overrides = [mended(override) for override in overrides]
     with initialize_config_dir(config_dir=str(folders[0]), version_base="1.3", job_name="lmtrain"):
         try:
@@ -82,7 +72,7 @@ def settled(
             raise UserError(explain.refused(error, folders, overrides, again)) from None
 
     interpolations.resolved(OmegaConf.masked_copy(composed, [str(k) for k in composed if k != "hydra"]))
-    typed = {k: OmegaConf.select(composed, k) for k in trust.CLOSED if k in effect.typed_keys(overrides)}
+    typed = {k: OmegaConf.select(composed, k) for k in trust.CLOSED if k in typed_keys(overrides)}
     trust.refuse_unasked(composed, typed, config_dir or str(conf_dir()))
     source = effect.inferred_source(overrides, composed)
     if source is not None:
@@ -99,6 +89,34 @@ def settled(
     _one_warmup(composed, overrides)
     _switched_on(composed, overrides)
     return composed, overrides
+
+
+def _check_model_name(
+    overrides: list[str], folders: list[Path], compose_model: Callable[[list[str]], DictConfig]
+) -> None:
+    """Raises UserError where model.name is set to another than that of the model chosen; of one's own class it is free.
+
+    The name is only shown: whoever sets it meant an option of `model`, or a model of the hub.
+
+    Args:
+        folders: of options.
+        compose_model: the section that some overrides make.
+    """
+    typed = [o.partition("=")[2].strip("'\"") for o in overrides if o.lstrip("+").startswith("model.name=")]
+    if not typed:
+        return
+    model = compose_model([o for o in overrides if not o.lstrip("+").startswith("model.name=")])
+    if "_target_" in model or typed[-1] == model.get("name"):
+        return
+    options = sorted({file.stem for folder in folders for file in (folder / "model").glob("*.yaml")})
+    found = f"model.name={typed[-1]} changes nothing but what is shown: the model stays {model.get('name')}. "
+    if typed[-1] in options:
+        raise UserError(f"{found}Choose model={typed[-1]}")
+    scratch = ", ".join(name for name in options if name not in ("base", "pretrained"))
+    raise UserError(
+        f"{found}For a model of the hub or of a folder set model=pretrained model.name_or_path={typed[-1]}; from "
+        f"scratch choose one of model={scratch}"
+    )
 
 
 def _refuse_gone(composed: DictConfig, overrides: list[str]) -> None:
@@ -247,7 +265,7 @@ def read(path: Path) -> dict[str, Any]:
 
 def undumped(text: str, where: str) -> DictConfig:
     """What `dump` has written, to be checked; UserError begins with `where`."""
-    tree = yaml_file.parse(text, where)
+    tree = safe_yaml.parse(text, where)
     if not isinstance(tree, dict):
         raise UserError(f"{where} can't be read: it holds no keys")
     try:

@@ -138,3 +138,12 @@ def name_or_names(key: str, value: Any) -> None:
     names = [value] if isinstance(value, str) else value
     if names is not None and (not isinstance(names, list) or not all(isinstance(name, str) for name in names)):
         raise UserError(f"{key}={value}: a name or a list of names, [a,b], is needed")
+
+
+def two_betas(key: str, value: Any) -> None:
+    if (
+        not isinstance(value, list | tuple)
+        or len(value) != 2
+        or not all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in value)
+    ):
+        raise UserError(f"{key}={value}: two numbers are needed, from 0 up to (not including) 1: [0.9,0.95]")

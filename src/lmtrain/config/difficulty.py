@@ -1,6 +1,6 @@
 """What a difficulty curriculum goes with, and how many rows it orders. Imports no torch."""
 
-from lmtrain.config.growth import step_sizes
+from lmtrain.config.batch import step_sizes
 from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.errors import UserError

@@ -13,8 +13,9 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from lmtrain.config.difficulty import DIFFICULTY
-from lmtrain.config.precision import FP8
+from lmtrain.config.override_text import typed_keys
 from lmtrain.config.schema import Config
+from lmtrain.config.strategies import FP8
 from lmtrain.config.trust import CLOSED
 from lmtrain.errors import UserError
 
@@ -107,12 +108,6 @@ _OF_TRAINING = (
     "trainer.val_check_interval", "trainer.save_every_n_steps", "trainer.log_every_n_steps",
     "trainer.gradient_clip_val",
 )  # fmt: skip
-
-
-def typed_keys(overrides: Sequence[str]) -> dict[str, str]:
-    """Dotted key to the text of its value, of overrides as they are typed."""
-    pairs = (o.lstrip("+").partition("=") for o in overrides if not o.startswith("~"))
-    return {key: value for key, _, value in pairs}
 
 
 def without_effect(verb: str, overrides: Sequence[str], config: Config, default: Callable[[str], Any]) -> list[str]:

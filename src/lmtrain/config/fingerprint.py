@@ -18,8 +18,8 @@ from typing import Any
 from lmtrain.config import environment
 from lmtrain.config.constraints import MACHINE, MODEL, PREPARED, RATE, TRAJECTORY, VALIDATION
 from lmtrain.config.keys import keys_in, keys_of, value_of, values
-from lmtrain.config.precision import FP8
 from lmtrain.config.schema import Config
+from lmtrain.config.strategies import FP8
 from lmtrain.errors import UserError
 from lmtrain.secrets import same
 

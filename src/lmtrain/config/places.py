@@ -14,8 +14,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from lmtrain.config.environment import is_trusted, leaves, resolved
-from lmtrain.config.parts import Part, file_of
+from lmtrain.config.config_files import Part, file_of
+from lmtrain.config.environment import is_trusted, resolved
+from lmtrain.config.override_text import leaves
 from lmtrain.errors import UserError
 
 _RUNS = ("run.dir", "run.root", "sweep.root")  # new folders are made there, and none that holds something else is taken

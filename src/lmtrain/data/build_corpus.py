@@ -4,8 +4,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from lmtrain.config.growth import step_sizes
-from lmtrain.config.objectives import OWN
+from lmtrain.config.batch import step_sizes
+from lmtrain.config.options import OBJECTIVES
 from lmtrain.config.schema import Config, DataConfig
 from lmtrain.config.targets import building, class_named, lacking
 from lmtrain.data.chat.templates import ChatEncoder
@@ -52,7 +52,7 @@ def check_rows(config: Config) -> None:
     if objective.rows == held:
         return
     options = _DATA_OF.get(objective.rows, f"an option of the group data with rows: {objective.rows}")
-    others = [name for name, (_, made) in OWN.items() if made.rows == held]
+    others = [name for name, (_, made) in OBJECTIVES.items() if made.rows == held]
     instead = f", or train on it with objective={others[0]}" if others else ""
     raise UserError(
         f"objective={objective.name} needs {objective.rows}, and this data holds {held}: choose {options}{instead}"

@@ -7,7 +7,7 @@ of their tokens only. The unit of weight is the pair.
 import torch
 from torch import Tensor
 
-from lmtrain.config.objectives import DPOConfig
+from lmtrain.config.options import DPOConfig
 from lmtrain.config.schema import Config
 from lmtrain.data.corpus import Corpus
 from lmtrain.errors import UserError

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from lmtrain.config.objectives import SFTConfig
+from lmtrain.config.options import SFTConfig
 from lmtrain.config.schema import Config
 from lmtrain.data.corpus import Corpus
 from lmtrain.objectives.base import LossParts

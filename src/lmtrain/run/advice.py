@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from lmtrain.callbacks.system import has_nvml
 from lmtrain.config import effect
+from lmtrain.config.batch import step_sizes
 from lmtrain.config.deepspeed import overruled
-from lmtrain.config.growth import step_sizes
-from lmtrain.config.precision import FP8, outside_fp8
+from lmtrain.config.override_text import typed_keys
 from lmtrain.config.schema import Config
+from lmtrain.config.strategies import FP8, outside_fp8
 from lmtrain.distributed import ranks
 from lmtrain.errors import UserError
 from lmtrain.optim.skipping import can_skip
@@ -32,7 +33,7 @@ def of_run(run: "Run") -> list[str]:
         notes.append(f"{c.trainer.deepspeed.config}: of it the run's own config overrules {', '.join(unheard)}")
     notes += for_mixtures(corpus.train, run.total_steps)
     notes += effect.inference_note(ranks.typed(), c)
-    notes += unlikely(c, run.total_steps, os.cpu_count() or 1, effect.typed_keys(ranks.typed()))
+    notes += unlikely(c, run.total_steps, os.cpu_count() or 1, typed_keys(ranks.typed()))
     on_every_rank = loading.why_on_every_rank(c)
     if run.trainer.world_size > 1 and on_every_rank is not None:
         notes.append(f"each of {run.trainer.world_size} ranks builds the whole model in host memory: {on_every_rank}")

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import yaml
 
 from lmtrain.callbacks import metrics, routing, step_numbers, system
-from lmtrain.config.folders import conf_dir
+from lmtrain.config.defaults import conf_dir
 from lmtrain.config.targets import find_class
 from lmtrain.objectives.base import Objective
 from lmtrain.objectives.parts import Definition

@@ -13,8 +13,8 @@ from lmtrain.config import trust
 from lmtrain.config.constraints import TRAJECTORY
 from lmtrain.config.difficulty import DIFFICULTY, rows_in_order
 from lmtrain.config.keys import values
-from lmtrain.config.precision import outside_fp8
 from lmtrain.config.schema import Config
+from lmtrain.config.strategies import outside_fp8
 from lmtrain.data import difficulty
 from lmtrain.data.corpus import Corpus
 from lmtrain.data.difficulty import Score, Stretch

@@ -12,11 +12,10 @@ from rich.text import Text
 from lmtrain import terminal
 from lmtrain.adapters.memory_adapter import describe_memory, memory_of
 from lmtrain.adapters.trainable import adapter_of, describe_adapter
-from lmtrain.config.batch import split_over
+from lmtrain.config.batch import Stages, row_lengths, split_over, step_sizes
 from lmtrain.config.difficulty import curriculum_words
-from lmtrain.config.growth import Stages, row_lengths, step_sizes
-from lmtrain.config.precision import FP8
 from lmtrain.config.schema import Config
+from lmtrain.config.strategies import FP8
 from lmtrain.distributed import devices
 from lmtrain.files import write_atomic
 from lmtrain.models import flops, fp8

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lmtrain.config.batch import split_over
-from lmtrain.config.schedule import RangeTestConfig
+from lmtrain.config.options import RangeTestConfig
 from lmtrain.config.schema import Config
 from lmtrain.data.build_corpus import build_corpus
 from lmtrain.errors import RunError, UserError, reason

@@ -16,8 +16,8 @@ from typing import Any
 import yaml
 
 from lmtrain.config import keys
+from lmtrain.config.batch import step_sizes
 from lmtrain.config.constraints import PREPARED, TRAJECTORY
-from lmtrain.config.growth import step_sizes
 from lmtrain.config.schema import Config
 from lmtrain.errors import first_line
 from lmtrain.files import read_regular

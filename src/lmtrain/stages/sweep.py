@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 from dataclasses import dataclass
 
-from lmtrain.config.folders import conf_dir
+from lmtrain.config.defaults import conf_dir
 from lmtrain.errors import UserError
 from lmtrain.stages.definition import REFERENCE, Evaluation, Pipeline, Stage
 from lmtrain.stages.words import Typed, key_of

@@ -2,8 +2,8 @@
 
 from lightning.pytorch.strategies import Strategy
 
-from lmtrain.config.precision import outside_fp8
 from lmtrain.config.schema import TrainerConfig
+from lmtrain.config.strategies import outside_fp8
 from lmtrain.strategies.ddp import DDPStrategy
 
 

@@ -8,8 +8,8 @@ import torch
 from lightning.pytorch.plugins.precision import HalfPrecision
 from torch import nn
 
-from lmtrain.config.precision import outside_fp8
 from lmtrain.config.schema import Config
+from lmtrain.config.strategies import outside_fp8
 from lmtrain.strategies.lightning_private import half_dtype
 
 ADAPTERS = ("lora_", "trainable_tokens_delta", ".memory.", ".memory_bank.")  # in the names of their parameters

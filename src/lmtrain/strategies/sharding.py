@@ -18,7 +18,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
-from lmtrain.config.schema_trainer import FsdpConfig
+from lmtrain.config.schema import FsdpConfig
 from lmtrain.models.blocks import decoder_blocks
 from lmtrain.models.language_model import LanguageModel
 from lmtrain.strategies.loading import outside, spread

@@ -8,7 +8,7 @@ import logging
 
 from torch.distributed.device_mesh import init_device_mesh
 
-from lmtrain.config.schema_trainer import FsdpConfig
+from lmtrain.config.schema import FsdpConfig
 from lmtrain.models import split
 from lmtrain.strategies import sharding
 from lmtrain.strategies.fsdp import FSDPStrategy

@@ -10,8 +10,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from lmtrain.config import compose as config
 from lmtrain.config import effect, environment, places, trust
-from lmtrain.config.folders import conf_dir
-from lmtrain.config.parts import file_of, parts
+from lmtrain.config.config_files import file_of, parts
+from lmtrain.config.defaults import conf_dir
 from lmtrain.config.schema import Config
 from lmtrain.errors import UserError
 from lmtrain.sweeps import search

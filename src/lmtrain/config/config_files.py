@@ -1,6 +1,9 @@
-"""The files that a config is composed of: where they are looked for, and which section each fills. Imports no torch."""
+"""The files that a config is composed of: where they are looked for, which section each fills, what each says of a key.
 
-from collections.abc import Sequence
+Imports no torch.
+"""
+
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,8 +13,9 @@ from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
 
-from lmtrain.config import strangers
-from lmtrain.config.folders import conf_dir
+from lmtrain.config.defaults import conf_dir
+from lmtrain.config.override_text import typed_keys
+from lmtrain.config.safe_yaml import check_folder
 from lmtrain.errors import UserError
 
 
@@ -32,7 +36,7 @@ def folders_of(config_dir: str | None, config_name: str) -> tuple[list[Path], li
     if config_dir is not None and not Path(config_dir).is_dir():
         raise UserError(f"--config-dir {config_dir}: no such folder")
     if config_dir is not None:
-        strangers.check_folder(Path(config_dir), config_name)
+        check_folder(Path(config_dir), config_name)
     folders = [conf_dir(), *([Path(config_dir).resolve()] if config_dir else [])]
     if (folders[-1] / f"{config_name}.yaml").is_file():
         folders.reverse()
@@ -73,3 +77,55 @@ def _value_in(part: Part, key: str) -> Any:
         else:
             node = node.get(name) if isinstance(node, dict) else None
     return node
+
+
+@dataclass(frozen=True)
+class Origin:
+    """One place that sets a key."""
+
+    where: str  # a file, or the command line
+    line: int | None
+    text: str  # the value as it is written there
+    comment: str  # what the file says about the key
+
+    def __str__(self) -> str:
+        return self.where if self.line is None else f"{self.where}, line {self.line}"
+
+
+def origins(key: str, composed: Sequence[Part], overrides: Sequence[str]) -> list[Origin]:
+    """All places that set `key`, the one that wins last."""
+    found = [o for part in composed for o in _in_file(key, part)]
+    if key in typed_keys(overrides):
+        found.append(Origin("the command line", None, typed_keys(overrides)[key], ""))
+    return found
+
+
+def _in_file(key: str, part: Part) -> Iterator[Origin]:
+    if part.package and not key.startswith(f"{part.package}."):
+        return
+    names = key.removeprefix(f"{part.package}.").split(".") if part.package else key.split(".")
+    text = part.path.read_text(encoding="utf-8")
+    node = yaml.compose(text, Loader=yaml.SafeLoader)
+    line = 0
+    for name in names:
+        pairs = node.value if isinstance(node, yaml.MappingNode) else []
+        pair = next((p for p in pairs if p[0].value == name), None)
+        if pair is None:
+            return
+        line, node = pair[0].start_mark.line, pair[1]
+    if isinstance(node, yaml.MappingNode) and node.value:
+        return  # a section
+    written = text[node.start_mark.index : node.end_mark.index]
+    yield Origin(str(part.path), line + 1, written, _comment(text.splitlines(), line))
+
+
+def _comment(lines: list[str], line: int) -> str:
+    """What stands behind the value, or above it."""
+    _, sign, behind = lines[line].partition(" # ")
+    if sign:
+        return behind.strip()
+    above: list[str] = []
+    while line > 0 and lines[line - 1].lstrip().startswith("# ") and "=" not in lines[line - 1].split()[1]:
+        line -= 1
+        above.insert(0, lines[line].strip().lstrip("# "))
+    return " ".join(above)
