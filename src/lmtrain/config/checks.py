@@ -6,7 +6,6 @@ from typing import Any
 
 from lmtrain.config.batch import check_growth
 from lmtrain.config.constraints import choice
-from lmtrain.config.difficulty import check_difficulty
 from lmtrain.config.keys import check_constraints
 from lmtrain.config.options import CausalLMConfig
 from lmtrain.config.schema import Config, DataConfig, MemoryConfig, ScheduleConfig
@@ -25,7 +24,6 @@ def check_values(c: Config) -> None:
     _check_run(c)
     _check_positions(c)
     check_growth(c)
-    check_difficulty(c)
     _check_fim(c)
     _check_names(c)
     _check_peft(c)
