@@ -17,9 +17,8 @@ from typing import Any
 
 from lmtrain.config import environment
 from lmtrain.config.constraints import MACHINE, MODEL, PREPARED, RATE, TRAJECTORY, VALIDATION
-from lmtrain.config.keys import keys_in, keys_of, value_of, values
+from lmtrain.config.keys import keys_in, keys_of, unread, value_of, values
 from lmtrain.config.schema import Config
-from lmtrain.config.strategies import FP8
 from lmtrain.errors import UserError
 from lmtrain.secrets import same
 
@@ -114,9 +113,7 @@ def not_compared(theirs: dict[str, Any], ours: Fingerprint, config: Config) -> l
         if name not in known["keys"]
         and value is not None
         and not (_shapes(name, config) is MODEL and name.split(".")[0] in told)
-        and not (name.startswith("data.fim.") and config.data.fim.rate == 0)  # off: it shapes nothing
-        and not (name.startswith("data.curriculum.") and config.data.curriculum.by is None)
-        and not (name == "trainer.fp8_recipe" and config.trainer.precision != FP8)
+        and unread(name, config) is None  # else it shapes nothing
         and not name.endswith("._target_")  # which class it is, its section's name tells in checkpoints without it
     ]
 

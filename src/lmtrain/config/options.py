@@ -13,6 +13,7 @@ from lmtrain.config.constraints import (
     MODEL,
     RATE,
     TRAJECTORY,
+    ReadWhere,
     above_zero,
     at_least,
     choice,
@@ -27,6 +28,10 @@ from lmtrain.errors import UserError
 # Those of losses.preferences.LOSSES, which imports torch.
 PREFERENCE_LOSSES = ("sigmoid", "robust", "ipo", "hinge", "dpop", "kto_pair", "apo_zero", "apo_down", "simpo", "orpo")
 REFERENCES = ("auto", "frozen_copy", "adapter_off", "precomputed", "none")
+
+
+def _of_loss(name: str) -> ReadWhere:
+    return ReadWhere(lambda c: c.objective.loss == name, f"set objective.loss={name}")
 
 
 @dataclass(kw_only=True)
@@ -49,8 +54,8 @@ class DPOConfig(ObjectiveConfig):
     loss: Annotated[str, TRAJECTORY, choice(*PREFERENCE_LOSSES)]
     beta: Annotated[float, TRAJECTORY, above_zero]
     label_smoothing: Annotated[float, TRAJECTORY, share]
-    gamma: Annotated[float, TRAJECTORY, not_negative]
-    dpop_lambda: Annotated[float, TRAJECTORY, not_negative]
+    gamma: Annotated[float, TRAJECTORY, not_negative, _of_loss("simpo")]
+    dpop_lambda: Annotated[float, TRAJECTORY, not_negative, _of_loss("dpop")]
     sft_weight: Annotated[float, TRAJECTORY, not_negative]
     length_normalize: Annotated[bool | str, TRAJECTORY, choice("auto")]
     reference: Annotated[str, MACHINE, choice(*REFERENCES)]

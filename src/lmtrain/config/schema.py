@@ -18,8 +18,11 @@ from lmtrain.config.constraints import (
     MODEL,
     RATE,
     SHOWN,
+    TRAINING,
     TRAJECTORY,
     VALIDATION,
+    ReadBy,
+    ReadWhere,
     above_zero,
     at_least,
     between,
@@ -32,7 +35,8 @@ from lmtrain.config.constraints import (
 )  # fmt: skip
 from lmtrain.config.schema_data import DataConfig, TokenizerConfig
 
-PRECISIONS = ("auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true", "fp8")
+FP8 = "fp8"
+PRECISIONS = ("auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true", FP8)
 STRATEGIES = ("auto", "ddp", "fsdp", "fsdp_tp", "deepspeed", "ddp_find_unused_parameters_true")
 FP8_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")  # torchao's names
 
@@ -147,6 +151,13 @@ class ScheduleConfig:
     warmup_ratio: Annotated[float | None, RATE, up_to_one]
 
 
+_DEEPSPEED = ReadWhere(lambda c: c.trainer.strategy == "deepspeed", "set trainer.strategy=deepspeed")
+_FSDP = ReadWhere(lambda c: c.trainer.strategy in ("fsdp", "fsdp_tp"), "set trainer.strategy=fsdp")
+_FSDP_TP = ReadWhere(lambda c: c.trainer.strategy == "fsdp_tp", "set trainer.strategy=fsdp_tp")
+_FP8 = ReadWhere(lambda c: c.trainer.precision == FP8, "set trainer.precision=fp8 too")
+_SPIKES = ReadWhere(lambda c: c.trainer.spike_factor is not None, "set trainer.spike_factor=2.0 too")
+
+
 @dataclass(kw_only=True)
 class FsdpConfig:
     reshard_after_forward: Annotated[bool, MACHINE]
@@ -154,7 +165,7 @@ class FsdpConfig:
     copy_per_node: Annotated[bool, MACHINE]
     reduce_each_micro_batch: Annotated[bool, MACHINE]
     sharded_checkpoint: Annotated[bool, MACHINE]
-    tensor_parallel_size: Annotated[int, MACHINE]  # fsdp_tp only
+    tensor_parallel_size: Annotated[int, MACHINE, _FSDP_TP]
 
 
 @dataclass(kw_only=True)
@@ -175,26 +186,26 @@ class TrainerConfig:
     detect_anomaly: Annotated[bool, MACHINE]
     benchmark: Annotated[bool, MACHINE]
     inference_mode: Annotated[bool, MACHINE]
-    max_steps: Annotated[int | None, RATE, at_least(1)]
-    max_epochs: Annotated[int | None, RATE, at_least(1)]
+    max_steps: Annotated[int | None, RATE, at_least(1), TRAINING]
+    max_epochs: Annotated[int | None, RATE, at_least(1), TRAINING]
     accelerator: Annotated[str, MACHINE, choice("auto", "cpu", "gpu", "cuda")]
     devices: Annotated[int | str, MACHINE]
     num_nodes: Annotated[int, MACHINE, at_least(1)]
     max_restarts: Annotated[int, SHOWN, not_negative]
     strategy: Annotated[str, MACHINE, choice(*STRATEGIES)]
-    fsdp: FsdpConfig
-    deepspeed: DeepSpeedConfig
+    fsdp: Annotated[FsdpConfig, _FSDP]
+    deepspeed: Annotated[DeepSpeedConfig, _DEEPSPEED]
     precision: Annotated[str, MODEL, choice(*PRECISIONS)]  # a reference is computed in it too
-    fp8_recipe: Annotated[str, TRAJECTORY, choice(*FP8_RECIPES)]  # of precision=fp8
-    val_check_interval: Annotated[int | None, SHOWN, at_least(1)]
+    fp8_recipe: Annotated[str, TRAJECTORY, choice(*FP8_RECIPES), _FP8]
+    val_check_interval: Annotated[int | None, SHOWN, at_least(1), TRAINING]
     val_before_training: Annotated[bool, SHOWN]
     limit_val_batches: Annotated[int | None, VALIDATION, at_least(1)]
-    log_every_n_steps: Annotated[int, SHOWN, at_least(1)]
-    save_every_n_steps: Annotated[int | None, SHOWN, at_least(1)]
-    gradient_clip_val: Annotated[float | None, TRAJECTORY]
+    log_every_n_steps: Annotated[int, SHOWN, at_least(1), TRAINING]
+    save_every_n_steps: Annotated[int | None, SHOWN, at_least(1), TRAINING]
+    gradient_clip_val: Annotated[float | None, TRAJECTORY, TRAINING]
     max_bad_steps: Annotated[int, RATE, at_least(1)]
     spike_factor: Annotated[float | None, RATE]
-    spike_window: Annotated[int, RATE, at_least(1)]
+    spike_window: Annotated[int, RATE, at_least(1), _SPIKES]
     float32_matmul_precision: Annotated[str, MACHINE, choice("highest", "high", "medium")]
     deterministic: Annotated[bool | str, MACHINE, choice("warn")]
     compile: Annotated[bool | str, MACHINE, choice("auto")]
@@ -259,7 +270,7 @@ class CheckpointConfig:
 
 @dataclass(kw_only=True)
 class ExportConfig:
-    checkpoint: Annotated[str, SHOWN]
+    checkpoint: Annotated[str, SHOWN, ReadBy(("export",))]
     enabled: Annotated[bool, SHOWN]
     dtype: Annotated[str, SHOWN, choice("float32", "bfloat16", "float16")]
     merge: Annotated[bool, SHOWN]
@@ -360,7 +371,7 @@ class SweepConfig:
 class Config:
     kept: ClassVar[Mapping[str, Any]] = {}  # of each config: what it reads of the environment (environment.Reading)
 
-    run_dir: Annotated[str | None, SHOWN]
+    run_dir: Annotated[str | None, SHOWN, ReadBy(("export", "generate", "inspect"))]
     seed: Annotated[int, TRAJECTORY, between(0, 2**32 - 1)]
     run: RunConfig
     objective: ObjectiveConfig
@@ -370,19 +381,19 @@ class Config:
     peft: PeftConfig
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     router: RouterConfig
-    optimizer: OptimizerConfig
-    schedule: ScheduleConfig
+    optimizer: Annotated[OptimizerConfig, TRAINING]
+    schedule: Annotated[ScheduleConfig, TRAINING]
     trainer: TrainerConfig
-    callbacks: CallbacksConfig
+    callbacks: Annotated[CallbacksConfig, TRAINING]
     checkpoint: CheckpointConfig
     logger: Annotated[dict[str, Any], SHOWN]
     export: ExportConfig
-    generate: GenerateConfig
+    generate: Annotated[GenerateConfig, ReadBy(("generate",))]
     evaluate: EvaluateConfig
     estimate: EstimateConfig
-    tune: TuneConfig
+    tune: Annotated[TuneConfig, ReadBy(("tune",))]
     report: ReportConfig
-    inspect: InspectConfig
+    inspect: Annotated[InspectConfig, ReadBy(("inspect",))]
     sweep: SweepConfig
     debug: Annotated[dict[str, Any], SHOWN] = field(default_factory=dict)
 

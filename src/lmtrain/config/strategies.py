@@ -3,10 +3,9 @@
 import re
 
 from lmtrain.config.deepspeed import check_options
-from lmtrain.config.schema import Config, TrainerConfig
+from lmtrain.config.schema import FP8, Config, TrainerConfig
 from lmtrain.errors import UserError
 
-FP8 = "fp8"
 _NOT_TRIED = ("fsdp_tp", "deepspeed")
 
 

@@ -13,8 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lmtrain.config.batch import row_lengths
-from lmtrain.config.schema import Config, DataConfig, TrainerConfig
-from lmtrain.config.strategies import FP8
+from lmtrain.config.schema import FP8, Config, DataConfig, TrainerConfig
 from lmtrain.errors import UserError
 from lmtrain.models.blocks import decoder_blocks
 from lmtrain.models.flops import flops_per_token

@@ -9,8 +9,8 @@ from lmtrain.config import effect
 from lmtrain.config.batch import step_sizes
 from lmtrain.config.deepspeed import overruled
 from lmtrain.config.override_text import typed_keys
-from lmtrain.config.schema import Config
-from lmtrain.config.strategies import FP8, outside_fp8
+from lmtrain.config.schema import FP8, Config
+from lmtrain.config.strategies import outside_fp8
 from lmtrain.distributed import ranks
 from lmtrain.errors import UserError
 from lmtrain.optim.skipping import can_skip

@@ -13,8 +13,7 @@ from lmtrain import terminal
 from lmtrain.adapters.memory_adapter import describe_memory, memory_of
 from lmtrain.adapters.trainable import adapter_of, describe_adapter
 from lmtrain.config.batch import Stages, row_lengths, split_over, step_sizes
-from lmtrain.config.schema import Config
-from lmtrain.config.strategies import FP8
+from lmtrain.config.schema import FP8, Config
 from lmtrain.distributed import devices
 from lmtrain.files import write_atomic
 from lmtrain.models import flops, fp8

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
-from lmtrain.config.schema import Config
-from lmtrain.config.strategies import FP8
+from lmtrain.config.schema import FP8, Config
 from lmtrain.errors import UserError
 from lmtrain.models import flops
 from lmtrain.run import estimation

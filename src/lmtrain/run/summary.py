@@ -18,7 +18,7 @@ from lmtrain.callbacks.system import peak_resident_bytes
 from lmtrain.checkpoints import retention, store
 from lmtrain.config import trust
 from lmtrain.config.effect import TRIAL
-from lmtrain.config.strategies import FP8
+from lmtrain.config.schema import FP8
 from lmtrain.distributed.ranks import typed
 from lmtrain.errors import RunError, UserError
 from lmtrain.models import fp8
