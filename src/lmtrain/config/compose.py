@@ -74,7 +74,7 @@ def settled(
     interpolations.resolved(OmegaConf.masked_copy(composed, [str(k) for k in composed if k != "hydra"]))
     typed = {k: OmegaConf.select(composed, k) for k in trust.CLOSED if k in typed_keys(overrides)}
     trust.refuse_unasked(composed, typed, config_dir or str(conf_dir()))
-    source = effect.inferred_source(overrides, composed)
+    source = effect.inferred_source(overrides, composed, folders)
     if source is not None:
         return settled([f"data={source}", *overrides], config_dir, config_name, for_sweep=for_sweep)
     if config_dir is not None:

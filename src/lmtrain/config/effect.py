@@ -11,6 +11,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from lmtrain.config import sections
 from lmtrain.config.constraints import TRAINING, ReadBy
 from lmtrain.config.keys import annotations_of, unread
 from lmtrain.config.override_text import typed_keys
@@ -27,7 +28,7 @@ _READ_AS = {
     ".txt": "text", ".text": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "jsonl",
     ".tsv": "jsonl", ".parquet": "parquet", ".arrow": "parquet",
 }  # fmt: skip
-_RECORDS = {"sft": "chat_jsonl", "dpo": "preference_jsonl"}  # by objective
+_RECORDS = {"conversations": "chat_jsonl", "pairs": "preference_jsonl"}  # options of `data`, by what the rows are
 
 
 # One command line serves them all; generate and export take all but a few keys from the run.
@@ -104,8 +105,12 @@ def _suffix_there(path: str) -> str:
     return next((suffix for suffix in inside if suffix in _READ_AS), "")
 
 
-def inferred_source(overrides: Sequence[str], tree: DictConfig) -> str | None:
+def inferred_source(overrides: Sequence[str], tree: DictConfig, folders: Sequence[Path]) -> str | None:
     """The option of `data` that reads a typed data.path where none was chosen, or None.
+
+    Args:
+        tree: the composed config, of which no file opens anything that was not typed (trust.py).
+        folders: of options.
 
     Raises:
         UserError: the path doesn't tell.
@@ -120,11 +125,25 @@ def inferred_source(overrides: Sequence[str], tree: DictConfig) -> str | None:
     if any((Path(first).expanduser() / name).is_file() for name in ("train.bin", "meta.json")):
         return "bins"
     option = _READ_AS.get(_suffix_there(first))
-    records = _RECORDS.get(str(tree.objective.name))
+    records = option_holding(sections.rows_trained_on(tree), folders)
     if option is None or (records is not None and option == "text"):
         kinds = records or "text (plain text), jsonl (json, csv), parquet or bins"
         raise UserError(f"data.path={first}: its name doesn't tell what it holds; say it with data={kinds}")
     return records or option
+
+
+def option_holding(rows: str, folders: Sequence[Path]) -> str | None:
+    """The option of `data` that reads a user's file of such rows: chat_jsonl for conversations. None for text.
+
+    Args:
+        rows: as of ObjectiveConfig.rows.
+        folders: of options.
+    """
+    if "." not in rows:
+        return _RECORDS.get(rows)
+    files = (file for folder in folders for file in sorted((folder / "data").glob("*.yaml")) if file.is_file())
+    holding = (f for f in files if f"rows: {rows}" in f.read_text(encoding="utf-8", errors="replace").splitlines())
+    return next((file.stem for file in holding), None)
 
 
 def for_text(overrides: Sequence[str], objective: Callable[[list[str]], str]) -> list[str]:

@@ -65,6 +65,16 @@ def all_keys() -> tuple[Key, ...]:
     return tuple({key.name: key for key in (*own, *keys_of(Config))}.values())
 
 
+def rows_trained_on(tree: DictConfig) -> str:
+    """What the objective of a composed config trains on; see ObjectiveConfig.rows.
+
+    Raises:
+        UserError: see `classes`.
+    """
+    own = OBJECTIVES.get(str(tree.objective.get("name")))
+    return (own[1] if own else _objective(tree.objective, _allowed(tree))).rows
+
+
 def _allowed(tree: DictConfig) -> list[str]:
     allowed = OmegaConf.select(tree, "run.allow_target")
     return [str(package) for package in allowed] if OmegaConf.is_list(allowed) else []
