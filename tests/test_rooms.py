@@ -46,7 +46,7 @@ VERBS = [
 ]  # above all rooms
 
 # Sizes are smells: a file that is cut in two just below a limit has no seam there.
-MAX_LINES, MAX_FUNCTION, MAX_MEDIAN = 350, 60, 10
+MAX_LINES, MAX_FUNCTION, MAX_MEDIAN = 450, 60, 10
 
 
 def modules() -> dict[str, Path]:

@@ -27,15 +27,15 @@ def check_values(c: Config) -> None:
     _check_fim(c)
     _check_names(c)
     _check_peft(c)
-    check_memory(c)
-    check_router(c)
-    check_base(c)
+    _check_memory(c)
+    _check_router(c)
+    _check_base(c)
     c.objective.check(c)
     _check_pairs(c)
     _check_targets(c)
     check_fp8(c)
     check_strategy(c)
-    check_stream(c)
+    _check_stream(c)
 
 
 def _check_trainer(c: Config) -> None:
@@ -227,7 +227,7 @@ def leave_out_ring(data: DataConfig) -> None:
         data.ring_shard_tokens = data.ring_window = data.ring_val_tokens = data.ring_patience = None
 
 
-def check_stream(c: Config) -> None:
+def _check_stream(c: Config) -> None:
     """Raises UserError for the first setting that makes no sense with data.ring_bytes."""
     d, t = c.data, c.trainer
     if d.ring_bytes is None:
@@ -267,7 +267,7 @@ def check_stream(c: Config) -> None:
             raise UserError(f"{key}={value} doesn't go with a stream ({here}): set {key}={instead}")
 
 
-def check_memory(c: Config) -> None:
+def _check_memory(c: Config) -> None:
     """Raises UserError where keys of the memory don't go together, or with the method of training."""
     m, method = c.memory, c.peft.method
     if m.num_chapters is None:
@@ -289,7 +289,7 @@ def check_memory(c: Config) -> None:
             f"memory.memory_dim={m.memory_dim} does not divide into memory.num_heads={m.num_heads}: set "
             f"memory.num_heads={fits} or memory.memory_dim={m.num_heads * max(1, round(m.memory_dim / m.num_heads))}"
         )
-    _check_text(m.layers)
+    _check_memory_layers(m.layers)
     if method == "memory" and c.tokenizer.add_tokens:
         raise UserError(
             "tokenizer.add_tokens with peft=memory: the rows of new tokens are part of the frozen base and would stay "
@@ -307,7 +307,7 @@ def trains_base(c: Config) -> bool:
     return named and c.peft.method != "none"
 
 
-def check_base(c: Config) -> None:
+def _check_base(c: Config) -> None:
     """Raises UserError where the base is to be trained and can't be, or would be left out of the export."""
     if not trains_base(c):
         return
@@ -323,7 +323,7 @@ def check_base(c: Config) -> None:
         )
 
 
-def check_router(c: Config) -> None:
+def _check_router(c: Config) -> None:
     """Raises UserError where the routers' losses can't be those of whole steps."""
     if c.router.scope == "step" and not isinstance(c.objective, CausalLMConfig):
         raise UserError(
@@ -337,7 +337,7 @@ def check_router(c: Config) -> None:
         )
 
 
-def _check_text(layers: object) -> None:
+def _check_memory_layers(layers: object) -> None:
     is_list = isinstance(layers, list) and layers and all(isinstance(i, int) and i >= 0 for i in layers)
     if not is_list and not (isinstance(layers, str) and re.fullmatch(r"every_[1-9]\d*", layers)):
         raise UserError(f"memory.layers={layers}: every_4 say, or a list of layers counted from 0, such as [3,7]")

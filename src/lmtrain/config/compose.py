@@ -105,16 +105,17 @@ def _check_model_name(
     typed = [o.partition("=")[2].strip("'\"") for o in overrides if o.lstrip("+").startswith("model.name=")]
     if not typed:
         return
+    name = typed[-1]
     model = compose_model([o for o in overrides if not o.lstrip("+").startswith("model.name=")])
-    if "_target_" in model or typed[-1] == model.get("name"):
+    if "_target_" in model or name == model.get("name"):
         return
     options = sorted({file.stem for folder in folders for file in (folder / "model").glob("*.yaml")})
-    found = f"model.name={typed[-1]} changes nothing but what is shown: the model stays {model.get('name')}. "
-    if typed[-1] in options:
-        raise UserError(f"{found}Choose model={typed[-1]}")
-    scratch = ", ".join(name for name in options if name not in ("base", "pretrained"))
+    found = f"model.name={name} changes nothing but what is shown: the model stays {model.get('name')}. "
+    if name in options:
+        raise UserError(f"{found}Choose model={name}")
+    scratch = ", ".join(option for option in options if option not in ("base", "pretrained"))
     raise UserError(
-        f"{found}For a model of the hub or of a folder set model=pretrained model.name_or_path={typed[-1]}; from "
+        f"{found}For a model of the hub or of a folder set model=pretrained model.name_or_path={name}; from "
         f"scratch choose one of model={scratch}"
     )
 
@@ -122,7 +123,7 @@ def _check_model_name(
 def _refuse_gone(composed: DictConfig, overrides: list[str]) -> None:
     """Raises UserError for a key that only a config.yaml of an earlier version may still have (`sections.complete`)."""
     for key in sections.GONE:
-        if key in _named(overrides) and "_target_" not in composed[key.partition(".")[0]]:
+        if key in typed_keys(overrides) and "_target_" not in composed[key.partition(".")[0]]:
             raise UserError(explain.unknown_key(key, ()))
 
 
@@ -133,14 +134,9 @@ def _complete_own_optimizer(composed: DictConfig) -> None:
         composed.optimizer = OmegaConf.merge(base, {"name": "custom"}, composed.optimizer)
 
 
-def _named(overrides: list[str]) -> set[str]:
-    """The keys that are typed."""
-    return {o.lstrip("+").partition("=")[0] for o in overrides}
-
-
 def _one_warmup(composed: DictConfig, overrides: list[str]) -> None:
     """Steps and ratio are two ways to say one thing: setting one on the command line takes the other's default away."""
-    steps, ratio = (any(o.startswith(f"schedule.warmup_{k}=") for o in overrides) for k in ("steps", "ratio"))
+    steps, ratio = (f"schedule.warmup_{k}" in typed_keys(overrides) for k in ("steps", "ratio"))
     if steps and not ratio:
         composed.schedule.warmup_ratio = None
     if ratio and not steps:
@@ -149,7 +145,7 @@ def _one_warmup(composed: DictConfig, overrides: list[str]) -> None:
 
 def _switched_on(composed: DictConfig, overrides: list[str]) -> None:
     """Setting a key of early stopping or of the average on the command line turns it on, unless it is turned off."""
-    named = _named(overrides)
+    named = typed_keys(overrides)
     for section in ("early_stopping", "ema"):
         prefix = f"callbacks.{section}."
         if f"{prefix}enabled" not in named and any(name.startswith(prefix) for name in named):
