@@ -22,7 +22,7 @@ from lmtrain import secrets
 from lmtrain.config import effect, environment, explain, interpolations, places, safe_yaml, sections, trust
 from lmtrain.config.batch import batch_split
 from lmtrain.config.checks import check_pretrained_name, check_values, leave_out_ring
-from lmtrain.config.config_files import folders_of, parts
+from lmtrain.config.config_files import composed_files, folders_of
 from lmtrain.config.defaults import conf_dir
 from lmtrain.config.override_text import mended, typed_keys
 from lmtrain.config.schema import Config
@@ -78,7 +78,7 @@ def settled(
     if source is not None:
         return settled([f"data={source}", *overrides], config_dir, config_name, for_sweep=for_sweep)
     if config_dir is not None:
-        files = functools.cache(lambda: parts(overrides, config_dir, config_name))
+        files = functools.cache(lambda: composed_files(overrides, config_dir, config_name))
         try:
             environment.refuse(composed, overrides, files)
             places.refuse(composed, overrides, files, config_dir)

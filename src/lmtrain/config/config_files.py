@@ -20,11 +20,18 @@ from lmtrain.errors import UserError
 
 
 @dataclass(frozen=True)
-class Part:
+class ConfigFile:
     """A file of the composition and the section that it fills ('' is the root)."""
 
     path: Path
     package: str
+
+    def way_to(self, key: str) -> list[str]:
+        """The names that lead to a dotted key in this file; none where it fills another section."""
+        if not self.package:
+            return key.split(".")
+        inside = key.removeprefix(f"{self.package}.")
+        return [] if inside == key else inside.split(".")
 
 
 def folders_of(config_dir: str | None, config_name: str) -> tuple[list[Path], list[str]]:
@@ -43,7 +50,7 @@ def folders_of(config_dir: str | None, config_name: str) -> tuple[list[Path], li
     return folders, [f"hydra.searchpath=[file://{folder}]" for folder in folders[1:]]
 
 
-def parts(overrides: Sequence[str], config_dir: str | None, config_name: str) -> list[Part]:
+def composed_files(overrides: Sequence[str], config_dir: str | None, config_name: str) -> list[ConfigFile]:
     """The files that are composed, in order: of two that set a key, the later one wins."""
     folders, search = folders_of(config_dir, config_name)
     with initialize_config_dir(config_dir=str(folders[0]), version_base="1.3", job_name="lmtrain"):
@@ -54,24 +61,25 @@ def parts(overrides: Sequence[str], config_dir: str | None, config_name: str) ->
         path = next((f for d in folders if (f := d / f"{default.config_path}.yaml").is_file()), None)
         if path is not None:
             package = "" if default.package in (None, "_global_") else str(default.package)
-            composed.append(Part(path, package.replace("_global_.", "")))
+            composed.append(ConfigFile(path, package.replace("_global_.", "")))
     return composed
 
 
-def file_of(key: str, value: Any, composed: Sequence[Part]) -> Path | None:
+def file_of(key: str, value: Any, composed: Sequence[ConfigFile]) -> Path | None:
     """The file that gives a key (a place in a list is a number) its unresolved value; None where none says so."""
-    return next((part.path for part in reversed(composed) if _value_in(part, key) == value), None)
+    return next((file.path for file in reversed(composed) if _value_in(file, key) == value), None)
 
 
-def _value_in(part: Part, key: str) -> Any:
+def _value_in(file: ConfigFile, key: str) -> Any:
     """What a file of the composition has for a key; None where it says nothing of it."""
-    if part.package and not key.startswith(f"{part.package}."):
+    way = file.way_to(key)
+    if not way:
         return None
     try:
-        node = yaml.safe_load(part.path.read_text(encoding="utf-8"))
+        node = yaml.safe_load(file.path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return None
-    for name in key.removeprefix(f"{part.package}.").split(".") if part.package else key.split("."):
+    for name in way:
         if isinstance(node, list) and name.isdigit() and int(name) < len(node):
             node = node[int(name)]
         else:
@@ -92,22 +100,22 @@ class Origin:
         return self.where if self.line is None else f"{self.where}, line {self.line}"
 
 
-def origins(key: str, composed: Sequence[Part], overrides: Sequence[str]) -> list[Origin]:
+def origins(key: str, composed: Sequence[ConfigFile], overrides: Sequence[str]) -> list[Origin]:
     """All places that set `key`, the one that wins last."""
-    found = [o for part in composed for o in _in_file(key, part)]
+    found = [o for file in composed for o in _in_file(key, file)]
     if key in typed_keys(overrides):
         found.append(Origin("the command line", None, typed_keys(overrides)[key], ""))
     return found
 
 
-def _in_file(key: str, part: Part) -> Iterator[Origin]:
-    if part.package and not key.startswith(f"{part.package}."):
+def _in_file(key: str, file: ConfigFile) -> Iterator[Origin]:
+    way = file.way_to(key)
+    if not way:
         return
-    names = key.removeprefix(f"{part.package}.").split(".") if part.package else key.split(".")
-    text = part.path.read_text(encoding="utf-8")
+    text = file.path.read_text(encoding="utf-8")
     node = yaml.compose(text, Loader=yaml.SafeLoader)
     line = 0
-    for name in names:
+    for name in way:
         pairs = node.value if isinstance(node, yaml.MappingNode) else []
         pair = next((p for p in pairs if p[0].value == name), None)
         if pair is None:
@@ -116,7 +124,7 @@ def _in_file(key: str, part: Part) -> Iterator[Origin]:
     if isinstance(node, yaml.MappingNode) and node.value:
         return  # a section
     written = text[node.start_mark.index : node.end_mark.index]
-    yield Origin(str(part.path), line + 1, written, _comment(text.splitlines(), line))
+    yield Origin(str(file.path), line + 1, written, _comment(text.splitlines(), line))
 
 
 def _comment(lines: list[str], line: int) -> str:

@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from lmtrain import secrets
-from lmtrain.config.config_files import Part, file_of
+from lmtrain.config.config_files import ConfigFile, file_of
 from lmtrain.config.defaults import conf_dir
 from lmtrain.config.interpolations import escaped
 from lmtrain.config.override_text import flat, leaves, quoted
@@ -177,7 +177,7 @@ def in_full(plain: Mapping[str, Any], kept: Mapping[str, Reading]) -> list[str]:
     ]
 
 
-def refuse(tree: DictConfig, overrides: Sequence[str], composed: Callable[[], Sequence[Part]]) -> None:
+def refuse(tree: DictConfig, overrides: Sequence[str], composed: Callable[[], Sequence[ConfigFile]]) -> None:
     """Raises UserError where a file that nobody vouches for reads the environment.
 
     Args:

@@ -46,7 +46,7 @@ def of_model(config: Config) -> dict[str, Any]:
 
 
 @dataclass
-class Change:
+class Difference:
     """An entry that differs from the checkpoint's; `because` are keys that explain it, with both values."""
 
     name: str
@@ -62,7 +62,7 @@ class Change:
         return self.name in allowed or bool(self.because and all(key in allowed for key in self.because))
 
 
-def changes(theirs: dict[str, Any], ours: Fingerprint, before: dict[str, Any], config: Config) -> list[Change]:
+def changes(theirs: dict[str, Any], ours: Fingerprint, before: dict[str, Any], config: Config) -> list[Difference]:
     """What makes `ours` another run than `theirs`, that of a checkpoint of any version.
 
     Args:
@@ -71,7 +71,7 @@ def changes(theirs: dict[str, Any], ours: Fingerprint, before: dict[str, Any], c
     known = theirs if "keys" in theirs else of_earlier_version(theirs)
     now = ours["contents"] if known is theirs else {**ours["contents"], **ours["earlier"]}
     found = [
-        Change(name, then, ours["keys"][name])
+        Difference(name, then, ours["keys"][name])
         for name, then in known["keys"].items()
         if name in ours["keys"] and not same(then, ours["keys"][name])
     ]
@@ -82,8 +82,8 @@ def changes(theirs: dict[str, Any], ours: Fingerprint, before: dict[str, Any], c
 
 
 def _content(
-    name: str, then: Any, now: Any, keys: list[Change], before: dict[str, Any], config: Config
-) -> list[Change]:
+    name: str, then: Any, now: Any, keys: list[Difference], before: dict[str, Any], config: Config
+) -> list[Difference]:
     """The change of a content; none where changed keys say it already."""
     if name == "model":
         if any(change.name.startswith("model.") or _shapes(change.name, config) is MODEL for change in keys):
@@ -96,7 +96,7 @@ def _content(
         k.name for k in keys_in(config) if k.name.startswith(f"{section}.") and (k.by_content or k.shapes is PREPARED)
     ]
     pairs = {k: (before[k], environment.written(k, value_of(config, k), config.kept)) for k in behind if k in before}
-    return [Change(name, then, now, {k: pair for k, pair in pairs.items() if not same(*pair)})]
+    return [Difference(name, then, now, {k: pair for k, pair in pairs.items() if not same(*pair)})]
 
 
 def _shapes(name: str, config: Config) -> Any:
