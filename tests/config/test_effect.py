@@ -21,6 +21,8 @@ NO_EFFECT = {
     "trainer.fsdp.cpu_offload=true": "set trainer.strategy=fsdp",
     "trainer.fsdp.tensor_parallel_size=4": "set trainer.strategy=fsdp_tp",
     "trainer.spike_window=8": "set trainer.spike_factor=2.0",
+    "trainer.fp8_recipe=rowwise": "set trainer.precision=fp8",
+    "data.fim.spm_rate=0.2": "set data.fim.rate=0.5",
     "data.name=wikitext": "names data of the hub",
     "data.streaming=true": "names data of the hub",
 }

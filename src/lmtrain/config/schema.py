@@ -55,7 +55,7 @@ class RunConfig:
 
 @dataclass(kw_only=True)
 class ObjectiveConfig:
-    """What every objective has. Each adds options of its own in a subclass: objectives.py, or beside a user's class."""
+    """What every objective has. Each adds options of its own in a subclass: options.py, or beside a user's class."""
 
     rows: ClassVar[str] = "text"  # what it trains on: text, conversations, pairs, or the path of a row format's class
 
@@ -73,7 +73,7 @@ class ObjectiveConfig:
 
 @dataclass(kw_only=True)
 class ModelConfig:
-    """What every model has. models.py adds what one from scratch, a pretrained one and a class of one's own have."""
+    """What every model has. options.py adds what one from scratch, a pretrained one and a class of one's own have."""
 
     name: Annotated[str, SHOWN]
     init: Annotated[str, MODEL, choice("scratch", "pretrained")]
@@ -132,7 +132,7 @@ class RouterConfig:
 
 @dataclass(kw_only=True)
 class OptimizerConfig:
-    """What every optimizer has. optimizers.py adds what each reads besides, a user's class its arguments."""
+    """What every optimizer has. options.py adds what each reads besides, a user's class its arguments."""
 
     name: Annotated[str, TRAJECTORY]
     lr: Annotated[float, RATE, not_negative]
@@ -143,7 +143,7 @@ class OptimizerConfig:
 
 @dataclass(kw_only=True)
 class ScheduleConfig:
-    """What every schedule has. schedule.py adds what each reads besides, a user's class its `Options`."""
+    """What every schedule has. options.py adds what each reads besides, a user's class its `Options`."""
 
     name: Annotated[str, RATE]
     _target_: Annotated[str | None, RATE] = None

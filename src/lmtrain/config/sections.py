@@ -19,6 +19,9 @@ from lmtrain.config.schema import Config, ModelConfig, ObjectiveConfig, Optimize
 from lmtrain.config.targets import check_allowed, class_named, find_class
 from lmtrain.errors import UserError
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
 T = TypeVar("T")
 
 # Keys that only a config.yaml of an earlier version may still have.
@@ -189,9 +192,6 @@ def complete(tree: DictConfig) -> None:
         is_text, is_chat = data.get("conversation_format") is None, data.get("ranking") is None
         data["rows"] = "text" if is_text else "conversations" if is_chat else "pairs"
 
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
 
 # Types of arguments that are checked, by how they are written.
 PLAIN: dict[str, Any] = {

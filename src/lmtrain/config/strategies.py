@@ -6,7 +6,8 @@ from lmtrain.config.deepspeed import check_options
 from lmtrain.config.schema import FP8, Config, TrainerConfig
 from lmtrain.errors import UserError
 
-_NOT_TRIED = ("fsdp_tp", "deepspeed")
+SHARING = ("fsdp", "fsdp_tp", "deepspeed")  # a device holds a part of the model, of its gradients or of its state
+_NOT_TRIED = ("fsdp_tp", "deepspeed")  # with fp8
 
 
 def outside_fp8(precision: str) -> str:
@@ -34,9 +35,6 @@ def check_fp8(c: Config) -> None:
             f"{key} does not go with objective={c.objective.name}: what it learns from are small differences of "
             f"log-probabilities, which 8 bits blur: {instead}"
         )
-
-
-SHARING = ("fsdp", "fsdp_tp", "deepspeed")  # a device holds a part of the model, of its gradients or of its state
 
 
 def spell_out(t: TrainerConfig) -> None:
