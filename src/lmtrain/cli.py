@@ -12,10 +12,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from lmtrain import errors, terminal
-from lmtrain.config import effect
 from lmtrain.config.defaults import conf_dir, verb_help
-from lmtrain.config.override_text import typed_keys
-from lmtrain.distributed import ranks, spinning
+from lmtrain.distributed import ranks
 from lmtrain.distributed.ranks import print_from_rank
 from lmtrain.errors import UserError
 
@@ -75,7 +73,7 @@ def _out_of_memory(error: BaseException) -> int:
 
 def run(verb: str, action: Callable[["Config"], int], argv: list[str] | None = None) -> int:
     """Runs one verb: parses `argv`, composes and checks the config, calls `action`; returns the exit code."""
-    spinning.limit()
+    ranks.limit_spinning()
     terminal.lenient()
     try:
         words = sys.argv[1:] if argv is None else argv
@@ -91,7 +89,7 @@ def run(verb: str, action: Callable[["Config"], int], argv: list[str] | None = N
         if args.cfg:
             _drop_job(args.overrides)
         terminal.status.say("reading the config")
-        from lmtrain.config import effect, environment
+        from lmtrain.config import environment
 
         environment.trust(args.trust)
         if args.info:
@@ -101,7 +99,7 @@ def run(verb: str, action: Callable[["Config"], int], argv: list[str] | None = N
         if args.multirun:
             return _sweep(verb, args)
         from lmtrain.config import compose as config
-        from lmtrain.config import environment
+        from lmtrain.config import effect
 
         composed = config.compose(args.overrides, args.config_dir, args.config_name)
         if args.cfg:
@@ -175,6 +173,8 @@ def _complete(asked: str) -> int:
 def _default(args: argparse.Namespace, key: str) -> Any:
     """The value of a key where it is not typed, with the options that are."""
     from lmtrain.config import compose as config
+    from lmtrain.config import effect
+    from lmtrain.config.override_text import typed_keys
 
     others = [o for o in args.overrides if key not in typed_keys([o])]
     return effect.default_in(config.compose(others, args.config_dir, args.config_name))(key)

@@ -17,7 +17,7 @@ from lmtrain.config.checks import chosen_layers
 from lmtrain.config.options import LoadedModelConfig
 from lmtrain.config.schema import Config, MemoryConfig, ModelConfig
 from lmtrain.errors import RunError, UserError
-from lmtrain.models.memory_folder import is_exported
+from lmtrain.models.folder import is_exported
 
 BYTES = 16  # a trained fp32 number: itself, its gradient, AdamW's two moments
 
