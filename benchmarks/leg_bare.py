@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from lmtrain.config import compose as config
-from lmtrain.config.growth import step_sizes
+from lmtrain.config.batch import step_sizes
 from lmtrain.config.schema import Config
 from lmtrain.data.modules import MicroBatch, StepDataset
 from lmtrain.data.text.windows import IGNORE

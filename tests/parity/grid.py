@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 # conf/objective; custom is no objective but the place for one of a user's own.
 OBJECTIVES = ("causal_lm", "sft", "dpo", "kto", "mdlm")
-# config.objectives.REFERENCES, of objectives that have one; the others have "-".
+# config.options.REFERENCES, of objectives that have one; the others have "-".
 REFERENCES = ("-", "auto", "frozen_copy", "adapter_off", "precomputed", "none")
 # conf/peft, and settings of it that compute something else.
 ADAPTERS: dict[str, list[str]] = {

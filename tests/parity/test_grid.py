@@ -28,8 +28,8 @@ from grid import (
 from grid_runs import How, Ran, expected, run_cell, run_on_ranks, write_data
 from plain import Trained
 
-from lmtrain.config import objectives
-from lmtrain.config.schema_trainer import PRECISIONS as SCHEMA_PRECISIONS
+from lmtrain.config import options
+from lmtrain.config.schema import PRECISIONS as SCHEMA_PRECISIONS
 from lmtrain.errors import UserError
 from support import REPO
 
@@ -168,7 +168,7 @@ def test_the_grid_has_all_that_can_be_chosen() -> None:
     """A new objective, adapter, reference or precision needs a word in grid.py, and where it computes, a formula."""
     assert {file.stem for file in (REPO / "conf" / "objective").glob("*.yaml")} - {"custom"} == set(OBJECTIVES)
     assert {file.stem for file in (REPO / "conf" / "peft").glob("*.yaml")} <= set(ADAPTERS)
-    assert set(objectives.REFERENCES) == set(REFERENCES) - {"-"}
+    assert set(options.REFERENCES) == set(REFERENCES) - {"-"}
     assert set(SCHEMA_PRECISIONS) - {"auto"} == set(PRECISIONS)
     with_reference = {
         file.stem for file in (REPO / "conf" / "objective").glob("*.yaml") if "\nreference:" in file.read_text()

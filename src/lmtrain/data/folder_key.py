@@ -6,7 +6,7 @@ from typing import Any
 
 from lmtrain.config.constraints import PREPARED
 from lmtrain.config.keys import values
-from lmtrain.config.schema import DataConfig, TokenizerConfig
+from lmtrain.config.schema_data import DataConfig, TokenizerConfig
 from lmtrain.secrets import hashed, shown_in
 
 

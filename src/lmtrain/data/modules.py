@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from lmtrain.config.batch import batch_split
-from lmtrain.config.growth import Stages
+from lmtrain.config.batch import Stages, batch_split
 from lmtrain.data import order
 from lmtrain.data.borders import cut_rows
 from lmtrain.data.mixing import Mixture

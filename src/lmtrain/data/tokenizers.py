@@ -18,7 +18,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from lmtrain.config.schema import TokenizerConfig
+from lmtrain.config.schema_data import TokenizerConfig
 from lmtrain.data import bpe, hub
 from lmtrain.data.cache import Facts
 from lmtrain.errors import UserError, first_line

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lmtrain.config.fingerprint import short_hash
-from lmtrain.config.schema import Config, DataConfig, TokenizerConfig
+from lmtrain.config.schema import Config
+from lmtrain.config.schema_data import DataConfig, TokenizerConfig
 from lmtrain.data import tokenizers
 from lmtrain.data.build_corpus import row_format
 from lmtrain.data.corpus import Corpus

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from lmtrain.config.schema import DataConfig
+from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.chat.turns import BadRow
 from lmtrain.errors import UserError
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from lmtrain.config.schema import DataConfig
+from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.chat import named_templates
 from lmtrain.data.chat.conversations import Completion, Conversation
 from lmtrain.data.chat.fields import LABELS, check_tools, unshown

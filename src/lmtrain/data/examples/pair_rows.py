@@ -5,13 +5,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from lmtrain.config.schema import Config, DataConfig
+from lmtrain.config.schema import Config
+from lmtrain.config.schema_data import DataConfig
+from lmtrain.data.borders import documents_at
 from lmtrain.data.chat.conversations import Completion, Conversation
 from lmtrain.data.chat.pairs import Pair, detect_pair_format, to_pairs
 from lmtrain.data.chat.turns import BadRow, unread
 from lmtrain.data.examples.chat_rows import TemplateRows
 from lmtrain.data.examples.row_format import Encoded, Example
-from lmtrain.data.examples.rows import documents_at
 from lmtrain.data.examples.store import Examples
 
 Tokens = tuple[list[int], list[bool]]  # ids, and which of them the answer is scored by

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from lmtrain.config.schema import DataConfig, TokenizerConfig
+from lmtrain.config.schema_data import DataConfig, TokenizerConfig
 from lmtrain.data import contents, tokenizers
-from lmtrain.data.chat.conversations import BadRow
+from lmtrain.data.chat.turns import BadRow
 from lmtrain.data.examples.row_counts import Counts, check_lost, check_untrained, short, summary
 from lmtrain.data.examples.row_format import Encoded, Example, RowEncoder
 from lmtrain.data.examples.store import Examples, earlier_fingerprints

@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from lmtrain.config.schema import Config, DataConfig
+from lmtrain.config.schema import Config
+from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.borders import documents_at
 from lmtrain.data.chat.conversations import UnfitColumns, column_of
 from lmtrain.data.chat.lengths import fit

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from lmtrain.config.schema import DataConfig
+from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.cache import Facts
 from lmtrain.data.hub import Unreachable, commit_of
 from lmtrain.data.sources import files, hub, own, stdlib, stdlib_questions

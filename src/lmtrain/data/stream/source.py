@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from lmtrain.config.schema import DataConfig
+from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.hub import Unreachable, commit_of, explain_unreachable
 from lmtrain.data.sources import files, hub
 from lmtrain.data.sources.addresses import Address, File

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from lmtrain.config.schema import DataConfig
+from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.sources.pieces import Piece
 from lmtrain.data.text.byte_bpe import ByteBPE
 from lmtrain.data.text.encode_processes import EncodeProcesses

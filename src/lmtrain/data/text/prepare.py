@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from lmtrain.config.schema import DataConfig, TokenizerConfig
+from lmtrain.config.schema_data import DataConfig, TokenizerConfig
 from lmtrain.data import tokenizers
 from lmtrain.data.folder_key import folder_key
 from lmtrain.data.progress import PrepareProgress

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from lmtrain.config.schema import DataConfig
+from lmtrain.config.schema_data import DataConfig
 from lmtrain.data import contents, tokenizers
 from lmtrain.data.cache import build_once
 from lmtrain.data.folder_key import key_hash
