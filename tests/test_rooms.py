@@ -21,7 +21,7 @@ ROOMS = [
     "optim", "data.cache", "data.contents", "data.child", "data.bpe", "data.folder_key", "data.progress", "data.order",
     "data.mixing", "data.borders", "data.tokenizers", "data.tokenizer_folder", "data.sources", "data.text",
     "data.stream", "data.chat",
-    "data.modules", "data.examples", "data.row_numbers", "data.difficulty",
+    "data.modules", "data.examples", "data.row_numbers",
     "data.corpus", "data.build_corpus", "data.val_sets",
     "checkpoints", "strategies", "objectives", "outputs", "callbacks", "run", "sweeps", "stages", "cli",
 ]  # fmt: skip

@@ -47,14 +47,13 @@ def rows_of_step(
     sizes: Stages,
     seed: int,
     max_epochs: int | None = None,
-    easy_first: np.ndarray | None = None,
 ) -> np.ndarray:
     """The (epoch, row) pairs of a step, int64 [n, 2]: see `order.stream_rows`; `sizes`: the rows of each step."""
     mixture: Mixture | None = getattr(rows, "mixture", None)
     if mixture is not None:
         return mixture.step_rows(step, seed=seed, max_epochs=max_epochs)
     first, stop = sizes.before(step), sizes.before(step + 1)
-    return order.stream_rows(first, stop, rows=len(rows), seed=seed, max_epochs=max_epochs, easy_first=easy_first)
+    return order.stream_rows(first, stop, rows=len(rows), seed=seed, max_epochs=max_epochs)
 
 
 class FirstRows:
@@ -105,15 +104,13 @@ class StepDataset(Dataset):
         rank: int,
         world_size: int,
         lengths: Stages | None = None,
-        easy_first: np.ndarray | None = None,
     ) -> None:
         """
         Args:
             sizes: rows of each step.
             lengths: tokens of a row in each step, into which rows of text are cut; None leaves them whole.
-            easy_first: as of `order.stream_rows`.
         """
-        self.rows, self.seed, self.max_epochs, self.easy_first = rows, seed, max_epochs, easy_first
+        self.rows, self.seed, self.max_epochs = rows, seed, max_epochs
         self.sizes, self.micro_batch_size, self.lengths = sizes, micro_batch_size, lengths
         self.rank, self.world_size = rank, world_size
 
@@ -125,7 +122,6 @@ class StepDataset(Dataset):
             sizes=self.sizes,
             seed=self.seed,
             max_epochs=self.max_epochs,
-            easy_first=self.easy_first,
         )
 
     def by_length(self, chosen: np.ndarray) -> np.ndarray:
@@ -233,17 +229,15 @@ class TokenDataModule(pl.LightningDataModule):
         num_workers: int,
         val_sets: dict[str, Rows] | None = None,
         lengths: Stages | None = None,
-        easy_first: np.ndarray | None = None,
     ) -> None:
         """
         Args:
             sizes: rows of each step.
             val_sets: validated on beside `val_rows`, each as a loader of its own.
             lengths: tokens of a training row in each step, where they grow.
-            easy_first: training rows in another order, as of `order.stream_rows`.
         """
         super().__init__()
-        self.train_rows, self.val_rows, self.easy_first = train_rows, val_rows, easy_first
+        self.train_rows, self.val_rows = train_rows, val_rows
         self.seed, self.total_steps, self.max_epochs = seed, total_steps, max_epochs
         self.sizes, self.micro_batch_size, self.lengths = sizes, micro_batch_size, lengths
         self.limit_val_batches, self.num_workers = limit_val_batches, num_workers
@@ -277,7 +271,6 @@ class TokenDataModule(pl.LightningDataModule):
             rank=part.rank,
             world_size=part.size,
             lengths=self.lengths,
-            easy_first=self.easy_first,
         )
         return self._loader(dataset, StepSampler(trainer.global_step, self.total_steps))
 
