@@ -17,12 +17,12 @@ from pathlib import Path
 
 import pytest
 
-import parsed_once
+import composed_once
 from support import Run
 
 # Helpers whose assertions should say what they found.
 pytest.register_assert_rewrite("runs", "strategy_runs", "ranks", "processes")
-parsed_once.install()
+composed_once.install()
 
 
 def pytest_collection_finish() -> None:
