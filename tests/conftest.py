@@ -32,6 +32,16 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(20_000, 20, 20)
 
 
+# The folders whose slow tests are begun first where time is bounded: kills, ranks and numbers before options.
+FIRST = ("resume", "distributed", "parity", "golden", "objectives", "stages", "checkpoints", "data")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if "LMTRAIN_TESTS_END" in os.environ:
+        folders = {name: number for number, name in enumerate(FIRST)}
+        items.sort(key=lambda item: folders.get(item.path.parent.name, len(FIRST)))
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Leaves out what has not begun by LMTRAIN_TESTS_END, in seconds since 1970: .ci/run has to end in time."""

@@ -121,7 +121,7 @@ def composed(name: str) -> dict:
 
 
 def source_of(name: str) -> str:
-    """Of an option of data, as its yaml or the one that it is based on says; composing takes a hundred times as long."""
+    """Of an option of data, as its yaml or its base says: composing would take a hundred times as long."""
     tree = yaml.safe_load((CONF / name).read_text())
     return tree["source"] if "source" in tree else source_of(f"data/{tree['defaults'][0]}.yaml")
 
