@@ -28,7 +28,7 @@ from lmtrain.config.keys import keys_of as keys_of_class
 from lmtrain.config.sections import all_keys
 from lmtrain.errors import UserError
 from lmtrain.models.build import build_model
-from support import REPO, TINY, rows
+from support import REPO, TINY, rows, thinned
 from tiny_pretrained import save_pretrained
 
 CONF = REPO / "conf"
@@ -213,7 +213,7 @@ def hf_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", thinned(OPTIONS, 3))
 @pytest.mark.usefixtures("hf_cache")
 def test_every_option_runs(
     name: str, material: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -121,6 +121,12 @@ def test_every_relative_link_leads_somewhere(page: Path) -> None:
     assert not missing, f"{page.name} links to {missing}"
 
 
+def test_the_steps_of_contributing_name_what_is_there() -> None:
+    named = re.findall(r"`((?:conf|src|tests|docs)/[\w./]*)`", (REPO / "CONTRIBUTING.md").read_text())
+    assert len(named) > 10
+    assert [name for name in named if not (REPO / name).exists()] == []
+
+
 def table(page: Path) -> dict[str, str]:
     """{group: cell} of the rows whose cell begins with `group=`."""
     rows = re.findall(r"^\|[^|]*\| `(\w+)=` ([^|]*)\|$", page.read_text(), flags=re.MULTILINE)

@@ -1,4 +1,5 @@
-"""Composes the yamls of conf/ once in a process for each choice of options, since tests ask for thousands of configs.
+"""Composes the yamls of conf/ once in a process for each choice of options, and parses a text once: tests ask for
+thousands of configs.
 
 Values that are set come on top of a copy, as Hydra sets them. Processes that tests start have nothing of this.
 """
@@ -27,14 +28,14 @@ class _Defaults(list[Any]):
 
 
 def install() -> None:
-    create, compose, safe_load = (
+    create, compose, load = (
         loader.create_defaults_list,
         loader.ConfigLoaderImpl._compose_config_from_defaults_list,
-        yaml.safe_load,
+        yaml.load,
     )
     lists: dict[tuple[Any, ...], DefaultsList] = {}
     trees: dict[tuple[Any, ...], DictConfig] = {}
-    texts = functools.lru_cache(512)(safe_load)
+    texts = functools.lru_cache(512)(load)
 
     def defaults_of(repo: Any, config_name: Any, overrides_list: list[Any], **how: Any) -> DefaultsList:
         sources = tuple(source.path for source in repo.get_sources())
@@ -55,9 +56,9 @@ def install() -> None:
             trees[defaults.key] = compose(self, defaults=defaults, repo=repo)
         return copy.deepcopy(trees[defaults.key])
 
-    def plain(stream: Any) -> Any:
-        return copy.deepcopy(texts(stream)) if isinstance(stream, str) else safe_load(stream)
+    def loaded(stream: Any, Loader: Any) -> Any:
+        return copy.deepcopy(texts(stream, Loader)) if isinstance(stream, str) else load(stream, Loader)
 
     loader.create_defaults_list = defaults_of
     loader.ConfigLoaderImpl._compose_config_from_defaults_list = composed  # type: ignore[method-assign]
-    yaml.safe_load = plain
+    yaml.load = loaded  # of which yaml.safe_load makes use
