@@ -82,6 +82,7 @@ def test_failed_trials_are_recorded_and_tried_again(
     assert (folder / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_the_same_command_goes_on(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
