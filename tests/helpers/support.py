@@ -24,6 +24,7 @@ TINY = [
     "trainer.log_every_n_steps=1",
     "logger=none",
     "callbacks.samples.max_new_tokens=4",
+    "report.enabled=false",
 ]
 
 Run = Callable[..., subprocess.CompletedProcess[str]]  # what the fixture `lmtrain` gives
