@@ -85,7 +85,8 @@ def test_a_secret_typed_in_full_is_written_as_a_reference(
 ) -> None:
     monkeypatch.setenv("BOOK_TOKEN", CANARY)
     monkeypatch.delenv("BOOK_ACCESS")
-    words = [
+    words = [*TINY, *TWO_STEPS, "report.enabled=true", "data=text", f"data.path={server}?key={CANARY}",
+             "logger=[csv,tensorboard]"]  # fmt: skip
         *TINY,
         *TWO_STEPS,
         "report.enabled=true",
