@@ -87,13 +87,6 @@ def test_a_secret_typed_in_full_is_written_as_a_reference(
     monkeypatch.delenv("BOOK_ACCESS")
     words = [*TINY, *TWO_STEPS, "report.enabled=true", "data=text", f"data.path={server}?key={CANARY}",
              "logger=[csv,tensorboard]"]  # fmt: skip
-        *TINY,
-        *TWO_STEPS,
-        "report.enabled=true",
-        "data=text",
-        f"data.path={server}?key={CANARY}",
-        "logger=[csv,tensorboard]",
-    ]
     trained = run("train", *words, "run.dir=one")
     assert trained.code == 0, trained.err
     no_leak(place, trained)
