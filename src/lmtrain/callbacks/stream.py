@@ -10,7 +10,7 @@ from lmtrain.data.stream.producer import Producer
 from lmtrain.data.stream.rows import StreamRows
 from lmtrain.data.stream.tokens import Place
 from lmtrain.distributed import process_group as world
-from lmtrain.distributed.stop_request import StopRequest
+from lmtrain.distributed.stop_signals import StopRequest
 from lmtrain.errors import ReadError, UserError
 
 _LOOK_SECONDS = 0.2  # how often a wait for data looks whether the run was asked to stop

@@ -18,8 +18,8 @@ from lmtrain.config.growth import Stages
 from lmtrain.data import order
 from lmtrain.data.borders import cut_rows
 from lmtrain.data.mixing import Mixture
-from lmtrain.distributed.data_parallel import data_parallel
-from lmtrain.distributed.parent_death import end_with_parent
+from lmtrain.distributed.devices import data_parallel
+from lmtrain.distributed.ranks import end_with_parent
 from lmtrain.distributed.stop_signals import SIGNALS
 from lmtrain.errors import UserError
 
