@@ -21,6 +21,7 @@ from grid import (
     REFERENCES,
     Cell,
     cells,
+    each_value,
     pairwise,
     refusal,
     sample,
@@ -130,10 +131,17 @@ TRAINED = [cell for cell in cells() if refusal(cell) is None]
 REFUSED = [cell for cell in cells() if refusal(cell) is not None]
 
 
-def test_any_two_settings_train_like_a_plain_loop(folder: Path, tmp_path: Path) -> None:
+IN_CORE = [c for c in TRAINED if all(v in core for v, core in zip(c, CORE, strict=True))]
+
+
+def test_each_setting_trains_like_a_plain_loop(folder: Path, tmp_path: Path) -> None:
     """Of the settings in CORE; blocks are compiled without inductor, whose code takes long to make."""
-    chosen = pairwise([c for c in TRAINED if all(v in core for v, core in zip(c, CORE, strict=True))])
-    walk([*chosen, *COMPILED], folder, tmp_path, How("eager", steps=4))
+    walk([*each_value(IN_CORE), COMPILED[0]], folder, tmp_path, How("eager", steps=4))
+
+
+@pytest.mark.slow
+def test_any_two_settings_train_like_a_plain_loop(folder: Path, tmp_path: Path) -> None:
+    walk([*pairwise(IN_CORE), *COMPILED], folder, tmp_path, How("eager", steps=4))
 
 
 @pytest.mark.nightly

@@ -60,6 +60,7 @@ def test_profiler(profiler: str, corpus: Path, tmp_path: Path) -> None:
     assert "run_training_batch" in next((tmp_path / "run").glob("*profile.txt")).read_text()
 
 
+@pytest.mark.slow
 def test_torchs_profiler(corpus: Path, tmp_path: Path, lmtrain: Run) -> None:
     """In a process of its own: it is one for all of a process."""
     settings = [*TINY, *TWO_STEPS, "data=text", f"data.path={corpus}", *QUIET, "trainer.profiler=pytorch"]
