@@ -76,7 +76,7 @@ def annotations_of(name: str, config: Any) -> list[Any]:
     for part in name.split("."):
         if not dataclasses.is_dataclass(config):
             break
-        found[:0] = _declared(type(config)).get(part, ())[1:]
+        found[:0] = _declared(type(config)).get(part, ())[1:]  # type: ignore[arg-type]
         config = getattr(config, part, None)
     return found
 
