@@ -23,7 +23,8 @@ ROOMS = [
     "data.stream", "data.chat",
     "data.modules", "data.examples", "data.row_numbers",
     "data.corpus", "data.build_corpus", "data.val_sets",
-    "checkpoints", "strategies", "objectives", "outputs", "callbacks", "run", "sweeps", "stages", "cli",
+    "checkpoints", "strategies", "objectives", "run_folder", "generation", "exports", "reports", "callbacks", "run",
+    "planning", "evaluation", "sweeps", "stages", "cli",
 ]  # fmt: skip
 VERBS = [
     "train",

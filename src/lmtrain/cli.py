@@ -49,6 +49,15 @@ FLAGS = ("--help", "--cfg", "--info", "--multirun", "--config-dir", "--config-na
          "--trust")  # fmt: skip
 
 
+def main_of(verb: str, action: Callable[["Config"], int]) -> Callable[..., int]:
+    """The `main` of a verb that takes a config: from the words after the verb to the exit code."""
+
+    def main(argv: list[str] | None = None) -> int:
+        return run(verb, action, argv)
+
+    return main
+
+
 def plain(action: Callable[[], int]) -> int:
     """Runs a command that reads no config; returns the exit code. A mistake is one message."""
     terminal.lenient()
@@ -89,7 +98,7 @@ def run(verb: str, action: Callable[["Config"], int], argv: list[str] | None = N
         if args.cfg:
             _drop_job(args.overrides)
         terminal.status.say("reading the config")
-        from lmtrain.config import environment
+        from lmtrain.config import effect, environment
 
         environment.trust(args.trust)
         if args.info:
@@ -99,7 +108,7 @@ def run(verb: str, action: Callable[["Config"], int], argv: list[str] | None = N
         if args.multirun:
             return _sweep(verb, args)
         from lmtrain.config import compose as config
-        from lmtrain.config import effect
+        from lmtrain.config import environment
 
         composed = config.compose(args.overrides, args.config_dir, args.config_name)
         if args.cfg:

@@ -9,7 +9,7 @@ from lmtrain.config.checks import time_limit_seconds
 from lmtrain.config.compose import check, compose
 from lmtrain.data.build_corpus import check_rows
 from lmtrain.errors import UserError
-from lmtrain.run.advice import unlikely
+from lmtrain.run.plan import unlikely
 from support import TINY
 
 NO_EFFECT = {

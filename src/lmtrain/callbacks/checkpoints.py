@@ -91,9 +91,7 @@ class Checkpoints(Checkpoint):
         ):
             self.prune()
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
         due = self.due(trainer)
         if due or trainer.should_stop:
             self.interim = not due

@@ -18,10 +18,10 @@ from rich.console import Console
 
 from lmtrain.adapters.finetune import build_trainable_model, starting_weights
 from lmtrain.callbacks.metrics import Metrics
-from lmtrain.callbacks.preemption import Preemption
 from lmtrain.callbacks.records import Records
 from lmtrain.callbacks.samples import Samples
 from lmtrain.callbacks.step_numbers import StepNumbers
+from lmtrain.callbacks.stopping import Preemption
 from lmtrain.checkpoints.checkpoint_io import FolderCheckpointIO
 from lmtrain.config.batch import check_reached, horizon, rate_factor, row_lengths, step_sizes
 from lmtrain.config.checks import time_limit_seconds
@@ -39,6 +39,8 @@ from lmtrain.distributed import devices, ranks
 from lmtrain.distributed import process_group as world
 from lmtrain.distributed.stop_signals import StopRequest
 from lmtrain.errors import UserError
+from lmtrain.generation.prompts import prompts_of
+from lmtrain.generation.text_metrics import TextMetrics
 from lmtrain.models import flops, fp8
 from lmtrain.models.blocks import compile_model, enable_activation_checkpointing
 from lmtrain.models.language_model import LanguageModel
@@ -46,14 +48,12 @@ from lmtrain.objectives.base import Objective
 from lmtrain.objectives.guard import StepGuard
 from lmtrain.optim.optimizers import build_optimizer
 from lmtrain.optim.schedules import build_schedule
-from lmtrain.outputs.prompts import prompts_of
-from lmtrain.outputs.text_metrics import TextMetrics
 from lmtrain.run.build_callbacks import build_callbacks, build_feed, check_monitors
-from lmtrain.run.folder import RunDir
 from lmtrain.run.loggers import build_loggers
-from lmtrain.run.quiet import quiet_libraries
+from lmtrain.run_folder.folder import RunDir
 from lmtrain.strategies import lightning_private, sharding
 from lmtrain.strategies.choose import build_strategy, for_lightning
+from lmtrain.terminal import quiet_libraries
 
 Schedule = Callable[[int, int | None], float]
 
@@ -205,7 +205,7 @@ def build_metrics(
 ) -> Metrics:
     hf_model = objective.model.model
     device = torch.device(config.trainer.accelerator)
-    numbers = StepNumbers(config, rows_to_train(config, corpus))
+    numbers = StepNumbers(config.data, rows_to_train(config, corpus), config.trainer.max_epochs)
     # Counted now, while every rank has the whole model.
     per_token = {length: flops.flops_per_token(hf_model, length) for length in numbers.lengths.values}
     return Metrics(
@@ -222,7 +222,7 @@ def build_samples(config: Config, run_dir: RunDir, corpus: Corpus, console: Cons
     cfg = config.callbacks.samples
     if cfg.every_n_validations == 0 or corpus.val is None:
         return None
-    prompts = prompts_of(config, corpus)
+    prompts = prompts_of(cfg, corpus, config.data.system_prompt)
     scores = TextMetrics(cfg.metrics, config.run.allow_target)
     return Samples(run_dir.samples, corpus.tokenizer, prompts, corpus.end_ids, cfg, scores, console, config.seed)
 
@@ -261,7 +261,7 @@ def build_trainer(
         enable_checkpointing=records is not None,
         enable_progress_bar=False,
         enable_model_summary=False,
-        logger=False if records is None else build_loggers(config, run_dir, records),
+        logger=False if records is None else build_loggers(config.logger, run_dir, records),
         log_every_n_steps=t.log_every_n_steps,
         callbacks=callbacks,
         # Named, or Lightning takes any process of a SLURM job for a rank, and saves inside its signal handler.
