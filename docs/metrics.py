@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import yaml
-from lmtrain.config.folders import conf_dir
 
 from lmtrain.callbacks import metrics, routing, step_numbers
+from lmtrain.config.defaults import conf_dir
 from lmtrain.config.targets import find_class
 from lmtrain.generation import text_metrics
 from lmtrain.objectives.base import Objective
