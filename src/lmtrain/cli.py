@@ -98,7 +98,7 @@ def run(verb: str, action: Callable[["Config"], int], argv: list[str] | None = N
         if args.cfg:
             _drop_job(args.overrides)
         terminal.status.say("reading the config")
-        from lmtrain.config import environment
+        from lmtrain.config import effect, environment
 
         environment.trust(args.trust)
         if args.info:
@@ -108,7 +108,7 @@ def run(verb: str, action: Callable[["Config"], int], argv: list[str] | None = N
         if args.multirun:
             return _sweep(verb, args)
         from lmtrain.config import compose as config
-        from lmtrain.config import effect
+        from lmtrain.config import environment
 
         composed = config.compose(args.overrides, args.config_dir, args.config_name)
         if args.cfg:

@@ -13,7 +13,7 @@ import torch
 
 from lmtrain import terminal
 from lmtrain.config.batch import Stages, row_lengths, step_sizes
-from lmtrain.config.schema_data import DataConfig
+from lmtrain.config.schema import DataConfig
 from lmtrain.data.modules import Rows
 from lmtrain.errors import first_line
 from lmtrain.objectives.parts import Definition
