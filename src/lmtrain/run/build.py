@@ -42,7 +42,7 @@ from lmtrain.distributed.stop_signals import StopRequest
 from lmtrain.errors import UserError
 from lmtrain.generation.prompts import prompts_of
 from lmtrain.generation.text_metrics import TextMetrics
-from lmtrain.models import flops, fp8
+from lmtrain.models import flops
 from lmtrain.models.blocks import compile_model, enable_activation_checkpointing
 from lmtrain.models.language_model import LanguageModel
 from lmtrain.objectives.base import Objective
@@ -50,6 +50,7 @@ from lmtrain.objectives.guard import StepGuard
 from lmtrain.optim.optimizers import build_optimizer
 from lmtrain.optim.schedules import build_schedule
 from lmtrain.run.build_callbacks import build_callbacks, build_feed, check_monitors
+from lmtrain.run.features import contents_of_features, features_on
 from lmtrain.run.loggers import build_loggers
 from lmtrain.run_folder.folder import RunDir
 from lmtrain.strategies import lightning_private, sharding
@@ -79,7 +80,8 @@ class Run:
 def build(config: Config, run_dir: RunDir, console: Console, started: float) -> Run:
     """Builds every object of a run; UserError for what only data or model can tell."""
     quiet_libraries()
-    fp8.check(config.trainer)
+    for feature in features_on(config):
+        feature.check_machine(config)
     corpus = world.together(lambda: build_corpus(config))
     rows = len(rows_to_train(config, corpus))
     total_steps = horizon(config.trainer.max_steps, config.trainer.max_epochs, rows, step_sizes(config.data))
@@ -149,7 +151,8 @@ def build_objective(config: Config, corpus: Corpus, total_steps: int, stop: Stop
     pl.seed_everything(config.seed, verbose=False)
     model = sharding.build(config, lambda: build_language_model(config, tokenizer))
     hf_model = model.model
-    fp8.convert(hf_model, config)
+    for feature in features_on(config):
+        feature.change_model(hf_model, config)
     if config.trainer.activation_checkpointing:
         enable_activation_checkpointing(hf_model)
     if config.trainer.compile:
@@ -194,6 +197,7 @@ def run_fingerprint(config: Config, corpus: Corpus, hf_model: Any) -> Fingerprin
         "tokenizer": tokenizer_hash(corpus.tokenizer),
         "model": {k: v for k, v in architecture.items() if k != "transformers_version"},
         **starting_weights(config, hf_model),
+        **contents_of_features(hf_model, config),
     }
     earlier = {"tokenizer": plain_text_hash(corpus.tokenizer), "model": short_hash(architecture)}
     found = fingerprint(config, contents, earlier)
