@@ -213,7 +213,7 @@ def hf_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
 
 
-@pytest.mark.parametrize("name", thinned(OPTIONS, 3))
+@pytest.mark.parametrize("name", thinned(OPTIONS, 4))
 @pytest.mark.usefixtures("hf_cache")
 def test_every_option_runs(
     name: str, material: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

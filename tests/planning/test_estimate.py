@@ -12,6 +12,7 @@ import pytest
 from inprocess import message, run
 from lmtrain.config import compose as rules
 from lmtrain.planning import estimation
+from support import thinned
 
 LARGE = [
     "model=llama_7b",
@@ -57,7 +58,7 @@ def test_larger_cards_hold_more_logits(device: str, mib: int) -> None:
     assert estimation.memory(estimation.build(config), config)["logits"] == mib * 2**20
 
 
-@pytest.mark.parametrize("device", ["h100", "40", "24"])
+@pytest.mark.parametrize("device", thinned(["h100", "40", "24"], 3))
 def test_what_is_advised_fits(device: str) -> None:
     """The overrides, typed as they are printed: at most three ways, the quickest first."""
     model = [
