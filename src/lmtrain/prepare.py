@@ -9,7 +9,7 @@ from lmtrain.config.schema import Config
 from lmtrain.errors import UserError
 
 if TYPE_CHECKING:
-    from lmtrain.data.text.prepared import PreparedData
+    from lmtrain.data.store.prepared import PreparedData
 
 
 def prepare(config: Config) -> int:
@@ -38,7 +38,7 @@ def prepare(config: Config) -> int:
 
 def _score(config: Config) -> None:
     """Scores the rows that data.curriculum orders, so that training finds it done."""
-    from lmtrain.data.build_corpus import build_corpus
+    from lmtrain.data.corpus import build_corpus
     from lmtrain.distributed import devices
     from lmtrain.run.difficulty import score_rows
 

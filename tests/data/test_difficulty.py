@@ -19,11 +19,11 @@ from lmtrain.callbacks.metrics import without_times
 from lmtrain.config.compose import check, compose
 from lmtrain.config.growth import step_sizes
 from lmtrain.config.schema import Config
-from lmtrain.data import difficulty, order, row_numbers
-from lmtrain.data.build_corpus import build_corpus
-from lmtrain.data.corpus import Corpus
-from lmtrain.data.modules import rows_of_step
-from lmtrain.data.progress import RowProgress
+from lmtrain.data import difficulty, order
+from lmtrain.data.corpus import Corpus, build_corpus
+from lmtrain.data.loaders import rows_of_step
+from lmtrain.data.store import row_numbers
+from lmtrain.data.store.progress import RowProgress
 from lmtrain.errors import UserError
 from lmtrain.run.difficulty import order_rows, score_rows
 from support import TINY, rows

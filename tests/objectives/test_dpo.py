@@ -22,9 +22,9 @@ from lmtrain.checkpoints import store
 from lmtrain.config.compose import check, compose
 from lmtrain.config.growth import Stages
 from lmtrain.config.objectives import PREFERENCE_LOSSES, REFERENCES
-from lmtrain.data import row_numbers
-from lmtrain.data.build_corpus import build_corpus
-from lmtrain.data.modules import StepDataset
+from lmtrain.data.corpus import build_corpus
+from lmtrain.data.loaders import StepDataset
+from lmtrain.data.store import row_numbers
 from lmtrain.errors import RunError, UserError
 from lmtrain.losses.preferences import LOSSES
 from lmtrain.objectives import with_reference

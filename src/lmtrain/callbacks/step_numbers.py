@@ -4,7 +4,7 @@ import math
 
 from lmtrain.config.growth import Stages, row_lengths, step_sizes
 from lmtrain.config.schema import Config
-from lmtrain.data.modules import Rows
+from lmtrain.data.order import Rows
 from lmtrain.objectives.parts import Definition
 
 _GROWN = {"plain count": "tests/data/test_growth.py::test_a_run_that_grows_goes_on_exactly"}

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lmtrain.data import row_numbers
-from lmtrain.data.cache import build_once
-from lmtrain.data.modules import Rows
-from lmtrain.data.progress import RowProgress
+from lmtrain.data.order import Rows
+from lmtrain.data.store import row_numbers
+from lmtrain.data.store.cache import build_once
+from lmtrain.data.store.progress import RowProgress
 from lmtrain.data.text.windows import IGNORE
 from lmtrain.errors import UserError
 

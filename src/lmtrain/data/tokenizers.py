@@ -19,9 +19,11 @@ from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from lmtrain.config.schema import Tokenizer
-from lmtrain.data import bpe, hub
-from lmtrain.data.cache import Facts
+from lmtrain.data import hub
+from lmtrain.data.byte_bpe import training
+from lmtrain.data.store.contents import Facts
 from lmtrain.errors import UserError, first_line
+from lmtrain.files import open_regular, read_regular
 
 END_OF_TEXT = "<|endoftext|>"
 UNKNOWN = "<|unknown|>"  # characters alone need one: for prompts with a character the corpus never had
@@ -249,13 +251,13 @@ def _wrap(backend: Backend, **special: str) -> PreTrainedTokenizerFast:
 
 def _train_bpe(cfg: Tokenizer, text: Iterator[str]) -> Backend:
     """UserError where the vocabulary has no room for all bytes."""
-    size, smallest = cfg.vocab_size or 0, len(bpe.ALPHABET) + 1
+    size, smallest = cfg.vocab_size or 0, len(training.ALPHABET) + 1
     if size < smallest:
         raise UserError(
             f"tokenizer.vocab_size={cfg.vocab_size} is too small for a BPE: {smallest - 1} bytes and {END_OF_TEXT} "
             f"take {smallest}; set tokenizer.vocab_size={smallest} or more"
         )
-    return bpe.train(text, size, cfg.min_frequency or 0, END_OF_TEXT)
+    return training.train(text, size, cfg.min_frequency or 0, END_OF_TEXT)
 
 
 def _at_most(text: Iterator[str], characters: int | None) -> Iterator[str]:
@@ -314,3 +316,29 @@ def numbers(size: int) -> PreTrainedTokenizerFast:
     backend = Backend(models.WordLevel(vocab={str(i): i for i in range(size)}, unk_token="0"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False)
+
+
+def file_hashes(folder: Path) -> dict[str, str]:
+    """sha256 of each file of a saved tokenizer, by name; nothing where there is no such folder.
+
+    Raises:
+        OSError: one can't be read, or is a pipe or the like.
+    """
+    found = {}
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        with open_regular(path) as file:
+            found[path.name] = hashlib.sha256(file.read()).hexdigest()
+    return found
+
+
+def gives_ids_of(folder: Path, known: str) -> bool:
+    """Whether the tokenizer.json of a folder gives the ids of the tokenizer with this hash, of this version or another.
+
+    Raises:
+        OSError, ValueError: it can't be read.
+    """
+    plain = json.loads(read_regular(folder / "tokenizer.json"))
+    if not isinstance(plain, dict):
+        raise ValueError("it holds no JSON object")
+    as_loaded = json.loads(Backend.from_str(json.dumps(plain)).to_str())
+    return known in (ids_hash(plain), ids_hash(as_loaded), plain_hash(plain), plain_hash(as_loaded))

@@ -11,11 +11,11 @@ import numpy as np
 from lmtrain.config.fingerprint import short_hash
 from lmtrain.config.schema import Config, Data, Tokenizer
 from lmtrain.data import tokenizers
-from lmtrain.data.build_corpus import row_format
-from lmtrain.data.corpus import Corpus
+from lmtrain.data.corpus import Corpus, row_format
 from lmtrain.data.examples.prepare import prepare_examples
-from lmtrain.data.modules import MicroBatch, Rows, seen_rows
-from lmtrain.data.text import bins
+from lmtrain.data.loaders import seen_rows
+from lmtrain.data.order import MicroBatch, Rows
+from lmtrain.data.store import bins
 from lmtrain.data.text.prepare import prepare
 from lmtrain.data.text.windows import Windows
 from lmtrain.errors import UserError

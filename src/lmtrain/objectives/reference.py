@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from lmtrain.adapters.memory_adapter import has_been_trained, reads_memory
 from lmtrain.adapters.trainable import adapter_of, base_parameters, trainable_names
-from lmtrain.data import row_numbers
-from lmtrain.data.cache import build_once
-from lmtrain.data.progress import RowProgress
+from lmtrain.data.store import row_numbers
+from lmtrain.data.store.cache import build_once
+from lmtrain.data.store.progress import RowProgress
 from lmtrain.distributed.dtensor import held, is_part, part, swap
 from lmtrain.errors import UserError
 from lmtrain.strategies.sharding import reshard

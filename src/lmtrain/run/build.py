@@ -32,9 +32,10 @@ from lmtrain.config.models import over_layers
 from lmtrain.config.schema import Config, Data
 from lmtrain.config.strategies import SHARING
 from lmtrain.config.targets import building, find_class
-from lmtrain.data.build_corpus import build_corpus
-from lmtrain.data.corpus import Corpus, fit_to_model
-from lmtrain.data.modules import FirstRows, Rows, TokenDataModule, check_descriptors
+from lmtrain.data.corpus import Corpus, build_corpus, fit_to_model
+from lmtrain.data.loaders import FirstRows, check_descriptors
+from lmtrain.data.modules import TokenDataModule
+from lmtrain.data.order import Rows
 from lmtrain.data.tokenizers import plain_text_hash, tokenizer_hash
 from lmtrain.data.val_sets import ValSet, build_val_sets, scored_on
 from lmtrain.distributed import devices, ranks

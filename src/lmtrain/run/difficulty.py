@@ -18,10 +18,9 @@ from lmtrain.config.schema import Config
 from lmtrain.data import difficulty
 from lmtrain.data.corpus import Corpus
 from lmtrain.data.difficulty import Score, Stretch
-from lmtrain.data.folder_key import key_hash
-from lmtrain.data.modules import Rows
-from lmtrain.data.order import permute
-from lmtrain.data.progress import RowProgress
+from lmtrain.data.order import Rows, permute
+from lmtrain.data.store.prepared import key_hash
+from lmtrain.data.store.progress import RowProgress
 from lmtrain.data.text.windows import IGNORE
 from lmtrain.data.tokenizers import tokenizer_hash, vocab_size
 from lmtrain.distributed import process_group as world

@@ -10,7 +10,7 @@ from typing import Any
 from lmtrain.config.batch import split_over
 from lmtrain.config.schedule import RangeTest
 from lmtrain.config.schema import Config
-from lmtrain.data.build_corpus import build_corpus
+from lmtrain.data.corpus import build_corpus
 from lmtrain.errors import RunError, UserError, reason
 from lmtrain.files import write_atomic
 from lmtrain.optim.range_test import Suggestion, suggest

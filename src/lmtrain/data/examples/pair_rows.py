@@ -10,9 +10,9 @@ from lmtrain.data.chat.conversations import Completion, Conversation
 from lmtrain.data.chat.pairs import Pair, detect_pair_format, to_pairs
 from lmtrain.data.chat.turns import BadRow, unread
 from lmtrain.data.examples.chat_rows import TemplateRows
+from lmtrain.data.examples.documents import Examples
 from lmtrain.data.examples.row_format import Encoded, Example
 from lmtrain.data.examples.rows import documents_at
-from lmtrain.data.examples.store import Examples
 
 Tokens = tuple[list[int], list[bool]]  # ids, and which of them the answer is scored by
 _ESTIMATED_FROM = 2000  # pairs read to tell how long prompts are, in a tenth of a second

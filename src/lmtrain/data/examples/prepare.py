@@ -10,18 +10,17 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from lmtrain.config.schema import Data, Tokenizer
-from lmtrain.data import contents, tokenizers
+from lmtrain.data import tokenizers
 from lmtrain.data.chat.conversations import BadRow
+from lmtrain.data.examples.documents import Examples, earlier_fingerprints
 from lmtrain.data.examples.row_counts import Counts, check_lost, check_untrained, short, summary
 from lmtrain.data.examples.row_format import Encoded, Example, RowEncoder
-from lmtrain.data.examples.store import Examples, earlier_fingerprints
-from lmtrain.data.folder_key import folder_key, settings
 from lmtrain.data.order import Repeats
-from lmtrain.data.progress import PrepareProgress
-from lmtrain.data.sources.records import Part, open_parts, split_records
-from lmtrain.data.text import bins
-from lmtrain.data.text.bin_writer import BinWriter
-from lmtrain.data.text.prepared import PreparedData, fill_once, folder_of, new_meta, open_folder
+from lmtrain.data.sources.records import MixturePart, open_parts, split_records
+from lmtrain.data.store import bins, contents
+from lmtrain.data.store.prepared import PreparedData, fill_once, folder_key, folder_of, new_meta, open_folder, settings
+from lmtrain.data.store.progress import PrepareProgress
+from lmtrain.data.store.writer import BinWriter
 from lmtrain.errors import UserError
 
 # Raised when the same rows and settings come to give another folder, so that one made before is not used any more.
@@ -112,7 +111,7 @@ def _prepare(
 def _fill(
     folder: Path,
     cfg: Data,
-    parts: list[Part],
+    parts: list[MixturePart],
     encoder: RowEncoder,
     tokenizer: PreTrainedTokenizerFast,
     key: dict[str, Any],
@@ -135,7 +134,7 @@ def _fill(
 def _write_split(
     folder: Path,
     cfg: Data,
-    parts: list[Part],
+    parts: list[MixturePart],
     name: str,
     encoder: RowEncoder,
     dtype: str,
@@ -164,7 +163,7 @@ def _write_split(
 
 
 def _write_part(
-    part: Part,
+    part: MixturePart,
     rows: Any,
     encoder: RowEncoder,
     writer: BinWriter,
@@ -222,7 +221,7 @@ def _write(group: list[Example], writer: BinWriter, counts: Counts) -> None:
         counts.longest = max(counts.longest, len(ids))
 
 
-def _check_empty(counts: Counts, cfg: Data, name: str, parts: list[Part]) -> None:
+def _check_empty(counts: Counts, cfg: Data, name: str, parts: list[MixturePart]) -> None:
     """Raises UserError where a split that is needed has nothing left to train on."""
     check_untrained(counts, cfg, name)
     if name == "train" and counts.rows == 0:

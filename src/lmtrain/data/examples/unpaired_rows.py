@@ -6,15 +6,15 @@ import numpy as np
 import torch
 
 from lmtrain.config.schema import Config, Data
-from lmtrain.data.borders import documents_at
 from lmtrain.data.chat.conversations import UnfitColumns, column_of
-from lmtrain.data.chat.lengths import fit
 from lmtrain.data.chat.pairs import answer_turns, prompt_turns
+from lmtrain.data.chat.templates import fit
 from lmtrain.data.chat.turns import BadRow, check, unread
 from lmtrain.data.examples.chat_rows import TemplateRows
+from lmtrain.data.examples.documents import Examples
 from lmtrain.data.examples.pair_rows import pad_answers
 from lmtrain.data.examples.row_format import Encoded
-from lmtrain.data.examples.store import Examples
+from lmtrain.data.text.windows import documents_at
 
 COLUMNS = ("prompt|question|instruction", "completion|response|answer", "label")
 

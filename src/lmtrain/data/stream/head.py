@@ -7,15 +7,13 @@ from functools import cached_property
 from pathlib import Path
 
 from lmtrain.config.schema import Data, Tokenizer
-from lmtrain.data import contents, tokenizers
-from lmtrain.data.folder_key import folder_key
-from lmtrain.data.progress import PrepareProgress
-from lmtrain.data.stream.source import StreamSource, open_stream
-from lmtrain.data.stream.tokens import Place, segments
-from lmtrain.data.text import bins
-from lmtrain.data.text.bin_writer import BinWriter
+from lmtrain.data import tokenizers
+from lmtrain.data.store import bins, contents
+from lmtrain.data.store.prepared import PreparedData, fill_once, folder_key, folder_of, new_meta, open_folder
+from lmtrain.data.store.progress import PrepareProgress
+from lmtrain.data.store.writer import BinWriter
+from lmtrain.data.stream.source import Place, StreamSource, open_stream, segments
 from lmtrain.data.text.encode import Encoder, make_encoder
-from lmtrain.data.text.prepared import PreparedData, fill_once, folder_of, new_meta, open_folder
 from lmtrain.errors import UserError
 from lmtrain.files import read_regular
 

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from lmtrain.config.schema import Data, Tokenizer
-from lmtrain.data import contents, tokenizers
-from lmtrain.data.cache import build_once
-from lmtrain.data.folder_key import folder_key, settings
+from lmtrain.data import tokenizers
 from lmtrain.data.mixing import Mixture, check_weights
-from lmtrain.data.progress import PrepareProgress
 from lmtrain.data.sources import choose as sources
+from lmtrain.data.store import contents
+from lmtrain.data.store.cache import build_once
+from lmtrain.data.store.prepared import PreparedData, folder_key, folder_of, settings
+from lmtrain.data.store.progress import PrepareProgress
 from lmtrain.data.text.prepare import prepare
-from lmtrain.data.text.prepared import PreparedData, folder_of
 from lmtrain.errors import UserError
 
 _CHANGES = 6  # of a source's share that the plan shows

@@ -1,6 +1,8 @@
 """A folder of prepared tokens, of text or of examples: filled once, found again by its key, opened and checked."""
 
 import contextlib
+import hashlib
+import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -10,14 +12,16 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from lmtrain.config.schema import Data
-from lmtrain.data import contents, tokenizers
-from lmtrain.data.cache import build_once
-from lmtrain.data.folder_key import key_hash
-from lmtrain.data.progress import PrepareProgress
-from lmtrain.data.text import bin_identity, bins
-from lmtrain.data.text.bin_writer import dtype_for
+from lmtrain.config.constraints import PREPARED
+from lmtrain.config.keys import values
+from lmtrain.config.schema import Data, Tokenizer
+from lmtrain.data import tokenizers
+from lmtrain.data.store import bins, contents
+from lmtrain.data.store.cache import build_once
+from lmtrain.data.store.progress import PrepareProgress
+from lmtrain.data.store.writer import dtype_for
 from lmtrain.errors import RunError, disk_full
+from lmtrain.secrets import hashed, shown_in
 
 _LONGEST_LABEL = 200  # a file's name may have 255 bytes, and a lock's and a temporary folder's are longer
 
@@ -41,7 +45,7 @@ class PreparedData:
 
     def earlier_fingerprints(self) -> list[str]:
         """What checkpoints of earlier versions call the tokens."""
-        return [bin_identity.sampled_fingerprint([bins.open_bins(self.folder, name) for name in self.meta["splits"]])]
+        return [bins.sampled_fingerprint([bins.open_bins(self.folder, name) for name in self.meta["splits"]])]
 
 
 def folder_of(cfg: Data, label: str, key: dict[str, Any]) -> Path:
@@ -68,7 +72,7 @@ def fill_once(target: Path, fill: Callable[[Path], None], cfg: Data, show: Prepa
             fill(folder)
 
     build_once(target, is_complete, checked, show.say)
-    written = bin_identity.recorded_hashes(bins.load_meta(target))
+    written = bins.recorded_hashes(bins.load_meta(target))
     contents.remember(target, {name: digest for name, digest in written.items() if digest}, cfg.cache_dir)
 
 
@@ -83,8 +87,8 @@ def open_folder(
     """UserError where a file is missing, was cut short or changed after it was prepared."""
     for name in meta["splits"]:
         bins.open_bins(folder, name)
-    hashes = contents.check(folder, bin_identity.recorded_hashes(meta), cfg.cache_dir, show.say)
-    return PreparedData(folder, meta, tokenizer, bin_identity.fingerprint(meta, hashes), notes)
+    hashes = contents.check(folder, bins.recorded_hashes(meta), cfg.cache_dir, show.say)
+    return PreparedData(folder, meta, tokenizer, bins.fingerprint(meta, hashes), notes)
 
 
 def new_meta(tokenizer: PreTrainedTokenizerFast, key: dict[str, Any]) -> bins.Meta:
@@ -122,3 +126,26 @@ def _explain_full(folder: Path, show: PrepareProgress) -> str:
         f"Free some space, or set data.cache_dir to a folder on another disk; what was written is "
         f"removed"
     )
+
+
+def settings(section: Data | Tokenizer) -> dict[str, Any]:
+    """The keys of the config that shape tokens, but for those that name files: what these hold stands in the key too.
+
+    What is not set is left out, so that a key that comes to the schema makes no new folders by being there.
+    """
+    return {k: v for k, v in values(section, PREPARED, by_content=False).items() if v not in (None, [], {})}
+
+
+def folder_key(data: Data, tokenizer: Tokenizer, **contents: Any) -> dict[str, Any]:
+    """The key as it will be read back from JSON.
+
+    Args:
+        contents: what the files, datasets and templates that the config names turned out to hold; a version.
+    """
+    # A secret among them, of a source of the user's own, is not written beside the tokens.
+    key = shown_in({"data": settings(data), "tokenizer": settings(tokenizer), **contents}, hashed)
+    return dict(json.loads(json.dumps(key, sort_keys=True)))
+
+
+def key_hash(key: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()

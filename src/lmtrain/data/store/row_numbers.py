@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lmtrain.data.progress import RowProgress
+from lmtrain.data.store.progress import RowProgress
 from lmtrain.errors import UserError
 from lmtrain.files import fsync
 

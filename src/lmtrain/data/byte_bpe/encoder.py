@@ -15,9 +15,17 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from lmtrain.data.text import words
-from lmtrain.data.text.merges import LETTERS, Merges, is_plain, token_bytes
-from lmtrain.data.text.word_table import LONGEST, WordTable, key_bytes, word_keys
+from lmtrain.data.byte_bpe import words
+from lmtrain.data.byte_bpe.tables import (
+    LETTERS,
+    LONGEST,
+    Merges,
+    WordTable,
+    is_plain,
+    key_bytes,
+    token_bytes,
+    word_keys,
+)
 
 _PROBES = ("{0}", "{0}{0}", "a{0}a", "1{0}1", " {0} ", ".{0}.", "'{0}", "\n{0}\n", "  {0}")
 _END = "\0"  # between texts

@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from lmtrain.data.text.bins import ShardMeta, SplitMeta
-from lmtrain.data.text.shards import END_BYTES
+from lmtrain.data.store.bins import ShardMeta, SplitMeta
+from lmtrain.data.store.shards import END_BYTES
 
 _CHUNK = 1 << 20  # bytes
 
