@@ -18,7 +18,7 @@ SOURCE = REPO / "src" / "lmtrain"
 # From the ground up. A room is a folder or a file of the package; each may import itself and what stands before it.
 ROOMS = [
     "terminal", "secrets", "errors", "files", "losses", "config", "distributed",
-    "data.hub", "data.order", "data.mixing", "data.byte_bpe", "data.store", "data.tokenizers", "data.sources",
+    "data.hub", "data.order", "data.mixing", "data.byte_bpe", "data.tokenizers", "data.store", "data.sources",
     "data.text", "data.stream", "data.chat", "data.examples", "data",
     "models", "adapters", "optim",
     "checkpoints", "strategies", "objectives", "outputs", "callbacks", "run", "sweeps", "stages", "cli",

@@ -21,7 +21,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from lmtrain.config.schema import Tokenizer
 from lmtrain.data import hub
 from lmtrain.data.byte_bpe import training
-from lmtrain.data.store.contents import Facts
 from lmtrain.errors import UserError, first_line
 from lmtrain.files import open_regular, read_regular
 
@@ -66,7 +65,7 @@ def identity(cfg: Tokenizer) -> Identity:
         if not found:
             raise UserError(f"tokenizer.name_or_path={name}: the folder holds no tokenizer.json or vocabulary")
         settings = {"kind": "hub", **_added(cfg)}
-        return Identity(settings, Facts(None).digest(found), folder.resolve().name)
+        return Identity(settings, _digest(found), folder.resolve().name)
     if name.startswith(("/", "./", "../", "~")):
         raise UserError(f"tokenizer.name_or_path={name}: no such folder")
     settings = {"kind": "hub", "name_or_path": name, "revision": cfg.revision, **_added(cfg)}
@@ -75,6 +74,19 @@ def identity(cfg: Tokenizer) -> Identity:
         return Identity(settings, hub.commit_of("tokenizer", name, cfg.revision), label)
     except hub.Unreachable as error:
         return Identity(settings, None, label, str(error))
+
+
+def _digest(paths: list[Path]) -> str:
+    """sha256 over the files' contents, in order; their names don't matter."""
+    try:
+        return hashlib.sha256("".join(_sha256(path) for path in paths).encode()).hexdigest()
+    except OSError as error:
+        raise UserError(f"{error.filename} can't be read: {error.strerror}") from None
+
+
+def _sha256(path: Path) -> str:
+    with open_regular(path) as file:
+        return hashlib.sha256(file.read()).hexdigest()
 
 
 def _added(cfg: Tokenizer) -> dict[str, Any]:
@@ -324,11 +336,7 @@ def file_hashes(folder: Path) -> dict[str, str]:
     Raises:
         OSError: one can't be read, or is a pipe or the like.
     """
-    found = {}
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        with open_regular(path) as file:
-            found[path.name] = hashlib.sha256(file.read()).hexdigest()
-    return found
+    return {path.name: _sha256(path) for path in sorted(folder.iterdir())} if folder.is_dir() else {}
 
 
 def gives_ids_of(folder: Path, known: str) -> bool:

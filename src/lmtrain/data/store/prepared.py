@@ -1,11 +1,11 @@
 """A folder of prepared tokens, of text or of examples: filled once, found again by its key, opened and checked."""
 
-import contextlib
+import functools
 import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,29 @@ class PreparedData:
         return [bins.sampled_fingerprint([bins.open_bins(self.folder, name) for name in self.meta["splits"]])]
 
 
+def settings(section: Data | Tokenizer) -> dict[str, Any]:
+    """The keys of the config that shape tokens, but for those that name files: what these hold stands in the key too.
+
+    What is not set is left out, so that a key that comes to the schema makes no new folders by being there.
+    """
+    return {k: v for k, v in values(section, PREPARED, by_content=False).items() if v not in (None, [], {})}
+
+
+def folder_key(data: Data, tokenizer: Tokenizer, **contents: Any) -> dict[str, Any]:
+    """The key as it will be read back from JSON.
+
+    Args:
+        contents: what the files, datasets and templates that the config names turned out to hold; a version.
+    """
+    # A secret among them, of a source of the user's own, is not written beside the tokens.
+    key = shown_in({"data": settings(data), "tokenizer": settings(tokenizer), **contents}, hashed)
+    return dict(json.loads(json.dumps(key, sort_keys=True)))
+
+
+def key_hash(key: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+
+
 def folder_of(cfg: Data, label: str, key: dict[str, Any]) -> Path:
     """Where what has this key is kept, <cache_dir>/<label>-<hash>."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", label)
@@ -58,22 +81,24 @@ def is_complete(folder: Path) -> bool:
     return (folder / bins.META).exists()
 
 
-def fill_once(target: Path, fill: Callable[[Path], None], cfg: Data, show: PrepareProgress) -> None:
-    """Makes the folder by fill(empty folder), which writes meta.json last, unless it is complete already.
+def prepare_folder(
+    target: Path, fill: Callable[[Path], None], notes: list[str], cfg: Data, show: PrepareProgress
+) -> PreparedData:
+    """The folder `target`, made by fill(empty folder), which writes meta.json last, unless it is complete already.
+
+    Safe to call from several processes at once (one fills, the others wait) and to kill at any moment (nothing that
+    looks complete is left, and the next call starts over).
 
     Raises:
+        UserError: a file is missing, was cut short or changed after it was prepared; the cache can't be written.
         RunError: the disk is full.
     """
-    if is_complete(target):
-        return
-
-    def checked(folder: Path) -> None:
-        with _full_disk_explained(folder, show):
-            fill(folder)
-
-    build_once(target, is_complete, checked, show.say)
-    written = bins.recorded_hashes(bins.load_meta(target))
-    contents.remember(target, {name: digest for name, digest in written.items() if digest}, cfg.cache_dir)
+    if not is_complete(target):
+        build_once(target, is_complete, functools.partial(_fill_or_explain, fill, show), show.say)
+        written = bins.recorded_hashes(bins.load_meta(target))
+        contents.remember(target, {name: digest for name, digest in written.items() if digest}, cfg.cache_dir)
+    meta = bins.load_meta(target)
+    return open_folder(target, meta, tokenizers.load_folder(target / "tokenizer"), notes, cfg, show)
 
 
 def open_folder(
@@ -105,10 +130,10 @@ def new_meta(tokenizer: PreTrainedTokenizerFast, key: dict[str, Any]) -> bins.Me
     }
 
 
-@contextlib.contextmanager
-def _full_disk_explained(folder: Path, show: PrepareProgress) -> Iterator[None]:
+def _fill_or_explain(fill: Callable[[Path], None], show: PrepareProgress, folder: Path) -> None:
+    """Fills a folder; RunError, with what would be needed, where the disk is full."""
     try:
-        yield
+        fill(folder)
     except Exception as error:
         if disk_full(error):
             raise RunError(_explain_full(folder, show)) from None
@@ -126,26 +151,3 @@ def _explain_full(folder: Path, show: PrepareProgress) -> str:
         f"Free some space, or set data.cache_dir to a folder on another disk; what was written is "
         f"removed"
     )
-
-
-def settings(section: Data | Tokenizer) -> dict[str, Any]:
-    """The keys of the config that shape tokens, but for those that name files: what these hold stands in the key too.
-
-    What is not set is left out, so that a key that comes to the schema makes no new folders by being there.
-    """
-    return {k: v for k, v in values(section, PREPARED, by_content=False).items() if v not in (None, [], {})}
-
-
-def folder_key(data: Data, tokenizer: Tokenizer, **contents: Any) -> dict[str, Any]:
-    """The key as it will be read back from JSON.
-
-    Args:
-        contents: what the files, datasets and templates that the config names turned out to hold; a version.
-    """
-    # A secret among them, of a source of the user's own, is not written beside the tokens.
-    key = shown_in({"data": settings(data), "tokenizer": settings(tokenizer), **contents}, hashed)
-    return dict(json.loads(json.dumps(key, sort_keys=True)))
-
-
-def key_hash(key: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()

@@ -3,7 +3,7 @@
 import os
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import numpy as np
 
@@ -156,8 +156,11 @@ class BinWriter:
             "shards": self.shards,
         }
 
-    def abort(self) -> None:
-        """Closes the open files without finishing them."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Closes files that are still open, unfinished."""
         for stream in self._open.streams.values() if self._open is not None else ():
             stream.file.close()
         self._open = None

@@ -146,13 +146,10 @@ def _shared_tokenizer(cfg: Data, tokenizer_cfg: Tokenizer, found: list[TextSourc
     def build(folder: Path) -> None:
         tokenizers.save(tokenizers.load_or_train(tokenizer_cfg, texts, named), folder)
 
-    show = PrepareProgress(progress)
-    try:
+    with PrepareProgress(progress) as show:
         if not (target / "tokenizer.json").exists():
             show.say(f"making the tokenizer of {len(opened)} sources: {', '.join(s.label for s, _ in opened)}")
         build_once(target, lambda folder: (folder / "tokenizer.json").exists(), build, show.say)
-    finally:
-        show.stop()
     made = copy.copy(tokenizer_cfg)
     made.kind, made.name_or_path, made.add_tokens = "hub", str(target), None
     made.vocab_size = made.min_frequency = made.train_characters = None

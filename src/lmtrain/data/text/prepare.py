@@ -1,7 +1,7 @@
 """From source text to a folder of tokenizer and bins, found again by a hash of everything that shaped them."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,12 @@ from lmtrain.data.store import bins
 from lmtrain.data.store.contents import Facts
 from lmtrain.data.store.prepared import (
     PreparedData,
-    fill_once,
     folder_key,
     folder_of,
     is_complete,
     new_meta,
     open_folder,
+    prepare_folder,
 )
 from lmtrain.data.store.progress import PrepareProgress
 from lmtrain.data.store.writer import BinWriter
@@ -35,48 +35,39 @@ PREPARE_VERSION = 2
 def prepare(cfg: Data, tokenizer_cfg: Tokenizer, progress: bool = True) -> PreparedData:
     """Tokenizes the text that `cfg` names into <cache_dir>/<label>-<hash>, or finds it there; opens ready bins.
 
-    Safe to call from several processes at once (one prepares, the others wait) and to kill at any moment (nothing that
-    looks complete is left, and the next call starts over).
-
     Raises:
         UserError: the text, a column, the tokenizer or the bins are missing or wrong, or the cache can't be written.
         RunError: the disk is full.
     """
-    show = PrepareProgress(progress)
-    try:
+    with PrepareProgress(progress) as show:
         if cfg.source == "bins":
             return open_folder(*open_ready(cfg, tokenizer_cfg, show.say), [], cfg, show)
-        return _prepare(cfg, tokenizer_cfg, show)
-    finally:
-        show.stop()
+        source, named = sources.open_source(cfg), tokenizers.identity(tokenizer_cfg)
+        key = folder_key(
+            cfg,
+            tokenizer_cfg,
+            version=PREPARE_VERSION,
+            source=source.settings,
+            made_with=named.settings,
+            resolved={"source": source.resolved, "tokenizer": named.resolved},
+        )
+        target = folder_of(cfg, f"{source.label}-{named.label}", key)
+        if None in key["resolved"].values() and not is_complete(target):
+            target = _prepared_before(target, key, show) or target
+
+        def fill(folder: Path) -> None:
+            tokenizer = _tokenizer_of(folder, cfg, tokenizer_cfg, source, named, show)
+            encoder, meta = make_encoder(tokenizer, cfg), new_meta(tokenizer, key)
+            for name in ("train", "val"):
+                counts = _write_split(folder, cfg, source, name, encoder, meta["dtype"], show)
+                if counts is not None:
+                    meta["splits"][name] = counts
+            bins.save_meta(meta, folder)
+
+        return prepare_folder(target, fill, source.notes, cfg, show)
 
 
-def _prepare(cfg: Data, tokenizer_cfg: Tokenizer, show: PrepareProgress) -> PreparedData:
-    source, named = sources.open_source(cfg), tokenizers.identity(tokenizer_cfg)
-    key = _key(cfg, tokenizer_cfg, source, named)
-    target = folder_of(cfg, f"{source.label}-{named.label}", key)
-    if None in key["resolved"].values() and not is_complete(target):
-        earlier = _prepared_before(target, key)
-        if earlier is not None:
-            show.say(f"the hub doesn't answer; using what was prepared from it before: {earlier}")
-            target = earlier
-    fill_once(target, lambda folder: _fill(folder, cfg, tokenizer_cfg, source, named, key, show), cfg, show)
-    tokenizer = tokenizers.load_folder(target / "tokenizer")
-    return open_folder(target, bins.load_meta(target), tokenizer, source.notes, cfg, show)
-
-
-def _key(cfg: Data, tokenizer_cfg: Tokenizer, source: sources.Source, named: tokenizers.Identity) -> dict[str, Any]:
-    return folder_key(
-        cfg,
-        tokenizer_cfg,
-        version=PREPARE_VERSION,
-        source=source.settings,
-        made_with=named.settings,
-        resolved={"source": source.resolved, "tokenizer": named.resolved},
-    )
-
-
-def _prepared_before(target: Path, key: dict[str, Any]) -> Path | None:
+def _prepared_before(target: Path, key: dict[str, Any], show: PrepareProgress) -> Path | None:
     """The newest folder that differs from `target` only in what an unreachable hub couldn't tell."""
     unknown = [name for name, value in key["resolved"].items() if value is None]
     found = []
@@ -87,38 +78,44 @@ def _prepared_before(target: Path, key: dict[str, Any]) -> Path | None:
         resolved = {**theirs.get("resolved", {}), **dict.fromkeys(unknown)}
         if {**theirs, "resolved": resolved} == key:
             found.append(folder)
-    return max(found, key=lambda f: (f / bins.META).stat().st_mtime_ns, default=None)
+    newest = max(found, key=lambda f: (f / bins.META).stat().st_mtime_ns, default=None)
+    if newest is not None:
+        show.say(f"the hub doesn't answer; using what was prepared from it before: {newest}")
+    return newest
 
 
-def _fill(
-    folder: Path,
-    cfg: Data,
-    tokenizer_cfg: Tokenizer,
-    source: sources.Source,
-    named: tokenizers.Identity,
-    key: dict[str, Any],
-    show: PrepareProgress,
-) -> None:
-    """Fills an empty folder: tokenizer, bins, and meta.json last."""
+def _tokenizer_of(
+    folder: Path, cfg: Data, tokenizer_cfg: Tokenizer, source: sources.Source, named: Identity, show: PrepareProgress
+) -> PreTrainedTokenizerFast:
     if cfg.num_proc:
         # The tokenizers library starts its threads at first use and asks for their number only then.
         os.environ["RAYON_NUM_THREADS"] = str(cfg.num_proc)
     if tokenizer_cfg.kind == "bpe" and tokenizer_cfg.vocab_size:
         show.say(f"training a BPE of {tokenizer_cfg.vocab_size:,} tokens on {source.label}")
-    made = tokenizers.load_or_train(
-        tokenizer_cfg,
-        lambda name: (p.text for p in sources.pieces(source, cfg, name) or ()),
-        named,
-        watch=lambda text: show.watch(text, _training_bytes(source, cfg, tokenizer_cfg)),
-    )
+
+    def texts(name: str) -> Iterator[str]:
+        return (piece.text for piece in sources.pieces(source, cfg, name) or ())
+
+    return make_tokenizer(folder, tokenizer_cfg, texts, named, show, _training_bytes(source, cfg, tokenizer_cfg))
+
+
+def make_tokenizer(
+    folder: Path,
+    cfg: Tokenizer,
+    texts: Callable[[str], Iterator[str]],
+    named: Identity,
+    show: PrepareProgress,
+    total_bytes: int | None,
+) -> PreTrainedTokenizerFast:
+    """The tokenizer that `cfg` names, saved in `folder`/tokenizer and loaded from there as later runs will.
+
+    Args:
+        texts: as of `tokenizers.load_or_train`.
+        total_bytes: about how many bytes of text a BPE is trained on; None where that isn't known.
+    """
+    made = tokenizers.load_or_train(cfg, texts, named, watch=lambda text: show.watch(text, total_bytes))
     tokenizers.save(made, folder / "tokenizer")
-    tokenizer = tokenizers.load_folder(folder / "tokenizer")
-    encoder, meta = make_encoder(tokenizer, cfg), new_meta(tokenizer, key)
-    for name in ("train", "val"):
-        counts = _write_split(folder, cfg, source, name, encoder, meta["dtype"], show)
-        if counts is not None:
-            meta["splits"][name] = counts
-    bins.save_meta(meta, folder)
+    return tokenizers.load_folder(folder / "tokenizer")
 
 
 def _training_bytes(source: sources.Source, cfg: Data, tokenizer_cfg: Tokenizer) -> int | None:
@@ -140,15 +137,12 @@ def _write_split(
     pieces = sources.pieces(source, cfg, name)
     if pieces is None:
         return None
-    writer = BinWriter(folder, name, dtype, cfg.shard_tokens or 2**30)
     show.start(name, sources.expected_bytes(source, cfg, name))
-    try:
+    with BinWriter(folder, name, dtype, cfg.shard_tokens or 2**30) as writer:
         for part in encoder.encode(pieces):
             writer.append(part.ids, ends_document=part.ends, text_bytes=part.text_bytes)
             show.advance(part.text_bytes, len(part.ids))
         counts = writer.close()
-    finally:
-        writer.abort()
     if counts["tokens"] > 0:
         show.finish()
         return counts
@@ -212,23 +206,10 @@ def _open_plain(
         for s in splits.values()
     )
     tokenizer = _plain_tokenizer(tokenizer_cfg, folder, largest, say)
-    meta: bins.Meta = {
-        "format_version": bins.FORMAT_VERSION,
-        "dtype": train.dtype,
-        "vocab_size": tokenizers.vocab_size(tokenizer),
-        "tokenizer_hash": tokenizers.tokenizer_hash(tokenizer),
-        "eos_id": tokenizer.eos_token_id,
-        "splits": {
-            name: {
-                "tokens": s.tokens,
-                "documents": None,
-                "bytes": None,
-                "shards": [{"file": s.shards[0].path.name, "tokens": s.tokens, "documents": 0}],
-            }
-            for name, s in splits.items()
-        },
-        "key": {},
-    }
+    meta = new_meta(tokenizer, {}) | {"dtype": train.dtype}  # type: ignore[operator]
+    for name, split in splits.items():
+        file: bins.ShardMeta = {"file": split.shards[0].path.name, "tokens": split.tokens, "documents": 0}
+        meta["splits"][name] = {"tokens": split.tokens, "documents": None, "bytes": None, "shards": [file]}
     return folder, meta, tokenizer
 
 
