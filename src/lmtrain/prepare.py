@@ -4,7 +4,6 @@ import sys
 from typing import TYPE_CHECKING
 
 from lmtrain import cli, errors, terminal
-from lmtrain.config.difficulty import DIFFICULTY
 from lmtrain.config.schema import Config
 from lmtrain.errors import UserError
 
@@ -31,19 +30,7 @@ def prepare(config: Config) -> int:
             _show(part)
     else:
         _show(data.prepare(config.data, config.tokenizer))
-    if config.data.curriculum.by == DIFFICULTY:
-        _score(config)
     return errors.FINISHED
-
-
-def _score(config: Config) -> None:
-    """Scores the rows that data.curriculum orders, so that training finds it done."""
-    from lmtrain.data.corpus import build_corpus
-    from lmtrain.distributed import devices
-    from lmtrain.run.difficulty import score_rows
-
-    devices.resolve_auto(config)
-    score_rows(config, build_corpus(config))
 
 
 def _show(prepared: "PreparedData") -> None:

@@ -26,12 +26,16 @@ from lmtrain.run import resume
 from support import TINY, rows
 
 ALL = all_keys()
-CONTENTS = {"data": "1a", "tokenizer": "2b", "model": {"n_embd": 32}, "model.name_or_path": "3c", "peft.adapter": "4d",
-            "data.curriculum": "5e"}  # fmt: skip
+CONTENTS = {
+    "data": "1a",
+    "tokenizer": "2b",
+    "model": {"n_embd": 32},
+    "model.name_or_path": "3c",
+    "peft.adapter": "4d",
+}
 EARLIER = {"tokenizer": "2b-plain", "model": "3d-hash"}
-# Which content tells on resume that a key names something else now; a folder has no revision, a name of the hub has;
-# of a model that scores rows the order they come in is compared.
-TOLD_BY = {"model.revision": "model.name_or_path", "data.curriculum.model": "data.curriculum"}
+# Which content tells on resume that a key names something else now; a folder has no revision, a name of the hub has.
+TOLD_BY = {"model.revision": "model.name_or_path"}
 
 
 def a_config(*overrides: str) -> Config:

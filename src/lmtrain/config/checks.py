@@ -4,7 +4,6 @@ import re
 from typing import Any
 
 from lmtrain.config.constraints import choice
-from lmtrain.config.difficulty import check_difficulty
 from lmtrain.config.growth import check_growth
 from lmtrain.config.keys import check_constraints
 from lmtrain.config.memory import check_base, check_memory, check_router
@@ -27,7 +26,6 @@ def check_values(c: Config) -> None:
     _check_run(c)
     _check_positions(c)
     check_growth(c)
-    check_difficulty(c)
     _check_fim(c)
     _check_names(c)
     _check_peft(c)

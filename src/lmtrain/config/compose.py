@@ -103,8 +103,9 @@ def settled(
 
 def _refuse_gone(composed: DictConfig, overrides: list[str]) -> None:
     """Raises UserError for a key that only a config.yaml of an earlier version may still have (`sections.complete`)."""
-    if sections.GONE in _named(overrides) and "_target_" not in composed.optimizer:
-        raise UserError(explain.unknown_key(sections.GONE, ()))
+    for key in sections.GONE:
+        if key in _named(overrides) and "_target_" not in composed[key.partition(".")[0]]:
+            raise UserError(explain.unknown_key(key, ()))
 
 
 def _complete_own_optimizer(composed: DictConfig) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from lmtrain.config.difficulty import DIFFICULTY
 from lmtrain.config.precision import FP8
 from lmtrain.config.schema import Config
 from lmtrain.config.trust import CLOSED
@@ -70,18 +69,6 @@ RULES = (
     *(
         Rule(f"data.ring_{name}", lambda c: c.data.ring_bytes is not None, "set data.ring_bytes too")
         for name in ("shard_tokens", "window", "val_tokens", "patience")
-    ),
-    *(
-        Rule(f"data.curriculum.{name}", lambda c: c.data.curriculum.by == "length", "set data.curriculum.by=length too")
-        for name in ("start_length", "end_length")
-    ),
-    *(
-        Rule(
-            f"data.curriculum.{name}",
-            lambda c: c.data.curriculum.by == DIFFICULTY,
-            "set data.curriculum.by=difficulty too",
-        )
-        for name in ("score", "buckets", "model")
     ),
     Rule("data.curriculum", lambda c: c.data.curriculum.by is not None, "set data.curriculum.by=length too"),
     Rule("data.fim", lambda c: c.data.fim.rate > 0, "set data.fim.rate=0.5 too"),

@@ -26,16 +26,12 @@ from lmtrain.config.constraints import (
 
 @dataclass(kw_only=True)
 class Curriculum:
-    """In which form, or order, rows come while the run is young: see config/growth.py and config/difficulty.py."""
+    """How long rows are while the run is young: see config/growth.py."""
 
-    by: Annotated[str | None, TRAJECTORY, choice("length", "difficulty")] = None  # None: no curriculum
+    by: Annotated[str | None, TRAJECTORY, choice("length")] = None  # None: no curriculum
     start_length: Annotated[int | None, TRAJECTORY, at_least(1)] = None
     end_length: Annotated[int | None, SHOWN] = None  # None or data.seq_len, which it is
     steps: Annotated[int | None, TRAJECTORY, at_least(1)] = None
-    # Of difficulty only.
-    score: Annotated[str | None, TRAJECTORY, choice("length", "rarity", "compression", "loss")] = None
-    buckets: Annotated[int, TRAJECTORY, at_least(2)] = 10
-    model: Annotated[str | None, TRAJECTORY, CONTENT] = None  # whose loss scores: a folder or a name of the hub
 
 
 @dataclass(kw_only=True)

@@ -19,7 +19,8 @@ from lmtrain.errors import UserError
 
 T = TypeVar("T")
 
-GONE = "optimizer.fused"  # of adamw and muon
+# Keys that only a config.yaml of an earlier version may still have.
+GONE = ("optimizer.fused", "data.curriculum.score", "data.curriculum.buckets", "data.curriculum.model")
 
 
 def classes(tree: DictConfig) -> dict[str, type[Any]]:
@@ -167,9 +168,11 @@ def complete(tree: DictConfig) -> None:
     objective, data = tree.get("objective"), tree.get("data")
     if isinstance(objective, DictConfig) and "_target_" not in objective and objective.get("name") in OWN:
         objective["_target_"] = OWN[objective.name][0]
-    optimizer = tree.get("optimizer")
-    if isinstance(optimizer, DictConfig) and "_target_" not in optimizer:
-        optimizer.pop(GONE.removeprefix("optimizer."), None)
+    for key in GONE:
+        section, _, name = key.rpartition(".")
+        holder = OmegaConf.select(tree, section)
+        if isinstance(holder, DictConfig) and "_target_" not in holder:
+            holder.pop(name, None)
     if isinstance(data, DictConfig) and "rows" not in data:
         is_text, is_chat = data.get("conversation_format") is None, data.get("ranking") is None
         data["rows"] = "text" if is_text else "conversations" if is_chat else "pairs"

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
-
 from lmtrain.config.growth import step_sizes
 from lmtrain.config.objectives import OWN
 from lmtrain.config.schema import Config, Data
@@ -60,7 +58,6 @@ class Corpus:
     end_ids: list[int] | None = None  # that end an answer; None where data is text
     splits: dict[str, Any] = field(default_factory=dict)  # what became of the rows of each
     stream: Head | None = None  # where the training rows are a stream's
-    easy_first: np.ndarray | None = None  # the first rows of the run, where data.curriculum puts them in another order
     # What checkpoints of earlier versions call the tokens.
     earlier_fingerprints: Callable[[], list[str]] = field(kw_only=True)
 

@@ -19,21 +19,13 @@ from lmtrain.distributed.stop_signals import SIGNALS
 from lmtrain.errors import UserError
 
 
-def rows_of_step(
-    rows: Rows,
-    step: int,
-    *,
-    sizes: Stages,
-    seed: int,
-    max_epochs: int | None = None,
-    easy_first: np.ndarray | None = None,
-) -> np.ndarray:
+def rows_of_step(rows: Rows, step: int, *, sizes: Stages, seed: int, max_epochs: int | None = None) -> np.ndarray:
     """The (epoch, row) pairs of a step, int64 [n, 2]: see `order.stream_rows`; `sizes`: the rows of each step."""
     mixture: Mixture | None = getattr(rows, "mixture", None)
     if mixture is not None:
         return mixture.step_rows(step, seed=seed, max_epochs=max_epochs)
     first, stop = sizes.before(step), sizes.before(step + 1)
-    return order.stream_rows(first, stop, rows=len(rows), seed=seed, max_epochs=max_epochs, easy_first=easy_first)
+    return order.stream_rows(first, stop, rows=len(rows), seed=seed, max_epochs=max_epochs)
 
 
 class FirstRows:
@@ -84,28 +76,19 @@ class StepDataset(Dataset):
         rank: int,
         world_size: int,
         lengths: Stages | None = None,
-        easy_first: np.ndarray | None = None,
     ) -> None:
         """
         Args:
             sizes: rows of each step.
             lengths: tokens of a row in each step, into which rows of text are cut; None leaves them whole.
-            easy_first: as of `order.stream_rows`.
         """
-        self.rows, self.seed, self.max_epochs, self.easy_first = rows, seed, max_epochs, easy_first
+        self.rows, self.seed, self.max_epochs = rows, seed, max_epochs
         self.sizes, self.micro_batch_size, self.lengths = sizes, micro_batch_size, lengths
         self.rank, self.world_size = rank, world_size
 
     def row_ids(self, step: int) -> np.ndarray:
         """(epoch, row) pairs of the whole step, all ranks: int64 [n, 2]."""
-        return rows_of_step(
-            self.rows,
-            step,
-            sizes=self.sizes,
-            seed=self.seed,
-            max_epochs=self.max_epochs,
-            easy_first=self.easy_first,
-        )
+        return rows_of_step(self.rows, step, sizes=self.sizes, seed=self.seed, max_epochs=self.max_epochs)
 
     def by_length(self, chosen: np.ndarray) -> np.ndarray:
         """A step's rows with near lengths together: its gradient is the same sum, and little of it is padding."""

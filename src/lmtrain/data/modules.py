@@ -4,7 +4,6 @@ import functools
 import os
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
@@ -32,17 +31,15 @@ class TokenDataModule(pl.LightningDataModule):
         num_workers: int,
         val_sets: dict[str, Rows] | None = None,
         lengths: Stages | None = None,
-        easy_first: np.ndarray | None = None,
     ) -> None:
         """
         Args:
             sizes: rows of each step.
             val_sets: validated on beside `val_rows`, each as a loader of its own.
             lengths: tokens of a training row in each step, where they grow.
-            easy_first: training rows in another order, as of `order.stream_rows`.
         """
         super().__init__()
-        self.train_rows, self.val_rows, self.easy_first = train_rows, val_rows, easy_first
+        self.train_rows, self.val_rows = train_rows, val_rows
         self.seed, self.total_steps, self.max_epochs = seed, total_steps, max_epochs
         self.sizes, self.micro_batch_size, self.lengths = sizes, micro_batch_size, lengths
         self.limit_val_batches, self.num_workers = limit_val_batches, num_workers
@@ -76,7 +73,6 @@ class TokenDataModule(pl.LightningDataModule):
             rank=part.rank,
             world_size=part.size,
             lengths=self.lengths,
-            easy_first=self.easy_first,
         )
         return self._loader(dataset, StepSampler(trainer.global_step, self.total_steps))
 

@@ -84,20 +84,8 @@ def step_rows(step: int, *, rows: int, global_batch_size: int, seed: int, max_ep
     return stream_rows(first, first + global_batch_size, rows=rows, seed=seed, max_epochs=max_epochs)
 
 
-def stream_rows(
-    first: int,
-    stop: int,
-    *,
-    rows: int,
-    seed: int,
-    max_epochs: int | None = None,
-    easy_first: np.ndarray | None = None,
-) -> np.ndarray:
-    """The (epoch, row) pairs at the places first .. stop - 1 of the stream, as `step_rows` gives them.
-
-    easy_first: int64 [n], what the first n rows of the stream are in place of those that the permutation has there;
-        they are the same rows in another order.
-    """
+def stream_rows(first: int, stop: int, *, rows: int, seed: int, max_epochs: int | None = None) -> np.ndarray:
+    """The (epoch, row) pairs at the places first .. stop - 1 of the stream, as `step_rows` gives them."""
     if max_epochs is not None:
         stop = min(stop, rows * max_epochs)
     position = np.arange(first, max(stop, first), dtype=np.int64)
@@ -106,9 +94,6 @@ def stream_rows(
     for e in np.unique(epoch):
         here = epoch == e
         row[here] = permute(index[here], rows, seed, int(e))
-    if easy_first is not None:
-        ordered = position < len(easy_first)
-        row[ordered] = easy_first[position[ordered]]
     return np.stack([epoch, row], axis=1)
 
 

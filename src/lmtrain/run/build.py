@@ -4,7 +4,6 @@ Nothing else in lmtrain instantiates these.
 """
 
 import functools
-import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,7 +24,6 @@ from lmtrain.callbacks.samples import Samples
 from lmtrain.callbacks.step_numbers import StepNumbers
 from lmtrain.checkpoints.checkpoint_io import FolderCheckpointIO
 from lmtrain.config.checks import time_limit_seconds
-from lmtrain.config.difficulty import check_seen
 from lmtrain.config.fingerprint import Fingerprint, fingerprint, short_hash
 from lmtrain.config.growth import check_reached, horizon, rate_factor, row_lengths, step_sizes
 from lmtrain.config.models import over_layers
@@ -53,7 +51,6 @@ from lmtrain.optim.schedules import build_schedule
 from lmtrain.outputs.prompts import prompts_of
 from lmtrain.outputs.text_metrics import TextMetrics
 from lmtrain.run.build_callbacks import build_callbacks, build_feed, check_monitors
-from lmtrain.run.difficulty import order_rows
 from lmtrain.run.folder import RunDir
 from lmtrain.run.loggers import build_loggers
 from lmtrain.run.quiet import quiet_libraries
@@ -89,9 +86,7 @@ def build(config: Config, run_dir: RunDir, console: Console, started: float) -> 
     rows = len(rows_to_train(config, corpus))
     total_steps = horizon(config.trainer.max_steps, config.trainer.max_epochs, rows, step_sizes(config.data))
     check_reached(config, total_steps)
-    check_seen(config, rows, total_steps)
     check_mixture(config, rows_to_train(config, corpus), total_steps)
-    order_rows(config, corpus)
     stop = StopRequest(time_limit_seconds(config.run.time_limit), started)
     val_sets = world.together(lambda: build_val_sets(config, corpus))
     objective = build_objective(config, corpus, total_steps, stop)
@@ -148,7 +143,6 @@ def build_datamodule(
         num_workers=config.data.num_workers,
         val_sets={name: val_set.rows for name, val_set in (val_sets or {}).items()},
         lengths=row_lengths(config.data),
-        easy_first=corpus.easy_first,
     )
 
 
@@ -203,8 +197,6 @@ def run_fingerprint(config: Config, corpus: Corpus, hf_model: Any) -> Fingerprin
         "model": {k: v for k, v in architecture.items() if k != "transformers_version"},
         **starting_weights(config, hf_model),
     }
-    if corpus.easy_first is not None:
-        contents["data.curriculum"] = hashlib.sha256(corpus.easy_first.tobytes()).hexdigest()[:16]
     earlier = {"tokenizer": plain_text_hash(corpus.tokenizer), "model": short_hash(architecture)}
     found = fingerprint(config, contents, earlier)
     found["keys"]["router.over_layers"] = over_layers(config)  # auto resolved

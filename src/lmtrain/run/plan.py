@@ -13,7 +13,6 @@ from lmtrain import terminal
 from lmtrain.adapters.memory_adapter import describe_memory, memory_of
 from lmtrain.adapters.trainable import adapter_of, describe_adapter
 from lmtrain.config.batch import split_over
-from lmtrain.config.difficulty import curriculum_words
 from lmtrain.config.growth import Stages, row_lengths, step_sizes
 from lmtrain.config.precision import FP8
 from lmtrain.config.schema import Config
@@ -89,7 +88,6 @@ def plan_rows(run: "Run", resumed_from: str | None, done: int) -> list[tuple[str
         ("tokenizer", f"{c.tokenizer.kind}, {len(corpus.tokenizer):,} tokens"),
         ("batch", f"{split} = {tokens_per_step:,} tokens a step"),
         *growth_rows(c),
-        *([("curriculum", curriculum_words(c.data, len(corpus.train)))] if corpus.easy_first is not None else []),
         ("length", f"{run.total_steps:,} steps{f' x {tokens_per_step:,}' if len(sizes.values) == 1 else ''}"
                    f" = {si(tokens)} tokens = {tokens / corpus.epoch_tokens:.2f} "
                    f"{'epochs' if corpus.stream is None else 'windows'} of {si(corpus.epoch_tokens)}"),
@@ -199,7 +197,7 @@ def first_row(run: "Run") -> tuple[Text, Text]:
     from lmtrain.data.loaders import rows_of_step
 
     c = run.config
-    rows = rows_of_step(run.corpus.train, 0, sizes=step_sizes(c.data), seed=c.seed, easy_first=run.corpus.easy_first)
+    rows = rows_of_step(run.corpus.train, 0, sizes=step_sizes(c.data), seed=c.seed)
     read, title = run.corpus.train, Text("first training row  ")
     if run.corpus.stream is not None and run.corpus.val is not None:  # nothing is read of it yet
         read, rows, title = run.corpus.val, np.zeros((1, 2), dtype=np.int64), Text("first validation row  ")

@@ -21,7 +21,6 @@ from lmtrain.objectives.base import Objective
 from lmtrain.objectives.routing import hold_to
 from lmtrain.run import build, resume
 from lmtrain.run import folder as run_dir
-from lmtrain.run.difficulty import order_rows
 from lmtrain.run.folder import RunDir
 from lmtrain.run.quiet import quiet_libraries
 
@@ -40,7 +39,6 @@ def replay(config: Config) -> int:
     t.compile = False  # a compiled block has no modules to look into
     t.devices, t.num_nodes, t.strategy, t.profiler = 1, 1, "auto", None
     corpus = build.build_corpus(config)
-    order_rows(config, corpus)
     objective = build.build_objective(config, corpus, step + 1)
     checkpoint = _newest_at_or_before(run.checkpoints, step)
     if checkpoint is not None:
