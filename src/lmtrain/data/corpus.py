@@ -112,6 +112,11 @@ _DATA_OF = {  # options of the group data that hold such rows
 def build_corpus(config: Config) -> Corpus:
     """Prepares the data of `config`, or finds it prepared; UserError where it doesn't fit the objective."""
     check_rows(config)
+    return prepare_corpus(config)
+
+
+def prepare_corpus(config: Config) -> Corpus:
+    """The same for any objective, whatever rows it trains on."""
     if config.data.rows != "text":
         return _examples(config, row_format(config))
     if config.data.ring_bytes is not None:

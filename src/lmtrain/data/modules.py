@@ -1,17 +1,33 @@
-"""The LightningDataModule: loaders whose items are whole optimizer steps (training) or micro-batches (validation)."""
+"""LightningDataModules of text and token bins, and of rows of datasets: in a run, or with any LightningModule.
+
+    data = lmtrain.TextDataModule("text", path="book.txt", tokenizer="bytes", seq_len=256, batch_size=8)
+    lightning.Trainer(max_steps=100).fit(your_module, datamodule=data)
+
+In a run a training batch is a whole optimizer step (`for_run`); alone it is one micro-batch.
+"""
 
 import functools
+import json
 import os
+from collections.abc import Iterator
+from typing import Any, ClassVar, Self
 
 import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from lmtrain.config import compose as rules
 from lmtrain.config.batch import batch_split
+from lmtrain.config.folders import conf_dir
 from lmtrain.config.growth import Stages
-from lmtrain.data.loaders import StepDataset, StepSampler, ValidationDataset, start_worker
-from lmtrain.data.order import Rows
+from lmtrain.config.objectives import OWN
+from lmtrain.config.schema import Config
+from lmtrain.config.targets import find_class
+from lmtrain.data.corpus import Corpus, prepare_corpus
+from lmtrain.data.loaders import StepDataset, StepSampler, ValidationDataset, check_descriptors, start_worker
+from lmtrain.data.order import MicroBatch, Rows
 from lmtrain.distributed.data_parallel import data_parallel
+from lmtrain.errors import UserError
 
 
 class TokenDataModule(pl.LightningDataModule):
@@ -100,3 +116,155 @@ class TokenDataModule(pl.LightningDataModule):
             rank=part.rank,
             world_size=part.size,
         )
+
+
+class CorpusDataModule(TokenDataModule):
+    """What `TextDataModule` and `ChatDataModule` share: rows that keywords name, for any LightningModule.
+
+    `setup` prepares them. Batches are micro-batches, dicts of tensors: of text and conversations input_ids and labels,
+    int64 [batch_size, T], where labels[b, t] is the token that follows input_ids[b, t], or -100 where it is not
+    learned; what other rows have stands at `read` of PairRows and UnpairedRows. An epoch is every row once, in an order
+    of its own.
+    """
+
+    is_text: ClassVar[bool]
+    corpus: Corpus  # once `setup` was called: its tokenizer, folder, what became of the rows
+
+    def __init__(
+        self,
+        data: str,
+        *,
+        tokenizer: str = "gpt2",
+        seq_len: int = 1024,
+        batch_size: int = 8,
+        seed: int = 1337,
+        num_workers: int = 0,
+        **keys: Any,
+    ) -> None:
+        """
+        Args:
+            data: an option of the group `data` (conf/data): text, bins, wikitext, chat_jsonl, alpaca, ...
+            tokenizer: an option of the group `tokenizer` (bytes, bpe, gpt2, ...), or a folder or a name of the hub.
+            seq_len: tokens of a row; of conversations that aren't packed, of the longest.
+            batch_size: rows of a micro-batch on each device.
+            seed: of the order of rows.
+            keys: any other keys of the group `data`: path, val_fraction, packing, chat_template, cache_dir, ...
+
+        Raises:
+            UserError: a key or an option that isn't there, or data of another kind of rows.
+        """
+        config = _config_of(data, tokenizer, {"seq_len": seq_len, "micro_batch_size": batch_size,
+                                              "global_batch_size": batch_size, **keys}, seed)  # fmt: skip
+        if (config.data.rows == "text") is not self.is_text:
+            other = ChatDataModule if self.is_text else TextDataModule
+            raise UserError(f"data={data} holds {config.data.rows}: {other.__name__} reads it")
+        if config.data.ring_bytes is not None:
+            raise UserError("data.ring_bytes: only a run of lmtrain's own reads on in a stream; leave it out")
+        check_descriptors(num_workers)
+        self.config = config
+        super().__init__(
+            None,
+            None,
+            seed=seed,
+            sizes=Stages.constant(batch_size),
+            micro_batch_size=batch_size,
+            total_steps=0,
+            max_epochs=None,
+            limit_val_batches=None,
+            num_workers=num_workers,
+        )
+
+    @classmethod
+    def for_run(cls, train_rows: Rows, val_rows: Rows | None, **settings: Any) -> Self:
+        """The module of a run, whose rows are prepared already; `settings` are TokenDataModule's."""
+        module = cls.__new__(cls)
+        TokenDataModule.__init__(module, train_rows, val_rows, **settings)
+        return module
+
+    def setup(self, stage: str | None = None) -> None:
+        """Prepares the rows, or finds them prepared; several processes may call it at once."""
+        if self.train_rows is not None:
+            return
+        parts = data_parallel(self.trainer).size if self.trainer is not None else 1
+        self.config.data.global_batch_size = self.micro_batch_size * parts
+        self.sizes = Stages.constant(self.config.data.global_batch_size)
+        self.corpus = prepare_corpus(self.config)
+        self.train_rows, self.val_rows = self.corpus.train, self.corpus.val
+        self.val_sets = {} if self.val_rows is None else {"": self.val_rows}
+        self.total_steps = max(1, len(self.train_rows) // self.sizes.last)
+
+    def train_dataloader(self) -> DataLoader:
+        if not hasattr(self, "config"):  # of a run
+            return super().train_dataloader()
+        loader = super().train_dataloader()
+        return self._loader(_MicroBatches(loader.dataset), _EpochSampler(self.trainer, self.total_steps))
+
+
+class TextDataModule(CorpusDataModule):
+    """Windows of text, or token bins, as Lightning loaders."""
+
+    is_text = True
+
+
+class ChatDataModule(CorpusDataModule):
+    """Rows of Hugging Face datasets and files (conversations, pairs, unpaired answers) as Lightning loaders."""
+
+    is_text = False
+
+
+class _MicroBatches(Dataset):
+    """The only micro-batch of each step of a StepDataset."""
+
+    def __init__(self, steps: Dataset) -> None:
+        self.steps = steps
+
+    def __getitem__(self, step: int) -> MicroBatch:
+        (micro_batch,) = self.steps[step]["micro_batches"]
+        return dict(micro_batch)
+
+
+class _EpochSampler(Sampler[int]):
+    """The steps of the Trainer's epoch, so that each epoch has an order of its own."""
+
+    def __init__(self, trainer: pl.Trainer, steps: int) -> None:
+        self.trainer, self.steps = trainer, steps
+
+    def __iter__(self) -> Iterator[int]:
+        first = self.trainer.current_epoch * self.steps
+        return iter(range(first, first + self.steps))
+
+    def __len__(self) -> int:
+        return self.steps
+
+
+def module_class(config: Config) -> type[CorpusDataModule]:
+    """The class that data._target_ names; where an older config.yaml names none, by the kind of rows.
+
+    Raises:
+        UserError: it is not allowed, can't be imported, or is no such class.
+    """
+    if config.data._target_ is None:
+        return TextDataModule if config.data.rows == "text" else ChatDataModule
+    return find_class(config.data._target_, "data", CorpusDataModule, config.run.allow_target)
+
+
+def _config_of(data: str, tokenizer: str, keys: dict[str, Any], seed: int) -> Config:
+    words = [f"data={data}", f"seed={seed}", f"model.max_position_embeddings={keys['seq_len']}"]
+    words += [f"data.{key}={_written(value)}" for key, value in keys.items()]
+    if (conf_dir() / "tokenizer" / f"{tokenizer}.yaml").is_file():
+        words.append(f"tokenizer={tokenizer}")
+    else:
+        words += ["tokenizer=hub", f"tokenizer.name_or_path={_written(tokenizer)}"]
+    rows = rules.compose(words).data.rows
+    # A config holds an objective, too: one that trains on such rows.
+    objective = next((name for name, (_, made) in OWN.items() if made.rows == rows), "causal_lm")
+    return rules.check(rules.compose([*words, f"objective={objective}"]))
+
+
+def _written(value: Any) -> str:
+    """A value in the words of the command line."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_written(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_written, value)) + "]"
+    return json.dumps(value if value is None or isinstance(value, bool | int | float) else str(value))
