@@ -1,6 +1,7 @@
 """TextDataModule and ChatDataModule: alone, with a LightningModule that isn't lmtrain's, and in a run."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 import lmtrain
 from lmtrain.data.modules import ChatDataModule, TextDataModule, module_class
 from lmtrain.errors import UserError
+from support import REPO
 
 CHAT = [{"messages": [{"role": "user", "content": f"What is {n}?"}, {"role": "assistant", "content": f"{n}."}]}
         for n in range(40)]  # fmt: skip
@@ -121,6 +123,20 @@ def test_an_epoch_is_every_row_once_in_an_order_of_its_own(jsonl: Any, tmp_path:
     assert seen[0] == seen[1]
     assert len(set(seen[0])) == 40
     assert not torch.equal(module.batches[0]["input_ids"][:, :40], module.batches[10]["input_ids"][:, :40])
+
+
+def test_the_pages_module_learns(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (code,) = re.findall(
+        r"```python\n# own_module.py\n(.*?)```", (REPO / "docs" / "lightning.md").read_text(), re.DOTALL
+    )
+    (tmp_path / "book.txt").write_bytes(corpus.read_bytes())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LMTRAIN_CACHE", str(tmp_path / "cache"))
+    page: dict[str, Any] = {}
+    exec(code, page)
+    batch = page["data"].train_rows.read(np.array([[0, row] for row in range(8)]))
+    trained, fresh = (float(module.training_step(batch, 0)) for module in (page["module"], page["Bigrams"](257)))
+    assert trained < fresh - 0.5
 
 
 def test_what_cannot_be_read_is_said(corpus: Path, jsonl: Any, tmp_path: Path) -> None:
