@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -132,10 +133,9 @@ def test_the_pages_module_learns(corpus: Path, tmp_path: Path, monkeypatch: pyte
     (tmp_path / "book.txt").write_bytes(corpus.read_bytes())
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LMTRAIN_CACHE", str(tmp_path / "cache"))
-    page: dict[str, Any] = {}
-    exec(code, page)
-    batch = page["data"].train_rows.read(np.array([[0, row] for row in range(8)]))
-    trained, fresh = (float(module.training_step(batch, 0)) for module in (page["module"], page["Bigrams"](257)))
+    made = runpy.run_path(str(tmp_path / "own_module.py"))
+    batch = made["data"].train_rows.read(np.array([[0, row] for row in range(8)]))
+    trained, fresh = (float(module.training_step(batch, 0)) for module in (made["module"], made["Bigrams"](257)))
     assert trained < fresh - 0.5
 
 
