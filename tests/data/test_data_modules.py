@@ -127,9 +127,9 @@ def test_an_epoch_is_every_row_once_in_an_order_of_its_own(jsonl: Any, tmp_path:
 
 
 def test_the_pages_module_learns(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (code,) = re.findall(
-        r"```python\n# own_module.py\n(.*?)```", (REPO / "docs" / "lightning.md").read_text(), re.DOTALL
-    )
+    page = (REPO / "docs" / "lightning.md").read_text()
+    (code,) = re.findall(r"```python\n# own_module.py\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "own_module.py").write_text(code)
     (tmp_path / "book.txt").write_bytes(corpus.read_bytes())
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LMTRAIN_CACHE", str(tmp_path / "cache"))

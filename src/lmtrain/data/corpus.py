@@ -21,6 +21,7 @@ from lmtrain.data.examples.row_format import RowEncoder
 from lmtrain.data.examples.rows import example_rows
 from lmtrain.data.mixing import Mixture, MixtureSource
 from lmtrain.data.order import Rows
+from lmtrain.data.store.prepared import PreparedData
 from lmtrain.data.store.shards import Shard
 from lmtrain.data.stream.head import Head, prepare_head
 from lmtrain.data.stream.ring import StreamRows, make_ring
@@ -41,7 +42,7 @@ class PadsAnswers(Protocol):
     def epoch_tokens(self) -> int: ...
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Corpus:
     """Rows to train and validate on, and what is known about them."""
 
@@ -58,8 +59,20 @@ class Corpus:
     end_ids: list[int] | None = None  # that end an answer; None where data is text
     splits: dict[str, Any] = field(default_factory=dict)  # what became of the rows of each
     stream: Head | None = None  # where the training rows are a stream's
-    # What checkpoints of earlier versions call the tokens.
-    earlier_fingerprints: Callable[[], list[str]] = field(kw_only=True)
+    earlier_fingerprints: Callable[[], list[str]]  # what checkpoints of earlier versions call the tokens
+
+    @classmethod
+    def of(cls, prepared: PreparedData, **facts: Any) -> "Corpus":
+        """What is known of a prepared folder, and the other `facts`, which count where both say something."""
+        known = {
+            "tokenizer": prepared.tokenizer,
+            "folder": prepared.folder,
+            "fingerprint": prepared.fingerprint,
+            "notes": prepared.notes,
+            "splits": {**prepared.meta["splits"]},
+            "earlier_fingerprints": prepared.earlier_fingerprints,
+        }
+        return cls(**(known | facts))
 
     def how_to_validate(self, data: Data) -> str:
         """What to set so that there is a validation split, where there is none."""
@@ -166,18 +179,13 @@ def _text(config: Config) -> Corpus:
         words = [fim_words(rows.fim)] if rows.fim is not None else []
     else:
         words = [example_rows(rows.examples, config, config.seed)[1]]
-    return Corpus(
-        prepared.tokenizer,
-        prepared.folder,
-        prepared.fingerprint,
-        rows,
-        make(val.shards, config, None) if val is not None else None,
-        len(rows) * config.data.seq_len if isinstance(rows, Windows) else rows.examples.tokens,
-        [f"{train.tokens:,} tokens{documents} ({prepared.folder})", *words],
-        prepared.notes,
-        val.bytes / val.tokens if val is not None and val.bytes else None,
-        splits={**prepared.meta["splits"]},
-        earlier_fingerprints=prepared.earlier_fingerprints,
+    return Corpus.of(
+        prepared,
+        train=rows,
+        val=make(val.shards, config, None) if val is not None else None,
+        epoch_tokens=len(rows) * config.data.seq_len if isinstance(rows, Windows) else rows.examples.tokens,
+        words=[f"{train.tokens:,} tokens{documents} ({prepared.folder})", *words],
+        val_bytes_per_token=val.bytes_per_token if val is not None else None,
     )
 
 
@@ -189,18 +197,16 @@ def _stream(config: Config) -> Corpus:
     val = prepared.bins("val")
     assert val is not None  # prepare_head refuses a stream without it
     ring = make_ring(config, prepared.meta["dtype"])
-    return Corpus(
-        prepared.tokenizer,
-        prepared.folder,
-        head.fingerprint,
-        StreamRows(ring),
-        _windows(val.shards, config, None),
-        ring.window_rows * ring.seq_len,
-        [f"{head.source.label}, a stream of {head.source.parts:,} files or shards: windows of {ring.window_rows:,} "
-         f"rows in a ring of {ring.bytes:,} bytes", f"held out: its first {val.tokens:,} tokens ({prepared.folder})"],
-        prepared.notes,
-        val.bytes / val.tokens if val.bytes else None,
-        splits={**prepared.meta["splits"]},
+    return Corpus.of(
+        prepared,
+        fingerprint=head.fingerprint,
+        train=StreamRows(ring),
+        val=_windows(val.shards, config, None),
+        epoch_tokens=ring.window_rows * ring.seq_len,
+        words=[f"{head.source.label}, a stream of {head.source.parts:,} files or shards: windows of "
+               f"{ring.window_rows:,} rows in a ring of {ring.bytes:,} bytes",
+               f"held out: its first {val.tokens:,} tokens ({prepared.folder})"],
+        val_bytes_per_token=val.bytes_per_token,
         stream=head,
         earlier_fingerprints=list,
     )  # fmt: skip
@@ -231,21 +237,20 @@ def _mixture(config: Config) -> Corpus:
         sources.append(MixtureSource(source.label, rows, source.weights, source.max_epochs))
     mixture = Mixture(sources, step_sizes(config.data), config.data.mixture_temperature)
     windows = _windows([shard for own in shards for shard in own], config, config.seed)
-    windows.mixture, tokenizer = mixture, prepared.parts[0].tokenizer
-    windows.fim = fill_in_the_middle(config.data, windows.shards, tokenizer, config.seed)
+    windows.mixture = mixture
+    windows.fim = fill_in_the_middle(config.data, windows.shards, prepared.parts[0].tokenizer, config.seed)
     tokens = sum(split.tokens for split in trained if split is not None)
     val_tokens, val_bytes = sum(s.tokens for s in held_out), [s.bytes for s in held_out]
-    return Corpus(
-        tokenizer,
-        prepared.parts[0].folder,
-        prepared.fingerprint,
-        windows,
-        _windows([shard for split in held_out for shard in split.shards], config, None) if held_out else None,
-        len(windows) * config.data.seq_len,
-        [f"{tokens:,} tokens of {len(sources)} sources", *mixture_words(parts, mixture),
+    return Corpus.of(
+        prepared.parts[0],
+        fingerprint=prepared.fingerprint,
+        train=windows,
+        val=_windows([shard for split in held_out for shard in split.shards], config, None) if held_out else None,
+        epoch_tokens=len(windows) * config.data.seq_len,
+        words=[f"{tokens:,} tokens of {len(sources)} sources", *mixture_words(parts, mixture),
          *([fim_words(windows.fim)] if windows.fim is not None else [])],
-        [note for part in prepared.parts for note in part.notes],
-        sum(filter(None, val_bytes)) / val_tokens if val_bytes and all(val_bytes) else None,
+        notes=[note for part in prepared.parts for note in part.notes],
+        val_bytes_per_token=sum(filter(None, val_bytes)) / val_tokens if val_bytes and all(val_bytes) else None,
         splits={name: _summed([p.meta["splits"][name] for p in prepared.parts if name in p.meta["splits"]])
                 for name in ("train", "val")},
         earlier_fingerprints=list,
@@ -280,19 +285,15 @@ def _examples(config: Config, encoder: type[RowEncoder]) -> Corpus:
     if len(train) == 0:
         raise UserError(f"data.mixture={config.data.mixture}: the weights leave no row to train on; raise them")
     rows, words = encoder.make_rows(train, config, config.seed)
-    return Corpus(
-        prepared.tokenizer,
-        prepared.folder,
-        prepared.fingerprint,
-        rows,
-        encoder.make_rows(val, config, None)[0] if val is not None else None,
-        getattr(rows, "epoch_tokens", train.tokens),
-        [*split_words(prepared), words],
-        prepared.notes,
+    return Corpus.of(
+        prepared,
+        train=rows,
+        val=encoder.make_rows(val, config, None)[0] if val is not None else None,
+        epoch_tokens=getattr(rows, "epoch_tokens", train.tokens),
+        words=[*split_words(prepared), words],
         questions=prepared.meta["questions"],
         end_ids=ChatEncoder(prepared.tokenizer, config.data).end_of_turn_ids(),
         splits={**prepared.counts},
-        earlier_fingerprints=prepared.earlier_fingerprints,
     )
 
 

@@ -114,7 +114,7 @@ def _open(config: Config, data: Data, corpus: Corpus) -> ValSet:
             raise UserError("it can't be tokenized as the run's own data: tokenizer.kind=hub names the tokenizer")
         found = bins.open_bins(prepared.folder, "train")
         rows = Windows(found.shards, config.data.seq_len, seed=None, isolate_documents=config.data.isolate_documents)
-        return ValSet(rows, found.bytes / found.tokens if found.bytes else None, prepared.fingerprint)
+        return ValSet(rows, found.bytes_per_token, prepared.fingerprint)
     encoder = row_format(config)
     made = prepare_examples(data, tokenizer, encoder)
     examples = made.split("train")

@@ -99,6 +99,10 @@ class SplitBins:
     dtype: str
     meta: Meta | None
 
+    @property
+    def bytes_per_token(self) -> float | None:
+        return self.bytes / self.tokens if self.bytes else None
+
 
 def has_split(path: Path | str, split: str) -> bool:
     """Whether a folder of bins, ours or nanoGPT's, has that split."""
