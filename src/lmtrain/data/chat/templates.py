@@ -191,12 +191,7 @@ class ChatEncoder:
 
     def _conversation(self, sample: Conversation) -> list[Encoding]:
         sample, answers = self._masked(sample), [i for i in answers_of(sample.messages) if i >= sample.given]
-        asked = {
-            "assistant": answers,
-            "last_assistant": answers[-1:],
-            "completion": answers[:1],
-            "all": [],
-        }
+        asked = {"assistant": answers, "last_assistant": answers[-1:], "completion": answers[:1], "all": []}
         turns = asked[str(self.cfg.train_on)]
         check_tools(self._chat, sample)
         if self.cfg.train_on == "completion":

@@ -17,14 +17,7 @@ from lmtrain.data.examples.row_format import Encoded, Example, RowEncoder
 from lmtrain.data.order import Repeats
 from lmtrain.data.sources.records import MixturePart, open_parts, split_records
 from lmtrain.data.store import bins, contents
-from lmtrain.data.store.prepared import (
-    PreparedData,
-    folder_key,
-    folder_of,
-    new_meta,
-    prepare_folder,
-    settings,
-)
+from lmtrain.data.store.prepared import PreparedData, folder_key, folder_of, new_meta, prepare_folder, settings
 from lmtrain.data.store.progress import PrepareProgress
 from lmtrain.data.store.writer import BinWriter
 from lmtrain.errors import UserError

@@ -16,10 +16,7 @@ from lmtrain.files import fsync
 
 
 def build_once(
-    target: Path,
-    is_complete: Callable[[Path], bool],
-    build: Callable[[Path], None],
-    say: Callable[[str], None],
+    target: Path, is_complete: Callable[[Path], bool], build: Callable[[Path], None], say: Callable[[str], None]
 ) -> None:
     """Makes the folder `target` by build(temporary folder), unless it is complete already.
 

@@ -149,12 +149,7 @@ class BinWriter:
     def close(self) -> SplitMeta:
         """Finishes the last shard, synced to disk; returns the counts for meta.json."""
         self._finish_shard()
-        return {
-            "tokens": self.tokens,
-            "documents": self.documents,
-            "bytes": self.bytes,
-            "shards": self.shards,
-        }
+        return {"tokens": self.tokens, "documents": self.documents, "bytes": self.bytes, "shards": self.shards}
 
     def __enter__(self) -> Self:
         return self

@@ -125,13 +125,7 @@ def _training_bytes(source: sources.Source, cfg: Data, tokenizer_cfg: Tokenizer)
 
 
 def _write_split(
-    folder: Path,
-    cfg: Data,
-    source: sources.Source,
-    name: str,
-    encoder: Encoder,
-    dtype: str,
-    show: PrepareProgress,
+    folder: Path, cfg: Data, source: sources.Source, name: str, encoder: Encoder, dtype: str, show: PrepareProgress
 ) -> bins.SplitMeta | None:
     """Tokenizes one split; None where there is no such split or nothing is left of it."""
     pieces = sources.pieces(source, cfg, name)

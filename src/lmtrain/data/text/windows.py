@@ -23,12 +23,7 @@ class Windows:
     """
 
     def __init__(self, shards: list[Shard], seq_len: int, *, seed: int | None, isolate_documents: bool) -> None:
-        self.shards, self.seq_len, self.seed, self.isolate_documents = (
-            shards,
-            seq_len,
-            seed,
-            isolate_documents,
-        )
+        self.shards, self.seq_len, self.seed, self.isolate_documents = (shards, seq_len, seed, isolate_documents)
         self.mixture: Mixture | None = None  # where the shards are of several sources: which rows make up a step
         self.fim: FillInTheMiddle | None = None  # rearranges documents as they are read
         counts = [self._windows_in(s.tokens) for s in shards]
