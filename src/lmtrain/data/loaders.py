@@ -28,23 +28,38 @@ def rows_of_step(rows: Rows, step: int, *, sizes: Stages, seed: int, max_epochs:
     return order.stream_rows(first, stop, rows=len(rows), seed=seed, max_epochs=max_epochs)
 
 
-class FirstRows:
-    """The first `count` of some rows, the same in every epoch: few enough to be learned by heart."""
+class ChosenRows:
+    """Some of the rows, `chosen` int64 [n], the same in every epoch."""
 
-    def __init__(self, rows: Rows, count: int) -> None:
-        self.rows, self.count = rows, min(count, len(rows))
+    def __init__(self, rows: Rows, chosen: np.ndarray) -> None:
+        self.rows, self.chosen = rows, chosen
         self.coupled = getattr(rows, "coupled", False)
         if hasattr(rows, "lengths"):
-            self.lengths = rows.lengths[: self.count]
+            self.lengths = rows.lengths[chosen]
 
     def __len__(self) -> int:
-        return self.count
+        return len(self.chosen)
 
     def read(self, rows: np.ndarray) -> MicroBatch:
-        return self.rows.read(np.concatenate([np.zeros_like(rows[:, :1]), rows[:, 1:]], axis=1))
+        return self.rows.read(np.concatenate([np.zeros_like(rows[:, :1]), self.chosen[rows[:, 1:]]], axis=1))
 
     def empty(self) -> MicroBatch:
         return self.rows.empty()
+
+
+class FirstRows(ChosenRows):
+    """The first `count` of some rows: few enough to be learned by heart."""
+
+    def __init__(self, rows: Rows, count: int) -> None:
+        super().__init__(rows, np.arange(min(count, len(rows))))
+
+
+class SpreadRows(ChosenRows):
+    """`count` of some rows, evenly spread over them."""
+
+    def __init__(self, rows: Rows, count: int) -> None:
+        count = min(count, len(rows))
+        super().__init__(rows, np.arange(count) * len(rows) // max(1, count))
 
 
 def coupled(rows: Rows, chosen: np.ndarray, others: np.ndarray) -> np.ndarray:

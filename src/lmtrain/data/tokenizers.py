@@ -21,6 +21,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from lmtrain.config.schema import Tokenizer
 from lmtrain.data import hub
 from lmtrain.data.byte_bpe import training
+from lmtrain.data.byte_bpe.tables import LETTERS
 from lmtrain.errors import UserError, first_line
 from lmtrain.files import open_regular, read_regular
 
@@ -286,24 +287,11 @@ def _at_most(text: Iterator[str], characters: int | None) -> Iterator[str]:
 
 def _bytes() -> Backend:
     """Id b is byte b, id 256 the end of text: a byte-level BPE without merges."""
-    backend = Backend(models.BPE(vocab={c: i for i, c in enumerate(_byte_characters())}, merges=[]))
+    backend = Backend(models.BPE(vocab={LETTERS[byte]: byte for byte in range(256)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([END_OF_TEXT])
     return backend
-
-
-def _byte_characters() -> list[str]:
-    """The character that byte-level tokenizers write for each byte: itself where printable, else one from 256 on."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    shown, next_free = [], 256
-    for byte in range(256):
-        if byte in printable:
-            shown.append(chr(byte))
-        else:
-            shown.append(chr(next_free))
-            next_free += 1
-    return shown
 
 
 def _characters(texts: Callable[[str], Iterator[str]]) -> Backend:

@@ -1,8 +1,9 @@
 """Rows with columns (conversations, preferences) from the hub, from files, or from a mixture of both."""
 
 import dataclasses
+import difflib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any, Protocol
 
@@ -37,6 +38,15 @@ class MixturePart:
     weight: Fraction
 
 
+def check_keys(entry: dict[str, Any], known: Sequence[str], where: str) -> None:
+    """Raises UserError for the first key of an entry that isn't known; names the nearest that is."""
+    for key in entry:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise UserError(f"{where}.{key} is not known{hint} (keys: {', '.join(known)})")
+
+
 def open_parts(cfg: Data) -> list[MixturePart]:
     """The sources that `cfg` names: one, or those of data.mixture.
 
@@ -54,9 +64,7 @@ def open_parts(cfg: Data) -> list[MixturePart]:
 
 def _part(cfg: Data, entry: dict[str, Any], number: int) -> MixturePart:
     where = f"data.mixture[{number}]"
-    unknown = [key for key in entry if key not in _MIXTURE_KEYS]
-    if unknown:
-        raise UserError(f"{where}.{unknown[0]} is not known (keys: {', '.join(_MIXTURE_KEYS)})")
+    check_keys(entry, _MIXTURE_KEYS, where)
     if ("path" in entry) == ("name" in entry):
         raise UserError(f"{where}: give either path (files) or name (a dataset of the hub)")
     weight = entry.get("weight", 1.0)

@@ -1,4 +1,8 @@
-"""Folders that are complete or absent: made by one process under a temporary name, while others wait for it."""
+"""What takes long and is kept: folders that are complete or absent, and numbers of rows, computed part by part.
+
+A folder is made by one process under a temporary name, while others wait for it. Numbers are kept part by part, so that
+what was interrupted goes on.
+"""
 
 import contextlib
 import os
@@ -9,10 +13,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
+import numpy as np
 from filelock import FileLock, Timeout
 
+from lmtrain.data.store.progress import RowProgress
 from lmtrain.errors import UserError
 from lmtrain.files import fsync
+
+PART = 512  # rows whose numbers are kept together
 
 
 def build_once(
@@ -100,3 +108,50 @@ def sync_tree(folder: Path) -> None:
     """Forces every file and folder in `folder` to disk."""
     for path in [*folder.rglob("*"), folder]:
         fsync(path)
+
+
+def parts_of(folder: Path) -> Path:
+    """Where the parts lie while what `folder` will hold is computed."""
+    return folder.with_name(f"{folder.name}.parts")
+
+
+def compute_in_parts(
+    parts: Path, rows: np.ndarray, numbers: Callable[[np.ndarray], np.ndarray], progress: RowProgress
+) -> np.ndarray:
+    """`numbers` of all rows, [n, ...], those of whole parts from `parts` where an earlier call was interrupted.
+
+    Args:
+        rows: int64 [n]; the same in every call with this folder.
+        numbers: of some of them, in their order.
+
+    Raises:
+        UserError: a part can't be read.
+    """
+    parts.mkdir(parents=True, exist_ok=True)
+    found = []
+    for number, start in enumerate(range(0, len(rows), PART)):
+        some = rows[start : start + PART]
+        path = parts / f"{number:08d}.npy"
+        if not path.exists():
+            _save(path, numbers(some))
+        found.append(load_numbers(path))
+        progress.advance(len(some), 0)
+    progress.finish()
+    return np.concatenate(found)
+
+
+def load_numbers(path: Path) -> np.ndarray:
+    """UserError where it can't be read."""
+    try:
+        return np.asarray(np.load_numbers(path))
+    except (OSError, ValueError, EOFError) as error:
+        raise UserError(f"{path} can't be read ({error}): delete {path.parent}, and it is computed again") from None
+
+
+def _save(path: Path, numbers: np.ndarray) -> None:
+    """Whole or not at all."""
+    temporary = path.with_suffix(".tmp.npy")
+    np.save(temporary, numbers)
+    fsync(temporary)
+    temporary.replace(path)
+    fsync(path.parent)

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import difflib
 import itertools
 import math
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from lmtrain.config.schema import Data, Tokenizer
 from lmtrain.data import tokenizers
 from lmtrain.data.mixing import Mixture, check_weights
 from lmtrain.data.sources import choose as sources
+from lmtrain.data.sources.records import check_keys
 from lmtrain.data.store import contents
 from lmtrain.data.store.cache import build_once
 from lmtrain.data.store.prepared import PreparedData, folder_key, folder_of, settings
@@ -72,11 +72,7 @@ def text_sources(cfg: Data) -> list[TextSource]:
 
 def _config(cfg: Data, entry: dict[str, Any], where: str) -> Data:
     """The config of one source: that of the mixture, with what the entry says of its own."""
-    unknown = [key for key in entry if key not in _KEYS]
-    if unknown:
-        near = difflib.get_close_matches(str(unknown[0]), _KEYS, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise UserError(f"{where}.{unknown[0]} is not known{hint} (keys: {', '.join(_KEYS)})")
+    check_keys(entry, _KEYS, where)
     own = {key: value for key, value in entry.items() if key not in _MIXED}
     if ("path" in own) + ("name" in own) + (own.get("source") == "python_stdlib") != 1:
         raise UserError(f"{where}: give one of path (files), name (a dataset of the hub) or source: python_stdlib")
