@@ -1,4 +1,7 @@
-"""The prepared data of a run: rows to train and validate on, and what is known about them."""
+"""The prepared data of a run: rows to train and validate on, and what is known about them.
+
+Text becomes bins, a mixture of bins or a stream; everything else examples of a row format.
+"""
 
 import contextlib
 import math

@@ -1,7 +1,8 @@
 """Tokenizers: from the hub or a folder, or made here (a BPE trained on the corpus, raw bytes, characters).
 
 Those made here are fast tokenizers with `<|endoftext|>` as beginning and end of text and no padding token, so a saved
-one loads with AutoTokenizer. The same corpus gives the same tokenizer file, byte for byte.
+one loads with AutoTokenizer. The same corpus gives the same tokenizer file, byte for byte. A run's copy is known by the
+hash of each file (`file_hashes`) and of the ids that it gives (`gives_ids_of`).
 """
 
 import hashlib

@@ -1,8 +1,8 @@
 """Byte-level BPE tokenizers over arrays: the ids of the tokenizers library, several times as fast.
 
 Such a tokenizer cuts a text into words by a regular expression and then tokenizes each word by itself. Here the words
-are found by array operations (words.py) and looked up in a table (word_table.py). Those that are not in it are merged
-together (merges.py) and added; words too long for the table the library tokenizes.
+are found by array operations (words.py) and looked up in a table (tables.py). Those that are not in it are merged
+together and added; words too long for the table the library tokenizes.
 
 Python and the library may sort a character differently (they carry tables of different versions of Unicode), so each
 character is tried in both, beside others, before the first text that has it is encoded here.

@@ -1,4 +1,4 @@
-"""A hash table that is searched and filled for whole arrays of keys at once."""
+"""Tables that are searched and filled for whole arrays at once: of keys, of words with their ids, of a BPE's merges."""
 
 from typing import Any
 

@@ -9,7 +9,8 @@ rewrites earlier turns (Qwen3 drops their thoughts) gives several: each answer i
 sees when it gives it, and answers whose texts begin one another share the longest.
 
 An answer's end-of-turn token belongs to it, for it is what the model must learn to stop with. What a template writes
-after that token (a newline, in ChatML) doesn't: no model is ever asked to say it.
+after that token (a newline, in ChatML) doesn't: no model is ever asked to say it. What a template never shows of a
+conversation is found too (`unshown`, `check_tools`).
 """
 
 from dataclasses import dataclass, replace

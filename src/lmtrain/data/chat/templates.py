@@ -2,7 +2,7 @@
 
 A conversation goes through its chat template and is then tokenized as one text, without special tokens added: the
 template alone says whether a text begins with one (BOS). A plain text gets the beginning that the tokenizer gives any
-text, and the end of text after its completion.
+text, and the end of text after its completion. Examples longer than data.max_length are shortened, split or dropped.
 """
 
 from bisect import bisect_left, bisect_right
@@ -130,7 +130,7 @@ class ChatEncoder:
 
         Raises:
             BadRow: the template refuses the row, or it is too long and on_too_long is raise.
-            UserError: the template can't tell this conversation's answers from the rest (see chat_rendering.py).
+            UserError: the template can't tell this conversation's answers from the rest (see rendering.py).
         """
         if isinstance(sample, Completion):
             found: list[Encoding] = [(*self._completion(sample), [])]

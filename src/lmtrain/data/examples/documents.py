@@ -1,4 +1,4 @@
-"""Tokenized examples: the documents of token bins that have a loss mask, each source's as often as its weight says."""
+"""Documents of token bins as examples: those with a loss mask, as often as weights say, or text in pieces of a row."""
 
 import hashlib
 from collections.abc import Iterator

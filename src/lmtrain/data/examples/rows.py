@@ -1,4 +1,8 @@
-"""Rows of examples: one example each, padded to the longest of its micro-batch, or several packed into seq_len."""
+"""Rows of examples: one example each, padded to the longest of its micro-batch, or several packed into seq_len.
+
+Packing (concatenation, greedy, first-fit, best-fit-decreasing) is a pure function of the lengths and the seed, so the
+rows are the same whenever a run is started again.
+"""
 
 import bisect
 from dataclasses import dataclass

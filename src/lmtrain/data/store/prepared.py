@@ -1,4 +1,7 @@
-"""A folder of prepared tokens, of text or of examples: filled once, found again by its key, opened and checked."""
+"""A folder of prepared tokens, of text or of examples: filled once, found again by its key, opened and checked.
+
+The key is computed from every setting that shapes the tokens.
+"""
 
 import functools
 import hashlib

@@ -2,7 +2,8 @@
 
 A window is to the order of rows what an epoch is to a corpus (order.py): step s takes the rows s * G .. s * G + G - 1,
 window after window, each window's rows permuted by a key of (seed, window). So the order is a pure function of the two,
-and no row is in two windows.
+and no row is in two windows. A thread (`Producer`) reads the stream ahead of training and writes shards where there is
+room.
 """
 
 import os

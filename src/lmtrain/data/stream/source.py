@@ -1,4 +1,7 @@
-"""What a stream is read from, from any place in it: local files or a dataset of the hub, part after part."""
+"""What a stream is read from, from any place in it: files or a dataset of the hub, as text and as token ids.
+
+A stream is read part after part and epoch after epoch, and cut into shards of so many tokens.
+"""
 
 from collections import deque
 from collections.abc import Iterator

@@ -1,4 +1,7 @@
-"""From source text to a folder of tokenizer and bins, found again by a hash of everything that shaped them."""
+"""From source text to a folder of tokenizer and bins, found again by a hash of everything that shaped them.
+
+Bins that are there already (data=bins) are opened: a folder that lmtrain prepared, or nanoGPT's train.bin and val.bin.
+"""
 
 import os
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""Rows of token bins: window i of `seq_len` tokens with its labels, and the document borders inside it."""
+"""Rows of token bins: window i of `seq_len` tokens with its labels, and where documents begin in a micro-batch."""
 
 from collections.abc import Sequence
 
