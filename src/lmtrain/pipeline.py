@@ -15,7 +15,6 @@ usage: python -m lmtrain.pipeline pipeline=NAME [STAGE.key=value ...] [key=value
   sft.optimizer.lr=1e-4       a key of one stage, or of one evaluation
   trainer.accelerator=cpu     a key of all stages
   run.name=first              the folder, outputs/first; run.root and run.dir as of a run
-  -m sft.optimizer.lr=a,b     a stage for each value, and what follows it; what comes before is shared
   --trust FILE                a yaml that may say what only you may: run.allow_target, what it reads, where it writes
   --cfg                       print the plan and each stage's config; nothing is started
 
@@ -23,18 +22,16 @@ The same command again skips what has finished and goes on with what has not; a 
 those that begin with what it exports. More: docs/pipeline.md"""
 
 
-def run(words: list[str], config_dir: str | None, *, show: bool = False, several: bool = False) -> int:
+def run(words: list[str], config_dir: str | None, *, show: bool = False) -> int:
     """Runs the pipeline that the words name, or only shows it; returns the exit code."""
     terminal.status.say("reading the config")
     from lmtrain.config import compose as config
-    from lmtrain.stages import definition, plan, sweep
+    from lmtrain.stages import definition, plan
     from lmtrain.stages import run as stages
     from lmtrain.stages import words as command
 
     pipeline = definition.read(definition.find(command.pipeline_of(words), config_dir))
     typed = command.sort(words, pipeline)
-    if several:
-        pipeline, typed = sweep.expand(pipeline, typed)
     made = plan.make(pipeline, typed, config_dir)
     terminal.status.stop()
     if show:
@@ -45,15 +42,20 @@ def run(words: list[str], config_dir: str | None, *, show: bool = False, several
             )
         return errors.FINISHED
     flags = ["--config-dir", config_dir] if config_dir else []
-    return stages.run(made, [*(["-m"] if several else []), *words, *flags])
+    return stages.run(made, [*words, *flags])
 
 
 def _run(args: argparse.Namespace) -> int:
     from lmtrain.config import environment, trust
 
+    if args.multirun:
+        raise errors.UserError(
+            "a pipeline takes one value of each key: start it once for each, under a run.name of its own, or sweep one "
+            "stage with `lmtrain train -m`"
+        )
     environment.trust(args.trust)
     words = [*trust.of_files(args.trust), *args.overrides]
-    return run(words, args.config_dir, show=args.cfg, several=args.multirun)
+    return run(words, args.config_dir, show=args.cfg)
 
 
 def main(argv: list[str] | None = None) -> int:

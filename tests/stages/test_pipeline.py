@@ -13,7 +13,7 @@ from inprocess import Ended, run
 from lmtrain.config import compose
 from lmtrain.errors import UserError
 from lmtrain.run.plan_time import span
-from lmtrain.stages import definition, plan, state, sweep, words
+from lmtrain.stages import definition, plan, state, words
 from lmtrain.stages import run as stages
 from support import REPO
 
@@ -150,51 +150,9 @@ def test_words_go_where_they_belong(tree: Tree) -> None:
     assert made.stages[1].config.model.name_or_path == str(made.folder / "pretrain" / "export")
 
 
-def swept(tree: Tree, *argv: str) -> plan.Plan:
-    file = write(tree, Path.cwd())
-    pipeline = definition.read(file)
-    return plan.make(*sweep.expand(pipeline, words.sort([f"pipeline={file}", *argv], pipeline)), None)
-
-
-def test_a_sweep_shares_the_stages_before(tree: Tree) -> None:
-    tree["evaluations"]["pairs"] = {
-        "of": ["sft", "dpo"],
-        "overrides": ["data=preference_jsonl", "objective=dpo", "evaluate.reference=${stage.sft.export}"],
-    }
-    made = swept(tree, "sft.optimizer.lr=1e-3,1e-4", "sft.trainer.max_steps=9")
-    assert [one.name for one in made.stages] == ["pretrain", "sft_0", "sft_1", "dpo_0", "dpo_1"]
-    configs = {one.name: one.config for one in made.stages}
-    assert [configs[f"sft_{n}"].optimizer.lr for n in (0, 1)] == [1e-3, 1e-4]
-    assert {configs[f"sft_{n}"].trainer.max_steps for n in (0, 1)} == {9}
-    assert configs["sft_1"].model.name_or_path == str(made.folder / "pretrain" / "export")
-    assert configs["dpo_1"].model.name_or_path == str(made.folder / "sft_1" / "export")
-    alone = planned(tree).stages[0]
-    assert made.identity(made.stages[0], {}) == made.identity(alone, {})
-    scored = [(e.evaluation.name, e.of, e.config.evaluate.reference) for e in made.evaluations]
-    assert [of for name, of, _ in scored if name == "answers"] == ["pretrain", "sft_0", "sft_1"]
-    for n in (0, 1):
-        reference = str(made.folder / f"sft_{n}" / "export")
-        assert [s[1:] for s in scored if s[0] == f"pairs_{n}"] == [(f"sft_{n}", reference), (f"dpo_{n}", reference)]
-
-
-def test_a_sweep_over_two_stages_is_every_combination(tree: Tree) -> None:
-    file = write(tree, Path.cwd())
-    pipeline = definition.read(file)
-    typed = words.sort([f"pipeline={file}", "sft.seed=1,2", "dpo.seed=3,4"], pipeline)
-    made, typed = sweep.expand(pipeline, typed)
-    assert [stage.name for stage in made.stages] == [
-        "pretrain",
-        *(f"sft_{n}" for n in (0, 1)),
-        *(f"dpo_{n}" for n in range(4)),
-    ]
-    assert [(typed.of[f"dpo_{n}"], made.stage(f"dpo_{n}").needs) for n in range(4)] == [
-        (["seed=3"], ("sft_0",)), (["seed=4"], ("sft_0",)), (["seed=3"], ("sft_1",)), (["seed=4"], ("sft_1",)),
-    ]  # fmt: skip
-
-
-def test_what_can_not_be_swept(tree: Tree) -> None:
-    assert "a pipeline's sweep is over keys of a stage" in refused(tree, "-m", "trainer.max_steps=1,2")
-    assert "-m needs a key of a stage with several values" in refused(tree, "-m")
+def test_a_pipeline_takes_one_value_of_a_key(tree: Tree) -> None:
+    assert "a pipeline takes one value of each key" in refused(tree, "-m", "sft.trainer.max_steps=1,2")
+    assert "stage sft: trainer.max_steps=1,2: several values are a sweep" in refused(tree, "sft.trainer.max_steps=1,2")
 
 
 def test_what_a_stage_is_known_by(tree: Tree, tmp_path: Path) -> None:

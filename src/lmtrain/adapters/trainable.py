@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lmtrain.config.schema import Peft
-from lmtrain.distributed.dtensor import like
+from lmtrain.distributed.dtensor import full_shape, like
 from lmtrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -118,11 +118,13 @@ def _check_shapes(module: nn.Module, saved: Mapping[str, Any]) -> None:
         if name not in saved:
             if whole:
                 raise UserError(f"the checkpoint lacks the parameter {name}: it is of another model, or damaged")
-        elif not isinstance(saved[name], Tensor) or saved[name].shape != parameter.shape:
-            found = list(saved[name].shape) if isinstance(saved[name], Tensor) else type(saved[name]).__name__
+            continue
+        shape = list(saved[name].shape) if isinstance(saved[name], Tensor) else type(saved[name]).__name__
+        expected = list(full_shape(parameter))
+        if shape != expected:
             raise UserError(
-                f"the checkpoint's {name} is {found} where this run's model has {list(parameter.shape)}: it is of "
-                f"another model (config.yaml of its run says which), or damaged"
+                f"the checkpoint's {name} is {shape} where this run's model has {expected}: it is of another model "
+                f"(config.yaml of its run says which), or damaged"
             )
 
 

@@ -84,6 +84,11 @@ def is_part(parameter: Tensor) -> bool:
     return isinstance(parameter, DTensor) or hasattr(parameter, "ds_tensor")
 
 
+def full_shape(parameter: Tensor) -> torch.Size:
+    """The shape of the whole parameter; under ZeRO-3 a parameter itself is empty between its uses."""
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
 def held(parameter: Tensor) -> Tensor:
     """The memory this rank holds of a parameter: its part of a sharded one (under ZeRO-3 flat), else all of it."""
     if isinstance(parameter, DTensor):

@@ -13,7 +13,6 @@ from lmtrain.errors import UserError
 from lmtrain.files import read_regular, write_atomic
 from lmtrain.run.folder import RunDir
 from lmtrain.secrets import shown
-from lmtrain.stages.costs import UNKNOWN, Cost
 from lmtrain.stages.plan import Plan, PlannedStage
 from lmtrain.stages.state import State
 from lmtrain.terminal import visible
@@ -21,21 +20,19 @@ from lmtrain.terminal import visible
 Row = list[str]
 
 
-def show_plan(plan: Plan, statuses: dict[str, str], costs: dict[str, Cost]) -> None:
-    """Prints what each stage is, on what data, whether it will run and what it will take; keeps it as plan.txt."""
+def show_plan(plan: Plan, statuses: dict[str, str]) -> None:
+    """Prints what each stage is, on what data and whether it will run; keeps it as plan.txt."""
     what = _table(
         f"pipeline {plan.pipeline.name} in {plan.folder}",
         ["stage", "what happens", "objective", "model", "data"],
         [_what(one, statuses[one.name]) for one in plan.stages],
     )
     much = _table(
-        "what each takes",
-        ["stage", "rows (train, val)", "steps x rows", "memory of a device", "time"],
-        [_how_much(one, costs[one.name]) for one in plan.stages],
+        "how much",
+        ["stage", "rows (train, val)", "steps x rows"],
+        [_how_much(one) for one in plan.stages],
     )
     lines = [f"evaluation {e.name}: {', '.join(e.of)}" for e in plan.pipeline.evaluations]
-    if any(cost.time == UNKNOWN for cost in costs.values()):
-        lines.append("time: each stage shows it after its first steps, where no run of its kind lies in this folder")
     text = io.StringIO()
     for console in (terminal.console(), terminal.console(file=text, width=160)):
         console.print(what, much)
@@ -57,11 +54,11 @@ def _what(one: PlannedStage, status: str) -> Row:
     return [one.name, status, what, *map(shown, (model, data))]
 
 
-def _how_much(one: PlannedStage, cost: Cost) -> Row:
+def _how_much(one: PlannedStage) -> Row:
     t = one.config.trainer
     steps = f"{t.max_steps:,}" if t.max_steps is not None else f"{t.max_epochs} epochs"
     counted = " and ".join(f"{one.rows[name]:,}" for name in ("train", "val") if name in one.rows)
-    return [one.name, counted, f"{steps} x {one.config.data.global_batch_size}", cost.memory, cost.time]
+    return [one.name, counted, f"{steps} x {one.config.data.global_batch_size}"]
 
 
 def _table(title: str, header: list[str], rows: list[Row]) -> Any:

@@ -4,11 +4,10 @@ import shutil
 import time
 from pathlib import Path
 
-from lmtrain import errors, terminal
+from lmtrain import errors
 from lmtrain.errors import RunError
 from lmtrain.run.provenance import command
 from lmtrain.stages import checks, report, state, work
-from lmtrain.stages.costs import Cost, costs
 from lmtrain.stages.plan import Plan, PlannedEvaluation, PlannedStage
 from lmtrain.stages.state import State
 from lmtrain.stages.work import Work
@@ -44,7 +43,7 @@ class _Pipeline:
 
     def run(self, typed: list[str]) -> int:
         statuses = self.statuses()
-        report.show_plan(self.plan, statuses, self._costs(statuses))
+        report.show_plan(self.plan, statuses)
         with Work() as work_:
             for one in self.plan.stages:
                 code = self._stage(one, work_) or self._evaluations(work_)
@@ -71,13 +70,6 @@ class _Pipeline:
             else:
                 found[one.name] = "goes on"
         return found
-
-    def _costs(self, statuses: dict[str, str]) -> dict[str, Cost]:
-        """What the stages that may run will take, and of the finished ones how long they took."""
-        done = {name for name, status in statuses.items() if status == state.FINISHED}
-        took = {name: Cost("", f"took {self.state.rows[name].seconds / 60:.1f} minutes") for name in done}
-        terminal.status.say("reckoning the stages' memory")
-        return took | costs(self.plan, set(statuses) - done)
 
     def _stage(self, one: PlannedStage, work_: Work) -> int:
         """Trains a stage unless it has finished."""

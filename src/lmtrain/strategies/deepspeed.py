@@ -21,6 +21,7 @@ from lmtrain.adapters.trainable import trainable_names
 from lmtrain.checkpoints import store
 from lmtrain.config.deepspeed import engine_config
 from lmtrain.config.schema import Trainer
+from lmtrain.distributed.dtensor import full_shape
 from lmtrain.errors import UserError
 from lmtrain.models.blocks import decoder_blocks
 from lmtrain.strategies.lightning_private import process_group_backend, say_moved
@@ -170,7 +171,7 @@ class DeepSpeedStrategy(Placement, DDPStrategy):
         for index, parameter in enumerate(p for group in self.groups for p in group):
             full = {k: safe_get_full_optimizer_state(parameter, k) for k, v in flat.items() if k != "step"}
             if self.is_global_zero and flat:
-                state[index] = {k: v.detach().to("cpu", copy=True).view(_shape(parameter)) for k, v in full.items()}
+                state[index] = {k: v.detach().to("cpu", copy=True).view(full_shape(parameter)) for k, v in full.items()}
                 state[index] |= {"step": flat["step"].detach().cpu().clone()} if "step" in flat else {}
         starts = [sum(map(len, self.groups[:i])) for i in range(len(self.groups))]
         groups = [
@@ -225,10 +226,6 @@ class DeepSpeedStrategy(Placement, DDPStrategy):
         if self.stage < 3:
             self.engine.optimizer._hp_optimizer_states_linked = False
             self.engine.optimizer._lazy_init_hp_params_optimizer_state()
-
-
-def _shape(parameter: nn.Parameter) -> torch.Size:
-    return getattr(parameter, "ds_shape", parameter.shape)
 
 
 def refuse_on_cpu(accelerator: str) -> None:
