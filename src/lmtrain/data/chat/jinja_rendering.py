@@ -1,8 +1,8 @@
 """Jinja chat templates: named ones, how messages are rendered with one, which tokens end an answer, and its sandbox.
 
 The sandbox bounds what one operation of a template may cost; jinja2's own bounds `range` alone. Work in one operation
-of Python's (a power of 400 million digits, a text repeated ten billion times) can't be interrupted by the time limit, so
-it is refused before it begins. transformers makes the sandbox from the class that its module names; that is
+of Python's (a power of 400 million digits, a text repeated ten billion times) can't be interrupted by the time limit,
+so it is refused before it begins. transformers makes the sandbox from the class that its module names; that is
 BoundedSandbox from when this module is imported.
 """
 
