@@ -163,7 +163,7 @@ class CorpusDataModule(TokenDataModule):
         check_descriptors(num_workers)
         self.config = config
         super().__init__(
-            None,
+            None,  # type: ignore[arg-type]  # `setup` makes them
             None,
             seed=seed,
             sizes=Stages.constant(batch_size),
@@ -197,6 +197,7 @@ class CorpusDataModule(TokenDataModule):
         if not hasattr(self, "config"):  # of a run
             return super().train_dataloader()
         loader = super().train_dataloader()
+        assert self.trainer is not None
         return self._loader(_MicroBatches(loader.dataset), _EpochSampler(self.trainer, self.total_steps))
 
 

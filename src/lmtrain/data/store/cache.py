@@ -143,7 +143,7 @@ def compute_in_parts(
 def load_numbers(path: Path) -> np.ndarray:
     """UserError where it can't be read."""
     try:
-        return np.asarray(np.load_numbers(path))
+        return np.asarray(np.load(path))
     except (OSError, ValueError, EOFError) as error:
         raise UserError(f"{path} can't be read ({error}): delete {path.parent}, and it is computed again") from None
 

@@ -203,7 +203,7 @@ def _open_plain(
         for s in splits.values()
     )
     tokenizer = _plain_tokenizer(tokenizer_cfg, folder, largest, say)
-    meta = new_meta(tokenizer, {}) | {"dtype": train.dtype}  # type: ignore[operator]
+    meta = new_meta(tokenizer, {}) | {"dtype": train.dtype}
     for name, split in splits.items():
         file: bins.ShardMeta = {"file": split.shards[0].path.name, "tokens": split.tokens, "documents": 0}
         meta["splits"][name] = {"tokens": split.tokens, "documents": None, "bytes": None, "shards": [file]}
