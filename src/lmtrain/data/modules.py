@@ -128,6 +128,7 @@ class CorpusDataModule(TokenDataModule):
     """
 
     is_text: ClassVar[bool]
+    config: Config | None = None  # None in a run, whose rows are prepared already
     corpus: Corpus  # once `setup` was called: its tokenizer, folder, what became of the rows
 
     def __init__(
@@ -183,7 +184,7 @@ class CorpusDataModule(TokenDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         """Prepares the rows, or finds them prepared; several processes may call it at once."""
-        if self.train_rows is not None:
+        if self.config is None or self.train_rows is not None:
             return
         parts = data_parallel(self.trainer).size if self.trainer is not None else 1
         self.config.data.global_batch_size = self.micro_batch_size * parts
@@ -194,9 +195,9 @@ class CorpusDataModule(TokenDataModule):
         self.total_steps = max(1, len(self.train_rows) // self.sizes.last)
 
     def train_dataloader(self) -> DataLoader:
-        if not hasattr(self, "config"):  # of a run
-            return super().train_dataloader()
         loader = super().train_dataloader()
+        if self.config is None:
+            return loader
         assert self.trainer is not None
         return self._loader(_MicroBatches(loader.dataset), _EpochSampler(self.trainer, self.total_steps))
 
