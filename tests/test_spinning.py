@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lmtrain.distributed import spinning
+from lmtrain.distributed import ranks
 from support import TINY, Run
 
 # Written into every Python process by PYTHONPATH: notes the environment at the moment torch is looked for.
@@ -45,11 +45,11 @@ def test_it_is_set_before_torch_is_loaded_and_on_ranks(
     assert done.returncode == 2, done.stderr
     found = noted(notes)
     assert {entry["RANK"] for entry in found} >= {None, "0", "1"}
-    assert {entry["GOMP_SPINCOUNT"] for entry in found} == {spinning.ROUNDS}
+    assert {entry["GOMP_SPINCOUNT"] for entry in found} == {ranks.SPIN_ROUNDS}
 
 
 @pytest.mark.parametrize(("name", "value"), [("GOMP_SPINCOUNT", "7"), ("OMP_WAIT_POLICY", "active")])
 def test_what_the_user_has_set_is_kept(name: str, value: str) -> None:
     environ = {name: value}
-    spinning.limit(environ)
+    ranks.limit_spinning(environ)
     assert environ == {name: value}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from lmtrain import errors, terminal
 from lmtrain.config import verb_help
 from lmtrain.config.folders import conf_dir
-from lmtrain.distributed import ranks, spinning
+from lmtrain.distributed import ranks
 from lmtrain.distributed.ranks import print_from_rank
 from lmtrain.errors import UserError
 
@@ -74,7 +74,7 @@ def _out_of_memory(error: BaseException) -> int:
 
 def run(verb: str, action: Callable[["Config"], int], argv: list[str] | None = None) -> int:
     """Runs one verb: parses `argv`, composes and checks the config, calls `action`; returns the exit code."""
-    spinning.limit()
+    ranks.limit_spinning()
     terminal.lenient()
     try:
         words = sys.argv[1:] if argv is None else argv

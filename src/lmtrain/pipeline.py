@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from lmtrain import cli, errors, terminal
-from lmtrain.distributed import spinning
+from lmtrain.distributed import ranks
 from lmtrain.secrets import hide
 
 HELP = """{what}
@@ -28,10 +28,9 @@ def run(words: list[str], config_dir: str | None, *, show: bool = False) -> int:
     from lmtrain.config import compose as config
     from lmtrain.stages import definition, plan
     from lmtrain.stages import run as stages
-    from lmtrain.stages import words as command
 
-    pipeline = definition.read(definition.find(command.pipeline_of(words), config_dir))
-    typed = command.sort(words, pipeline)
+    pipeline = definition.read(definition.find(definition.pipeline_of(words), config_dir))
+    typed = definition.sort(words, pipeline)
     made = plan.make(pipeline, typed, config_dir)
     terminal.status.stop()
     if show:
@@ -59,7 +58,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    spinning.limit()
+    ranks.limit_spinning()
     parser = argparse.ArgumentParser(prog="python -m lmtrain.pipeline", add_help=False, allow_abbrev=False)
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--cfg", "-c", action="store_true")

@@ -23,8 +23,7 @@ from lmtrain.adapters.memory import (
 from lmtrain.adapters.memory_adapter import check_start, without_memory
 from lmtrain.config.schema import Optimizer
 from lmtrain.errors import RunError
-from lmtrain.models.blocks import enable_activation_checkpointing
-from lmtrain.models.compiling import compile_model
+from lmtrain.models.blocks import compile_model, enable_activation_checkpointing
 from lmtrain.models.language_model import LanguageModel
 from lmtrain.optim.groups import parameter_groups
 

@@ -17,7 +17,7 @@ from lmtrain.config.folders import conf_dir
 from lmtrain.config.interpolations import escaped
 from lmtrain.errors import UserError
 from lmtrain.stages import definition, plan
-from lmtrain.stages import words as command
+from lmtrain.stages import definition as command
 from lmtrain.sweeps import plan as sweep_plan
 from lmtrain.sweeps.trials import Trials
 from lmtrain.sweeps.trials import command as command_of

@@ -18,7 +18,7 @@ from lmtrain.config.schema import Config
 from lmtrain.data.sources.choose import open_own
 from lmtrain.errors import UserError
 from lmtrain.stages import definition, plan
-from lmtrain.stages import words as command
+from lmtrain.stages import definition as command
 from lmtrain.sweeps import plan as sweep_plan
 from lmtrain.sweeps import run as sweeps
 from lmtrain.sweeps.trials import Trials

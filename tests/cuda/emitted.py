@@ -38,8 +38,8 @@ from triton.runtime import driver  # noqa: E402
 
 from lmtrain.config.compose import check, compose  # noqa: E402
 from lmtrain.losses import cross_entropy as losses  # noqa: E402
+from lmtrain.models.blocks import compile_model, let_grow  # noqa: E402
 from lmtrain.models.build import build_model  # noqa: E402
-from lmtrain.models.compiling import compile_model, let_grow  # noqa: E402
 from lmtrain.models.documents import Documents  # noqa: E402
 
 aten = torch.ops.aten

@@ -19,7 +19,7 @@ from lmtrain.adapters.lora import attach
 from lmtrain.config.compose import check, compose
 from lmtrain.losses import cross_entropy as losses
 from lmtrain.models import attention, fp8, language_model
-from lmtrain.models.compiling import compile_model
+from lmtrain.models.blocks import compile_model
 from lmtrain.models.documents import Prefixes
 from lmtrain.models.language_model import LanguageModel
 from lmtrain.objectives.reference import evaluating

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lmtrain.distributed.data_parallel import agreed
+from lmtrain.distributed.devices import agreed
 
 
 def trainer_of(ranks: int, copies: int = 1) -> Any:

@@ -13,7 +13,7 @@ from lmtrain.callbacks.stream import FeedStream
 from lmtrain.data.stream.ring import Ring, StreamRows
 from lmtrain.data.stream.source import Place
 from lmtrain.distributed import process_group as world
-from lmtrain.distributed.stop_request import StopRequest
+from lmtrain.distributed.stop_signals import StopRequest
 from lmtrain.errors import ReadError, RunError, UserError
 from lmtrain.run import build_callbacks
 

@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lmtrain.distributed.ranks import leave
-from lmtrain.strategies.zero_parts import connect, partition
+from lmtrain.strategies.deepspeed import connect, partition
 
 SHAPE = {"vocab_size": 2048, "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8}
 CONFIG = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}

@@ -7,7 +7,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from lmtrain.models.tiny_copy import enlarge, shrink
+from lmtrain.models.probe import enlarge, shrink
 
 LAYERS = 6  # the longest period of layer kinds in families of transformers' that have one
 ALWAYS = 10**6  # a row length that every window is shorter than

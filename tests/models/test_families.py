@@ -19,9 +19,8 @@ from lmtrain.errors import UserError
 from lmtrain.models import build as builder
 from lmtrain.models import probe
 from lmtrain.models.documents import Prefixes
-from lmtrain.models.families import TESTED
 from lmtrain.models.language_model import LanguageModel
-from lmtrain.models.tiny_copy import WINDOW
+from lmtrain.models.probe import TESTED, WINDOW
 
 RTOL = {"zamba": 1e-5}  # of 76 layers; of the others 1e-6
 ROW = 10**6  # as data.seq_len: longer than every window

@@ -11,8 +11,7 @@ from helpers_models import FAMILIES, VOCAB, objective, packed, tiny, wrapped
 from lmtrain.config.compose import check, compose
 from lmtrain.errors import UserError
 from lmtrain.models.attention import generation_mode
-from lmtrain.models.blocks import decoder_blocks, enable_activation_checkpointing
-from lmtrain.models.compiling import compile_model
+from lmtrain.models.blocks import compile_model, decoder_blocks, enable_activation_checkpointing
 from lmtrain.models.language_model import LanguageModel
 from lmtrain.run.build import build_language_model
 

@@ -32,7 +32,7 @@ from lmtrain.objectives.dpo import DPO, kl_per_token
 from lmtrain.objectives.reference import Choice, FrozenCopy, weights_hash
 from lmtrain.objectives.start_check import check_start
 from lmtrain.run.build import build_datamodule, build_objective
-from lmtrain.strategies.precision import AdapterHalfPrecision
+from lmtrain.strategies.choose import AdapterHalfPrecision
 from support import rows
 from tiny_pretrained import save_pretrained
 
@@ -319,7 +319,7 @@ def test_a_policy_that_stands_still_ends_the_run(
 ) -> None:
     """Its twin, that both agree before the first step, can't see a policy computed with the reference's weights."""
     settings = [*LORA, "trainer.precision=bf16-true", "objective.reference=frozen_copy"]
-    monkeypatch.setattr("lmtrain.strategies.precision.AdapterHalfPrecision", KeepsCasts)
+    monkeypatch.setattr("lmtrain.strategies.choose.AdapterHalfPrecision", KeepsCasts)
     monkeypatch.setattr(torch, "clear_autocast_cache", lambda: None)
     ended = dpo(pairs, llama, tmp_path / "run", *settings)
     assert ended.code == 1

@@ -49,7 +49,7 @@ from lmtrain.config.compose import check, compose
 from lmtrain.config.schema import Config
 from lmtrain.distributed import devices
 from lmtrain.losses import cross_entropy
-from lmtrain.models import compiling
+from lmtrain.models import blocks
 from lmtrain.objectives import kto as their_kto
 from lmtrain.objectives import mdlm as their_mdlm
 from lmtrain.run import folder as run_dir
@@ -205,7 +205,7 @@ def run_cell(cell: Cell, folder: Path, run: Path, how: How) -> Ran:
 
 def run_config(cell: Cell, config: Config, how: How) -> Ran:
     """Trains a cell in this process, or this process's part of it."""
-    compile_model, block = compiling.compile_model, torch.compile(cross_entropy._block, backend=how.backend)
+    compile_model, block = blocks.compile_model, torch.compile(cross_entropy._block, backend=how.backend)
     found = Ran()
     with contextlib.ExitStack() as stack:
         for name, ours in {

@@ -13,7 +13,7 @@ from inprocess import Ended, run
 from lmtrain.config import compose
 from lmtrain.errors import UserError
 from lmtrain.run.plan_time import span
-from lmtrain.stages import definition, plan, state, words
+from lmtrain.stages import definition, plan, state
 from lmtrain.stages import run as stages
 from support import REPO
 
@@ -54,7 +54,7 @@ def refused(tree: Tree, *argv: str) -> str:
 def planned(tree: Tree, *argv: str) -> plan.Plan:
     file = write(tree, Path.cwd())
     pipeline = definition.read(file)
-    return plan.make(pipeline, words.sort([f"pipeline={file}", *argv], pipeline), None)
+    return plan.make(pipeline, definition.sort([f"pipeline={file}", *argv], pipeline), None)
 
 
 @pytest.mark.parametrize("path", sorted((REPO / "conf" / "pipeline").glob("*.yaml")), ids=lambda path: path.stem)

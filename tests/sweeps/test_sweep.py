@@ -15,7 +15,7 @@ from inprocess import Ended, message, run
 from lmtrain.sweeps import plan as plans
 from lmtrain.sweeps import search
 from lmtrain.sweeps import trials as trial_rows
-from lmtrain.sweeps.local import share_of_gpus
+from lmtrain.sweeps.launch import share_of_gpus
 from lmtrain.sweeps.plan import Plan
 from lmtrain.sweeps.trials import Trial
 from support import REPO, TINY, rows

@@ -18,7 +18,7 @@ from lmtrain.config.models import LoadedModel
 from lmtrain.config.schema import Config, Memory
 from lmtrain.config.schema import Model as ModelConfig
 from lmtrain.errors import RunError, UserError
-from lmtrain.models.memory_folder import is_exported
+from lmtrain.models.folder import is_exported
 
 BYTES = 16  # a trained fp32 number: itself, its gradient, AdamW's two moments
 

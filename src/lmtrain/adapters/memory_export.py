@@ -19,7 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from lmtrain.adapters import memory
 from lmtrain.adapters.memory import MemorySettings, attach_memory
 from lmtrain.errors import UserError
-from lmtrain.models.memory_folder import PREFIX, written_config
+from lmtrain.models.folder import PREFIX, written_config
 
 MODELING = "modeling_memory"
 

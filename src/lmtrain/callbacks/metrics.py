@@ -14,7 +14,7 @@ import torch
 from lmtrain.callbacks.records import Records, Row
 from lmtrain.callbacks.step_numbers import StepNumbers
 from lmtrain.callbacks.system import machine_numbers
-from lmtrain.distributed.data_parallel import total
+from lmtrain.distributed.devices import total
 from lmtrain.errors import RunError
 from lmtrain.objectives.base import Objective
 from lmtrain.objectives.parts import RECOMPUTED, Definition

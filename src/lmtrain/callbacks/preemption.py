@@ -11,7 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from lmtrain.distributed.stop_request import StopRequest
+from lmtrain.distributed.stop_signals import StopRequest
 
 _VOTE_SECONDS = 1.0  # how often ranks agree within a validation: a collective in which hosts wait for their devices
 

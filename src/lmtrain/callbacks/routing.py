@@ -9,7 +9,7 @@ from torch import Tensor
 from lmtrain import terminal
 from lmtrain.callbacks.records import Records
 from lmtrain.config.schema import Config
-from lmtrain.distributed.data_parallel import total
+from lmtrain.distributed.devices import total
 from lmtrain.objectives.base import Objective
 from lmtrain.objectives.parts import RECOMPUTED, Definition
 

@@ -9,7 +9,7 @@ from lmtrain.data.stream.head import Head
 from lmtrain.data.stream.ring import Producer, StreamRows
 from lmtrain.data.stream.source import Place
 from lmtrain.distributed import process_group as world
-from lmtrain.distributed.stop_request import StopRequest
+from lmtrain.distributed.stop_signals import StopRequest
 from lmtrain.errors import ReadError, UserError
 
 _LOOK_SECONDS = 0.2  # how often a wait for data looks whether the run was asked to stop

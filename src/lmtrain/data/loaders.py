@@ -14,7 +14,7 @@ from lmtrain.data import order
 from lmtrain.data.mixing import Mixture
 from lmtrain.data.order import MicroBatch, Rows
 from lmtrain.data.text.windows import cut_rows
-from lmtrain.distributed.parent_death import end_with_parent
+from lmtrain.distributed.ranks import end_with_parent
 from lmtrain.distributed.stop_signals import SIGNALS
 from lmtrain.errors import UserError
 

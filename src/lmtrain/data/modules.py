@@ -26,7 +26,7 @@ from lmtrain.config.targets import find_class
 from lmtrain.data.corpus import Corpus, prepare_corpus
 from lmtrain.data.loaders import StepDataset, StepSampler, ValidationDataset, check_descriptors, start_worker
 from lmtrain.data.order import MicroBatch, Rows
-from lmtrain.distributed.data_parallel import data_parallel
+from lmtrain.distributed.devices import data_parallel
 from lmtrain.errors import UserError
 
 

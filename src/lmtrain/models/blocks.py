@@ -1,6 +1,10 @@
-"""The transformer blocks of a model, and recomputing their activations in backward."""
+"""The transformer blocks of a model: recomputing their activations, compiling them; the output layer behind them."""
 
-from torch import nn
+import logging
+
+import torch
+import torch._dynamo
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lmtrain.errors import UserError
@@ -23,3 +27,69 @@ def enable_activation_checkpointing(model: PreTrainedModel) -> None:
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     # The reentrant kind loses gradients where a block's input needs none, as under LoRA.
     enable({"use_reentrant": False})
+
+
+log = logging.getLogger(__name__)
+
+# Blocks of one shape share their code, and torch counts variants by code: trained and not, with an adapter and without,
+# sliding and full attention are a dozen. Past its own limit of 8 torch runs blocks uncompiled.
+VARIANTS = 64
+
+
+def compile_model(model: PreTrainedModel, changing_lengths: bool = False, backend: str = "inductor") -> None:
+    """torch.compile of every block, in place, so that parameter names stay; blocks of one shape share the code.
+
+    Args:
+        changing_lengths: micro-batches differ in length: code for any length at once, not for the first one first.
+        backend: of torch.compile.
+    """
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, VARIANTS)
+    logger = logging.getLogger("torch._dynamo.convert_frame")
+    if not any(isinstance(f, _GivesUp) for f in logger.filters):
+        logger.addFilter(_GivesUp())
+    for block in decoder_blocks(model):
+        block.compile(dynamic=True if changing_lengths else None, backend=backend)
+
+
+def let_grow(*tensors: Tensor, dim: int = 0) -> None:
+    """Tells torch.compile that tensors will come in other sizes along `dim`, so that it makes code for any at once."""
+    for tensor in tensors:
+        torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+class _GivesUp(logging.Filter):
+    """Says in plain words what torch's own warning means, once."""
+
+    said = False
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if "recompile_limit" in record.getMessage() and not self.said:
+            self.said = True
+            log.warning(
+                "torch.compile has made more than %d variants of a block and runs further ones uncompiled, slower: "
+                "trainer.compile=false makes none (TORCH_LOGS=recompiles shows why)",
+                torch._dynamo.config.recompile_limit,
+            )
+        return True
+
+
+def output_head(model: PreTrainedModel, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(hidden [..., D'], weight [V, D'], bias [V] or None) whose `hidden @ weight.T + bias` are the model's logits.
+
+    D' is the model's width D, so `hidden` comes back as it went in, unless LoRA adapts the output layer: its logits are
+    W h + s B A dropout(h), one product of [h, A dropout(h)] with [W, s B]. A trained copy of the layer
+    (peft.modules_to_save) and single trained rows (new tokens) come through peft's own `weight`.
+
+    Args:
+        hidden: last hidden states, [..., D].
+    """
+    head = model.get_output_embeddings()
+    bias = getattr(head, "bias", None)
+    if not isinstance(getattr(head, "lora_A", None), nn.ModuleDict) or head.disable_adapters:
+        return hidden, head.weight, bias
+    inputs, weights = [hidden], [head.weight]
+    for name in head.active_adapters:
+        lora_a = head.lora_A[name]
+        inputs.append(lora_a(head.lora_dropout[name](hidden.to(lora_a.weight.dtype))))
+        weights.append(head.scaling[name] * head.lora_B[name].weight)
+    return torch.cat(inputs, dim=-1), torch.cat(weights, dim=1), bias  # [..., D + r], [V, D + r]

@@ -18,12 +18,11 @@ from lmtrain.config.models import CustomModel, LoadedModel, ScratchModel
 from lmtrain.config.schema import Model
 from lmtrain.data import hub
 from lmtrain.errors import UserError
-from lmtrain.models import whole
+from lmtrain.models import folder
 from lmtrain.models.custom import custom_config, custom_model
 from lmtrain.models.documents import CHOICES
 from lmtrain.models.experts import use_experts
-from lmtrain.models.init import init_residual_projections
-from lmtrain.models.memory_folder import base_config, is_exported
+from lmtrain.models.folder import base_config, is_exported
 from lmtrain.models.nulls import field_name, filled
 from lmtrain.models.probe import set_attention
 
@@ -65,7 +64,7 @@ def build_model(
     """
     if cfg.attention not in CHOICES:
         raise UserError(f"model.attention={cfg.attention} is not one of {', '.join(CHOICES)}")
-    config = whole.checked(_config(cfg, vocab_size, eos_token_id, allow_target), "model")
+    config = folder.checked(_config(cfg, vocab_size, eos_token_id, allow_target), "model")
     _check_vocabulary(cfg, config, vocab_size, new_tokens)
     _check_positions(cfg, config, seq_len)
     _forget_padding(config)
@@ -187,7 +186,7 @@ def _pretrained_config(cfg: LoadedModel) -> PretrainedConfig:
 
 def _load(cfg: LoadedModel, config: PretrainedConfig, loading: dict[str, Any]) -> PreTrainedModel:
     dtype = torch.float32  # the checkpoint's own is often bf16, too coarse to take small updates
-    return _from_hub(whole.from_pretrained, cfg, config=config, dtype=dtype, **loading)
+    return _from_hub(folder.from_pretrained, cfg, config=config, dtype=dtype, **loading)
 
 
 def _grow_vocabulary(model: PreTrainedModel, vocab_size: int) -> None:
@@ -283,3 +282,24 @@ def _check_positions(cfg: Model, config: PretrainedConfig, seq_len: int) -> None
 def _last_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
+
+
+# The matrices that write into the residual stream, by the names GPT-2 and Llama's descendants have in transformers.
+RESIDUAL_PROJECTIONS = ("c_proj.weight", "o_proj.weight", "down_proj.weight", "experts.down_proj")
+
+
+@torch.no_grad()
+def init_residual_projections(model: PreTrainedModel) -> None:
+    """Draws the residual projections from N(0, initializer_range / sqrt(2 L)), from the global generator.
+
+    Two of them per layer add to the residual stream, so its variance would grow with depth (Radford et al. 2019,
+    section 2.3). transformers does this for GPT-2 in some versions only (not in 5.12) and draws all of a Llama's
+    matrices from N(0, initializer_range); Megatron-LM (Shoeybi et al. 2019, section 4.1) and the Llama-shaped
+    TinyLlama scale them as GPT-2 does. All other weights are transformers' own: N(0, initializer_range), norms 1,
+    biases 0.
+    """
+    config = model.config.get_text_config()
+    deviation = getattr(config, "initializer_range", 0.02) / (2 * config.num_hidden_layers) ** 0.5
+    for name, parameter in model.named_parameters():
+        if name.endswith(RESIDUAL_PROJECTIONS):
+            parameter.normal_(0.0, deviation)

@@ -12,10 +12,8 @@ from lmtrain.errors import UserError
 from lmtrain.losses.cross_entropy import chunked_cross_entropy
 from lmtrain.losses.log_probs import chunked_log_probs
 from lmtrain.models.attention import SLIDES
-from lmtrain.models.blocks import decoder_blocks
-from lmtrain.models.compiling import let_grow
+from lmtrain.models.blocks import decoder_blocks, let_grow, output_head
 from lmtrain.models.documents import Documents, Prefixes, choose_method
-from lmtrain.models.head import output_head
 from lmtrain.models.routers import Logits, RouterLosses, Routers
 
 # loss_chunk_tokens=auto: logits of one chunk, in the dtype they are multiplied in. Smaller chunks cost time (the

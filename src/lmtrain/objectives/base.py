@@ -19,8 +19,8 @@ from lmtrain.config.schema import Config
 from lmtrain.data.corpus import Corpus
 from lmtrain.data.order import step_seed
 from lmtrain.distributed import dtensor as layout
-from lmtrain.distributed.data_parallel import agreed, data_parallel, total
-from lmtrain.distributed.stop_request import StopRequest
+from lmtrain.distributed.devices import agreed, data_parallel, total
+from lmtrain.distributed.stop_signals import StopRequest
 from lmtrain.errors import RunError
 from lmtrain.models.denoising import set_mask_token
 from lmtrain.models.language_model import LanguageModel

@@ -13,7 +13,7 @@ from lmtrain.config.constraints import MACHINE, TRAJECTORY, above_zero, choice, 
 from lmtrain.config.growth import step_sizes
 from lmtrain.config.schema import Config, Objective
 from lmtrain.data.corpus import Corpus
-from lmtrain.distributed.data_parallel import total
+from lmtrain.distributed.devices import total
 from lmtrain.errors import UserError
 from lmtrain.models.language_model import LogProbs
 from lmtrain.objectives.parts import RECOMPUTED, Definition, LossParts, add_sums

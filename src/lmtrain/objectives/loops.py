@@ -6,7 +6,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from lmtrain.distributed.data_parallel import total
+from lmtrain.distributed.devices import total
 from lmtrain.objectives.parts import LossParts, StepResult
 
 

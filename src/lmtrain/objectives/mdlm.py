@@ -23,7 +23,7 @@ from lmtrain.data.corpus import Corpus
 from lmtrain.data.loaders import validation_places
 from lmtrain.data.order import mix64
 from lmtrain.data.text.windows import IGNORE
-from lmtrain.distributed.data_parallel import data_parallel
+from lmtrain.distributed.devices import data_parallel
 from lmtrain.errors import UserError
 from lmtrain.models.denoising import mask_token, set_mask_token
 from lmtrain.objectives import base

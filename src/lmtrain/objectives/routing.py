@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from lmtrain.distributed.data_parallel import total
+from lmtrain.distributed.devices import total
 from lmtrain.models.language_model import LanguageModel
 from lmtrain.models.routers import StepRouting
 from lmtrain.objectives.parts import RECOMPUTED, Definition

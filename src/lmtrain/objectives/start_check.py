@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lmtrain.distributed.data_parallel import total
+from lmtrain.distributed.devices import total
 from lmtrain.distributed.dtensor import held
 from lmtrain.errors import RunError
 from lmtrain.losses.preferences import LOSSES, LossOptions, Pairs, Ratios, preference_losses

@@ -22,7 +22,7 @@ from lmtrain.files import fsync, read_regular, temporary_beside
 from lmtrain.models.attention import generation_mode
 from lmtrain.models.denoising import mark_folder, mask_token
 from lmtrain.models.flops import parameter_counts
-from lmtrain.models.memory_folder import is_exported
+from lmtrain.models.folder import is_exported
 from lmtrain.outputs import model_card
 from lmtrain.secrets import shown_in
 

@@ -13,7 +13,7 @@ from lmtrain.config.schema import Config
 from lmtrain.distributed import ranks
 from lmtrain.errors import UserError
 from lmtrain.optim.skipping import can_skip
-from lmtrain.strategies import loading
+from lmtrain.strategies import sharding
 
 if TYPE_CHECKING:
     from lmtrain.run.build import Run
@@ -33,7 +33,7 @@ def of_run(run: "Run") -> list[str]:
     notes += for_mixtures(corpus.train, run.total_steps)
     notes += effect.inference_note(ranks.typed(), c)
     notes += unlikely(c, run.total_steps, os.cpu_count() or 1, effect.typed_keys(ranks.typed()))
-    on_every_rank = loading.why_on_every_rank(c)
+    on_every_rank = sharding.why_on_every_rank(c)
     if run.trainer.world_size > 1 and on_every_rank is not None:
         notes.append(f"each of {run.trainer.world_size} ranks builds the whole model in host memory: {on_every_rank}")
     if c.trainer.accelerator == "cuda":

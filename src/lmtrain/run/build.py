@@ -38,11 +38,10 @@ from lmtrain.data.tokenizers import plain_text_hash, tokenizer_hash
 from lmtrain.data.val_sets import ValSet, build_val_sets, scored_on
 from lmtrain.distributed import devices, ranks
 from lmtrain.distributed import process_group as world
-from lmtrain.distributed.stop_request import StopRequest
+from lmtrain.distributed.stop_signals import StopRequest
 from lmtrain.errors import UserError
 from lmtrain.models import flops, fp8
-from lmtrain.models.blocks import enable_activation_checkpointing
-from lmtrain.models.compiling import compile_model
+from lmtrain.models.blocks import compile_model, enable_activation_checkpointing
 from lmtrain.models.language_model import LanguageModel
 from lmtrain.objectives.base import Objective
 from lmtrain.objectives.guard import StepGuard
@@ -54,9 +53,8 @@ from lmtrain.run.build_callbacks import build_callbacks, build_feed, check_monit
 from lmtrain.run.folder import RunDir
 from lmtrain.run.loggers import build_loggers
 from lmtrain.run.quiet import quiet_libraries
-from lmtrain.strategies import lightning_private, loading
-from lmtrain.strategies.choose import build_strategy
-from lmtrain.strategies.precision import for_lightning
+from lmtrain.strategies import lightning_private, sharding
+from lmtrain.strategies.choose import build_strategy, for_lightning
 
 Schedule = Callable[[int, int | None], float]
 
@@ -149,7 +147,7 @@ def build_datamodule(
 def build_objective(config: Config, corpus: Corpus, total_steps: int, stop: StopRequest | None = None) -> Objective:
     tokenizer = corpus.tokenizer
     pl.seed_everything(config.seed, verbose=False)
-    model = loading.build(config, lambda: build_language_model(config, tokenizer))
+    model = sharding.build(config, lambda: build_language_model(config, tokenizer))
     hf_model = model.model
     fp8.convert(hf_model, config)
     if config.trainer.activation_checkpointing:

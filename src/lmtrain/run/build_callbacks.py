@@ -26,7 +26,7 @@ from lmtrain.data.corpus import Corpus
 from lmtrain.data.stream.ring import StreamRows
 from lmtrain.data.val_sets import ValSet
 from lmtrain.distributed import process_group as world
-from lmtrain.distributed.stop_request import StopRequest
+from lmtrain.distributed.stop_signals import StopRequest
 from lmtrain.errors import UserError
 from lmtrain.objectives.base import Objective
 from lmtrain.run.folder import RunDir

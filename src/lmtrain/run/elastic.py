@@ -22,9 +22,8 @@ from lmtrain.config import compose as rules
 from lmtrain.config import trust
 from lmtrain.config.schema import Config
 from lmtrain.distributed import process_group as world
-from lmtrain.distributed import spinning
-from lmtrain.distributed.parent_death import end_with_parent, is_first
-from lmtrain.distributed.ranks import TYPED, print_from_rank, typed
+from lmtrain.distributed import ranks
+from lmtrain.distributed.ranks import TYPED, end_with_parent, is_first, print_from_rank, typed
 from lmtrain.errors import RunError, UserError
 from lmtrain.files import write_atomic
 from lmtrain.terminal import lenient
@@ -76,7 +75,7 @@ def _launch(module: str, folder: Path, processes: int, max_restarts: int, opened
     os.environ |= {_LAUNCHER: str(os.getpid()), TYPED: shlex.join(typed())}
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # a rank that a library's crash ends says where it was
-    spinning.limit()  # where Python code, not the command line, starts the run
+    ranks.limit_spinning()  # where Python code, not the command line, starts the run
     settings = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

@@ -7,7 +7,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lmtrain import errors
-from lmtrain.distributed.data_parallel import data_parallel
+from lmtrain.distributed.devices import data_parallel
 from lmtrain.errors import RunError, disk_full, first_line
 from lmtrain.models import flops
 

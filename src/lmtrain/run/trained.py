@@ -19,8 +19,8 @@ from lmtrain.config import trust
 from lmtrain.config.targets import find_class
 from lmtrain.data import hub, tokenizers
 from lmtrain.errors import RunError, UserError, first_line
-from lmtrain.models import whole
-from lmtrain.models.memory_folder import is_exported
+from lmtrain.models import folder
+from lmtrain.models.folder import is_exported
 from lmtrain.objectives.base import Objective
 from lmtrain.run.folder import RunDir
 
@@ -124,7 +124,7 @@ def load(name: str, which: str, grants: trust.Grants) -> tuple[PreTrainedModel, 
             model = memory_export.load(path)
             options["config"] = model.config  # else the tokenizer asks to run the folder's code
         else:
-            model = whole.from_pretrained(name, **options)
+            model = folder.from_pretrained(name, **options)
         if not path.exists() or any(any(path.glob(names)) for names in _TOKENIZER_FILES):
             return model, tokenizers.usable(AutoTokenizer.from_pretrained(name, **options))
     except UserError:

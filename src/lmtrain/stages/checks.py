@@ -6,9 +6,8 @@ from typing import Any
 
 from lmtrain.config.schema import Config, Data
 from lmtrain.errors import UserError
-from lmtrain.stages.definition import REFERENCE
+from lmtrain.stages.definition import REFERENCE, key_of
 from lmtrain.stages.plan import Plan, PlannedEvaluation, PlannedStage
-from lmtrain.stages.words import key_of
 
 
 def check(plan: Plan, begun: set[str]) -> None:

@@ -14,9 +14,8 @@ from lmtrain.config.fingerprint import short_hash
 from lmtrain.config.keys import keys_in, value_of
 from lmtrain.config.schema import Config
 from lmtrain.errors import UserError
-from lmtrain.stages import words as command
-from lmtrain.stages.definition import REFERENCE, Evaluation, Pipeline, Stage, needs_of
-from lmtrain.stages.words import Typed
+from lmtrain.stages import definition as command
+from lmtrain.stages.definition import REFERENCE, Evaluation, Pipeline, Stage, Typed, needs_of
 from lmtrain.sweeps.trials import quoted
 
 # What is shown of a run decides nothing in the next stage, but for what is exported of it.

@@ -1,10 +1,20 @@
-"""Builds the Lightning strategy that trainer.strategy names."""
+"""Builds the Lightning strategy that trainer.strategy names, and the precision that trainer.precision names."""
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import strategies
+from lightning.pytorch.plugins.precision import HalfPrecision
 from lightning.pytorch.strategies import Strategy
+from torch import Tensor, nn
 
+from lmtrain.checkpoints import store
 from lmtrain.config.precision import outside_fp8
-from lmtrain.config.schema import Trainer
-from lmtrain.strategies.ddp import DDPStrategy
+from lmtrain.config.schema import Config, Trainer
+from lmtrain.strategies.lightning_private import half_dtype
 
 
 def build_strategy(t: Trainer) -> str | Strategy:
@@ -21,7 +31,7 @@ def build_strategy(t: Trainer) -> str | Strategy:
 
         return FSDPStrategy(t.fsdp, outside_fp8(t.precision), processes, t.accelerator)
     if t.strategy == "fsdp_tp":
-        from lmtrain.strategies.tensor_parallel import TensorParallelStrategy
+        from lmtrain.strategies.fsdp import TensorParallelStrategy
 
         return TensorParallelStrategy(t.fsdp, t.precision, processes, t.accelerator)
     if t.strategy == "deepspeed":
@@ -30,3 +40,56 @@ def build_strategy(t: Trainer) -> str | Strategy:
         refuse_on_cpu(t.accelerator)
         return DeepSpeedStrategy(t)
     return t.strategy
+
+
+class DDPStrategy(strategies.DDPStrategy):
+    def __init__(self, find_unused_parameters: bool = False) -> None:
+        # As a view of the buckets: else all gradients are held twice.
+        super().__init__(gradient_as_bucket_view=True, find_unused_parameters=find_unused_parameters)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Mapped: a node's ranks share one copy of what they would read once each."""
+        return store.load(Path(checkpoint_path), mmap=True)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        # What stays in host memory (all, or the counts of steps) would stay mapped, and with it the whole file, which
+        # goes when newer checkpoints are there.
+        for state in (state for optimizer in self.optimizers for state in optimizer.state.values()):
+            state |= {key: value.clone() for key, value in state.items() if isinstance(value, Tensor) and value.is_cpu}
+
+
+ADAPTERS = ("lora_", "trainable_tokens_delta", ".memory.", ".memory_bank.")  # in the names of their parameters
+
+
+def for_lightning(config: Config) -> tuple[str | None, list[HalfPrecision]]:
+    """The Trainer's `precision`, or None and the plugin in its place."""
+    t = config.trainer
+    if t.precision in ("bf16-true", "16-true") and config.peft.method != "none":
+        return None, [AdapterHalfPrecision(t.precision, t.accelerator)]
+    return outside_fp8(t.precision), []
+
+
+class AdapterHalfPrecision(HalfPrecision):
+    """Lightning's bf16-true and 16-true, with an adapter's own weights left in fp32.
+
+    They are few, so this costs nothing; in half precision an update of a usual size would be rounded away. Autocast
+    multiplies them in half precision all the same: else three of four products of a LoRA would be fp32.
+    """
+
+    def __init__(self, precision: Any, device_type: str) -> None:
+        super().__init__(precision)
+        self.device_type = device_type
+
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        # Kept casts would be used on where a reference's weights take the place of the trained ones, and after a step.
+        with super().forward_context(), torch.autocast(self.device_type, half_dtype(self), cache_enabled=False):
+            yield
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        kept = {p: p.data for n, p in module.named_parameters() if any(part in n for part in ADAPTERS)}
+        module = super().convert_module(module)
+        for parameter, data in kept.items():
+            parameter.data = data
+        return module

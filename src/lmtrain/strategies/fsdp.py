@@ -5,6 +5,7 @@ Checkpoints are the very files one device writes: rank 0 gets the whole tensors 
 all nodes share.
 """
 
+import logging
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
@@ -23,7 +24,9 @@ from lmtrain.checkpoints import store
 from lmtrain.checkpoints.checkpoint_io import FolderCheckpointIO
 from lmtrain.config.schema_trainer import Fsdp
 from lmtrain.distributed import dtensor as layout
+from lmtrain.models import split
 from lmtrain.strategies import sharding
+from lmtrain.strategies.lightning_private import set_group_sizes
 from lmtrain.strategies.placement import HoldsModel, Placement
 
 
@@ -115,3 +118,26 @@ class FSDPStrategy(Placement, ModelParallelStrategy):
         self.checkpoint_io.teardown()  # waits for a save in flight
         if self.world_size == 1 and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()  # the process may go on to another run
+
+
+class TensorParallelStrategy(FSDPStrategy):
+    """Rank r is in group r // tensor_parallel_size; a group reads rows of its own."""
+
+    def __init__(self, options: Fsdp, precision: str, processes: int, accelerator: str) -> None:
+        super().__init__(options, precision, processes, accelerator)
+        self.tensor_parallel_size = options.tensor_parallel_size
+        set_group_sizes(self, self.tensor_parallel_size, processes // self.tensor_parallel_size)
+        # It says for each parameter of a checkpoint that two collectives are needed to make it whole.
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+    def shard(self, objective: HoldsModel) -> None:
+        layers = split.check(objective.model.model, self.tensor_parallel_size)
+        sharding.shard(
+            objective.model,
+            self.device_mesh["data_parallel"],
+            self.root_device,
+            self.precision,
+            self.options,
+            root_mesh=init_device_mesh(self.root_device.type, (self.world_size,)),
+            split=lambda block: split.split(block, layers, self.device_mesh["tensor_parallel"]),
+        )

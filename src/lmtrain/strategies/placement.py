@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lmtrain.adapters.quantized import is_quantized
 from lmtrain.models.language_model import LanguageModel
-from lmtrain.strategies.loading import spread
+from lmtrain.strategies.sharding import spread
 
 
 class HoldsModel(Protocol):

@@ -4,10 +4,12 @@ Zhao et al. 2023, arXiv:2304.11277; Rajbhandari et al. 2020 (ZeRO stage 3), arXi
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -18,10 +20,11 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
+from lmtrain.config.schema import Config
 from lmtrain.config.schema_trainer import Fsdp
+from lmtrain.distributed import process_group as world
 from lmtrain.models.blocks import decoder_blocks
 from lmtrain.models.language_model import LanguageModel
-from lmtrain.strategies.loading import outside, spread
 
 RELEASE = "release_gathered"  # attribute of a model under ZeRO-3: DeepSpeed's function for `reshard`
 _HALF = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
@@ -105,3 +108,60 @@ def sync_gradients(model: nn.Module, last: bool) -> None:
     """Gradients of a sharded model are reduced in the backward of the last micro-batch only."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)
+
+
+T = TypeVar("T")
+
+
+def why_on_every_rank(c: Config) -> str | None:
+    """Why each rank has to build the whole model; None where the first one's is enough."""
+    if c.peft.quantization is not None:
+        return f"peft.quantization={c.peft.quantization} packs weights on each device"
+    if c.peft.method != "none" and not c.peft.adapter and str(c.peft.init_weights).startswith(("pissa", "olora")):
+        return f"peft.init_weights={c.peft.init_weights} takes the adapter out of the base's weights"
+    if c.model.trust_remote_code:
+        return "model.trust_remote_code=true may need weights while it builds the model"
+    return c.objective.why_on_every_rank()
+
+
+def build(config: Config, make: Callable[[], T]) -> T:
+    """What `make` builds: with weights on the first rank, on the meta device on the others where that will do.
+
+    Raises:
+        UserError: of any rank, on all of them.
+    """
+    if world.rank() == 0 or why_on_every_rank(config) is not None:
+        return world.together(make)
+    with torch.device("meta"):
+        return world.together(make)
+
+
+def outside(model: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]:
+    """The modules of a model that are in none of its blocks."""
+    inside = {id(module) for block in blocks for module in block.modules()}
+    return [module for module in model.modules() if id(module) not in inside]
+
+
+@torch.no_grad()
+def spread(modules: Iterable[nn.Module], device: torch.device) -> None:
+    """Puts the first rank's parameters and buffers of `modules` (not of what is in them) onto every rank's `device`.
+
+    Tensors stay the objects they are, so tied ones stay tied. Every rank must call it with the same modules.
+    """
+    done: set[int] = set()
+    for module in modules:
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None and id(tensor) not in done:
+                _receive(tensor, device)
+                done.add(id(tensor))
+
+
+def _receive(tensor: Tensor, device: torch.device) -> None:
+    is_meta = tensor.device.type == "meta"
+    here = torch.empty_like(tensor, device=device) if is_meta else tensor.detach().to(device)
+    here = here.contiguous()
+    if here.numel():
+        dist.broadcast(here.view(-1).view(torch.uint8), src=0)  # bytes: gloo and NCCL each lack some dtypes
+    if isinstance(tensor, nn.Parameter):
+        here = nn.Parameter(here, tensor.requires_grad)
+    torch.utils.swap_tensors(tensor, here)

@@ -13,7 +13,7 @@ import transformers
 
 import lmtrain.run.build
 import lmtrain.run.session
-from lmtrain.distributed.parent_death import end_with_parent
+from lmtrain.distributed.ranks import end_with_parent
 
 __all__ = ["lightning", "lmtrain", "torch", "transformers"]
 

@@ -14,7 +14,7 @@ from filelock import FileLock, Timeout
 
 from lmtrain import errors
 from lmtrain.config.effect import TRIAL
-from lmtrain.distributed.parent_death import end_with_parent
+from lmtrain.distributed.ranks import end_with_parent
 from lmtrain.errors import UserError
 from lmtrain.run import links
 from lmtrain.sweeps.trials import without_ranks

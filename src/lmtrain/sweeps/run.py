@@ -13,7 +13,7 @@ from lmtrain.distributed import ranks
 from lmtrain.errors import UserError
 from lmtrain.run.provenance import command
 from lmtrain.secrets import hide
-from lmtrain.sweeps import launcher, local, search
+from lmtrain.sweeps import launch, search
 from lmtrain.sweeps import plan as plans
 from lmtrain.sweeps import trials as rows
 from lmtrain.sweeps.plan import Plan
@@ -72,7 +72,7 @@ def _run(plan: Plan, trials: Trials) -> int:
         print(f"{plan.folder}: {kept} finished trial{'s are' if kept > 1 else ' is'} kept as found")
     todo = upcoming(plan, trials)
     elsewhere = any(w.startswith("hydra/launcher=") for w in plan.hydra_words)
-    started = launcher.run(plan, trials, todo) if elsewhere else local.Local(plan, trials).run(todo)
+    started = launch.run(plan, trials, todo) if elsewhere else launch.Local(plan, trials).run(todo)
     return conclude(plan, trials, started)
 
 

@@ -10,7 +10,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from lmtrain.config.effect import TRIAL
-from lmtrain.distributed.parent_death import end_with_parent
+from lmtrain.distributed.ranks import end_with_parent
 from lmtrain.sweeps.trials import without_ranks
 
 _DRIVER = Path("/dev/nvidiactl")  # of NVIDIA's GPUs

@@ -15,7 +15,7 @@ from typing import IO
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from lmtrain.data.byte_bpe import processes
-from lmtrain.distributed.parent_death import end_with_parent
+from lmtrain.distributed.ranks import end_with_parent
 from lmtrain.errors import RunError
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())

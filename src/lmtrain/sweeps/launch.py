@@ -1,5 +1,7 @@
 """Trials as processes of this machine, sweep.jobs at a time. On a signal they save and end, then the sweep does."""
 
+import functools
+import itertools
 import os
 import signal
 import time
@@ -7,12 +9,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
+
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn
+from hydra.types import HydraContext, RunMode
 
 from lmtrain import errors
+from lmtrain.config.parts import folders_of
 from lmtrain.sweeps import trial_process
 from lmtrain.sweeps import trials as rows
 from lmtrain.sweeps.plan import Plan
-from lmtrain.sweeps.processes import POLL_SECONDS, SIGNALS, end_session, show
+from lmtrain.sweeps.processes import POLL_SECONDS, SIGNALS, end_session, show, start
 from lmtrain.sweeps.trials import Trial, Trials
 
 
@@ -100,3 +111,54 @@ def share_of_gpus(slot: int, jobs: int) -> str | None:
     gpus = [g for g in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if g]
     each = len(gpus) // jobs
     return ",".join(gpus[slot * each : (slot + 1) * each]) if jobs > 1 and each else None
+
+
+def run(plan: Plan, trials: Trials, todo: Iterator[Trial]) -> list[Trial]:
+    """Hands the trials to the launcher, all of a grid at once, of a search sweep.jobs at a time; returns them."""
+    size = plan.config.sweep.jobs if plan.config.sweep.method == "optuna" else None
+    started: list[Trial] = []
+    while batch := list(itertools.islice(todo, size)):
+        begun = time.monotonic()
+        codes = _launch(plan, [rows.command(t, plan.folder) for t in batch], batch[0].number)
+        for trial, code in zip(batch, codes, strict=True):
+            trial.seconds = round(time.monotonic() - begun, 1)
+            rows.judge(trial, plan.folder, code, stopped=False)
+            print(rows.in_words(trial, plan.config.checkpoint.monitor), flush=True)
+        trials.write()
+        started += batch
+        if any(t.status == "preempted" for t in batch):
+            break
+    return started
+
+
+def _launch(plan: Plan, words: list[list[str]], number: int) -> list[int | None]:
+    """Exit codes of the trials; None for those whose result did not come back."""
+    from hydra._internal.callbacks import Callbacks  # Hydra has no public way to run a launcher
+
+    hydra_words = [w for w in plan.hydra_words if not w.startswith(("hydra.sweep.dir=", "hydra.sweep.subdir="))]
+    here = [f"hydra.sweep.dir={rows.quoted(str(plan.folder))}", "hydra.sweep.subdir=."]
+    folders, search_path = folders_of(plan.config_dir, plan.config_name)
+    with initialize_config_dir(config_dir=str(folders[0]), version_base="1.3", job_name="lmtrain"):
+        loader = GlobalHydra.instance().config_loader()
+        tree = loader.load_configuration(plan.config_name, [*search_path, *hydra_words, *here], RunMode.MULTIRUN)
+        context = HydraContext(config_loader=loader, callbacks=Callbacks(tree))
+        launcher = Plugins.instance().instantiate_launcher(context, functools.partial(job, plan.verb, plan.flags), tree)
+        try:
+            return [_code(result) for result in launcher.launch(words, initial_job_idx=number)]
+        except Exception as error:  # a launcher raises one failed job's error for the whole batch
+            errors.print_error(f"the launcher ended with {type(error).__name__}: {error}")
+            return [None] * len(words)
+
+
+def job(verb: str, flags: list[str], _: Any) -> int:
+    """On the machine that the launcher found: the trial as a process of its own, as anywhere."""
+    words = list(HydraConfig.get().overrides.task)
+    run_dir = next(w.partition("=")[2].strip("'") for w in words if w.startswith("run.dir="))
+    return start(verb, [*words, *flags], Path(f"{run_dir}.log")).wait()
+
+
+def _code(result: JobReturn) -> int | None:
+    try:
+        return int(result.return_value)
+    except Exception:  # the job's own error, raised again here: its log tells
+        return None
