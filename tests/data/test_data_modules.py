@@ -91,20 +91,20 @@ def test_token_bins_are_read_as_they_are(corpus: Path, tmp_path: Path) -> None:
 
 def test_conversations_train_a_module_that_is_not_ours(jsonl: Any, tmp_path: Path) -> None:
     data = lmtrain.ChatDataModule(
-        "chat_jsonl", path=jsonl(CHAT), tokenizer="bytes", seq_len=64, batch_size=4, chat_template="vicuna",
-        packing="off", cache_dir=str(tmp_path / "cache"),
+        "chat_jsonl", path=jsonl(CHAT), tokenizer="bytes", seq_len=128, batch_size=4, chat_template="zephyr",
+        packing="off", val_fraction=0.1, cache_dir=str(tmp_path / "cache"),
     )  # fmt: skip
     module = trained(data, tmp_path, max_steps=2)
     for batch in module.batches:
         learned = batch["labels"][batch["labels"] != -100]
         assert len(batch["input_ids"]) == 4
         assert 0 < len(learned) < batch["labels"].numel() / 2
-    assert data.corpus.splits["train"]["rows"] == 39
+    assert data.corpus.splits["train"]["rows"] == 36
 
 
 def test_pairs_train_a_module_that_is_not_ours(jsonl: Any, tmp_path: Path) -> None:
     data = lmtrain.ChatDataModule(
-        "preference_jsonl", path=jsonl(PAIRS), tokenizer="bytes", seq_len=64, batch_size=4, chat_template="vicuna",
+        "preference_jsonl", path=jsonl(PAIRS), tokenizer="bytes", seq_len=128, batch_size=4, chat_template="zephyr",
         cache_dir=str(tmp_path / "cache"),
     )  # fmt: skip
     module = trained(data, tmp_path, max_steps=2)
@@ -114,7 +114,7 @@ def test_pairs_train_a_module_that_is_not_ours(jsonl: Any, tmp_path: Path) -> No
 
 def test_an_epoch_is_every_row_once_in_an_order_of_its_own(jsonl: Any, tmp_path: Path) -> None:
     data = lmtrain.ChatDataModule(
-        "chat_jsonl", path=jsonl(CHAT), tokenizer="bytes", seq_len=64, batch_size=4, chat_template="vicuna",
+        "chat_jsonl", path=jsonl(CHAT), tokenizer="bytes", seq_len=128, batch_size=4, chat_template="zephyr",
         packing="off", val_fraction=0.0, cache_dir=str(tmp_path / "cache"),
     )  # fmt: skip
     module = trained(data, tmp_path, max_epochs=2)
@@ -151,7 +151,7 @@ def test_what_cannot_be_read_is_said(corpus: Path, jsonl: Any, tmp_path: Path) -
 def test_a_config_names_the_module_and_an_older_one_has_it_by_its_rows() -> None:
     config = lmtrain.compose(["data=text", "data.path=book.txt"])
     assert module_class(config) is TextDataModule
-    chat = lmtrain.compose(["data=alpaca", "objective=sft"])
+    chat = lmtrain.compose(["data=alpaca", "objective=sft", "data.seq_len=256"])
     assert module_class(chat) is ChatDataModule
     chat.data._target_ = None  # as in the config.yaml of a run made before
     assert module_class(chat) is ChatDataModule
