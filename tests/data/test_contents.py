@@ -99,7 +99,7 @@ def test_large_bins_are_read_whole_once(tmp_path: Path, data_config, tokenizer_c
 
 def test_what_was_just_written_is_not_read_again(tmp_path: Path, data_config, tokenizer_config, monkeypatch) -> None:
     monkeypatch.setattr(contents, "REMEMBER_FROM", 1)
-    monkeypatch.setattr(contents, "_sha256", None)
+    monkeypatch.setattr(contents, "_read_all", None)
     (tmp_path / "a.txt").write_text("one line\nand another\n" * 300)
     cfg = data_config(path=str(tmp_path / "a.txt"))
     first = prepare(cfg, tokenizer_config(), progress=False)

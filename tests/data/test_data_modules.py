@@ -130,7 +130,7 @@ def test_the_pages_module_learns(corpus: Path, tmp_path: Path, monkeypatch: pyte
     page = (REPO / "docs" / "lightning.md").read_text()
     (code,) = re.findall(r"```python\n# own_module.py\n(.*?)```", page, re.DOTALL)
     (tmp_path / "own_module.py").write_text(code)
-    (tmp_path / "book.txt").write_bytes(corpus.read_bytes())
+    (tmp_path / "book.txt").write_text("".join(path.read_text() for path in sorted(corpus.glob("*.txt"))))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LMTRAIN_CACHE", str(tmp_path / "cache"))
     made = runpy.run_path(str(tmp_path / "own_module.py"))
