@@ -194,7 +194,10 @@ def lay_answers(answers: list[Answer], prefixes: list[int]) -> dict[str, torch.T
 
     prefixes: how many of each answer's first tokens are left out, as the answer before it begins with them.
     """
-    ids, scored, before, starts = [], [], [], [0]
+    ids: list[np.ndarray] = []
+    scored: list[np.ndarray] = []
+    before: list[np.ndarray] = []
+    starts = [0]
     for (tokens, trained), prefix in zip(answers, prefixes, strict=True):
         start = starts[-1] - prefix  # where token 0 would be, were the prefix there again
         at = np.flatnonzero(trained)
