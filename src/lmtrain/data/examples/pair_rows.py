@@ -155,7 +155,7 @@ class PairRows:
         shared = [common_prompt(*pair) if self.share_prompts else 0 for pair in pairs]
         prefixes = [prefix for with_chosen in shared for prefix in (0, with_chosen)]
         batch = lay_answers([answer for pair in pairs for answer in pair], prefixes)
-        starts = [0, *batch["cu_seqlens"].tolist()[1:]]
+        starts = batch["cu_seqlens"].tolist()
         batch |= {"pairs": torch.tensor(len(rows)), "seen": torch.tensor(starts[-1])}
         if self.share_prompts:  # also where there are none: a compiled model would have a variant for each
             _add_prefixes(batch, prefixes, starts)
