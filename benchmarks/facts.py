@@ -19,8 +19,8 @@ from transformers import AutoTokenizer
 from lmtrain import train
 from lmtrain.files import read_jsonl
 from lmtrain.models.attention import generation_mode
-from lmtrain.run import trained
-from lmtrain.run.folder import RunDir
+from lmtrain.run_folder import trained
+from lmtrain.run_folder.folder import RunDir
 
 TRAINED, HELD_OUT = "Where does {name} live?", "{name} lives in which town?"
 CONTENDERS = {

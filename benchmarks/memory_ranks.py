@@ -19,8 +19,8 @@ import lightning.pytorch as pl
 from lmtrain.config.compose import check, compose
 from lmtrain.distributed import devices
 from lmtrain.distributed.ranks import leave
-from lmtrain.run import folder as run_dir
 from lmtrain.run.session import Session
+from lmtrain.run_folder import folder as run_dir
 
 
 class Peak(pl.Callback):

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 import lmtrain
-from lmtrain.callbacks.system import resident_bytes
+from lmtrain.callbacks.step_numbers import resident_bytes
 from lmtrain.data import order
 from lmtrain.data.stream.head import prepare_head
 from lmtrain.data.stream.ring import Producer, StreamRows, make_ring

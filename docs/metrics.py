@@ -3,8 +3,16 @@
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import yaml
+
+from lmtrain.callbacks import metrics, routing, step_numbers
+from lmtrain.config.folders import conf_dir
+from lmtrain.config.targets import find_class
+from lmtrain.generation import text_metrics
+from lmtrain.objectives.base import Objective
 from lmtrain.objectives.parts import Definition
-from lmtrain.run import definitions
+from lmtrain.objectives.routing import ROUTERS
+from lmtrain.run.summary import SUMMARY
 
 PAGE = Path(__file__).with_suffix(".md")
 HEAD = """# What each number means
@@ -25,17 +33,42 @@ COLUMNS = ("name", "where", "unit", "over", "is", "compared with")
 STEP_AND_VALIDATION = "`train/`, `val/`"
 
 
+Table = Mapping[str, Definition]
+
+
+def _of_objectives() -> dict[str, Table]:
+    """The definitions of each objective of conf/."""
+    files = sorted((conf_dir() / "objective").glob("*.yaml"))
+    named = {file.stem: yaml.safe_load(file.read_text(encoding="utf-8")).get("_target_") for file in files}
+    classes = {
+        name: find_class(target, "objective", Objective)  # type: ignore[type-abstract]
+        for name, target in named.items()
+        if target
+    }
+    return {name: cls.definitions for name, cls in classes.items()}
+
+
+# Names stand after train/ and val/, or val/<set>/ of data.val_sets.
+OBJECTIVES: dict[str, Table] = _of_objectives()
+OF_ANY_OBJECTIVE: Table = ROUTERS
+# After val/ alone.
+OF_VALIDATION: Table = {**metrics.DERIVED, **text_metrics.DEFINITIONS}
+# As they are.
+RECORD: Table = {**metrics.STEP, **step_numbers.GROWN, **step_numbers.MACHINE, **routing.USE}
+OF_SUMMARY: Table = SUMMARY
+
+
 def lines() -> Iterator[tuple[str, str, Definition]]:
     """(name, where it stands, definition)."""
-    yield from _lines(definitions.RECORD, "records of a step")
+    yield from _lines(RECORD, "records of a step")
     shared: dict[int, list[str]] = {}
-    for name, table in definitions.OBJECTIVES.items():
+    for name, table in OBJECTIVES.items():
         shared.setdefault(id(table), []).append(name)
     for names in shared.values():
-        yield from _lines(definitions.OBJECTIVES[names[0]], f"{STEP_AND_VALIDATION}: {', '.join(names)}")
-    yield from _lines(definitions.OF_ANY_OBJECTIVE, f"{STEP_AND_VALIDATION}; of a memory in a mixture: router/memory/")
-    yield from _lines(definitions.OF_VALIDATION, "`val/`")
-    yield from _lines(definitions.OF_SUMMARY, "summary.json")
+        yield from _lines(OBJECTIVES[names[0]], f"{STEP_AND_VALIDATION}: {', '.join(names)}")
+    yield from _lines(OF_ANY_OBJECTIVE, f"{STEP_AND_VALIDATION}; of a memory in a mixture: router/memory/")
+    yield from _lines(OF_VALIDATION, "`val/`")
+    yield from _lines(OF_SUMMARY, "summary.json")
 
 
 def _lines(table: Mapping[str, Definition], where: str) -> Iterator[tuple[str, str, Definition]]:

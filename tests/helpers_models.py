@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from lmtrain.config.models import ScratchModel
-from lmtrain.config.objectives import CausalLMOptions
+from lmtrain.config.models import ScratchModelConfig
+from lmtrain.config.objectives import CausalLMConfig
 from lmtrain.models.build import build_model
 from lmtrain.models.language_model import LanguageModel
 
@@ -42,8 +42,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny_config(family: str, **changes: Any) -> ScratchModel:
-    return ScratchModel(**{**COMMON, "name": family, "family": family, **FAMILIES.get(family, {}), **changes})
+def tiny_config(family: str, **changes: Any) -> ScratchModelConfig:
+    return ScratchModelConfig(**{**COMMON, "name": family, "family": family, **FAMILIES.get(family, {}), **changes})
 
 
 def tiny(family: str, **changes: Any) -> Any:
@@ -52,10 +52,10 @@ def tiny(family: str, **changes: Any) -> Any:
     return build_model(tiny_config(family, **changes), VOCAB, 0, seq_len=32)
 
 
-def objective(**changes: Any) -> CausalLMOptions:
+def objective(**changes: Any) -> CausalLMConfig:
     values = {"loss_chunk_tokens": 10, "z_loss": 0.0, "label_smoothing": 0.0}
     target = "lmtrain.objectives.causal_lm.CausalLM"
-    return CausalLMOptions(name="causal_lm", _target_=target, **{**values, **changes})
+    return CausalLMConfig(name="causal_lm", _target_=target, **{**values, **changes})
 
 
 def wrapped(family: str, **changes: Any) -> LanguageModel:

@@ -12,7 +12,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 
-from lmtrain.callbacks.preemption import Preemption
+from lmtrain.callbacks.stopping import Preemption
 from lmtrain.data.sources import stdlib
 from support import TINY
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 
-from lmtrain.callbacks.preemption import Preemption
+from lmtrain.callbacks.stopping import Preemption
 
 
 class Raises(pl.Callback):

@@ -21,7 +21,8 @@ ROOMS = [
     "data.hub", "data.order", "data.mixing", "data.byte_bpe", "data.tokenizers", "data.store", "data.sources",
     "data.text", "data.stream", "data.chat", "data.examples", "data",
     "models", "adapters", "optim",
-    "checkpoints", "strategies", "objectives", "outputs", "callbacks", "run", "sweeps", "stages", "cli",
+    "checkpoints", "strategies", "objectives", "run_folder", "generation", "exports", "reports", "callbacks", "run",
+    "planning", "evaluation", "sweeps", "stages", "cli",
 ]  # fmt: skip
 VERBS = [
     "train",
@@ -44,7 +45,7 @@ VERBS = [
 ]  # above all rooms
 
 # Sizes are smells: a file that is cut in two just below a limit has no seam there.
-MAX_LINES, MAX_FUNCTION, MAX_MEDIAN = 350, 60, 10
+MAX_LINES, MAX_FUNCTION, MAX_MEDIAN = 450, 60, 10
 
 
 def modules() -> dict[str, Path]:

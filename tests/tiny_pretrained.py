@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel
 
-from lmtrain.config.models import LoadedModel
-from lmtrain.config.schema import Tokenizer
+from lmtrain.config.models import LoadedModelConfig
+from lmtrain.config.schema import TokenizerConfig
 from lmtrain.data import tokenizers
 from lmtrain.models.build import build_model
 
@@ -43,7 +43,7 @@ SHORT = [
 
 def save_pretrained(folder: Path, family: str = "llama", spare_rows: int = 0, **changes: Any) -> Path:
     """Weights large enough that what a layer adds shows in the logits; the tokenizer is bytes."""
-    cfg = Tokenizer(kind="bytes")
+    cfg = TokenizerConfig(kind="bytes")
     tokenizer = tokenizers.load_or_train(cfg, tokenizers.identity(cfg), lambda _: iter(()))
     config_class = {"llama": LlamaConfig, "gpt2": GPT2Config}[family]
     fields = {"vocab_size": len(tokenizer) + spare_rows, "initializer_range": 0.2, "eos_token_id": 0, "bos_token_id": 0}
@@ -56,7 +56,7 @@ def save_pretrained(folder: Path, family: str = "llama", spare_rows: int = 0, **
 
 def load_pretrained(folder: Path, vocab_size: int, **options: Any) -> PreTrainedModel:
     """The folder's model as a run of model=pretrained loads it."""
-    cfg = LoadedModel(
+    cfg = LoadedModelConfig(
         name="pretrained",
         init="pretrained",
         name_or_path=str(folder),

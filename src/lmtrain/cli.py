@@ -50,6 +50,15 @@ FLAGS = ("--help", "--cfg", "--info", "--multirun", "--config-dir", "--config-na
          "--trust")  # fmt: skip
 
 
+def main_of(verb: str, action: Callable[["Config"], int]) -> Callable[..., int]:
+    """The `main` of a verb that takes a config: from the words after the verb to the exit code."""
+
+    def main(argv: list[str] | None = None) -> int:
+        return run(verb, action, argv)
+
+    return main
+
+
 def plain(action: Callable[[], int]) -> int:
     """Runs a command that reads no config; returns the exit code. A mistake is one message."""
     terminal.lenient()

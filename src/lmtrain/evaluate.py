@@ -12,7 +12,7 @@ def evaluate(config: Config) -> int:
     """Prints a table of scores, of a second model beside them, and writes evaluations/<name>.json."""
     if config.run_dir is None:
         raise UserError("which model? set run_dir=outputs/<name>, an exported folder or a hub name")
-    from lmtrain.run.evaluation_session import start
+    from lmtrain.evaluation.session import start
 
     return start(config)
 

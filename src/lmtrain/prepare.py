@@ -45,8 +45,7 @@ def _show(prepared: "PreparedData") -> None:
     console.print(f"train on it anywhere: data=bins data.path={prepared.folder}", soft_wrap=True)
 
 
-def main(argv: list[str] | None = None) -> int:
-    return cli.run("prepare", prepare, argv)
+main = cli.main_of("prepare", prepare)
 
 
 if __name__ == "__main__":

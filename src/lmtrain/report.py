@@ -4,25 +4,14 @@ import argparse
 import sys
 from pathlib import Path
 
-from lmtrain import cli, errors, terminal
-from lmtrain.errors import UserError
+from lmtrain import cli
 
 
 def report(folders: list[Path], out: Path | None) -> int:
     """Writes <run>/report.html, or report.html where several are compared."""
-    from lmtrain.run import listing
-    from lmtrain.run import report as pages
-    from lmtrain.run.folder import RunDir
+    from lmtrain.reports import report
 
-    runs: list[RunDir] = []
-    for folder in folders:
-        found = [RunDir(run.path) for run in listing.runs_under(folder)]
-        if not found:
-            raise UserError(f"{folder} holds no run (a folder with config.yaml)")
-        runs += found
-    default = runs[0].report if len(runs) == 1 else Path("report.html").absolute()
-    print(terminal.visible(f"written: {pages.write(runs, out or default)}"))
-    return errors.FINISHED
+    return report.report(folders, out)
 
 
 def main(argv: list[str] | None = None) -> int:

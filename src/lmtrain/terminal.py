@@ -111,3 +111,23 @@ def console(**options: Any) -> "Console":
     in_notebook = type(sys.stdout).__module__.startswith("ipykernel")
     fixed = {"force_jupyter": False, **({"force_terminal": False} if in_notebook else {})}
     return Safe(**{**fixed, **options})
+
+
+def quiet_libraries() -> None:
+    """Leaves out Lightning's and transformers' tips and progress bars: what matters is said by the plan, once."""
+    import logging
+    import warnings
+
+    import transformers
+
+    libraries = ("lightning.pytorch", "lightning.fabric", "lightning", "transformers", "datasets", "httpx")
+    for name in (*libraries, "bitsandbytes"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    transformers.utils.logging.disable_progress_bar()
+    # Saving a model imports DeepSpeed where it is installed, and it sets its logger's level itself.
+    logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
+    warnings.filterwarnings("ignore", module="lightning")
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    # Nothing writes into the loss, which is an element of a larger tensor.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")

@@ -17,8 +17,7 @@ def train(config: "Config") -> int:
     return start(config)
 
 
-def main(argv: list[str] | None = None) -> int:
-    return cli.run("train", train, argv)
+main = cli.main_of("train", train)
 
 
 if __name__ == "__main__":

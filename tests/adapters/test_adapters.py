@@ -13,7 +13,7 @@ from inprocess import run
 from lmtrain.adapters import lora as adapters
 from lmtrain.adapters.merge import merged
 from lmtrain.adapters.trainable import adapter_of, check_weights, restore_start, without_frozen
-from lmtrain.config.schema import Optimizer, Peft
+from lmtrain.config.schema import OptimizerConfig, PeftConfig
 from lmtrain.errors import UserError
 from lmtrain.models import flops
 from lmtrain.models.blocks import enable_activation_checkpointing
@@ -55,7 +55,7 @@ def pretrained(folder: Path, vocab_size: int = VOCAB, **options: Any) -> PreTrai
 
 def adapted(folder: Path, new_tokens: list[int] | None = None, **changes: Any) -> PreTrainedModel:
     model = pretrained(folder)
-    adapters.attach(model, Peft(**{**LORA, **changes}), str(folder), None, new_tokens or [], seed=3)
+    adapters.attach(model, PeftConfig(**{**LORA, **changes}), str(folder), None, new_tokens or [], seed=3)
     return model
 
 
@@ -291,7 +291,7 @@ def test_groups_by_adapter_names(bases: dict[str, Path]) -> None:
     """LoRA+ (arXiv:2402.12354): B learns faster than A; rows of new tokens by themselves."""
     model = adapted(bases["untied"], NEW)
     rules = [{"pattern": "lora_B", "lr": 0.016}, {"pattern": "lora_A"}, {"pattern": "trainable_tokens", "lr": 5e-4}]
-    cfg = Optimizer(name="adamw", lr=1e-3, weight_decay=0.0, groups=rules)
+    cfg = OptimizerConfig(name="adamw", lr=1e-3, weight_decay=0.0, groups=rules)
     groups = {g["name"]: g for g in parameter_groups(model.named_parameters(), cfg)}
     rates = {name.partition("/")[0]: (g["lr"], len(g["params"])) for name, g in groups.items()}
     assert rates == {"lora_B": (0.016, 14), "lora_A": (1e-3, 14), "trainable_tokens": (5e-4, 2)}

@@ -21,7 +21,7 @@ from lmtrain.adapters.memory import (
     tiles,
 )
 from lmtrain.adapters.memory_adapter import check_start, without_memory
-from lmtrain.config.schema import Optimizer
+from lmtrain.config.schema import OptimizerConfig
 from lmtrain.errors import RunError
 from lmtrain.models.blocks import compile_model, enable_activation_checkpointing
 from lmtrain.models.language_model import LanguageModel
@@ -195,7 +195,7 @@ def test_other_ways_to_compute_change_no_gradient(how: str) -> None:
 def test_groups_by_component() -> None:
     """Each needs only its name; the three take every parameter once."""
     rules = [{"name": "base", "lr": 1e-5}, {"name": "memory", "lr": 1e-3, "weight_decay": 0.0}]
-    cfg = Optimizer(name="adamw", lr=1e-4, weight_decay=0.1, groups=rules)
+    cfg = OptimizerConfig(name="adamw", lr=1e-4, weight_decay=0.1, groups=rules)
     model = with_memory()
     groups = parameter_groups(model.named_parameters(), cfg)
     named = {name: g["lr"] for g in groups for name in g["param_names"]}

@@ -16,9 +16,9 @@ from lmtrain.adapters.memory_adapter import attach, has_been_trained
 from lmtrain.checkpoints import store
 from lmtrain.config import compose as rules
 from lmtrain.errors import UserError
-from lmtrain.outputs.hf_folder import logits
-from lmtrain.run import trained
-from lmtrain.run.folder import RunDir
+from lmtrain.exports.hf_folder import logits
+from lmtrain.run_folder import trained
+from lmtrain.run_folder.folder import RunDir
 from support import rows
 from tiny_pretrained import SHORT, save_pretrained
 

@@ -10,7 +10,7 @@ from helpers_models import objective
 from lmtrain.adapters import lora as adapters
 from lmtrain.adapters import quantized
 from lmtrain.adapters.merge import merged
-from lmtrain.config.schema import Peft
+from lmtrain.config.schema import PeftConfig
 from lmtrain.errors import UserError
 from lmtrain.models import flops
 from lmtrain.models.language_model import LanguageModel
@@ -27,7 +27,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def quantised(base: Path, quantization: str, **changes: Any) -> Any:
-    peft = Peft(
+    peft = PeftConfig(
         method="lora",
         r=4,
         alpha=8,

@@ -9,7 +9,7 @@ import torch
 from inprocess import message, run, train_tiny
 from lmtrain.adapters import memory
 from lmtrain.callbacks.routing import MOST, use
-from lmtrain.outputs.heat_map import LEVELS, HeatMap, drawn, heat_maps, level
+from lmtrain.reports.curves import LEVELS, HeatMap, drawn, heat_maps, level
 from support import TINY, Run, rows
 
 SHAPE = [

@@ -29,7 +29,7 @@ HERE = "run.allow_target=[test_doors]"
 
 
 @dataclass(kw_only=True)
-class WeightedOptions(schema.Objective):
+class WeightedOptions(schema.ObjectiveConfig):
     weight: Annotated[float, TRAJECTORY, above_zero] = 2.0
 
 
@@ -67,7 +67,7 @@ class NoLoss(Objective):
 
 
 @dataclass(kw_only=True)
-class Unmarked(schema.Objective):
+class Unmarked(schema.ObjectiveConfig):
     plain: int = 0
 
 
@@ -124,7 +124,7 @@ def test_a_config_of_before_the_targets_is_read(corpus: Path) -> None:
 
 
 class BrokenRows(UnpairedRowEncoder):
-    def __init__(self, tokenizer: Any, cfg: schema.Data) -> None:
+    def __init__(self, tokenizer: Any, cfg: schema.DataConfig) -> None:
         raise ArithmeticError("no such row")
 
 
@@ -316,7 +316,7 @@ def test_a_model_that_does_not_fit_is_refused_in_one_message(case: str, corpus: 
 
 
 @dataclass(kw_only=True)
-class LevelOptions(schema.Schedule):
+class LevelOptions(schema.ScheduleConfig):
     level: Annotated[float, RATE, above_zero] = 0.5
 
 

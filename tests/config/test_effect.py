@@ -8,7 +8,7 @@ from inprocess import message, run, snapshot, train_tiny
 from lmtrain.config.checks import time_limit_seconds
 from lmtrain.config.compose import check, compose
 from lmtrain.errors import UserError
-from lmtrain.run.advice import unlikely
+from lmtrain.run.plan import unlikely
 from support import TINY
 
 NO_EFFECT = {

@@ -15,7 +15,7 @@ from lmtrain.config import interpolations
 from lmtrain.config.quoting import as_typed
 from lmtrain.config.targets import build_target
 from lmtrain.errors import UserError
-from lmtrain.outputs.text_metrics import TextMetrics
+from lmtrain.generation.text_metrics import TextMetrics
 from lmtrain.stages import definition
 
 SMALL = ["data=text", "data.path=x", "data.seq_len=8"]

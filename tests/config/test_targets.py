@@ -196,8 +196,8 @@ ALIASES = [
     "torchmetrics.text.rouge.os.system",
     "setuptools._distutils.spawn.spawn",
     "lmtrain.train.main",
-    "lmtrain.run.trial.main",
-    "lmtrain.outputs.text_metrics.__builtins__.exec",
+    "lmtrain.planning.trial.main",
+    "lmtrain.generation.text_metrics.__builtins__.exec",
     "torch.nn.Module.__subclasses__",
     "torch.nn.__loader__.SourceFileLoader",
     "transformers.commands.transformers_cli.main",
@@ -216,7 +216,7 @@ def test_no_way_through_known_modules_leads_elsewhere(target: str) -> None:
 
 
 def test_a_module_outside_the_places_is_not_even_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("torch.utils.benchmark.examples.compare", "torch.nn.modules._functions", "lmtrain.run.trial",
+    names = ("torch.utils.benchmark.examples.compare", "torch.nn.modules._functions", "lmtrain.planning.trial",
              "torch.testing._internal.common_utils")  # fmt: skip
     for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -235,7 +235,7 @@ def test_the_known_classes_are_found_by_all_their_names() -> None:
         "transformers.LlamaForCausalLM": torch.nn.Module,
         "transformers.models.llama.LlamaForCausalLM": torch.nn.Module,
         "transformers.Adafactor": torch.optim.Optimizer,
-        "lmtrain.callbacks.trial.EndsEarly": pl.Callback,
+        "lmtrain.callbacks.stopping.EndsEarly": pl.Callback,
     }.items():
         assert issubclass(find_class(target, "key", kind), kind)
 

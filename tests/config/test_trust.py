@@ -145,7 +145,7 @@ def test_a_file_named_with_trust_opens(tmp_path: Path) -> None:
 
 
 def test_what_was_typed_reaches_a_rank_by_its_command_line(tmp_path: Path) -> None:
-    """As run/elastic.py starts it; without the word the file that the parent wrote opens nothing."""
+    """As run/launch.py starts it; without the word the file that the parent wrote opens nothing."""
     config = rules.check(rules.compose([*SMALL, "run.allow_target=[mine]", "model.trust_remote_code=true"]))
     (tmp_path / "config.yaml").write_text(rules.dump(config))
     word = trust.as_word(trust.granted(config))
@@ -221,10 +221,10 @@ def test_hydras_own_keys_count_only_where_typed(key: str, tmp_path: Path) -> Non
 
 
 def test_a_trial_process_of_a_tuning_is_told_what_was_typed(tmp_path: Path) -> None:
-    """run/trial.py reads a written config in a process of its own."""
+    """planning/trial.py reads a written config in a process of its own."""
     config = rules.check(rules.compose([*SMALL, "run.allow_target=[mine]", "data.path=missing.txt"]))
     (tmp_path / "config.yaml").write_text(rules.dump(config))
-    line = [sys.executable, "-m", "lmtrain.run.trial", str(tmp_path / "config.yaml"), "{}"]
+    line = [sys.executable, "-m", "lmtrain.planning.trial", str(tmp_path / "config.yaml"), "{}"]
     STARTED.clear()
     ended = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path, check=False)
     STARTED.clear()

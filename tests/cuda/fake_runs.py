@@ -45,7 +45,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from watch import Watch
 
 from lmtrain.adapters import memory_adapter, quantized
-from lmtrain.callbacks.preemption import Preemption
+from lmtrain.callbacks.stopping import Preemption
 from lmtrain.checkpoints.checkpoint_io import FolderCheckpointIO
 from lmtrain.config.compose import check, compose
 from lmtrain.data.modules import TokenDataModule
@@ -55,7 +55,7 @@ from lmtrain.models.language_model import LanguageModel
 from lmtrain.objectives import with_reference
 from lmtrain.objectives.reference import Precomputed
 from lmtrain.run import build
-from lmtrain.run.folder import RunDir
+from lmtrain.run_folder.folder import RunDir
 
 aten = torch.ops.aten
 STEPS = 3  # rows are logged at steps 1 and 3: nothing may wait in step 2

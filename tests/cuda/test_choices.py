@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from inprocess import run
-from lmtrain import verify
-from lmtrain.callbacks import system
+from lmtrain.callbacks import step_numbers
 from lmtrain.config.compose import check, compose
 from lmtrain.config.schema import Config
 from lmtrain.distributed import devices
 from lmtrain.errors import UserError
 from lmtrain.models.language_model import auto_chunk_bytes
-from lmtrain.run import advice as notes
-from lmtrain.run import subject
+from lmtrain.run import plan as notes
+from lmtrain.run import verify
+from lmtrain.run_folder import trained
 
 
 @pytest.fixture
@@ -130,12 +130,12 @@ def test_text_is_generated_on_the_gpu(gpu: Any) -> None:
         config = SimpleNamespace(quantization_config=None)
         to = staticmethod(moved.append)
 
-    subject.place(Model(), "auto")
+    trained.place(Model(), "auto")
     assert moved == []
     gpu()
-    subject.place(Model(), "cpu")
+    trained.place(Model(), "cpu")
     assert moved == []
-    subject.place(Model(), "auto")
+    trained.place(Model(), "auto")
     assert moved == ["cuda"]
 
 
@@ -178,12 +178,12 @@ def test_what_nvml_can_not_read_is_left_out_and_said_once(
     def not_supported(device: Any) -> int:
         raise RuntimeError("Not Supported")  # as NVMLError_NotSupported says it
 
-    monkeypatch.setattr(system, "_unread", set())
-    monkeypatch.setattr(system, "has_nvml", lambda: True)
+    monkeypatch.setattr(step_numbers, "_unread", set())
+    monkeypatch.setattr(step_numbers, "has_nvml", lambda: True)
     monkeypatch.setattr(torch.cuda, "utilization", not_supported)
     monkeypatch.setattr(torch.cuda, "power_draw", lambda device: 250_000)
     for _ in range(2):
-        numbers = system.machine_numbers(torch.device("cuda"))
+        numbers = step_numbers.machine_numbers(torch.device("cuda"))
         assert (numbers["gpu_watts"], "gpu_utilization" in numbers) == (250, False)
     said = " ".join(capsys.readouterr().out.split())
     assert said == "note: gpu_utilization is left out of the records: Not Supported"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from lmtrain.config.schema import Data, Tokenizer
+from lmtrain.config.schema import DataConfig, TokenizerConfig
 
 CONF = Path(__file__).parents[2] / "conf"
 
@@ -21,20 +21,20 @@ def _load(group: str, option: str) -> dict:
     return {**merged, **plain}
 
 
-def data_of(values: dict) -> Data:
+def data_of(values: dict) -> DataConfig:
     """Data of plain values, those of its sections too."""
-    made = {f.name: f.default_factory for f in dataclasses.fields(Data)}
+    made = {f.name: f.default_factory for f in dataclasses.fields(DataConfig)}
     sections = {name: made[name] for name in values if dataclasses.is_dataclass(made[name])}
-    return Data(**values | {name: section(**values[name]) for name, section in sections.items()})
+    return DataConfig(**values | {name: section(**values[name]) for name, section in sections.items()})
 
 
 @pytest.fixture
 def data_config(tmp_path):
     """data_config("wikitext", min_length=5): that option of conf/data, cached in the test's own folder."""
 
-    def make(option: str = "text", **settings) -> Data:
+    def make(option: str = "text", **settings) -> DataConfig:
         values = {**_load("data", option), "seq_len": 64, "cache_dir": str(tmp_path / "cache"), **settings}
-        unknown = set(values) - {f.name for f in dataclasses.fields(Data)}
+        unknown = set(values) - {f.name for f in dataclasses.fields(DataConfig)}
         assert not unknown
         return data_of(values)
 
@@ -45,7 +45,7 @@ def data_config(tmp_path):
 def tokenizer_config():
     """tokenizer_config("bpe", vocab_size=300): that option of conf/tokenizer."""
 
-    def make(option: str = "bytes", **settings) -> Tokenizer:
-        return Tokenizer(**{**_load("tokenizer", option), **settings})
+    def make(option: str = "bytes", **settings) -> TokenizerConfig:
+        return TokenizerConfig(**{**_load("tokenizer", option), **settings})
 
     return make

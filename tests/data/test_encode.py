@@ -28,9 +28,9 @@ def python_text():
 
 
 def made(text, option, **settings):
-    from lmtrain.config.schema import Tokenizer
+    from lmtrain.config.schema import TokenizerConfig
 
-    cfg = Tokenizer(kind=option, **settings)
+    cfg = TokenizerConfig(kind=option, **settings)
     return tokenizers.load_or_train(cfg, lambda _: iter([text]))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lmtrain.callbacks.preemption import Preemption
+from lmtrain.callbacks.stopping import Preemption
 from lmtrain.callbacks.stream import FeedStream
 from lmtrain.data.stream.ring import Ring, StreamRows
 from lmtrain.data.stream.source import Place

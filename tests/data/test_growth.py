@@ -13,7 +13,6 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from inprocess import Ended, message, run, stops_at
-from lmtrain import verify
 from lmtrain.callbacks.metrics import without_times
 from lmtrain.config.compose import check, compose
 from lmtrain.config.growth import Stages, check_reached, row_lengths, step_sizes
@@ -21,7 +20,8 @@ from lmtrain.data import order
 from lmtrain.data.corpus import build_corpus
 from lmtrain.data.loaders import StepDataset
 from lmtrain.errors import UserError
-from lmtrain.run.trial import config_of
+from lmtrain.planning.trial import config_of
+from lmtrain.run import verify
 from support import TINY, rows
 
 SEQ_LEN, ROWS = 32, 6  # of TINY

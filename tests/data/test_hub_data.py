@@ -98,13 +98,13 @@ configs = importlib.util.module_from_spec(spec); spec.loader.exec_module(configs
 from lmtrain.data.text.prepare import prepare
 from lmtrain.data.sources.records import open_parts, split_records
 from lmtrain.errors import UserError
-from lmtrain.config.schema import Tokenizer
+from lmtrain.config.schema import TokenizerConfig
 
 for data, data_settings, tokenizer, tokenizer_settings in json.loads(sys.argv[2]):
     cfg = configs.data_of({**configs._load("data", data), "seq_len": 64, **data_settings})
     began = time.perf_counter()
     try:
-        prepared = prepare(cfg, Tokenizer(**{**configs._load("tokenizer", tokenizer), **tokenizer_settings}))
+        prepared = prepare(cfg, TokenizerConfig(**{**configs._load("tokenizer", tokenizer), **tokenizer_settings}))
         result = {"folder": str(prepared.folder), "splits": prepared.meta["splits"]}
     except UserError as error:
         result = {"error": str(error)}

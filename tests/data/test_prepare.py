@@ -222,7 +222,7 @@ CHILD = """
 import json, sys
 from pathlib import Path
 from lmtrain.data.text.prepare import prepare
-from lmtrain.config.schema import Data, Tokenizer
+from lmtrain.config.schema import DataConfig, TokenizerConfig
 
 def peak():
     # ru_maxrss would begin with the parent's, which is larger than what is looked for.
@@ -230,12 +230,12 @@ def peak():
     return int(status.read_text().split("VmHWM:")[1].split()[0]) * 1024 if status.exists() else 0
 
 settings = json.loads(sys.argv[1])
-tokenizer = Tokenizer(kind="bytes")
+tokenizer = TokenizerConfig(kind="bytes")
 if settings.get("warm_up"):
-    prepare(Data(**{**settings["data"], "path": settings["warm_up"]}), tokenizer, progress=False)
+    prepare(DataConfig(**{**settings["data"], "path": settings["warm_up"]}), tokenizer, progress=False)
 before = peak()
 print("ready", flush=True)
-prepared = prepare(Data(**settings["data"]), tokenizer)
+prepared = prepare(DataConfig(**settings["data"]), tokenizer)
 grown = peak() - before
 held = b"x" * settings.get("held", 0)
 print(json.dumps({"grown": grown, "seen": peak() - before, "of": prepared.fingerprint}))

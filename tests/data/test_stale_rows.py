@@ -8,7 +8,7 @@ import pytest
 from tokenizers import AddedToken, processors
 
 from chats import write_chats
-from lmtrain.config.schema import Data, Tokenizer
+from lmtrain.config.schema import DataConfig, TokenizerConfig
 from lmtrain.data import tokenizers
 from lmtrain.data.examples.chat_rows import ChatRows
 from lmtrain.data.examples.pair_rows import PairRowEncoder
@@ -19,8 +19,8 @@ CHAT = {"chat_template": "vicuna", "val_fraction": 0.2, "max_length": 512, "seq_
 
 @pytest.fixture
 def prepared(data_config: Any, tokenizer_config: Any) -> Any:
-    def make(option: str, path: Path, tokenizer: Tokenizer | None = None, **settings: Any) -> PreparedExamples:
-        cfg: Data = data_config(option, source="files", path=str(path), **{**CHAT, **settings})
+    def make(option: str, path: Path, tokenizer: TokenizerConfig | None = None, **settings: Any) -> PreparedExamples:
+        cfg: DataConfig = data_config(option, source="files", path=str(path), **{**CHAT, **settings})
         encoder = PairRowEncoder if cfg.ranking else ChatRows
         return prepare_examples(cfg, tokenizer or tokenizer_config(), encoder, progress=False)
 
@@ -62,7 +62,7 @@ def test_the_ranking(prepared: Any, tmp_path: Path) -> None:
     assert len(texts(three)) == 3 * len(texts(two))
 
 
-def hub_tokenizer(folder: Path, tokenizer_config: Any, change: Any = None) -> Tokenizer:
+def hub_tokenizer(folder: Path, tokenizer_config: Any, change: Any = None) -> TokenizerConfig:
     """A byte tokenizer in a folder, its backend changed."""
     made: Any = tokenizers.load_or_train(tokenizer_config(), lambda _: iter(()))
     made.add_tokens([AddedToken("<|x|>", special=True)])

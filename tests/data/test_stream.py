@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from lmtrain.config.growth import Stages
-from lmtrain.config.schema import Data
+from lmtrain.config.schema import DataConfig
 from lmtrain.data.loaders import StepDataset
 from lmtrain.data.sources import files
 from lmtrain.data.stream import ring as producing
@@ -86,7 +86,7 @@ def encoder(tokenizer_config: Callable[..., object]) -> Encoder:
 def test_from_any_place_on_it_is_the_text_that_is_prepared(
     kind: str,
     tmp_path: Path,
-    data_config: Callable[..., Data],
+    data_config: Callable[..., DataConfig],
     encoder: Encoder,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -114,7 +114,9 @@ def test_from_any_place_on_it_is_the_text_that_is_prepared(
         assert after.end == cut[number + 1].end
 
 
-def test_shards_of_the_hub_from_any_row(data_config: Callable[..., Data], tmp_path: Path, encoder: Encoder) -> None:
+def test_shards_of_the_hub_from_any_row(
+    data_config: Callable[..., DataConfig], tmp_path: Path, encoder: Encoder
+) -> None:
     (tmp_path / "repo" / "data").mkdir(parents=True)
     for number in range(3):
         texts = [f"{number} {line}" for line in lines(number, 300)]
@@ -129,7 +131,7 @@ def test_shards_of_the_hub_from_any_row(data_config: Callable[..., Data], tmp_pa
 
 
 def test_documents_end_in_shards_where_their_last_token_is(
-    data_config: Callable[..., Data], tmp_path: Path, encoder: Encoder
+    data_config: Callable[..., DataConfig], tmp_path: Path, encoder: Encoder
 ) -> None:
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": "x" * n}) for n in (3, 5, 1, 14)))
     stream = endless(open_stream(data_config("jsonl", path=str(tmp_path))), encoder, Place(), Place())
@@ -139,7 +141,7 @@ def test_documents_end_in_shards_where_their_last_token_is(
 
 
 @pytest.fixture
-def head(tmp_path: Path, data_config: Callable[..., Data], tokenizer_config: Callable[..., object]) -> Head:
+def head(tmp_path: Path, data_config: Callable[..., DataConfig], tokenizer_config: Callable[..., object]) -> Head:
     (tmp_path / "text").mkdir()
     write_jsonl(tmp_path / "text")
     cfg = data_config("jsonl", path=str(tmp_path / "text"), ring_val_tokens=500)
@@ -311,7 +313,7 @@ def test_one_that_stays_broken_says_so(head: Head, folder: Path, stop: list[Prod
 
 
 def test_no_text_left_after_the_head(
-    data_config: Callable[..., Data],
+    data_config: Callable[..., DataConfig],
     tokenizer_config: Callable[..., object],
     tmp_path: Path,
     folder: Path,

@@ -82,8 +82,8 @@ def test_a_trained_bpe_is_the_same_in_every_process(tokenizer_config, tmp_path):
     script = (
         "import sys; from pathlib import Path; from lmtrain.data import tokenizers; "
         "from lmtrain.data.sources.stdlib import *\n"
-        "from lmtrain.config.schema import Tokenizer\n"
-        "cfg = Tokenizer(kind='bpe', vocab_size=700, min_frequency=2, train_characters=400_000)\n"
+        "from lmtrain.config.schema import TokenizerConfig\n"
+        "cfg = TokenizerConfig(kind='bpe', vocab_size=700, min_frequency=2, train_characters=400_000)\n"
         "made = tokenizers.load_or_train(cfg, lambda _: (p.text for p in stdlib_pieces()))\n"
         "tokenizers.save(made, Path(sys.argv[1]))\n"
     )

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
-from lmtrain.config.schema import Data
+from lmtrain.config.schema import DataConfig
 from lmtrain.data.sources import choose
 from lmtrain.data.sources.pieces import Piece
 
@@ -16,5 +16,5 @@ def whole(pieces: Iterable[Piece]) -> Iterator[str]:
             parts.clear()
 
 
-def documents(cfg: Data, split: str) -> Iterator[str]:
+def documents(cfg: DataConfig, split: str) -> Iterator[str]:
     yield from whole(choose.pieces(choose.open_source(cfg), cfg, split) or iter(()))

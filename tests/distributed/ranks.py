@@ -9,8 +9,8 @@ from pathlib import Path
 from lmtrain.config.compose import check, compose
 from lmtrain.distributed import devices
 from lmtrain.distributed.ranks import leave
-from lmtrain.run import folder as run_dir
 from lmtrain.run.session import Session
+from lmtrain.run_folder import folder as run_dir
 
 
 def main(jobs: list[list[str]], results: Path) -> None:

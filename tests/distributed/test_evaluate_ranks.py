@@ -16,9 +16,9 @@ from inprocess import message, run
 from lmtrain.config.compose import check, compose
 from lmtrain.distributed import process_group as world
 from lmtrain.errors import UserError
+from lmtrain.evaluation import harness
+from lmtrain.evaluation.scoring import negative_log_likelihoods, windows
 from lmtrain.models.language_model import LanguageModel
-from lmtrain.outputs.log_likelihood import negative_log_likelihoods, windows
-from lmtrain.run import harness
 from support import Run, rows
 from tiny_pretrained import save_pretrained
 

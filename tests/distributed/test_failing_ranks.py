@@ -7,19 +7,19 @@ import pytest
 from lmtrain.config import compose
 from lmtrain.config.schema import Config
 from lmtrain.errors import FAILED, WRONG_INPUT, RunError, UserError
-from lmtrain.run import elastic
+from lmtrain.run import launch
 
 
 def failing(folder: Path, rank: int, error: Exception, monkeypatch: pytest.MonkeyPatch) -> int:
     """The exit code of a rank whose job raises the error."""
     monkeypatch.setenv("RANK", str(rank))
-    monkeypatch.setattr(elastic, "_SAME_ERROR_SECONDS", 0)
+    monkeypatch.setattr(launch, "_SAME_ERROR_SECONDS", 0)
     (folder / "config.yaml").write_text(compose.dump(compose.check(compose.compose(["data=text", "data.path=x"]))))
 
     def job(config: Config) -> int:
         raise error
 
-    return elastic.as_rank([str(folder / "config.yaml")], job)
+    return launch.as_rank([str(folder / "config.yaml")], job)
 
 
 def test_the_first_rank_prints_before_it_writes(
@@ -27,7 +27,7 @@ def test_the_first_rank_prints_before_it_writes(
 ) -> None:
     """Another rank that has left meanwhile makes the launcher end this one."""
     printed = list[str]()
-    monkeypatch.setattr(elastic, "write_atomic", lambda *_: printed.append(capsys.readouterr().err))
+    monkeypatch.setattr(launch, "write_atomic", lambda *_: printed.append(capsys.readouterr().err))
     assert failing(tmp_path, 0, UserError("no such file"), monkeypatch) == WRONG_INPUT
     assert printed == ["error: no such file\n"]
 

@@ -17,10 +17,10 @@ from lmtrain.checkpoints import manifest, retention, store
 from lmtrain.data.store import bins
 from lmtrain.errors import RunError, UserError
 from lmtrain.files import read_jsonl
-from lmtrain.run import listing
-from lmtrain.run import report as report_of
-from lmtrain.run.cut_back import cut_back
-from lmtrain.run.folder import RunDir
+from lmtrain.reports import listing
+from lmtrain.reports import report as report_of
+from lmtrain.run_folder.cut_back import cut_back
+from lmtrain.run_folder.folder import RunDir
 from lmtrain.stages.state import Row, State
 from lmtrain.sweeps.trials import Trial, Trials
 

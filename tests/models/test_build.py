@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from helpers_models import FAMILIES, VOCAB, objective, tiny
 from lmtrain.config import compose as lmtrain_config
-from lmtrain.config.models import OWN, LoadedModel
-from lmtrain.config.schema import Model
+from lmtrain.config.models import OWN, LoadedModelConfig
+from lmtrain.config.schema import ModelConfig
 from lmtrain.errors import UserError
 from lmtrain.models import attention
 from lmtrain.models.build import build_model
@@ -26,14 +26,14 @@ def family(request):
     return request.param
 
 
-def preset(name: str, *overrides: str) -> Model:
+def preset(name: str, *overrides: str) -> ModelConfig:
     tree = lmtrain_config.compose([f"model={name}", *overrides]).model
     model = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(OWN[tree.init]), OmegaConf.to_container(tree)))
-    assert isinstance(model, Model)
+    assert isinstance(model, ModelConfig)
     return model
 
 
-def count(cfg: Model, vocab_size: int = 50257) -> int:
+def count(cfg: ModelConfig, vocab_size: int = 50257) -> int:
     with torch.device("meta"):
         model = build_model(cfg, vocab_size, 0, seq_len=cfg.max_position_embeddings or 8)
     assert {p.device.type for p in model.parameters()} == {"meta"}
@@ -184,11 +184,11 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def pretrained(path: Path, **changes) -> LoadedModel:
+def pretrained(path: Path, **changes) -> LoadedModelConfig:
     values = {"name": "pretrained", "init": "pretrained", "name_or_path": str(path), "trust_remote_code": False,
               "attention": "auto", "learning_rate": 2e-5, "vocab_size": None, "vocab_multiple_of": 1,
               "dropout": 0.0}  # fmt: skip
-    return LoadedModel(**{**values, **changes})
+    return LoadedModelConfig(**{**values, **changes})
 
 
 def test_pretrained_weights_in_fp32_in_training_mode(checkpoint):

@@ -26,7 +26,7 @@ from lmtrain.distributed import devices
 from lmtrain.errors import FINISHED, PREEMPTED, UserError
 from lmtrain.models import flops, fp8
 from lmtrain.run import build
-from lmtrain.run import folder as run_dir
+from lmtrain.run_folder import folder as run_dir
 from support import TINY, rows
 
 float8 = pytest.importorskip("torchao.float8")

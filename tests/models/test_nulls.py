@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from helpers_models import COMMON, tiny, tiny_config
-from lmtrain.config.models import ScratchModel
+from lmtrain.config.models import ScratchModelConfig
 from lmtrain.errors import UserError
 from lmtrain.models.build import build_model
 
@@ -20,7 +20,7 @@ MEANING = {"intermediate_size": 4 * WIDTH, "num_key_value_heads": HEADS, "head_d
 
 def config_of(family: str) -> PretrainedConfig:
     own = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "initializer_range": None}
-    cfg = ScratchModel(**{**COMMON, "name": family, "family": family, "max_position_embeddings": None, **own})
+    cfg = ScratchModelConfig(**{**COMMON, "name": family, "family": family, "max_position_embeddings": None, **own})
     with torch.device("meta"):
         return build_model(cfg, 64, 0, seq_len=16).config
 

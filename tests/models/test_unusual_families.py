@@ -8,7 +8,7 @@ from transformers import NemotronForCausalLM
 
 from chats import write_chats
 from inprocess import message, run
-from lmtrain.config.schema import Tokenizer
+from lmtrain.config.schema import TokenizerConfig
 from lmtrain.data import tokenizers
 from support import rows
 from tiny_pretrained import SHORT
@@ -19,7 +19,7 @@ DPO = [*SHORT, *STEPS, "objective=dpo", "data=preference_jsonl", "optimizer.lr=0
 
 
 def saved(folder: Path, family: str) -> Path:
-    cfg = Tokenizer(kind="bytes")
+    cfg = TokenizerConfig(kind="bytes")
     tokenizer = tokenizers.load_or_train(cfg, tokenizers.identity(cfg), lambda _: iter(()))
     model = build(config_of(Variant(family, {})))
     model.resize_token_embeddings(len(tokenizer), mean_resizing=False)

@@ -16,8 +16,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from lmtrain.config.optimizers import MuonOptions
-from lmtrain.config.schema import Optimizer
+from lmtrain.config.optimizers import MuonConfig
+from lmtrain.config.schema import OptimizerConfig
 from lmtrain.errors import UserError
 from lmtrain.optim.groups import parameter_groups, table_rows
 
@@ -46,12 +46,12 @@ def qwen3_moe() -> PreTrainedModel:
     )  # fmt: skip
 
 
-def config(name: str = "adamw", groups: list[dict[str, Any]] | None = None) -> Optimizer:
+def config(name: str = "adamw", groups: list[dict[str, Any]] | None = None) -> OptimizerConfig:
     common: dict[str, Any] = {"name": name, "lr": 1e-3, "weight_decay": 0.1, "groups": groups or []}
     if name != "muon":
-        return Optimizer(**common)
+        return OptimizerConfig(**common)
     muon = {"momentum": 0.95, "nesterov": True, "ns_steps": 5, "adamw_pattern": "embed|wte|wpe|lm_head"}
-    return MuonOptions(betas=[0.9, 0.95], eps=1e-8, **muon, **common)
+    return MuonConfig(betas=[0.9, 0.95], eps=1e-8, **muon, **common)
 
 
 def by_name(groups: list[dict[str, Any]]) -> dict[str, set[str]]:
@@ -201,7 +201,7 @@ def test_wrong_groups_are_explained(groups: list[dict[str, Any]], message: str) 
 
 def test_muons_pattern_is_a_regular_expression() -> None:
     cfg = config("muon")
-    assert isinstance(cfg, MuonOptions)
+    assert isinstance(cfg, MuonConfig)
     cfg.adamw_pattern = "["
     with pytest.raises(UserError, match=r"optimizer\.adamw_pattern.*regular expression"):
         parameter_groups(gpt2().named_parameters(), cfg)

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lmtrain.config import compose as rules
 from lmtrain.config.optimizers import OWN
-from lmtrain.config.schema import Optimizer
+from lmtrain.config.schema import OptimizerConfig
 from lmtrain.errors import UserError
 from lmtrain.optim import muon
 from lmtrain.optim.groups import set_lr
@@ -68,7 +68,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> l
     return losses
 
 
-def config(name: str, **changes: Any) -> Optimizer:
+def config(name: str, **changes: Any) -> OptimizerConfig:
     """The shipped defaults of an optimizer, lr apart."""
     tree = OmegaConf.merge(OmegaConf.load(CONF / "base.yaml"), OmegaConf.load(CONF / f"{name}.yaml"))
     assert isinstance(tree, type(OmegaConf.create({})))
@@ -493,7 +493,7 @@ def test_there_is_a_yaml_for_every_optimizer() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_key_of_a_yaml_is_an_option_of_its_own(name: str) -> None:
     """Without it the config is refused."""
-    common, own = ({f.name for f in dataclasses.fields(cls)} for cls in (Optimizer, OWN[name]))
+    common, own = ({f.name for f in dataclasses.fields(cls)} for cls in (OptimizerConfig, OWN[name]))
     plain = rules.to_plain(rules.check(rules.compose([f"optimizer={name}"])))
     assert set(plain["optimizer"]) == own - {"_target_"}
     for key in own - common:

@@ -11,8 +11,8 @@ import transformers
 from omegaconf import OmegaConf
 
 from lmtrain.config import compose as rules
-from lmtrain.config.schedule import OWN, RangeTest
-from lmtrain.config.schema import Schedule
+from lmtrain.config.schedule import OWN, RangeTestConfig
+from lmtrain.config.schema import ScheduleConfig
 from lmtrain.errors import UserError
 from lmtrain.optim.groups import set_lr
 from lmtrain.optim.schedules import lr_factor, warmup_steps
@@ -31,11 +31,11 @@ EXTRA: dict[str, dict[str, Any]] = {
 DECAYING = [name for name in EXTRA if name not in ("constant", "inverse_sqrt")]
 
 
-def schedule(name: str, **changes: Any) -> Schedule:
+def schedule(name: str, **changes: Any) -> ScheduleConfig:
     return OWN[name](**{"name": name, "warmup_steps": None, "warmup_ratio": None, **EXTRA[name], **changes})
 
 
-def curve(s: Schedule, total: int | None = T, steps: int = T + 5) -> list[float]:
+def curve(s: ScheduleConfig, total: int | None = T, steps: int = T + 5) -> list[float]:
     return [lr_factor(s, step, total) for step in range(steps)]
 
 
@@ -56,7 +56,7 @@ def test_every_schedule_is_covered() -> None:
 
 
 def test_the_range_test_multiplies_the_rate() -> None:
-    rising = RangeTest(name="range_test", warmup_steps=None, warmup_ratio=None, min_lr_ratio=1e-4)
+    rising = RangeTestConfig(name="range_test", warmup_steps=None, warmup_ratio=None, min_lr_ratio=1e-4)
     assert curve(rising, total=5, steps=7) == pytest.approx([1e-4, 1e-3, 1e-2, 1e-1, 1, 1, 1])
 
 

@@ -52,8 +52,8 @@ from lmtrain.losses import cross_entropy
 from lmtrain.models import blocks
 from lmtrain.objectives import kto as their_kto
 from lmtrain.objectives import mdlm as their_mdlm
-from lmtrain.run import folder as run_dir
 from lmtrain.run.session import Session
+from lmtrain.run_folder import folder as run_dir
 from support import rows
 from tiny_pretrained import save_pretrained
 

@@ -14,7 +14,7 @@ from lmtrain.config.growth import Stages
 from lmtrain.data.loaders import StepDataset
 from lmtrain.distributed import devices
 from lmtrain.run import build
-from lmtrain.run import folder as run_dir
+from lmtrain.run_folder import folder as run_dir
 from support import TINY, rows
 
 LR, CLIP, WARMUP = 3e-3, 0.5, 3

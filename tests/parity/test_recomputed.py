@@ -7,10 +7,12 @@ Every name that a run writes has a definition.
 import json
 import math
 import re
+import runpy
 import zlib
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,10 +25,10 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from inprocess import run, train_tiny
 from lmtrain.data.order import mix64, stream_rows
-from lmtrain.run import definitions
-from support import Run, rows
+from support import REPO, Run, rows
 from tiny_pretrained import save_pretrained
 
+definitions = SimpleNamespace(**runpy.run_path(str(REPO / "docs" / "metrics.py")))
 TRAIN, BATCH, VAL, SEQ_LEN, STEPS, SEED = 11, 6, 5, 64, 2, 7
 PROMPT = "Say a city:"  # of all single answers: put to other rows' prompts they are the same
 BETA, SFT_WEIGHT, GOOD, BAD = 0.3, 0.5, 1.3, 0.7  # the last two: weights of desirable and undesirable answers

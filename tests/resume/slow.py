@@ -10,7 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lmtrain.callbacks.preemption import Preemption
+from lmtrain.callbacks.stopping import Preemption
 from lmtrain.checkpoints import store
 
 

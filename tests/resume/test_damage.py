@@ -19,8 +19,8 @@ from inprocess import Ended, message, snapshot, train_tiny
 from lmtrain.checkpoints import manifest, retention, shared_file, store
 from lmtrain.errors import RunError, UserError
 from lmtrain.files import read_jsonl
-from lmtrain.run.cut_back import cut_back
-from lmtrain.run.folder import RunDir
+from lmtrain.run_folder.cut_back import cut_back
+from lmtrain.run_folder.folder import RunDir
 from support import rows
 
 

@@ -12,8 +12,8 @@ from runs import assert_equal_runs, command, environment, train_here
 from test_preemption import LONG, start, wait_for_step
 
 from lmtrain.errors import RunError
-from lmtrain.run import lock as run_lock
-from lmtrain.run.folder import RunDir
+from lmtrain.run_folder import lock as run_lock
+from lmtrain.run_folder.folder import RunDir
 from support import lingers
 
 
@@ -92,7 +92,7 @@ def test_a_folder_that_goes_before_one_waits_is_a_message(tmp_path: Path, monkey
 HOLDS = """
 import sys, time
 from pathlib import Path
-from lmtrain.run import lock
+from lmtrain.run_folder import lock
 
 with lock.held(Path(sys.argv[1])):
     Path(sys.argv[1], "held").touch()

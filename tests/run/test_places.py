@@ -9,8 +9,7 @@ from inprocess import train_tiny
 from lmtrain.config.compose import check, compose
 from lmtrain.errors import UserError
 from lmtrain.files import write_atomic
-from lmtrain.run import links
-from lmtrain.run.folder import open_run
+from lmtrain.run_folder.folder import open_run, refuse_link_at
 from lmtrain.sweeps.processes import locked
 
 
@@ -46,7 +45,7 @@ def test_links_within_a_run_are_its_own(theirs: Path) -> None:
 def test_evaluations_and_sweeps_do_not_follow_links_either(theirs: Path) -> None:
     (theirs / "evaluations").symlink_to(theirs.parent / "outside")
     with pytest.raises(UserError, match="evaluations is a link"):
-        links.refuse_at(theirs / "evaluations", theirs)
+        refuse_link_at(theirs / "evaluations", theirs)
     with pytest.raises(UserError, match="evaluations is a link"), locked(theirs, "sweep", "sweep.root"):
         pass
 

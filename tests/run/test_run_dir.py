@@ -13,8 +13,8 @@ from inprocess import run, snapshot, train_tiny
 from lmtrain.callbacks.metrics import without_times
 from lmtrain.checkpoints import store
 from lmtrain.config import compose as rules
-from lmtrain.run import folder as run_dir
-from lmtrain.run.folder import RunDir, locate
+from lmtrain.run_folder import folder as run_dir
+from lmtrain.run_folder.folder import RunDir, locate
 from support import TINY, rows
 
 

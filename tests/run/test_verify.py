@@ -11,7 +11,7 @@ import torch
 from inprocess import run
 from lmtrain.checkpoints import store
 from lmtrain.errors import RunError
-from lmtrain.verify import _kill_after, differences
+from lmtrain.run.verify import _kill_after, differences
 from support import TINY, Run
 
 

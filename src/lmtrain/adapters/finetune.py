@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from lmtrain.adapters import memory_adapter, quantized
 from lmtrain.adapters.trainable import base_identity, train_base, trainable_names
 from lmtrain.config.memory import trains_base
-from lmtrain.config.models import LoadedModel
+from lmtrain.config.models import LoadedModelConfig
 from lmtrain.config.schema import Config
 from lmtrain.models import split
 from lmtrain.models.build import build_model
@@ -36,7 +36,7 @@ def build_trainable_model(config: Config, tokenizer: Any) -> PreTrainedModel:
     if config.peft.method == "lora":
         from lmtrain.adapters import lora as adapters
 
-        assert isinstance(config.model, LoadedModel)  # checked
+        assert isinstance(config.model, LoadedModelConfig)  # checked
         base = adapters.base_name(config.model.name_or_path or "")
         adapters.attach(model, config.peft, base, config.model.revision, new_tokens, config.seed)
     if config.memory.num_chapters is not None:
@@ -63,7 +63,7 @@ def starting_weights(config: Config, model: PreTrainedModel) -> dict[str, Any]:
 
     A frozen base is read whole, since a checkpoint leaves it out, else some of the files: enough to tell models apart.
     """
-    if not isinstance(config.model, LoadedModel):
+    if not isinstance(config.model, LoadedModelConfig):
         return {"model.name_or_path": None, "peft.adapter": None}
     frozen = trainable_names(model) is not None
     adapter = None

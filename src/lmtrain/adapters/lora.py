@@ -17,14 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import PeftConfig as StoredConfig
 from peft.utils.save_and_load import load_peft_weights
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lmtrain.adapters.trainable import ATTRIBUTE, NAME, Adapter, adapter_of, switched
-from lmtrain.config.schema import Peft
+from lmtrain.config.schema import PeftConfig
 from lmtrain.errors import UserError
 
 # Beginnings that take A and B out of the base weight, which is then W - s B A.
@@ -32,7 +33,7 @@ _MOVES_BASE = ("pissa", "olora")
 
 
 def attach(
-    model: PreTrainedModel, cfg: Peft, base: str, revision: str | None, new_tokens: Sequence[int], seed: int
+    model: PreTrainedModel, cfg: PeftConfig, base: str, revision: str | None, new_tokens: Sequence[int], seed: int
 ) -> Adapter | None:
     """Freezes the model and puts the adapter of `cfg` into it; does nothing for peft.method=none.
 
@@ -66,7 +67,7 @@ def attach(
     return adapter
 
 
-def _new(model: PreTrainedModel, cfg: Peft, new_tokens: Sequence[int]) -> PeftModel:
+def _new(model: PreTrainedModel, cfg: PeftConfig, new_tokens: Sequence[int]) -> PeftModel:
     targets, also_trained = cfg.target_modules, list(cfg.modules_to_save or [])
     _check_names_match(model, "peft.target_modules", targets)
     _check_names_match(model, "peft.modules_to_save", also_trained)
@@ -97,11 +98,11 @@ def _new(model: PreTrainedModel, cfg: Peft, new_tokens: Sequence[int]) -> PeftMo
         raise UserError(f"peft refuses this adapter: {error}") from error
 
 
-def _continued(model: PreTrainedModel, cfg: Peft, new_tokens: Sequence[int]) -> PeftModel:
+def _continued(model: PreTrainedModel, cfg: PeftConfig, new_tokens: Sequence[int]) -> PeftModel:
     """An existing adapter, loaded to be trained on."""
     name = str(cfg.adapter)
     try:
-        config = PeftConfig.from_pretrained(name)
+        config = StoredConfig.from_pretrained(name)
         if not isinstance(config, LoraConfig):
             raise UserError(f"peft.adapter={name} is a {config.peft_type.value} adapter: only LoRA can be continued")
         config.lora_dropout = cfg.dropout
@@ -127,7 +128,7 @@ def _continued(model: PreTrainedModel, cfg: Peft, new_tokens: Sequence[int]) -> 
 def adapter_token_ids(name: str) -> list[int]:
     """Ids of the tokens whose rows an existing adapter trained; empty where it has none or can't be read."""
     try:
-        rows = PeftConfig.from_pretrained(name).trainable_token_indices
+        rows = StoredConfig.from_pretrained(name).trainable_token_indices
     except (OSError, ValueError, AttributeError):  # `attach` says what is wrong
         return []
     lists = rows.values() if isinstance(rows, dict) else [rows or []]

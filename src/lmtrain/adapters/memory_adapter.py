@@ -14,9 +14,8 @@ from lmtrain.adapters.memory import MemorySettings, attach_memory, decoder_layer
 from lmtrain.adapters.memory_export import load_memory, settings_in
 from lmtrain.adapters.trainable import switched
 from lmtrain.config.memory import chosen_layers
-from lmtrain.config.models import LoadedModel
-from lmtrain.config.schema import Config, Memory
-from lmtrain.config.schema import Model as ModelConfig
+from lmtrain.config.models import LoadedModelConfig
+from lmtrain.config.schema import Config, MemoryConfig, ModelConfig
 from lmtrain.errors import RunError, UserError
 from lmtrain.models.folder import is_exported
 
@@ -67,7 +66,7 @@ def check_chosen(config: Config) -> None:
 
 def _exported(model: ModelConfig) -> Path | None:
     """The folder of the pretrained model where that has a memory."""
-    if not isinstance(model, LoadedModel) or not model.name_or_path:
+    if not isinstance(model, LoadedModelConfig) or not model.name_or_path:
         return None
     folder = Path(model.name_or_path)
     return folder if is_exported(folder) else None
@@ -85,7 +84,7 @@ def _check_same(wanted: MemorySettings, there: MemorySettings, folder: Path) -> 
             )
 
 
-def settings_of(cfg: Memory, model: PreTrainedModel) -> MemorySettings:
+def settings_of(cfg: MemoryConfig, model: PreTrainedModel) -> MemorySettings:
     """The memory's shape for this model.
 
     Raises:
@@ -95,7 +94,7 @@ def settings_of(cfg: Memory, model: PreTrainedModel) -> MemorySettings:
         depth = len(decoder_layers(model))
     except (ValueError, AttributeError) as error:
         raise UserError(f"memory: {error}, so a memory can't be read between them: choose another model") from None
-    values: dict[str, Any] = {name: getattr(cfg, name) for name in Memory.__dataclass_fields__}
+    values: dict[str, Any] = {name: getattr(cfg, name) for name in MemoryConfig.__dataclass_fields__}
     values["layers"] = chosen_layers(cfg.layers, depth)
     values["router_noise"] = float(values["router_noise"])
     if cfg.router == "soft":

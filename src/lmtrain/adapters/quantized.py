@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lmtrain.config.schema import Peft
+from lmtrain.config.schema import PeftConfig
 from lmtrain.errors import UserError
 
 
-def loading_options(cfg: Peft, precision: str, accelerator: str) -> dict[str, Any]:
+def loading_options(cfg: PeftConfig, precision: str, accelerator: str) -> dict[str, Any]:
     """Arguments of `from_pretrained` that quantise while loading; none where peft.quantization is null.
 
     Args:

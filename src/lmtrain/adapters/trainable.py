@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lmtrain.config.schema import Peft
+from lmtrain.config.schema import PeftConfig
 from lmtrain.distributed.dtensor import full_shape, like
 from lmtrain.errors import UserError
 
@@ -57,7 +57,7 @@ def switched(modules: Iterable[Any], attribute: str, value: Any) -> Iterator[Non
             setattr(module, attribute, old)
 
 
-def describe_adapter(adapter: Adapter, cfg: Peft) -> str:
+def describe_adapter(adapter: Adapter, cfg: PeftConfig) -> str:
     """One line for the plan."""
     config = adapter.config
     kinds = [word for word, on in (("rsLoRA", config.use_rslora), ("DoRA", config.use_dora)) if on]

@@ -14,14 +14,13 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from lmtrain.config.schema import Ema
-from lmtrain.errors import UserError
+from lmtrain.config.schema import EmaConfig
 
 
 class WeightAverage(pl.Callback):
     """Averages the trained parameters, in fp32 or wider, on their device. Every rank keeps the same average."""
 
-    def __init__(self, cfg: Ema) -> None:
+    def __init__(self, cfg: EmaConfig) -> None:
         self.cfg = cfg
         self._mix: Any = get_ema_multi_avg_fn(cfg.decay)
         self._average: dict[str, Tensor] = {}  # by parameter name; empty until the first update
@@ -34,9 +33,7 @@ class WeightAverage(pl.Callback):
         self._average = {name: tensor.clone() for name, tensor in state_dict["average"].items()}  # those may be mapped
 
     @torch.no_grad()
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
         step = trainer.global_step - 1  # counted from 0, as Lightning's does
         if step < self.cfg.update_starting_at_step or step % self.cfg.update_every_n_steps != 0:
             return
@@ -91,21 +88,3 @@ def _set(module: nn.Module, values: dict[str, Tensor]) -> None:
     parameters = dict(module.named_parameters()) if values else {}
     for name, value in values.items():
         parameters[name].copy_(value)
-
-
-def set_average(model: nn.Module, trainer_state: dict[str, Any], prefix: str) -> bool:
-    """Gives `model` the average that a checkpoint's trainer.pt holds; False where it holds none.
-
-    Args:
-        prefix: what the names of its parameters have in a checkpoint besides.
-
-    Raises:
-        UserError: the average is of other parameters.
-    """
-    state = trainer_state["callbacks"].get(WeightAverage.__name__, {})
-    average = {name.removeprefix(prefix): value for name, value in state.get("average", {}).items()}
-    unknown = average.keys() - dict(model.named_parameters()).keys()
-    if unknown:
-        raise UserError(f"the checkpoint's average has parameters that the model lacks: {sorted(unknown)[0]}")
-    _set(model, average)
-    return bool(average)

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lmtrain.callbacks.metrics import Metrics
 from lmtrain.checkpoints import retention, store
 from lmtrain.checkpoints.checkpoint_io import FolderCheckpointIO
-from lmtrain.config.schema import Checkpoint as CheckpointConfig
+from lmtrain.config.schema import CheckpointConfig
 from lmtrain.data.tokenizers import file_hashes
 from lmtrain.errors import RunError
 
@@ -91,9 +91,7 @@ class Checkpoints(Checkpoint):
         ):
             self.prune()
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
         due = self.due(trainer)
         if due or trainer.should_stop:
             self.interim = not due

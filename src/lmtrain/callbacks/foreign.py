@@ -1,11 +1,15 @@
-"""Lightning's callbacks that can't do here what they are for, and why. docs/lightning.md says what the others do."""
+"""Lightning's callbacks that can't do here what they are for, and why; and one that has to be told more.
 
+docs/lightning.md says what the others do.
+"""
+
+from collections.abc import Callable
 from typing import Any
 
+import lightning.pytorch as pl
 import lightning.pytorch.callbacks as theirs
 from lightning.pytorch.callbacks import Callback
-
-from lmtrain.callbacks import throughput
+from lightning.pytorch.trainer.states import RunningStage
 
 _AVERAGES = (
     "it saves the average in place of the weights that training goes on from; callbacks=ema averages by the same "
@@ -28,7 +32,39 @@ REFUSED: dict[type[Callback], str] = {
 }
 
 
-INSTEAD = dict.fromkeys(throughput.THEIRS, f"{throughput.__name__}.ThroughputMonitor")  # fitted to a batch of here
+Count = Callable[[Any], int]
+
+
+def _micro_batches(batch: Any) -> list[Any]:
+    """Those of a training step; a validation's batch is one."""
+    return batch.get("micro_batches", [batch])
+
+
+def rows_of(batch: Any) -> int:
+    return sum(len(micro_batch["input_ids"]) for micro_batch in _micro_batches(batch))
+
+
+def tokens_of(batch: Any) -> int:
+    """With padding."""
+    return sum(micro_batch["input_ids"].numel() for micro_batch in _micro_batches(batch))
+
+
+class ThroughputMonitor(theirs.ThroughputMonitor):
+    """Takes the place of Lightning's in callbacks.extra."""
+
+    def __init__(self, batch_size_fn: Count = rows_of, length_fn: Count = tokens_of, **kwargs: Any) -> None:
+        super().__init__(batch_size_fn, length_fn, **kwargs)
+
+    def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if RunningStage.TRAINING in self._t0s:  # else before the first step: nothing was measured yet
+            super().on_validation_end(trainer, *_)
+
+
+_THROUGHPUT = f"{__name__}.ThroughputMonitor"
+INSTEAD = {  # fitted to a batch of here
+    "lightning.pytorch.callbacks.ThroughputMonitor": _THROUGHPUT,
+    "lightning.pytorch.callbacks.throughput_monitor.ThroughputMonitor": _THROUGHPUT,
+}
 
 
 def fitted(entry: dict[str, Any]) -> dict[str, Any]:

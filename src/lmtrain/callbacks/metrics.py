@@ -12,8 +12,7 @@ import lightning.pytorch as pl
 import torch
 
 from lmtrain.callbacks.records import Records, Row
-from lmtrain.callbacks.step_numbers import StepNumbers
-from lmtrain.callbacks.system import machine_numbers
+from lmtrain.callbacks.step_numbers import StepNumbers, machine_numbers
 from lmtrain.distributed.devices import total
 from lmtrain.errors import RunError
 from lmtrain.objectives.base import Objective
@@ -148,18 +147,14 @@ class Metrics(pl.Callback):
         self._trained_until = 0.0
         self.records.start(trainer.global_step)
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
         assert isinstance(pl_module, Objective)
         self.records.begin(trainer.global_step + 1, trainer.is_global_zero)
         lightning_private.hide_logged(trainer, True)
         pl_module.set_rate(trainer.global_step)  # before the callbacks that look at it now
         self.clock.data_wait += self.clock.elapsed() - self._trained_until
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
         assert isinstance(pl_module, Objective)
         assert pl_module.last_step is not None
         self.tokens_seen += pl_module.last_step.seen

@@ -103,9 +103,7 @@ class RichBar(pl.Callback):
         self.train = self.progress.add_task("train", total=self.total_steps, completed=done)
         self.progress.start()
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
         now = time.perf_counter()
         if self.progress is not None and self.train is not None and now - self._updated > _SECONDS_BETWEEN_UPDATES:
             self.progress.update(self.train, completed=trainer.global_step)

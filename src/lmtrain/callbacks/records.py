@@ -9,7 +9,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from numbers import Real
 from pathlib import Path
 from types import MappingProxyType
@@ -47,9 +47,12 @@ class Joined:
     def log_texts(self, columns: list[str], rows: list[list[str]]) -> None:
         """Adds rows to the table of samples, where the logger has tables."""
 
-    def read_sent(self) -> dict[str, set[int]]:
-        """What earlier processes have sent, where it can't be taken back and the tracker can tell."""
-        return {}
+    def open_run(self, after: int, tell: Callable[[str], None]) -> None:
+        """Opens files and connections; the run goes on after the step `after`."""
+        _ = self.experiment  # type: ignore[attr-defined]
+
+    def note_sent(self, rows: list[Row]) -> None:
+        """Sets `sent`, where the tracker can't take back what earlier processes sent; `rows`: what they logged."""
 
     def finalize(self, status: str = "success") -> None:
         """What a tracker can't do at the end is said, and no more: the run is trained."""

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from lmtrain import terminal
 from lmtrain.callbacks.records import Records
-from lmtrain.config.schema import Config
 from lmtrain.distributed.devices import total
 from lmtrain.objectives.base import Objective
 from lmtrain.objectives.parts import RECOMPUTED, Definition
@@ -27,8 +26,13 @@ USE = {f"router/{choices}": _SHARES for choices in CHOICES.values()}
 class Routing(pl.Callback):
     """Counts, on the device, for how many steps in a row each router has made no more choices than one token makes."""
 
-    def __init__(self, records: Records, config: Config) -> None:
-        self.records, self.config = records, config
+    def __init__(self, records: Records, warn_after_steps: int | None, memory_noise: float | None) -> None:
+        """
+        Args:
+            warn_after_steps: router.warn_after_steps; None: no warning.
+            memory_noise: memory.router_noise, for the warning's words.
+        """
+        self.records, self.warn_after_steps, self.memory_noise = records, warn_after_steps, memory_noise
         self.in_a_row: dict[str, Tensor] = {}  # steps, int64 [routers], by kind of router
         self.told: set[tuple[str, int]] = set()
 
@@ -41,9 +45,7 @@ class Routing(pl.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.in_a_row = {kind: torch.tensor(steps) for kind, steps in state_dict.items()}
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
         assert isinstance(pl_module, Objective)
         chosen = pl_module.model.router_losses.chosen
         for kind, counts in chosen.items():
@@ -57,14 +59,14 @@ class Routing(pl.Callback):
 
     def warn(self, module: Objective, step: int) -> None:
         """Says once of each router that it has collapsed, and what helps."""
-        limit, losses = self.config.router.warn_after_steps, module.model.router_losses
+        limit, losses = self.warn_after_steps, module.model.router_losses
         for kind, steps in self.in_a_row.items():
             for number, count in enumerate(steps.tolist()):
                 if limit is None or count < limit or (kind, number) in self.told:
                     continue
                 self.told.add((kind, number))
                 top_k, choices = losses.kinds[kind].top_k, losses.chosen[kind].shape[1]
-                noise = f", memory.router_noise ({self.config.memory.router_noise:g})" if kind == "memory" else ""
+                noise = f", memory.router_noise ({self.memory_noise:g})" if kind == "memory" else ""
                 terminal.console().print(
                     f"note: step {step:,}: router {number + 1} of {len(steps)} has sent all tokens to the same {top_k} "
                     f"of {choices} {CHOICES[kind]} for {count:,} steps, so the others are not trained: raise "

@@ -11,14 +11,14 @@ from rich.panel import Panel
 from rich.text import Text
 
 from lmtrain.callbacks.records import Joined
-from lmtrain.config.schema import Samples as SamplesConfig
+from lmtrain.config.schema import SamplesConfig
 from lmtrain.distributed import process_group as world
+from lmtrain.generation.prompts import Prompt
+from lmtrain.generation.sampling import sample_text
+from lmtrain.generation.text_metrics import TextMetrics
 from lmtrain.objectives.base import Objective
-from lmtrain.outputs.generation import sample_text
-from lmtrain.outputs.prompts import Prompt
-from lmtrain.outputs.text_metrics import TextMetrics
-from lmtrain.outputs.token_view import visible
 from lmtrain.strategies import sharding
+from lmtrain.terminal import visible
 
 
 class Samples(pl.Callback):

@@ -1,10 +1,21 @@
-"""Numbers of a step that follow from the config alone, for its record: tokens of each source, what has grown."""
+"""Numbers of a step's record besides losses: tokens of each source, what has grown, memory and a GPU's load."""
 
+import functools
+import importlib.util
 import math
+import os
+import resource
+import sys
+from collections.abc import Callable
+from pathlib import Path
 
+import torch
+
+from lmtrain import terminal
 from lmtrain.config.growth import Stages, row_lengths, step_sizes
-from lmtrain.config.schema import Config
+from lmtrain.config.schema import DataConfig
 from lmtrain.data.order import Rows
+from lmtrain.errors import first_line
 from lmtrain.objectives.parts import Definition
 
 _GROWN = {"plain count": "tests/data/test_growth.py::test_a_run_that_grows_goes_on_exactly"}
@@ -25,12 +36,11 @@ class StepNumbers:
     the last of these steps, where they grow.
     """
 
-    def __init__(self, config: Config, rows: Rows) -> None:
-        self.seq_len, self.mixture = config.data.seq_len, getattr(rows, "mixture", None)
-        self.sizes = step_sizes(config.data)
-        self.lengths = row_lengths(config.data) or Stages.constant(self.seq_len)
-        epochs = config.trainer.max_epochs
-        self.all_rows = len(rows) * epochs if epochs is not None else math.inf
+    def __init__(self, data: DataConfig, rows: Rows, max_epochs: int | None) -> None:
+        self.seq_len, self.mixture = data.seq_len, getattr(rows, "mixture", None)
+        self.sizes = step_sizes(data)
+        self.lengths = row_lengths(data) or Stages.constant(self.seq_len)
+        self.all_rows = len(rows) * max_epochs if max_epochs is not None else math.inf
 
     def __call__(self, steps: int) -> dict[str, int]:
         found = {}
@@ -55,3 +65,56 @@ class StepNumbers:
     def _rows_before(self, steps: int) -> int:
         """The last step of a run by epochs may be short."""
         return int(min(self.sizes.before(steps), self.all_rows))
+
+
+MACHINE = {
+    "host_memory_gib": Definition(
+        "GiB", "rank 0, now", "resident memory of the process (outside Linux the most there was)"
+    ),
+    "gpu_utilization": Definition("share", "rank 0's GPU, now", "time in which a kernel ran, as NVML has it"),
+    "gpu_watts": Definition("W", "rank 0's GPU, now", "power drawn, as NVML has it"),
+}
+
+_PAGES = Path("/proc/self/statm")
+
+
+def machine_numbers(device: torch.device) -> dict[str, float]:
+    """host_memory_gib: resident, of this process. On CUDA gpu_utilization (0 to 1) and gpu_watts, with nvidia-ml-py.
+
+    What NVML can't read on this device (parts of a GPU under MIG, virtual GPUs) is left out, and that is said once.
+    """
+    numbers = {"host_memory_gib": round(resident_bytes() / 2**30, 3)}
+    if device.type == "cuda" and has_nvml():
+        for name, read in _NVML.items():
+            try:
+                if name not in _unread:
+                    numbers[name] = read(device)
+            except Exception as error:  # NVML's share no base class with torch's
+                _unread.add(name)
+                terminal.console().print(f"note: {name} is left out of the records: {first_line(error)}")
+    return numbers
+
+
+_NVML: dict[str, Callable[[torch.device], float]] = {
+    "gpu_utilization": lambda device: torch.cuda.utilization(device) / 100,
+    "gpu_watts": lambda device: torch.cuda.power_draw(device) / 1000,
+}
+_unread: set[str] = set()  # what this process has failed to read
+
+
+@functools.cache
+def has_nvml() -> bool:
+    """Whether the package that reads NVML is installed."""
+    return importlib.util.find_spec("pynvml") is not None
+
+
+def resident_bytes() -> int:
+    """Now on Linux; elsewhere the most there was."""
+    if _PAGES.exists():
+        return int(_PAGES.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return peak_resident_bytes()
+
+
+def peak_resident_bytes() -> int:
+    """The most this process held; the system counts KiB, macOS bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

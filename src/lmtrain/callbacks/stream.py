@@ -70,9 +70,7 @@ class FeedStream(pl.Callback):
             )
         return window, Place(**self.place["place"])
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
         self.step = trainer.global_step
         if self.producer is None or self.step == self.total_steps:
             return

@@ -15,8 +15,8 @@ from lightning.pytorch.callbacks import EarlyStopping as LightningEarlyStopping
 
 from lmtrain.callbacks.average import WeightAverage
 from lmtrain.callbacks.metrics import Metrics
-from lmtrain.callbacks.preemption import ValidationInterrupted
 from lmtrain.callbacks.samples import Samples
+from lmtrain.callbacks.stopping import ValidationInterrupted
 from lmtrain.objectives.base import Objective
 from lmtrain.strategies.lightning_private import between_batches
 
@@ -54,9 +54,7 @@ class Validation(pl.Callback):
         if owed or (self.before_training and trainer.global_step == 0):
             self._run(trainer, pl_module)
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
         if self.due(trainer.global_step):
             self._run(trainer, pl_module)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lmtrain.config.schema import Config
-from lmtrain.config.schema_trainer import DeepSpeed, Trainer
+from lmtrain.config.schema_trainer import DeepSpeedConfig, TrainerConfig
 from lmtrain.errors import UserError
 
 # What a file may say and the run's config says in its own words, which hold.
@@ -21,7 +21,7 @@ OVERRULED = {
 }  # fmt: skip
 
 
-def engine_config(t: Trainer) -> dict[str, Any]:
+def engine_config(t: TrainerConfig) -> dict[str, Any]:
     """What DeepSpeed's engine is told.
 
     Args:
@@ -59,7 +59,7 @@ def overruled(c: Config) -> list[str]:
     return found
 
 
-def _ours(t: Trainer) -> dict[str, Any]:
+def _ours(t: TrainerConfig) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 1,  # for its throughput messages only: the loss is weighted by tokens here
         "gradient_accumulation_steps": 1,
@@ -70,7 +70,7 @@ def _ours(t: Trainer) -> dict[str, Any]:
     }
 
 
-def adopt_file(t: Trainer) -> None:
+def adopt_file(t: TrainerConfig) -> None:
     """Puts what trainer.deepspeed.config says of stage and offload in the options' places, its path absolute.
 
     So the plan, the checks and config.yaml speak of what runs.
@@ -98,7 +98,7 @@ def adopt_file(t: Trainer) -> None:
         )
 
 
-def check_options(d: DeepSpeed) -> None:
+def check_options(d: DeepSpeedConfig) -> None:
     """Raises UserError for options that don't go together."""
     if d.stage not in (1, 2, 3):
         raise UserError(f"trainer.deepspeed.stage={d.stage}: 1, 2 or 3 is needed")
@@ -111,7 +111,7 @@ def check_options(d: DeepSpeed) -> None:
         raise UserError("trainer.deepspeed.offload_parameters needs trainer.deepspeed.stage=3")
 
 
-def check_frozen_copy(t: Trainer) -> None:
+def check_frozen_copy(t: TrainerConfig) -> None:
     """Raises UserError where a model's first values can't be put in the place of the trained ones."""
     zero = engine_config(t)["zero_optimization"] if t.strategy == "deepspeed" else {}
     obstacles = []

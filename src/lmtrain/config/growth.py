@@ -8,7 +8,7 @@ import bisect
 from dataclasses import dataclass
 
 from lmtrain.config.schema import Config
-from lmtrain.config.schema_data import Data
+from lmtrain.config.schema_data import DataConfig
 from lmtrain.errors import UserError
 
 
@@ -66,7 +66,7 @@ class Stages:
         return ", ".join([f"{first[1]:,}", *(f"{value:,} from step {start:,} on" for start, value in later)])
 
 
-def step_sizes(data: Data) -> Stages:
+def step_sizes(data: DataConfig) -> Stages:
     """The rows of each optimizer step."""
     start, steps = data.batch_warmup.start_size, data.batch_warmup.steps
     if start is None or steps is None:
@@ -74,7 +74,7 @@ def step_sizes(data: Data) -> Stages:
     return Stages.growing(start, data.global_batch_size, steps)
 
 
-def row_lengths(data: Data) -> Stages | None:
+def row_lengths(data: DataConfig) -> Stages | None:
     """The tokens of a row in each optimizer step; None where it is always data.seq_len."""
     c = data.curriculum
     if c.by != "length" or c.start_length is None or c.steps is None:
@@ -98,7 +98,7 @@ def check_growth(c: Config) -> None:
     _check_divides("data.batch_warmup.start_size", w.start_size, "data.global_batch_size", d.global_batch_size)
 
 
-def _check_lengths(d: Data) -> None:
+def _check_lengths(d: DataConfig) -> None:
     c = d.curriculum
     if d.rows != "text" or d.packing not in (None, "concat"):
         found = f"data.packing={d.packing}" if d.rows == "text" else f"this data holds {d.rows}"

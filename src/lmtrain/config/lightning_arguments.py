@@ -10,7 +10,7 @@ from lmtrain.config.constraints import MACHINE, SHOWN, TRAJECTORY, choice, not_n
 
 
 @dataclass(kw_only=True)
-class LightningArguments:
+class LightningConfig:
     fast_dev_run: Annotated[bool | int, SHOWN, not_negative]
     overfit_batches: Annotated[int, TRAJECTORY, not_negative]
     profiler: Annotated[str | None, SHOWN, choice("simple", "advanced", "pytorch")]

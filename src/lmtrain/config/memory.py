@@ -3,8 +3,8 @@
 import dataclasses
 import re
 
-from lmtrain.config.objectives import CausalLMOptions
-from lmtrain.config.schema import Config, Memory
+from lmtrain.config.objectives import CausalLMConfig
+from lmtrain.config.schema import Config, MemoryConfig
 from lmtrain.errors import UserError
 
 
@@ -15,7 +15,7 @@ def check_memory(c: Config) -> None:
         if method == "memory":
             raise UserError("peft.method=memory needs a memory: choose peft=memory, or set memory=bank too")
         return
-    missing = [f.name for f in dataclasses.fields(Memory) if getattr(m, f.name) is None]
+    missing = [f.name for f in dataclasses.fields(MemoryConfig) if getattr(m, f.name) is None]
     if missing:
         raise UserError(f"memory.{missing[0]} has no value: set memory.{missing[0]}=..., or memory=none for no memory")
     assert m.memory_dim is not None and m.num_heads is not None and m.top_k is not None  # noqa: PT018
@@ -66,7 +66,7 @@ def check_base(c: Config) -> None:
 
 def check_router(c: Config) -> None:
     """Raises UserError where the routers' losses can't be those of whole steps."""
-    if c.router.scope == "step" and not isinstance(c.objective, CausalLMOptions):
+    if c.router.scope == "step" and not isinstance(c.objective, CausalLMConfig):
         raise UserError(
             f"router.scope=step with objective={c.objective.name}: only causal_lm and sft read each micro-batch "
             f"once, with the routers' losses; set router.scope=micro_batch"

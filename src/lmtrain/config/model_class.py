@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from lmtrain.config.models import CustomModel
+from lmtrain.config.models import CustomModelConfig
 from lmtrain.config.targets import find_class
 from lmtrain.errors import UserError
 
@@ -40,7 +40,7 @@ def find(target: str, allow_target: Sequence[str]) -> "type[PreTrainedModel]":
     config = config_class(cls)
     if config is None:
         raise UserError(f"{lacks} config_class: set it to a subclass of transformers.PretrainedConfig with its options")
-    missing = [name for name in CustomModel.NEEDED if name not in fields_of(config)]
+    missing = [name for name in CustomModelConfig.NEEDED if name not in fields_of(config)]
     if missing:
         raise UserError(f"{lacks} {', '.join(missing)} in its config {config.__qualname__}: fields of these names")
     return cls

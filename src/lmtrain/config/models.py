@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from lmtrain.config.constraints import CONTENT, MODEL, TRAJECTORY
-from lmtrain.config.schema import Config, Model
+from lmtrain.config.schema import Config, ModelConfig
 
 
 @dataclass(kw_only=True)
-class ScratchModel(Model):
+class ScratchModelConfig(ModelConfig):
     """A family of transformers with a shape; where a family lacks a setting, its key is null."""
 
     family: Annotated[str | None, MODEL] = None  # a transformers model_type: gpt2, llama, qwen3, qwen3_moe
@@ -31,7 +31,7 @@ class ScratchModel(Model):
 
 
 @dataclass(kw_only=True)
-class LoadedModel(Model):
+class LoadedModelConfig(ModelConfig):
     """Weights of the hub or of a folder, which bring their shape."""
 
     name_or_path: Annotated[str | None, MODEL, CONTENT] = None
@@ -40,7 +40,7 @@ class LoadedModel(Model):
 
 
 @dataclass(kw_only=True)
-class CustomModel(Model):
+class CustomModelConfig(ModelConfig):
     """A class that `_target_` names, from scratch; the keys beside these are fields of its config class."""
 
     # What lmtrain reads of its config, under transformers' names: FLOPs, memory and the tiny copy depend on them.
@@ -50,11 +50,11 @@ class CustomModel(Model):
 
 
 # model.init -> the keys of a model that no `_target_` names.
-OWN: dict[str, type[Model]] = {"scratch": ScratchModel, "pretrained": LoadedModel}
+OWN: dict[str, type[ModelConfig]] = {"scratch": ScratchModelConfig, "pretrained": LoadedModelConfig}
 
 
 def over_layers(config: Config) -> str:
     """router.over_layers, auto resolved: a loaded model's weight means what its authors meant by it."""
     if config.router.over_layers != "auto":
         return config.router.over_layers
-    return "joint" if isinstance(config.model, LoadedModel) else "sum"
+    return "joint" if isinstance(config.model, LoadedModelConfig) else "sum"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from lmtrain.config.constraints import MACHINE, TRAJECTORY, above_zero, choice, not_negative, share
-from lmtrain.config.schema import Config, Objective
+from lmtrain.config.schema import Config, ObjectiveConfig
 from lmtrain.errors import UserError
 
 # Those of losses.preferences.LOSSES, which imports torch.
@@ -16,20 +16,20 @@ REFERENCES = ("auto", "frozen_copy", "adapter_off", "precomputed", "none")
 
 
 @dataclass(kw_only=True)
-class CausalLMOptions(Objective):
+class CausalLMConfig(ObjectiveConfig):
     label_smoothing: Annotated[float, TRAJECTORY, share]
     z_loss: Annotated[float, TRAJECTORY, not_negative]
 
 
 @dataclass(kw_only=True)
-class SFTOptions(CausalLMOptions):
+class SFTConfig(CausalLMConfig):
     rows: ClassVar[str] = "conversations"
 
     neftune_alpha: Annotated[float | None, TRAJECTORY] = None
 
 
 @dataclass(kw_only=True)
-class DPOOptions(Objective):
+class DPOConfig(ObjectiveConfig):
     rows: ClassVar[str] = "pairs"
 
     loss: Annotated[str, TRAJECTORY, choice(*PREFERENCE_LOSSES)]
@@ -54,8 +54,8 @@ class DPOOptions(Objective):
 
 
 # objective.name -> the class that trains it, and its options.
-OWN: dict[str, tuple[str, type[Objective]]] = {
-    "causal_lm": ("lmtrain.objectives.causal_lm.CausalLM", CausalLMOptions),
-    "sft": ("lmtrain.objectives.sft.SFT", SFTOptions),
-    "dpo": ("lmtrain.objectives.dpo.DPO", DPOOptions),
+OWN: dict[str, tuple[str, type[ObjectiveConfig]]] = {
+    "causal_lm": ("lmtrain.objectives.causal_lm.CausalLM", CausalLMConfig),
+    "sft": ("lmtrain.objectives.sft.SFT", SFTConfig),
+    "dpo": ("lmtrain.objectives.dpo.DPO", DPOConfig),
 }

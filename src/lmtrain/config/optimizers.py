@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from lmtrain.config.constraints import TRAJECTORY
-from lmtrain.config.schema import Optimizer
+from lmtrain.config.schema import OptimizerConfig
 from lmtrain.errors import UserError
 
 
@@ -18,25 +18,25 @@ def two_betas(key: str, value: Any) -> None:
 
 
 @dataclass(kw_only=True)
-class LionOptions(Optimizer):
+class LionConfig(OptimizerConfig):
     betas: Annotated[Any, TRAJECTORY, two_betas]
 
 
 @dataclass(kw_only=True)
-class AdamWOptions(Optimizer):
+class AdamWConfig(OptimizerConfig):
     betas: Annotated[Any, TRAJECTORY, two_betas]
     eps: Annotated[float, TRAJECTORY]
 
 
 @dataclass(kw_only=True)
-class AdamW8bitOptions(Optimizer):
+class AdamW8bitConfig(OptimizerConfig):
     betas: Annotated[Any, TRAJECTORY, two_betas]
     eps: Annotated[float, TRAJECTORY]
     full_state_pattern: Annotated[str, TRAJECTORY]
 
 
 @dataclass(kw_only=True)
-class AdafactorOptions(Optimizer):
+class AdafactorConfig(OptimizerConfig):
     beta2_decay: Annotated[float, TRAJECTORY]
     eps: Annotated[float, TRAJECTORY]
     min_parameter_rms: Annotated[float, TRAJECTORY]
@@ -44,7 +44,7 @@ class AdafactorOptions(Optimizer):
 
 
 @dataclass(kw_only=True)
-class MuonOptions(AdamWOptions):
+class MuonConfig(AdamWConfig):
     """With those of the AdamW that takes all that is no hidden matrix."""
 
     momentum: Annotated[float, TRAJECTORY]
@@ -54,10 +54,10 @@ class MuonOptions(AdamWOptions):
 
 
 # optimizer.name -> its keys; `optim.optimizers` builds them.
-OWN: dict[str, type[Optimizer]] = {
-    "adamw": AdamWOptions,
-    "adamw_8bit": AdamW8bitOptions,
-    "adafactor": AdafactorOptions,
-    "lion": LionOptions,
-    "muon": MuonOptions,
+OWN: dict[str, type[OptimizerConfig]] = {
+    "adamw": AdamWConfig,
+    "adamw_8bit": AdamW8bitConfig,
+    "adafactor": AdafactorConfig,
+    "lion": LionConfig,
+    "muon": MuonConfig,
 }

@@ -4,59 +4,59 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from lmtrain.config.constraints import RATE, above_zero, at_least, choice, up_to_one
-from lmtrain.config.schema import Schedule
+from lmtrain.config.schema import ScheduleConfig
 from lmtrain.errors import UserError
 
 
 @dataclass(kw_only=True)
-class ToFloor(Schedule):
+class ToFloorConfig(ScheduleConfig):
     """Falls to a floor, which it reaches where the run ends."""
 
     min_lr_ratio: Annotated[float, RATE, up_to_one]
 
 
 @dataclass(kw_only=True)
-class CosineRestarts(ToFloor):
+class CosineRestartsConfig(ToFloorConfig):
     num_cycles: Annotated[int, RATE, at_least(1)]
 
 
 @dataclass(kw_only=True)
-class Polynomial(ToFloor):
+class PolynomialConfig(ToFloorConfig):
     power: Annotated[float, RATE, above_zero]
 
 
 @dataclass(kw_only=True)
-class WarmupStableDecay(ToFloor):
+class WarmupStableDecayConfig(ToFloorConfig):
     decay_ratio: Annotated[float, RATE, above_zero, up_to_one]
     decay_shape: Annotated[str, RATE, choice("linear", "cosine", "sqrt")]
 
 
 @dataclass(kw_only=True)
-class RangeTest(Schedule):
+class RangeTestConfig(ScheduleConfig):
     """Rises by one factor a step to the full rate, for `lmtrain.tune`."""
 
     min_lr_ratio: Annotated[float, RATE, above_zero, up_to_one]
 
 
 @dataclass(kw_only=True)
-class InverseSqrt(Schedule):
+class InverseSqrtConfig(ScheduleConfig):
     timescale: Annotated[int, RATE, at_least(1)]
 
 
 # schedule.name -> its keys; `optim.schedules.lr_factor` computes them.
-OWN: dict[str, type[Schedule]] = {
-    "constant": Schedule,
-    "linear": ToFloor,
-    "cosine": ToFloor,
-    "cosine_restarts": CosineRestarts,
-    "polynomial": Polynomial,
-    "inverse_sqrt": InverseSqrt,
-    "wsd": WarmupStableDecay,
-    "range_test": RangeTest,
+OWN: dict[str, type[ScheduleConfig]] = {
+    "constant": ScheduleConfig,
+    "linear": ToFloorConfig,
+    "cosine": ToFloorConfig,
+    "cosine_restarts": CosineRestartsConfig,
+    "polynomial": PolynomialConfig,
+    "inverse_sqrt": InverseSqrtConfig,
+    "wsd": WarmupStableDecayConfig,
+    "range_test": RangeTestConfig,
 }
 
 
-def check_schedule(schedule: Schedule) -> None:
+def check_schedule(schedule: ScheduleConfig) -> None:
     """Raises UserError where the warmup is said twice."""
     steps, ratio = schedule.warmup_steps, schedule.warmup_ratio
     if steps is not None and ratio is not None:

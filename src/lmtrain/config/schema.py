@@ -27,13 +27,20 @@ from lmtrain.config.constraints import (
     share,
     up_to_one,
 )  # fmt: skip
-from lmtrain.config.schema_data import Data, Tokenizer
-from lmtrain.config.schema_trainer import Trainer
-from lmtrain.config.schema_verbs import Estimate, Evaluate, Generate, Inspect, Report, Tune
+from lmtrain.config.schema_data import DataConfig, TokenizerConfig
+from lmtrain.config.schema_trainer import TrainerConfig
+from lmtrain.config.schema_verbs import (
+    EstimateConfig,
+    EvaluateConfig,
+    GenerateConfig,
+    InspectConfig,
+    ReportConfig,
+    TuneConfig,
+)
 
 
 @dataclass(kw_only=True)
-class Run:
+class RunConfig:
     name: Annotated[str | None, SHOWN, name_of_folder]
     dir: Annotated[str | None, SHOWN]  # resolved to an absolute path before anything is written
     root: Annotated[str, SHOWN]
@@ -45,7 +52,7 @@ class Run:
 
 
 @dataclass(kw_only=True)
-class Objective:
+class ObjectiveConfig:
     """What every objective has. Each adds options of its own in a subclass: objectives.py, or beside a user's class."""
 
     rows: ClassVar[str] = "text"  # what it trains on: text, conversations, pairs, or the path of a row format's class
@@ -63,7 +70,7 @@ class Objective:
 
 
 @dataclass(kw_only=True)
-class Model:
+class ModelConfig:
     """What every model has. models.py adds what one from scratch, a pretrained one and a class of one's own have."""
 
     name: Annotated[str, SHOWN]
@@ -79,7 +86,7 @@ class Model:
 
 
 @dataclass(kw_only=True)
-class Peft:
+class PeftConfig:
     method: Annotated[str, MODEL, choice("none", "lora", "memory")]
     adapter: Annotated[str | None, MODEL, CONTENT] = None  # folder or hub name of an adapter to go on training
     r: Annotated[int | None, MODEL, at_least(1)] = None
@@ -97,7 +104,7 @@ class Peft:
 
 
 @dataclass(kw_only=True)
-class Memory:
+class MemoryConfig:
     num_chapters: Annotated[int | None, MODEL, at_least(1)] = None  # None: no memory
     chapter_size: Annotated[int | None, MODEL, at_least(1)] = None
     memory_dim: Annotated[int | None, MODEL, at_least(1)] = None
@@ -110,7 +117,7 @@ class Memory:
 
 
 @dataclass(kw_only=True)
-class Router:
+class RouterConfig:
     """Losses of routers, of a memory and of a mixture of experts."""
 
     load_balance: Annotated[float | None, TRAJECTORY, not_negative]  # None: the mixture's router_aux_loss_coef
@@ -122,7 +129,7 @@ class Router:
 
 
 @dataclass(kw_only=True)
-class Optimizer:
+class OptimizerConfig:
     """What every optimizer has. optimizers.py adds what each reads besides, a user's class its arguments."""
 
     name: Annotated[str, TRAJECTORY]
@@ -133,7 +140,7 @@ class Optimizer:
 
 
 @dataclass(kw_only=True)
-class Schedule:
+class ScheduleConfig:
     """What every schedule has. schedule.py adds what each reads besides, a user's class its `Options`."""
 
     name: Annotated[str, RATE]
@@ -143,7 +150,7 @@ class Schedule:
 
 
 @dataclass(kw_only=True)
-class EarlyStopping:
+class EarlyStoppingConfig:
     enabled: Annotated[bool, RATE]
     monitor: Annotated[str, RATE]
     mode: Annotated[str, RATE, choice("min", "max")]
@@ -152,7 +159,7 @@ class EarlyStopping:
 
 
 @dataclass(kw_only=True)
-class Ema:
+class EmaConfig:
     """An average of the weights; the names of its settings are those of Lightning's EMAWeightAveraging."""
 
     enabled: Annotated[bool, RATE]
@@ -162,7 +169,7 @@ class Ema:
 
 
 @dataclass(kw_only=True)
-class Samples:
+class SamplesConfig:
     every_n_validations: Annotated[int, SHOWN, not_negative]
     prompts: Annotated[list[str], SHOWN]
     max_new_tokens: Annotated[int, SHOWN, at_least(1)]
@@ -173,22 +180,22 @@ class Samples:
 
 
 @dataclass(kw_only=True)
-class Progress:
+class ProgressConfig:
     style: Annotated[str, SHOWN, choice("auto", "rich", "plain", "none")]
     plain_every_seconds: Annotated[float, SHOWN]
 
 
 @dataclass(kw_only=True)
-class Callbacks:
-    early_stopping: EarlyStopping
-    ema: Ema
-    samples: Samples
-    progress: Progress
+class CallbacksConfig:
+    early_stopping: EarlyStoppingConfig
+    ema: EmaConfig
+    samples: SamplesConfig
+    progress: ProgressConfig
     extra: Annotated[list[dict[str, Any]], RATE]  # a user's own Lightning callbacks, each with its _target_
 
 
 @dataclass(kw_only=True)
-class Checkpoint:
+class CheckpointConfig:
     keep_last: Annotated[int, SHOWN, at_least(1)]
     keep_best: Annotated[int, SHOWN, not_negative]
     keep_every: Annotated[int | None, SHOWN, at_least(1)]
@@ -198,7 +205,7 @@ class Checkpoint:
 
 
 @dataclass(kw_only=True)
-class Export:
+class ExportConfig:
     checkpoint: Annotated[str, SHOWN]
     enabled: Annotated[bool, SHOWN]
     dtype: Annotated[str, SHOWN, choice("float32", "bfloat16", "float16")]
@@ -209,7 +216,7 @@ class Export:
 
 
 @dataclass(kw_only=True)
-class Sweep:
+class SweepConfig:
     method: Annotated[str, SHOWN]  # grid or optuna
     name: Annotated[str | None, SHOWN, name_of_folder]
     root: Annotated[str, SHOWN]
@@ -228,26 +235,29 @@ class Config:
 
     run_dir: Annotated[str | None, SHOWN]
     seed: Annotated[int, TRAJECTORY, between(0, 2**32 - 1)]
-    run: Run
-    objective: Objective
-    model: Model
-    data: Data
-    tokenizer: Tokenizer
-    peft: Peft
-    memory: Memory = field(default_factory=Memory)
-    router: Router
-    optimizer: Optimizer
-    schedule: Schedule
-    trainer: Trainer
-    callbacks: Callbacks
-    checkpoint: Checkpoint
+    run: RunConfig
+    objective: ObjectiveConfig
+    model: ModelConfig
+    data: DataConfig
+    tokenizer: TokenizerConfig
+    peft: PeftConfig
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    router: RouterConfig
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig
+    trainer: TrainerConfig
+    callbacks: CallbacksConfig
+    checkpoint: CheckpointConfig
     logger: Annotated[dict[str, Any], SHOWN]
-    export: Export
-    generate: Generate
-    evaluate: Evaluate
-    estimate: Estimate
-    tune: Tune
-    report: Report
-    inspect: Inspect
-    sweep: Sweep
+    export: ExportConfig
+    generate: GenerateConfig
+    evaluate: EvaluateConfig
+    estimate: EstimateConfig
+    tune: TuneConfig
+    report: ReportConfig
+    inspect: InspectConfig
+    sweep: SweepConfig
     debug: Annotated[dict[str, Any], SHOWN] = field(default_factory=dict)
+
+
+Objective, Schedule = ObjectiveConfig, ScheduleConfig  # earlier names, from which users' options may be derived

@@ -25,7 +25,7 @@ from lmtrain.config.constraints import (
 
 
 @dataclass(kw_only=True)
-class Curriculum:
+class CurriculumConfig:
     """How long rows are while the run is young: see config/growth.py."""
 
     by: Annotated[str | None, TRAJECTORY, choice("length")] = None  # None: no curriculum
@@ -35,7 +35,7 @@ class Curriculum:
 
 
 @dataclass(kw_only=True)
-class BatchWarmup:
+class BatchWarmupConfig:
     """How many rows a step has while the run is young: see config/growth.py."""
 
     start_size: Annotated[int | None, TRAJECTORY, at_least(1)] = None  # None: data.global_batch_size from the first on
@@ -44,7 +44,7 @@ class BatchWarmup:
 
 
 @dataclass(kw_only=True)
-class FillInTheMiddle:
+class FillInTheMiddleConfig:
     """Documents of text rearranged while they are read: see data/text/fim.py."""
 
     rate: Annotated[float, TRAJECTORY, up_to_one] = 0.0  # of documents
@@ -55,7 +55,7 @@ class FillInTheMiddle:
 
 
 @dataclass(kw_only=True)
-class Data:
+class DataConfig:
     _target_: Annotated[str | None, SHOWN] = None  # a LightningDataModule; None, in older configs: by the kind of rows
     # text, conversations, pairs, or the path of a row format's class: what the rows are taken for
     rows: Annotated[str, PREPARED, CONTENT]
@@ -77,15 +77,15 @@ class Data:
     seq_len: Annotated[int, TRAJECTORY, at_least(1)]
     global_batch_size: Annotated[int, TRAJECTORY, between(1, 2**31 - 1)]
     micro_batch_size: Annotated[int, MACHINE, at_least(1)]
-    batch_warmup: BatchWarmup = field(default_factory=BatchWarmup)
+    batch_warmup: BatchWarmupConfig = field(default_factory=BatchWarmupConfig)
     num_workers: Annotated[int, SHOWN, between(0, 512)]
     isolate_documents: Annotated[bool, TRAJECTORY]
     # Validated on beside the validation split: {name: {path or name, ...}}, see data/val_sets.py.
     val_sets: Annotated[dict[str, Any], VALIDATION] = field(default_factory=dict)
     val_train_rows: Annotated[int, VALIDATION, not_negative] = 0
-    curriculum: Curriculum = field(default_factory=Curriculum)
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     # Text for pretraining only.
-    fim: FillInTheMiddle = field(default_factory=FillInTheMiddle)
+    fim: FillInTheMiddleConfig = field(default_factory=FillInTheMiddleConfig)
     # a column or a list of columns, joined by column_separator
     text_column: Annotated[Any, PREPARED, name_or_names] = None
     column_separator: Annotated[str | None, PREPARED] = None
@@ -136,7 +136,7 @@ class Data:
 
 
 @dataclass(kw_only=True)
-class Tokenizer:
+class TokenizerConfig:
     kind: Annotated[str, PREPARED, choice("hub", "bpe", "bytes", "char")]
     name_or_path: Annotated[str | None, PREPARED, CONTENT] = None
     revision: Annotated[str | None, PREPARED] = None

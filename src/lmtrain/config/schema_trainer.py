@@ -14,7 +14,7 @@ from lmtrain.config.constraints import (
     choice,
     not_negative,
 )
-from lmtrain.config.lightning_arguments import LightningArguments
+from lmtrain.config.lightning_arguments import LightningConfig
 
 PRECISIONS = ("auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true", "fp8")
 STRATEGIES = ("auto", "ddp", "fsdp", "fsdp_tp", "deepspeed", "ddp_find_unused_parameters_true")
@@ -22,7 +22,7 @@ FP8_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")  # torchao's names
 
 
 @dataclass(kw_only=True)
-class Fsdp:
+class FsdpConfig:
     reshard_after_forward: Annotated[bool, MACHINE]
     cpu_offload: Annotated[bool, MACHINE]
     copy_per_node: Annotated[bool, MACHINE]
@@ -32,7 +32,7 @@ class Fsdp:
 
 
 @dataclass(kw_only=True)
-class DeepSpeed:
+class DeepSpeedConfig:
     stage: Annotated[int, MACHINE]
     offload_optimizer: Annotated[str | None, MACHINE]  # cpu or nvme
     offload_parameters: Annotated[str | None, MACHINE]
@@ -41,7 +41,7 @@ class DeepSpeed:
 
 
 @dataclass(kw_only=True)
-class Trainer(LightningArguments):
+class TrainerConfig(LightningConfig):
     max_steps: Annotated[int | None, RATE, at_least(1)]
     max_epochs: Annotated[int | None, RATE, at_least(1)]
     accelerator: Annotated[str, MACHINE, choice("auto", "cpu", "gpu", "cuda")]
@@ -49,8 +49,8 @@ class Trainer(LightningArguments):
     num_nodes: Annotated[int, MACHINE, at_least(1)]
     max_restarts: Annotated[int, SHOWN, not_negative]
     strategy: Annotated[str, MACHINE, choice(*STRATEGIES)]
-    fsdp: Fsdp
-    deepspeed: DeepSpeed
+    fsdp: FsdpConfig
+    deepspeed: DeepSpeedConfig
     precision: Annotated[str, MODEL, choice(*PRECISIONS)]  # a reference is computed in it too
     fp8_recipe: Annotated[str, TRAJECTORY, choice(*FP8_RECIPES)]  # of precision=fp8
     val_check_interval: Annotated[int | None, SHOWN, at_least(1)]

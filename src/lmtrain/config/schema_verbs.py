@@ -7,7 +7,7 @@ from lmtrain.config.constraints import SHOWN, above_zero, at_least, choice, name
 
 
 @dataclass(kw_only=True)
-class Generate:
+class GenerateConfig:
     prompt: Annotated[str, SHOWN]
     prompts_file: Annotated[str | None, SHOWN]
     out: Annotated[str | None, SHOWN]
@@ -22,7 +22,7 @@ class Generate:
 
 
 @dataclass(kw_only=True)
-class Inspect:
+class InspectConfig:
     split: Annotated[str, SHOWN, choice("train", "val")]
     samples: Annotated[int, SHOWN, not_negative]
     tokens: Annotated[int, SHOWN, at_least(1)]
@@ -31,7 +31,7 @@ class Inspect:
 
 
 @dataclass(kw_only=True)
-class Evaluate:
+class EvaluateConfig:
     data: Annotated[str, SHOWN, choice("auto", "run", "named")]
     checkpoint: Annotated[str, SHOWN]
     against: Annotated[str | None, SHOWN]
@@ -55,7 +55,7 @@ class Evaluate:
 
 
 @dataclass(kw_only=True)
-class Estimate:
+class EstimateConfig:
     device: Annotated[str | None, SHOWN]
     headroom: Annotated[float, SHOWN, share]
     tokens_per_s: Annotated[float | None, SHOWN, above_zero]
@@ -63,12 +63,12 @@ class Estimate:
 
 
 @dataclass(kw_only=True)
-class Report:
+class ReportConfig:
     enabled: Annotated[bool, SHOWN]
 
 
 @dataclass(kw_only=True)
-class Tune:
+class TuneConfig:
     lr: Annotated[bool, SHOWN]
     micro_batch_size: Annotated[bool, SHOWN]
     apply: Annotated[bool, SHOWN]

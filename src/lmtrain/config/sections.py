@@ -13,7 +13,7 @@ from lmtrain.config import model_class, models, optimizers, schedule
 from lmtrain.config.constraints import MODEL, TRAJECTORY, choice
 from lmtrain.config.keys import Key, keys_of
 from lmtrain.config.objectives import OWN
-from lmtrain.config.schema import Config, Model, Objective, Optimizer, Schedule
+from lmtrain.config.schema import Config, ModelConfig, ObjectiveConfig, OptimizerConfig, ScheduleConfig
 from lmtrain.config.targets import check_allowed, class_named
 from lmtrain.errors import UserError
 
@@ -57,7 +57,7 @@ def names_of(found: dict[str, type[Any]]) -> list[str]:
 def all_keys() -> tuple[Key, ...]:
     """The keys of the schema with those of all of lmtrain's own classes."""
     own = [key for _, options in OWN.values() for key in keys_of(options, "objective.")]  # type: ignore[arg-type]
-    sections = {"model": (*models.OWN.values(), models.CustomModel), "optimizer": optimizers.OWN.values(),
+    sections = {"model": (*models.OWN.values(), models.CustomModelConfig), "optimizer": optimizers.OWN.values(),
                 "schedule": schedule.OWN.values()}  # fmt: skip
     own += [key for name, classes in sections.items() for options in classes for key in keys_of(options, f"{name}.")]
     return tuple({key.name: key for key in (*own, *keys_of(Config))}.values())
@@ -68,7 +68,7 @@ def _allowed(tree: DictConfig) -> list[str]:
     return [str(package) for package in allowed] if OmegaConf.is_list(allowed) else []
 
 
-def _objective(section: DictConfig, allow_target: list[str]) -> type[Objective]:
+def _objective(section: DictConfig, allow_target: list[str]) -> type[ObjectiveConfig]:
     _check_given("objective", section)
     name, target = section.get("name"), str(section["_target_"])
     if name in OWN and OWN[name][0] != target:
@@ -77,10 +77,10 @@ def _objective(section: DictConfig, allow_target: list[str]) -> type[Objective]:
             f"objective={name}, or objective=custom objective._target_={target}"
         )
     own = next((options for path, options in OWN.values() if path == target), None)
-    return own or options_beside(str(target), "objective", Objective, allow_target)
+    return own or options_beside(str(target), "objective", ObjectiveConfig, allow_target)
 
 
-def _model(section: DictConfig, allow_target: list[str]) -> type[Model]:
+def _model(section: DictConfig, allow_target: list[str]) -> type[ModelConfig]:
     """The keys of any model and, of a class that `_target_` names, those of its config class."""
     init = section.get("init")
     if "_target_" not in section:
@@ -92,33 +92,33 @@ def _model(section: DictConfig, allow_target: list[str]) -> type[Model]:
             f"model.init={init}: a class that model._target_ names starts from scratch; to train its export on: "
             f"model=pretrained model.name_or_path=<the export> model.trust_remote_code=true"
         )
-    known = {field.name for field in dataclasses.fields(models.CustomModel)}
+    known = {field.name for field in dataclasses.fields(models.CustomModelConfig)}
     arguments = [str(name) for name in section if name not in known]
     types = model_class.arguments_of(str(section["_target_"]), arguments, allow_target)
     declared = [(name, Annotated[type_, MODEL]) for name, type_ in types.items()]
-    return dataclasses.make_dataclass("CustomModel", declared, bases=(models.CustomModel,), kw_only=True)
+    return dataclasses.make_dataclass("CustomModel", declared, bases=(models.CustomModelConfig,), kw_only=True)
 
 
-def _optimizer(section: DictConfig, allow_target: list[str]) -> type[Optimizer]:
+def _optimizer(section: DictConfig, allow_target: list[str]) -> type[OptimizerConfig]:
     """The keys of any optimizer and the arguments of this one, which its class checks when it is built."""
     if "_target_" not in section:
         return _named("optimizer", section, optimizers.OWN)
     _check_given("optimizer", section)
     check_allowed("optimizer", section["_target_"], allow_target)
-    known = {field.name for field in dataclasses.fields(Optimizer)}
+    known = {field.name for field in dataclasses.fields(OptimizerConfig)}
     arguments = [str(name) for name in section if name not in known]
     wrong = [name for name in arguments if not name.isidentifier()]
     if wrong:
         raise UserError(f"optimizer.{wrong[0]}: no argument of a class can have this name")
     declared = [(name, Annotated[Any, TRAJECTORY]) for name in arguments]
-    return dataclasses.make_dataclass("CustomOptimizer", declared, bases=(Optimizer,), kw_only=True)
+    return dataclasses.make_dataclass("CustomOptimizer", declared, bases=(OptimizerConfig,), kw_only=True)
 
 
-def _schedule(section: DictConfig, allow_target: list[str]) -> type[Schedule]:
+def _schedule(section: DictConfig, allow_target: list[str]) -> type[ScheduleConfig]:
     if "_target_" not in section:
         return _named("schedule", section, schedule.OWN)
     _check_given("schedule", section)
-    return options_beside(section["_target_"], "schedule", Schedule, allow_target)
+    return options_beside(section["_target_"], "schedule", ScheduleConfig, allow_target)
 
 
 def _check_given(name: str, section: DictConfig) -> None:

@@ -4,13 +4,13 @@ import re
 
 from lmtrain.config.deepspeed import check_options
 from lmtrain.config.precision import outside_fp8
-from lmtrain.config.schema import Config, Trainer
+from lmtrain.config.schema import Config, TrainerConfig
 from lmtrain.errors import UserError
 
 SHARING = ("fsdp", "fsdp_tp", "deepspeed")  # a device holds a part of the model, of its gradients or of its state
 
 
-def spell_out(t: Trainer) -> None:
+def spell_out(t: TrainerConfig) -> None:
     """Makes of Lightning's other names of strategies, deepspeed_stage_3_offload say, the keys that mean it here."""
     if t.strategy == "ddp_find_unused_parameters_false":
         t.strategy = "ddp"
@@ -25,7 +25,7 @@ def spell_out(t: Trainer) -> None:
         d.offload_parameters = place if d.stage == 3 else None
 
 
-def ranks_per_part(t: Trainer) -> int:
+def ranks_per_part(t: TrainerConfig) -> int:
     """How many ranks read the same rows: those of a tensor-parallel group."""
     return t.fsdp.tensor_parallel_size if t.strategy == "fsdp_tp" else 1
 
@@ -65,7 +65,7 @@ def check_strategy(c: Config) -> None:
         )
 
 
-def check_devices(t: Trainer) -> None:
+def check_devices(t: TrainerConfig) -> None:
     """Raises UserError where the devices of a node (known by now) don't form whole tensor-parallel groups."""
     size, devices = ranks_per_part(t), int(t.devices)
     if devices % size:

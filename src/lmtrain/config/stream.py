@@ -1,10 +1,10 @@
 """What a stream larger than the disk (data.ring_bytes) goes with."""
 
-from lmtrain.config.schema import Config, Data
+from lmtrain.config.schema import Config, DataConfig
 from lmtrain.errors import UserError
 
 
-def leave_out_ring(data: Data) -> None:
+def leave_out_ring(data: DataConfig) -> None:
     """Without a stream no key of its ring shapes anything: a checkpoint is not to be compared by them."""
     if data.ring_bytes is None:
         data.ring_shard_tokens = data.ring_window = data.ring_val_tokens = data.ring_patience = None

@@ -29,7 +29,7 @@ from lmtrain.errors import RunError, UserError
 KNOWN = ("lmtrain", "torch", "lightning", "transformers", "torchmetrics", "peft")  # packages open to everyone
 # The parts of them that hold classes to be named; other modules are not even imported.
 PLACES = (
-    "lmtrain.callbacks", "lmtrain.data", "lmtrain.objectives", "lmtrain.optim", "lmtrain.outputs",
+    "lmtrain.callbacks", "lmtrain.data", "lmtrain.objectives", "lmtrain.optim", "lmtrain.generation",
     "lightning.pytorch.callbacks", "peft.optimizers", "torch.nn", "torch.optim", "torchmetrics.text",
     "torchmetrics.wrappers", "transformers.models", "transformers.optimization",
 )  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from lmtrain.config.growth import step_sizes
 from lmtrain.config.objectives import OWN
-from lmtrain.config.schema import Config, Data
+from lmtrain.config.schema import Config, DataConfig
 from lmtrain.config.targets import building, class_named, lacking
 from lmtrain.data.chat.templates import ChatEncoder
 from lmtrain.data.examples.chat_rows import ChatRows
@@ -77,7 +77,7 @@ class Corpus:
         }
         return cls(**(known | facts))
 
-    def how_to_validate(self, data: Data) -> str:
+    def how_to_validate(self, data: DataConfig) -> str:
         """What to set so that there is a validation split, where there is none."""
         if data.source == "bins":
             return "put a val.bin beside train.bin, or prepare the text again with data.val_fraction=0.01"
@@ -278,7 +278,7 @@ def _summed(splits: list[Any]) -> dict[str, Any]:
 
 
 def _examples(config: Config, encoder: type[RowEncoder]) -> Corpus:
-    def make(tokenizer: Any, data: Data) -> RowEncoder:
+    def make(tokenizer: Any, data: DataConfig) -> RowEncoder:
         with building("data.rows", f"{encoder.__module__}.{encoder.__qualname__}"):
             return encoder(tokenizer, data)  # type: ignore[call-arg]  # a protocol's own constructor takes nothing
 

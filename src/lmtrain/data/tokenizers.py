@@ -16,10 +16,10 @@ from typing import Any
 from huggingface_hub import errors as hub_errors
 from huggingface_hub import hf_hub_download
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
-from tokenizers import Tokenizer as Backend
+from tokenizers import TokenizerConfig as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from lmtrain.config.schema import Tokenizer
+from lmtrain.config.schema import TokenizerConfig
 from lmtrain.data import hub
 from lmtrain.data.byte_bpe import training
 from lmtrain.data.byte_bpe.tables import LETTERS
@@ -46,7 +46,7 @@ class Identity:
     unreachable: str = ""
 
 
-def identity(cfg: Tokenizer) -> Identity:
+def identity(cfg: TokenizerConfig) -> Identity:
     """Raises UserError for a folder or a name that isn't there."""
     if cfg.kind == "bpe":
         settings = {
@@ -91,12 +91,12 @@ def _sha256(path: Path) -> str:
         return hashlib.sha256(file.read()).hexdigest()
 
 
-def _added(cfg: Tokenizer) -> dict[str, Any]:
+def _added(cfg: TokenizerConfig) -> dict[str, Any]:
     return {"add_tokens": cfg.add_tokens} if cfg.add_tokens else {}
 
 
 def load_or_train(
-    cfg: Tokenizer,
+    cfg: TokenizerConfig,
     texts: Callable[[str], Iterator[str]],
     named: Identity | None = None,
     watch: Callable[[Iterator[str]], Iterator[str]] = iter,
@@ -212,7 +212,7 @@ def vocab_size(tokenizer: PreTrainedTokenizerFast) -> int:
     return max(tokenizer.get_vocab().values()) + 1
 
 
-def _load(cfg: Tokenizer, named: Identity) -> PreTrainedTokenizerFast:
+def _load(cfg: TokenizerConfig, named: Identity) -> PreTrainedTokenizerFast:
     name = str(cfg.name_or_path)
     folder = Path(name).expanduser()
     is_folder, offline = folder.is_dir(), named.resolved is None
@@ -263,7 +263,7 @@ def _wrap(backend: Backend, **special: str) -> PreTrainedTokenizerFast:
     )
 
 
-def _train_bpe(cfg: Tokenizer, text: Iterator[str]) -> Backend:
+def _train_bpe(cfg: TokenizerConfig, text: Iterator[str]) -> Backend:
     """UserError where the vocabulary has no room for all bytes."""
     size, smallest = cfg.vocab_size or 0, len(training.ALPHABET) + 1
     if size < smallest:

@@ -6,7 +6,7 @@ import re
 from typing import Any, NamedTuple
 
 from lmtrain.config.fingerprint import short_hash
-from lmtrain.config.schema import Config, Data, Tokenizer
+from lmtrain.config.schema import Config, DataConfig, TokenizerConfig
 from lmtrain.data import tokenizers
 from lmtrain.data.corpus import Corpus, row_format
 from lmtrain.data.examples.prepare import prepare_examples
@@ -69,7 +69,7 @@ def _check(name: str, keys: Any) -> None:
     check_keys(keys, KEYS, f"data.val_sets.{name}")
 
 
-def _data_of(data: Data, keys: dict[str, Any]) -> Data:
+def _data_of(data: DataConfig, keys: dict[str, Any]) -> DataConfig:
     """The run's settings with a set's own source, all of which is prepared as if to be trained on."""
     keys = dict(keys)
     split = keys.pop("split", data.val_split or data.train_split)
@@ -80,10 +80,10 @@ def _data_of(data: Data, keys: dict[str, Any]) -> Data:
     return dataclasses.replace(own, **(source | whole | keys))
 
 
-def _open(config: Config, data: Data, corpus: Corpus) -> ValSet:
+def _open(config: Config, data: DataConfig, corpus: Corpus) -> ValSet:
     tokenizer, trained = config.tokenizer, corpus.folder / "tokenizer"
     if tokenizer.kind in ("bpe", "char"):  # made from the run's own data
-        tokenizer = Tokenizer(kind="hub", name_or_path=str(trained))
+        tokenizer = TokenizerConfig(kind="hub", name_or_path=str(trained))
     if data.rows == "text":
         prepared = prepare(data, tokenizer)
         if tokenizers.tokenizer_hash(prepared.tokenizer) != tokenizers.tokenizer_hash(corpus.tokenizer):

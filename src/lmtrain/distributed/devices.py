@@ -12,7 +12,7 @@ import torch.distributed
 from torch import Tensor
 
 from lmtrain.config.deepspeed import adopt_file
-from lmtrain.config.schema import Config, Trainer
+from lmtrain.config.schema import Config, TrainerConfig
 from lmtrain.config.strategies import SHARING
 from lmtrain.errors import UserError
 
@@ -62,7 +62,7 @@ def why_not_used() -> str | None:
     return None
 
 
-def why_not_compiled(t: Trainer) -> str | None:
+def why_not_compiled(t: TrainerConfig) -> str | None:
     """Why trainer.compile=auto compiles nothing under these settings and on this machine; None where it does."""
     if t.accelerator != "cuda":
         return "gains nothing on a CPU"
@@ -100,7 +100,7 @@ def set_threads(num_threads: int | None, processes: int) -> None:
         torch.set_num_threads(num_threads)
 
 
-def set_matmul_precision(t: Trainer) -> None:
+def set_matmul_precision(t: TrainerConfig) -> None:
     """What fp32 matrices are rounded to before a GPU multiplies them; a CPU always multiplies them as they are."""
     torch.set_float32_matmul_precision(t.float32_matmul_precision if t.accelerator == "cuda" else "highest")
 

@@ -14,8 +14,8 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, Pretr
 from transformers.activations import ACT2FN
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from lmtrain.config.models import CustomModel, LoadedModel, ScratchModel
-from lmtrain.config.schema import Model
+from lmtrain.config.models import CustomModelConfig, LoadedModelConfig, ScratchModelConfig
+from lmtrain.config.schema import ModelConfig
 from lmtrain.data import hub
 from lmtrain.errors import UserError
 from lmtrain.models import folder
@@ -30,13 +30,13 @@ log = logging.getLogger(__name__)
 
 MAX_POSITIONS = "max_position_embeddings"
 # Keys of `model` that go into the transformers config under their own name.
-SHAPE_KEYS = (*(f.name for f in fields(ScratchModel) if f.name not in {"family", *(f.name for f in fields(Model))}),
-              MAX_POSITIONS)  # fmt: skip
+_GENERAL = {"family", *(f.name for f in fields(ModelConfig))}
+SHAPE_KEYS = (*(f.name for f in fields(ScratchModelConfig) if f.name not in _GENERAL), MAX_POSITIONS)
 DROPOUTS = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout", "dropout")
 
 
 def build_model(
-    cfg: Model,
+    cfg: ModelConfig,
     vocab_size: int,
     eos_token_id: int | None,
     seq_len: int,
@@ -68,9 +68,9 @@ def build_model(
     _check_vocabulary(cfg, config, vocab_size, new_tokens)
     _check_positions(cfg, config, seq_len)
     _forget_padding(config)
-    if isinstance(cfg, CustomModel):
+    if isinstance(cfg, CustomModelConfig):
         model = custom_model(cfg, config, allow_target)
-    elif not isinstance(cfg, LoadedModel):
+    elif not isinstance(cfg, LoadedModelConfig):
         model = _instantiate(cfg, config)
         init_residual_projections(model)
     else:
@@ -83,8 +83,10 @@ def build_model(
     return model.train()
 
 
-def _config(cfg: Model, vocab_size: int, eos_token_id: int | None, allow_target: Sequence[str]) -> PretrainedConfig:
-    if isinstance(cfg, LoadedModel):
+def _config(
+    cfg: ModelConfig, vocab_size: int, eos_token_id: int | None, allow_target: Sequence[str]
+) -> PretrainedConfig:
+    if isinstance(cfg, LoadedModelConfig):
         return _pretrained_config(cfg)
     rows = cfg.vocab_size or vocab_size
     given: dict[str, Any] = {
@@ -93,9 +95,9 @@ def _config(cfg: Model, vocab_size: int, eos_token_id: int | None, allow_target:
         "eos_token_id": eos_token_id,
         "use_cache": True,  # for whoever generates with the export; training passes False
     }
-    if isinstance(cfg, ScratchModel):
+    if isinstance(cfg, ScratchModelConfig):
         return _scratch_config(cfg, given)
-    assert isinstance(cfg, CustomModel)
+    assert isinstance(cfg, CustomModelConfig)
     config = custom_config(cfg, given, allow_target)
     if cfg.dropout and not _dropout_fields(cfg, config):
         raise UserError(f"model.dropout={cfg.dropout}: {type(config).__qualname__} has no field dropout")
@@ -103,7 +105,7 @@ def _config(cfg: Model, vocab_size: int, eos_token_id: int | None, allow_target:
     return config
 
 
-def _scratch_config(cfg: ScratchModel, given: dict[str, Any]) -> PretrainedConfig:
+def _scratch_config(cfg: ScratchModelConfig, given: dict[str, Any]) -> PretrainedConfig:
     family = cfg.family
     if family is None or family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         near = difflib.get_close_matches(str(family), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, n=3)
@@ -128,11 +130,11 @@ def _scratch_config(cfg: ScratchModel, given: dict[str, Any]) -> PretrainedConfi
         raise UserError(f"model.family={family} refuses this shape: {_last_line(error)}") from error
 
 
-def _dropout_fields(cfg: Model, config: PretrainedConfig) -> dict[str, float]:
+def _dropout_fields(cfg: ModelConfig, config: PretrainedConfig) -> dict[str, float]:
     return {name: cfg.dropout for name in DROPOUTS if hasattr(config, name)}
 
 
-def _extra_fields(cfg: Model, config: PretrainedConfig) -> dict[str, Any]:
+def _extra_fields(cfg: ModelConfig, config: PretrainedConfig) -> dict[str, Any]:
     for name in cfg.extra:
         if name.startswith("_") or not hasattr(config, name):  # such as the name of a kernel that is downloaded
             near = difflib.get_close_matches(name, config.to_dict(), n=1)
@@ -141,7 +143,7 @@ def _extra_fields(cfg: Model, config: PretrainedConfig) -> dict[str, Any]:
     return dict(cfg.extra)
 
 
-def _check_shape(cfg: ScratchModel) -> None:
+def _check_shape(cfg: ScratchModelConfig) -> None:
     for key in (*SHAPE_KEYS, "vocab_size"):
         value = getattr(cfg, key)
         if isinstance(value, int) and not isinstance(value, bool) and value < 1:
@@ -167,7 +169,7 @@ def _check_shape(cfg: ScratchModel) -> None:
         raise UserError(f"model.num_experts_per_tok={chosen} of model.num_experts={experts}: lower the first")
 
 
-def _pretrained_config(cfg: LoadedModel) -> PretrainedConfig:
+def _pretrained_config(cfg: LoadedModelConfig) -> PretrainedConfig:
     if not cfg.name_or_path:
         raise UserError("model.init=pretrained needs a model: set model.name_or_path to a hub name or a folder")
     if cfg.max_position_embeddings is not None:
@@ -184,7 +186,7 @@ def _pretrained_config(cfg: LoadedModel) -> PretrainedConfig:
     return config
 
 
-def _load(cfg: LoadedModel, config: PretrainedConfig, loading: dict[str, Any]) -> PreTrainedModel:
+def _load(cfg: LoadedModelConfig, config: PretrainedConfig, loading: dict[str, Any]) -> PreTrainedModel:
     dtype = torch.float32  # the checkpoint's own is often bf16, too coarse to take small updates
     return _from_hub(folder.from_pretrained, cfg, config=config, dtype=dtype, **loading)
 
@@ -198,7 +200,7 @@ def _grow_vocabulary(model: PreTrainedModel, vocab_size: int) -> None:
         model.resize_token_embeddings(vocab_size, mean_resizing=not on_meta)  # which looks at the rows
 
 
-def _from_hub(function: Any, cfg: LoadedModel, **options: Any) -> Any:
+def _from_hub(function: Any, cfg: LoadedModelConfig, **options: Any) -> Any:
     name, unreachable = str(cfg.name_or_path), ""
     if not Path(name).is_dir() and not name.startswith((".", "/", "~")):
         try:  # one question first: transformers would retry an unreachable hub for half a minute
@@ -214,7 +216,7 @@ def _from_hub(function: Any, cfg: LoadedModel, **options: Any) -> Any:
         raise error if isinstance(error, UserError) else UserError(_explain_loading(cfg, error)) from error
 
 
-def _explain_loading(cfg: LoadedModel, error: Exception) -> str:
+def _explain_loading(cfg: LoadedModelConfig, error: Exception) -> str:
     name = str(cfg.name_or_path)
     if (Path(name).expanduser() / "adapter_config.json").is_file():
         return (
@@ -234,7 +236,7 @@ def _explain_loading(cfg: LoadedModel, error: Exception) -> str:
     )
 
 
-def _instantiate(cfg: Model, config: PretrainedConfig) -> PreTrainedModel:
+def _instantiate(cfg: ModelConfig, config: PretrainedConfig) -> PreTrainedModel:
     try:
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=cfg.trust_remote_code)
     except ValueError as error:
@@ -254,11 +256,11 @@ def _let_padding_learn(model: PreTrainedModel) -> None:
         embeddings.padding_idx = None
 
 
-def _check_vocabulary(cfg: Model, config: PretrainedConfig, vocab_size: int, new_tokens: Sequence[int]) -> None:
+def _check_vocabulary(cfg: ModelConfig, config: PretrainedConfig, vocab_size: int, new_tokens: Sequence[int]) -> None:
     rows = config.get_text_config().vocab_size
     if vocab_size <= rows or (cfg.init == "pretrained" and set(range(rows, vocab_size)) <= set(new_tokens)):
         return
-    if isinstance(cfg, LoadedModel):
+    if isinstance(cfg, LoadedModelConfig):
         raise UserError(
             f"the tokenizer has {vocab_size} tokens, {cfg.name_or_path} has embeddings for {rows}: use its own "
             f"tokenizer (tokenizer=hub tokenizer.name_or_path={cfg.name_or_path})"
@@ -266,12 +268,12 @@ def _check_vocabulary(cfg: Model, config: PretrainedConfig, vocab_size: int, new
     raise UserError(f"model.vocab_size={rows} is less than the tokenizer's {vocab_size} tokens: make it null")
 
 
-def _check_positions(cfg: Model, config: PretrainedConfig, seq_len: int) -> None:
+def _check_positions(cfg: ModelConfig, config: PretrainedConfig, seq_len: int) -> None:
     positions = getattr(config.get_text_config(), MAX_POSITIONS, None)
     if positions is None or seq_len <= positions:
         return
     key = f"model.{MAX_POSITIONS}"
-    if not isinstance(cfg, LoadedModel):
+    if not isinstance(cfg, LoadedModelConfig):
         raise UserError(f"data.seq_len={seq_len} exceeds {key}={positions}: lower the first or raise the second")
     raise UserError(
         f"data.seq_len={seq_len} exceeds the {positions} positions ({MAX_POSITIONS}) of {cfg.name_or_path}: "

@@ -9,12 +9,12 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lmtrain.config import model_class
-from lmtrain.config.models import CustomModel
+from lmtrain.config.models import CustomModelConfig
 from lmtrain.config.targets import building
 from lmtrain.errors import UserError
 
 
-def custom_config(cfg: CustomModel, fields: dict[str, Any], allow_target: Sequence[str]) -> PretrainedConfig:
+def custom_config(cfg: CustomModelConfig, fields: dict[str, Any], allow_target: Sequence[str]) -> PretrainedConfig:
     """The class's config: of its own options, those of `cfg` beside `_target_`.
 
     Args:
@@ -30,7 +30,7 @@ def custom_config(cfg: CustomModel, fields: dict[str, Any], allow_target: Sequen
         raise UserError(
             f"model.max_position_embeddings={positions}: {config_class.__qualname__} has no such field; make it null"
         )
-    general = {field.name for field in dataclasses.fields(CustomModel)}
+    general = {field.name for field in dataclasses.fields(CustomModelConfig)}
     options = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg) if f.name not in general}
     if positions is not None:
         options["max_position_embeddings"] = positions
@@ -38,7 +38,7 @@ def custom_config(cfg: CustomModel, fields: dict[str, Any], allow_target: Sequen
         return config_class(**fields, **options)
 
 
-def custom_model(cfg: CustomModel, config: PretrainedConfig, allow_target: Sequence[str]) -> PreTrainedModel:
+def custom_model(cfg: CustomModelConfig, config: PretrainedConfig, allow_target: Sequence[str]) -> PreTrainedModel:
     """The model in fp32, as its class draws its weights; saving it writes the source of its module beside them.
 
     Raises:

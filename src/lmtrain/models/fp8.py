@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from lmtrain.config.growth import row_lengths
 from lmtrain.config.precision import FP8
-from lmtrain.config.schema import Config, Data, Trainer
+from lmtrain.config.schema import Config, DataConfig, TrainerConfig
 from lmtrain.errors import UserError
 from lmtrain.models.blocks import decoder_blocks
 from lmtrain.models.flops import flops_per_token
@@ -25,7 +25,7 @@ INSTEAD = "set trainer.precision=bf16-mixed"
 _KEPT = ("lora_", ".memory.", ".memory_bank.", ".gate.", ".router.")
 
 
-def why_not(t: Trainer) -> str | None:
+def why_not(t: TrainerConfig) -> str | None:
     """Why nothing can be multiplied in 8 bits here, and what to do; None where it can."""
     if t.accelerator != "cuda":
         return f"a CPU does not multiply in 8 bits: {INSTEAD}"
@@ -37,7 +37,7 @@ def why_not(t: Trainer) -> str | None:
     return None
 
 
-def check(t: Trainer) -> None:
+def check(t: TrainerConfig) -> None:
     """Raises UserError where trainer.precision=fp8 can't be had on this machine."""
     obstacle = why_not(t) if t.precision == FP8 else None
     if obstacle is not None:
@@ -133,7 +133,7 @@ def _kinds(layers: dict[str, nn.Linear]) -> str:
     return ", ".join(dict.fromkeys(n.removesuffix(".base_layer").rpartition(".")[2] for n in layers))
 
 
-def _in_multiples(data: Data) -> bool:
+def _in_multiples(data: DataConfig) -> bool:
     """Whether each micro-batch has a multiple of 16 tokens."""
     lengths = row_lengths(data)
     values = [data.seq_len] if lengths is None else lengths.values

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lmtrain.config.schema import Objective, Router
+from lmtrain.config.schema import ObjectiveConfig, RouterConfig
 from lmtrain.errors import UserError
 from lmtrain.losses.cross_entropy import chunked_cross_entropy
 from lmtrain.losses.log_probs import chunked_log_probs
@@ -61,7 +61,7 @@ class LanguageModel(nn.Module):
 
     model: PreTrainedModel
 
-    def __init__(self, model: PreTrainedModel, objective: Objective, router: Router | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, objective: ObjectiveConfig, router: RouterConfig | None = None) -> None:
         super().__init__()
         if model.base_model is model or model.get_output_embeddings() is None:
             raise UserError(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from lmtrain.config.models import ScratchModel
+from lmtrain.config.models import ScratchModelConfig
 from lmtrain.errors import UserError
 
 # What families call these keys; GPT-2's other names are in its config's own attribute_map.
@@ -46,7 +46,7 @@ def field_name(config: PretrainedConfig, key: str) -> str | None:
     return next((name for name in names if hasattr(config, name)), None)
 
 
-def promised(cfg: ScratchModel) -> dict[str, int]:
+def promised(cfg: ScratchModelConfig) -> dict[str, int]:
     """The values that stand for keys which are null; a mixture's intermediate_size has none: see `check_mixture`."""
     found, width, heads = dict[str, int](), cfg.hidden_size, cfg.num_attention_heads
     if width and cfg.intermediate_size is None and cfg.num_experts is None:
@@ -59,7 +59,7 @@ def promised(cfg: ScratchModel) -> dict[str, int]:
 
 
 def filled(
-    cfg: ScratchModel,
+    cfg: ScratchModelConfig,
     given: dict[str, Any],
     make: Callable[..., PretrainedConfig],
     name_of: Callable[[str], str | None],
@@ -95,7 +95,7 @@ def _differs(config: PretrainedConfig, name: str, value: int) -> bool:
     return getattr(config, name, None) not in (None, value)
 
 
-def _check_width(cfg: ScratchModel, config: PretrainedConfig, name: str | None) -> None:
+def _check_width(cfg: ScratchModelConfig, config: PretrainedConfig, name: str | None) -> None:
     """Raises UserError where the feed-forward layers' width is one that no key of `model` says."""
     if cfg.num_experts is not None:
         if name is not None and _dimensions(config) != _dimensions(config, **{name: getattr(config, name) + 8}):

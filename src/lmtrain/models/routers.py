@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
 
-from lmtrain.config.schema import Router
+from lmtrain.config.schema import RouterConfig
 from lmtrain.losses.router import Totals, over_layers, totals
 
 KEPT = "last_router_logits"
@@ -102,7 +102,7 @@ class RouterLosses:
             balancing, and no more.
     """
 
-    def __init__(self, model: PreTrainedModel, routers: Routers, settings: Router | None) -> None:
+    def __init__(self, model: PreTrainedModel, routers: Routers, settings: RouterConfig | None) -> None:
         config = model.config.get_text_config()
         own = getattr(config, "router_aux_loss_coef", None) or 0.0
         wanted = settings.load_balance if settings is not None else None

@@ -39,7 +39,7 @@ class Objective(Reported):
 
     A subclass says what the loss of a micro-batch is, and how many units of weight (tokens, pairs) it holds:
         class WeightedLM(Objective):
-            Options = WeightedLMOptions  # a dataclass derived from config.schema.Objective
+            Options = WeightedLMOptions  # a dataclass derived from config.schema.ObjectiveConfig
 
             def count_tokens(self, batch): return (batch["labels"] != IGNORE).sum()
             def micro_batch_loss(self, batch): return LossParts(loss_sum, n_tokens, {"loss": loss_sum.detach()})
@@ -47,7 +47,7 @@ class Objective(Reported):
     `objective._target_` names it, and the keys beside it are the fields of its `Options` (docs/extending.md).
     """
 
-    Options: ClassVar[type[schema.Objective]] = schema.Objective
+    Options: ClassVar[type[schema.ObjectiveConfig]] = schema.ObjectiveConfig
     definitions: ClassVar[Mapping[str, Definition]] = {}  # of the means it reports, as named in LossParts.sums
 
     model: LanguageModel

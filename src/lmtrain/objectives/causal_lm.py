@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmtrain.config.objectives import CausalLMOptions
+from lmtrain.config.objectives import CausalLMConfig
 from lmtrain.data.text.windows import IGNORE
 from lmtrain.objectives.base import LossParts, Objective
 from lmtrain.objectives.parts import RECOMPUTED, Definition
@@ -27,7 +27,7 @@ LIKELIHOOD = {
 class CausalLM(Objective):
     """Pretraining. A micro-batch is {input_ids, labels, [position_ids, cu_seqlens, learned, seen]}, labels shifted."""
 
-    Options = CausalLMOptions
+    Options = CausalLMConfig
     definitions = LIKELIHOOD
 
     def count_tokens(self, batch: dict[str, Tensor]) -> Tensor:

@@ -7,7 +7,7 @@ of their tokens only. The unit of weight is the pair.
 import torch
 from torch import Tensor
 
-from lmtrain.config.objectives import DPOOptions
+from lmtrain.config.objectives import DPOConfig
 from lmtrain.config.schema import Config
 from lmtrain.data.corpus import Corpus
 from lmtrain.errors import UserError
@@ -49,7 +49,7 @@ PREFERENCE = {
 }
 
 
-def loss_options(cfg: DPOOptions) -> LossOptions:
+def loss_options(cfg: DPOConfig) -> LossOptions:
     """The options of a loss from the config; length_normalize=auto is what the loss's paper does."""
     per_token = LOSSES[cfg.loss].per_token if cfg.length_normalize == "auto" else bool(cfg.length_normalize)
     return LossOptions(
@@ -62,7 +62,7 @@ def loss_options(cfg: DPOOptions) -> LossOptions:
     )
 
 
-def check_reference(cfg: DPOOptions) -> None:
+def check_reference(cfg: DPOConfig) -> None:
     """Raises UserError where the loss and the reference don't go together."""
     free = [*REFERENCE_FREE, *(name for name, loss in LOSSES.items() if not loss.has_reference)]
     if cfg.loss not in free and cfg.reference == "none":
@@ -75,7 +75,7 @@ def check_reference(cfg: DPOOptions) -> None:
 class DPO(ReferenceObjective):
     """`prepare` says, before training, what the loss and the reference are."""
 
-    Options = DPOOptions
+    Options = DPOConfig
     definitions = PREFERENCE
     answers = 2  # of a row: chosen, rejected
 
@@ -86,7 +86,7 @@ class DPO(ReferenceObjective):
             UserError: see `check_reference` and `reference.choose`.
         """
         options = config.objective
-        assert isinstance(options, DPOOptions)
+        assert isinstance(options, DPOConfig)
         self.loss, self.options = options.loss, loss_options(options)
         check_reference(options)
         self.settle_reference(options.reference if LOSSES[options.loss].has_reference else "none", config, corpus)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lmtrain.config.constraints import MACHINE, TRAJECTORY, above_zero, choice, not_negative
 from lmtrain.config.growth import step_sizes
-from lmtrain.config.schema import Config, Objective
+from lmtrain.config.schema import Config, ObjectiveConfig
 from lmtrain.data.corpus import Corpus
 from lmtrain.distributed.devices import total
 from lmtrain.errors import UserError
@@ -48,7 +48,7 @@ MARKED = {
 
 
 @dataclass(kw_only=True)
-class KTOOptions(Objective):
+class KTOOptions(ObjectiveConfig):
     rows: ClassVar[str] = "lmtrain.data.examples.unpaired_rows.UnpairedRowEncoder"
 
     beta: Annotated[float, TRAJECTORY, above_zero]

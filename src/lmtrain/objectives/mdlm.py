@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, PreTrainedModel
 
 from lmtrain.config.constraints import TRAJECTORY, above_zero, share
-from lmtrain.config.schema import Config, Objective
+from lmtrain.config.schema import Config, ObjectiveConfig
 from lmtrain.data.corpus import Corpus
 from lmtrain.data.loaders import validation_places
 from lmtrain.data.order import mix64
@@ -49,7 +49,7 @@ BOUND = {
 
 
 @dataclass(kw_only=True)
-class MDLMOptions(Objective):
+class MDLMOptions(ObjectiveConfig):
     mask_token: Annotated[str | None, TRAJECTORY] = None
     min_time: Annotated[float, TRAJECTORY, above_zero, share]
 

@@ -14,7 +14,7 @@ class Definition(NamedTuple):
     """What a number of metrics.jsonl or summary.json means. It stands beside what produces the number, under its name.
 
     Means are over all micro-batches and ranks of the step, of a validation over all its rows: `over` says of what.
-    docs/metrics.md is made of all definitions (run/definitions.py).
+    docs/metrics.md is made of all definitions (docs/metrics.py).
     """
 
     unit: str

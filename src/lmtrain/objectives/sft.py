@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from lmtrain.config.objectives import SFTOptions
+from lmtrain.config.objectives import SFTConfig
 from lmtrain.config.schema import Config
 from lmtrain.data.corpus import Corpus
 from lmtrain.objectives.base import LossParts
@@ -15,11 +15,11 @@ class SFT(CausalLM):
 
     _batch: dict[str, Tensor]  # the running micro-batch
 
-    Options = SFTOptions
+    Options = SFTConfig
 
     def prepare(self, config: Config, corpus: Corpus) -> None:
         options = config.objective
-        assert isinstance(options, SFTOptions)
+        assert isinstance(options, SFTConfig)
         if options.neftune_alpha:
             self.add_embedding_noise(options.neftune_alpha)
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lmtrain.config.optimizers import MuonOptions
-from lmtrain.config.schema import Optimizer
+from lmtrain.config.optimizers import MuonConfig
+from lmtrain.config.schema import OptimizerConfig
 from lmtrain.errors import UserError
 
 RULE_KEYS = ("pattern", "lr", "weight_decay", "name")
@@ -40,7 +40,9 @@ class _Rule:
     weight_decay: float
 
 
-def parameter_groups(named_parameters: Iterable[tuple[str, nn.Parameter]], cfg: Optimizer) -> list[dict[str, Any]]:
+def parameter_groups(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], cfg: OptimizerConfig
+) -> list[dict[str, Any]]:
     """The trainable parameters, each in exactly one group, as `torch.optim` takes them.
 
     A group has `params` and their `param_names`, its own `name`, `lr` and `base_lr` (the same until `set_lr`), and
@@ -113,7 +115,7 @@ def _trainable(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> tuple[di
     return trainable, n_frozen
 
 
-def _rule(entry: dict[str, Any], index: int, cfg: Optimizer) -> _Rule:
+def _rule(entry: dict[str, Any], index: int, cfg: OptimizerConfig) -> _Rule:
     where = f"optimizer.groups[{index}]"
     unknown = [key for key in entry if key not in RULE_KEYS]
     if unknown:
@@ -161,9 +163,9 @@ def _check_matches(rule: _Rule, owners: dict[str, _Rule]) -> None:
     )
 
 
-def _adamw_pattern(cfg: Optimizer) -> str | None:
+def _adamw_pattern(cfg: OptimizerConfig) -> str | None:
     """Which matrices are AdamW's although Muon could take them; None for all other optimizers."""
-    if not isinstance(cfg, MuonOptions):
+    if not isinstance(cfg, MuonConfig):
         return None
     check_pattern("optimizer.adamw_pattern", cfg.adamw_pattern)
     return cfg.adamw_pattern

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lmtrain.config.optimizers import AdafactorOptions, AdamW8bitOptions, AdamWOptions, LionOptions, MuonOptions
-from lmtrain.config.schema import Optimizer
+from lmtrain.config.optimizers import AdafactorConfig, AdamW8bitConfig, AdamWConfig, LionConfig, MuonConfig
+from lmtrain.config.schema import OptimizerConfig
 from lmtrain.config.targets import build_target, find_class
 from lmtrain.errors import UserError
 from lmtrain.optim.adafactor import Adafactor
@@ -22,7 +22,7 @@ Groups = list[dict[str, Any]]
 
 
 def build_optimizer(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], cfg: Optimizer, allow_target: Sequence[str] = ()
+    named_parameters: Iterable[tuple[str, nn.Parameter]], cfg: OptimizerConfig, allow_target: Sequence[str] = ()
 ) -> torch.optim.Optimizer:
     """One optimizer for all trainable parameters; its state dict holds plain containers and tensors only.
 
@@ -41,7 +41,7 @@ def build_optimizer(
         raise UserError(f"optimizer.name={cfg.name}: {error}") from None
 
 
-def _adamw(groups: Groups, cfg: AdamWOptions) -> torch.optim.Optimizer:
+def _adamw(groups: Groups, cfg: AdamWConfig) -> torch.optim.Optimizer:
     """Loshchilov & Hutter 2019 (arXiv:1711.05101), torch's own."""
     optimizer = torch.optim.AdamW(groups, **_adamw_arguments(cfg))
     # Else the gradient scaler of 16-mixed would leave unscaling to the fused step, after the gradients were clipped.
@@ -56,13 +56,13 @@ def _stay_fused(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[st
     return {**state_dict, "param_groups": groups}
 
 
-def _adamw_arguments(cfg: AdamWOptions) -> dict[str, Any]:
+def _adamw_arguments(cfg: AdamWConfig) -> dict[str, Any]:
     # The fused kernel is the fastest on GPUs and CPUs, there by a factor of 3 to 10, and leaves out a bad update by
     # itself, without a wait (skipping.py).
     return {"betas": _betas(cfg), "eps": cfg.eps, "fused": True}
 
 
-def _adamw_8bit(groups: Groups, cfg: AdamW8bitOptions) -> torch.optim.Optimizer:
+def _adamw_8bit(groups: Groups, cfg: AdamW8bitConfig) -> torch.optim.Optimizer:
     """Dettmers et al. 2022 (arXiv:2110.02861): both moments in 8 bits, quantised in blocks of 256."""
     try:
         from bitsandbytes.optim import AdamW8bit, GlobalOptimManager
@@ -83,16 +83,16 @@ def _adamw_8bit(groups: Groups, cfg: AdamW8bitOptions) -> torch.optim.Optimizer:
     return optimizer
 
 
-def _adafactor(groups: Groups, cfg: AdafactorOptions) -> torch.optim.Optimizer:
+def _adafactor(groups: Groups, cfg: AdafactorConfig) -> torch.optim.Optimizer:
     keys = ("beta2_decay", "eps", "min_parameter_rms", "clip_threshold")
     return Adafactor(groups, **{key: getattr(cfg, key) for key in keys})
 
 
-def _lion(groups: Groups, cfg: LionOptions) -> torch.optim.Optimizer:
+def _lion(groups: Groups, cfg: LionConfig) -> torch.optim.Optimizer:
     return Lion(groups, betas=_betas(cfg))
 
 
-def _muon(groups: Groups, cfg: MuonOptions) -> torch.optim.Optimizer:
+def _muon(groups: Groups, cfg: MuonConfig) -> torch.optim.Optimizer:
     muon = {"momentum": cfg.momentum, "nesterov": cfg.nesterov, "ns_steps": cfg.ns_steps}
     optimizer = MuonWithAdamW(groups, muon=muon, adamw=_adamw_arguments(cfg))
     optimizer.register_load_state_dict_pre_hook(_stay_fused)
@@ -108,11 +108,11 @@ _BUILDERS: dict[str, Callable[[Groups, Any], torch.optim.Optimizer]] = {
 }
 
 
-def _custom(groups: Groups, cfg: Optimizer, allow_target: Sequence[str]) -> torch.optim.Optimizer:
+def _custom(groups: Groups, cfg: OptimizerConfig, allow_target: Sequence[str]) -> torch.optim.Optimizer:
     """Any subclass of torch.optim.Optimizer, with those keys of the section that are its arguments."""
     target = str(cfg._target_)
     takes = inspect.signature(find_class(target, "optimizer", torch.optim.Optimizer, allow_target)).parameters
-    own = {f.name for f in dataclasses.fields(Optimizer)}
+    own = {f.name for f in dataclasses.fields(OptimizerConfig)}
     entry = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg) if f.name not in own}
     entry |= {name: getattr(cfg, name) for name in ("lr", "weight_decay") if name in takes} | {"_target_": target}
     optimizer = build_target(entry, "optimizer", torch.optim.Optimizer, allow_target, first=(groups,))
@@ -120,6 +120,6 @@ def _custom(groups: Groups, cfg: Optimizer, allow_target: Sequence[str]) -> torc
     return optimizer
 
 
-def _betas(cfg: AdamWOptions | AdamW8bitOptions | LionOptions) -> tuple[float, float]:
+def _betas(cfg: AdamWConfig | AdamW8bitConfig | LionConfig) -> tuple[float, float]:
     beta1, beta2 = cfg.betas
     return float(beta1), float(beta2)

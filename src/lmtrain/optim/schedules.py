@@ -16,8 +16,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-from lmtrain.config.schedule import CosineRestarts, InverseSqrt, Polynomial, RangeTest, ToFloor, WarmupStableDecay
-from lmtrain.config.schema import Schedule
+from lmtrain.config.schedule import (
+    CosineRestartsConfig,
+    InverseSqrtConfig,
+    PolynomialConfig,
+    RangeTestConfig,
+    ToFloorConfig,
+    WarmupStableDecayConfig,
+)
+from lmtrain.config.schema import ScheduleConfig
 from lmtrain.config.targets import building, find_class
 from lmtrain.errors import UserError
 
@@ -33,15 +40,15 @@ class LRSchedule(ABC):
     """A schedule of one's own, named by `schedule._target_`; the keys beside it are the fields of its `Options`.
 
     class Stairs(LRSchedule):
-        Options = StairsOptions  # a dataclass derived from lmtrain.config.schema.Schedule, with the field `every`
+        Options = StairsOptions  # a dataclass derived from lmtrain.config.schema.ScheduleConfig, with `every`
 
         def factor(self, step, total_steps):
             return 0.5 ** (step // self.options.every)
     """
 
-    Options: ClassVar[type[Schedule]] = Schedule
+    Options: ClassVar[type[ScheduleConfig]] = ScheduleConfig
 
-    def __init__(self, options: Schedule) -> None:
+    def __init__(self, options: ScheduleConfig) -> None:
         self.options = options
 
     @abstractmethod
@@ -56,7 +63,7 @@ class LRSchedule(ABC):
 
 
 def build_schedule(
-    cfg: Schedule, total_steps: int, allow_target: Sequence[str] = ()
+    cfg: ScheduleConfig, total_steps: int, allow_target: Sequence[str] = ()
 ) -> Callable[[int, int | None], float]:
     """The schedule as a function of the step about to be taken and the steps of the run.
 
@@ -94,7 +101,7 @@ def _own_factor(own: LRSchedule, step: int, total_steps: int | None) -> float:
     return float(value)
 
 
-def lr_factor(schedule: Schedule, step: int, total_steps: int | None) -> float:
+def lr_factor(schedule: ScheduleConfig, step: int, total_steps: int | None) -> float:
     """What multiplies every group's base learning rate at optimizer step `step`, in [0, 1].
 
     Args:
@@ -109,14 +116,14 @@ def lr_factor(schedule: Schedule, step: int, total_steps: int | None) -> float:
     Raises UserError for a missing total_steps.
     """
     warmup = warmup_steps(schedule, total_steps)
-    if isinstance(schedule, RangeTest):
+    if isinstance(schedule, RangeTestConfig):
         if total_steps is None:
             raise UserError("schedule.name=range_test needs the run's length: set trainer.max_steps")
         return schedule.min_lr_ratio ** (1 - min(1.0, step / max(1, total_steps - 1)))
-    if not isinstance(schedule, ToFloor):  # defined without knowing where the run ends
+    if not isinstance(schedule, ToFloorConfig):  # defined without knowing where the run ends
         if step < warmup:
             return (step + 1) / (warmup + 1)
-        return _inverse_sqrt(schedule.timescale, step - warmup) if isinstance(schedule, InverseSqrt) else 1.0
+        return _inverse_sqrt(schedule.timescale, step - warmup) if isinstance(schedule, InverseSqrtConfig) else 1.0
 
     if total_steps is None:
         raise UserError(f"schedule.name={schedule.name} needs the run's length: set trainer.max_steps")
@@ -126,14 +133,14 @@ def lr_factor(schedule: Schedule, step: int, total_steps: int | None) -> float:
     if step < warmup:
         return (step + 1) / (warmup + 1)
     start = warmup
-    if isinstance(schedule, WarmupStableDecay):
+    if isinstance(schedule, WarmupStableDecayConfig):
         start = max(warmup, total_steps - _share(schedule.decay_ratio, total_steps))
         if step < start:
             return 1.0
     return floor + (1 - floor) * _decay(schedule, (step - start) / (total_steps - start))
 
 
-def warmup_steps(schedule: Schedule, total_steps: int | None) -> int:
+def warmup_steps(schedule: ScheduleConfig, total_steps: int | None) -> int:
     """Steps below the full rate at the start: `warmup_steps`, or `warmup_ratio` of the run, rounded up; else 0."""
     if schedule.warmup_ratio is None:
         return schedule.warmup_steps or 0
@@ -147,13 +154,13 @@ def warmup_steps(schedule: Schedule, total_steps: int | None) -> int:
     return _share(schedule.warmup_ratio, total_steps)
 
 
-def _decay(schedule: ToFloor, progress: float) -> float:
+def _decay(schedule: ToFloorConfig, progress: float) -> float:
     """The share of the learning rate above the floor that is left after `progress` (0 up to 1) of the decay."""
-    if isinstance(schedule, Polynomial):
+    if isinstance(schedule, PolynomialConfig):
         return (1 - progress) ** schedule.power
-    if isinstance(schedule, CosineRestarts):
+    if isinstance(schedule, CosineRestartsConfig):
         return DECAY_SHAPES["cosine"](progress * schedule.num_cycles % 1)
-    if isinstance(schedule, WarmupStableDecay):
+    if isinstance(schedule, WarmupStableDecayConfig):
         return DECAY_SHAPES[schedule.decay_shape](progress)
     return DECAY_SHAPES[schedule.name](progress)
 

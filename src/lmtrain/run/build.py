@@ -18,16 +18,16 @@ from rich.console import Console
 
 from lmtrain.adapters.finetune import build_trainable_model, starting_weights
 from lmtrain.callbacks.metrics import Metrics
-from lmtrain.callbacks.preemption import Preemption
 from lmtrain.callbacks.records import Records
 from lmtrain.callbacks.samples import Samples
 from lmtrain.callbacks.step_numbers import StepNumbers
+from lmtrain.callbacks.stopping import Preemption
 from lmtrain.checkpoints.checkpoint_io import FolderCheckpointIO
 from lmtrain.config.checks import time_limit_seconds
 from lmtrain.config.fingerprint import Fingerprint, fingerprint, short_hash
 from lmtrain.config.growth import check_reached, horizon, rate_factor, row_lengths, step_sizes
 from lmtrain.config.models import over_layers
-from lmtrain.config.schema import Config, Data
+from lmtrain.config.schema import Config, DataConfig
 from lmtrain.config.strategies import SHARING
 from lmtrain.config.targets import building, find_class
 from lmtrain.data.corpus import Corpus, build_corpus, fit_to_model
@@ -40,6 +40,8 @@ from lmtrain.distributed import devices, ranks
 from lmtrain.distributed import process_group as world
 from lmtrain.distributed.stop_signals import StopRequest
 from lmtrain.errors import UserError
+from lmtrain.generation.prompts import prompts_of
+from lmtrain.generation.text_metrics import TextMetrics
 from lmtrain.models import flops, fp8
 from lmtrain.models.blocks import compile_model, enable_activation_checkpointing
 from lmtrain.models.language_model import LanguageModel
@@ -47,14 +49,12 @@ from lmtrain.objectives.base import Objective
 from lmtrain.objectives.guard import StepGuard
 from lmtrain.optim.optimizers import build_optimizer
 from lmtrain.optim.schedules import build_schedule
-from lmtrain.outputs.prompts import prompts_of
-from lmtrain.outputs.text_metrics import TextMetrics
 from lmtrain.run.build_callbacks import build_callbacks, build_feed, check_monitors
-from lmtrain.run.folder import RunDir
 from lmtrain.run.loggers import build_loggers
-from lmtrain.run.quiet import quiet_libraries
+from lmtrain.run_folder.folder import RunDir
 from lmtrain.strategies import lightning_private, sharding
 from lmtrain.strategies.choose import build_strategy, for_lightning
+from lmtrain.terminal import quiet_libraries
 
 Schedule = Callable[[int, int | None], float]
 
@@ -175,7 +175,7 @@ def build_objective(config: Config, corpus: Corpus, total_steps: int, stop: Stop
     return objective
 
 
-def scaled_by_rows(data: Data, schedule: Schedule) -> Schedule:
+def scaled_by_rows(data: DataConfig, schedule: Schedule) -> Schedule:
     """The schedule's factor, times what data.batch_warmup.lr_scaling has for steps of fewer rows."""
     sizes, scaling = step_sizes(data), data.batch_warmup.lr_scaling
     return lambda step, total_steps: schedule(step, total_steps) * rate_factor(sizes, scaling, step)
@@ -206,7 +206,7 @@ def build_metrics(
 ) -> Metrics:
     hf_model = objective.model.model
     device = torch.device(config.trainer.accelerator)
-    numbers = StepNumbers(config, rows_to_train(config, corpus))
+    numbers = StepNumbers(config.data, rows_to_train(config, corpus), config.trainer.max_epochs)
     # Counted now, while every rank has the whole model.
     per_token = {length: flops.flops_per_token(hf_model, length) for length in numbers.lengths.values}
     return Metrics(
@@ -223,7 +223,7 @@ def build_samples(config: Config, run_dir: RunDir, corpus: Corpus, console: Cons
     cfg = config.callbacks.samples
     if cfg.every_n_validations == 0 or corpus.val is None:
         return None
-    prompts = prompts_of(config, corpus)
+    prompts = prompts_of(cfg, corpus, config.data.system_prompt)
     scores = TextMetrics(cfg.metrics, config.run.allow_target)
     return Samples(run_dir.samples, corpus.tokenizer, prompts, corpus.end_ids, cfg, scores, console, config.seed)
 
@@ -262,7 +262,7 @@ def build_trainer(
         enable_checkpointing=records is not None,
         enable_progress_bar=False,
         enable_model_summary=False,
-        logger=False if records is None else build_loggers(config, run_dir, records),
+        logger=False if records is None else build_loggers(config.logger, run_dir, records),
         log_every_n_steps=t.log_every_n_steps,
         callbacks=callbacks,
         # Named, or Lightning takes any process of a SLURM job for a rank, and saves inside its signal handler.

@@ -9,18 +9,16 @@ from rich.console import Console
 
 from lmtrain.callbacks import foreign
 from lmtrain.callbacks.average import WeightAverage
-from lmtrain.callbacks.bad_steps import BadSteps
 from lmtrain.callbacks.checkpoints import Checkpoints
 from lmtrain.callbacks.metrics import Metrics, WriteRecords
-from lmtrain.callbacks.preemption import Preemption
 from lmtrain.callbacks.progress import PlainLines, RichBar
 from lmtrain.callbacks.routing import Routing
 from lmtrain.callbacks.samples import Samples
+from lmtrain.callbacks.stopping import BadSteps, Preemption
 from lmtrain.callbacks.stream import FeedStream
 from lmtrain.callbacks.validation import EarlyStopping, Validation
 from lmtrain.config import places
-from lmtrain.config.schema import Config
-from lmtrain.config.schema import EarlyStopping as EarlyStoppingConfig
+from lmtrain.config.schema import Config, EarlyStoppingConfig
 from lmtrain.config.targets import build_target
 from lmtrain.data.corpus import Corpus
 from lmtrain.data.stream.ring import StreamRows
@@ -29,7 +27,7 @@ from lmtrain.distributed import process_group as world
 from lmtrain.distributed.stop_signals import StopRequest
 from lmtrain.errors import UserError
 from lmtrain.objectives.base import Objective
-from lmtrain.run.folder import RunDir
+from lmtrain.run_folder.folder import RunDir
 
 # Seconds: a minute less than torch's process groups wait for a rank, for the pauses between attempts to read.
 _PATIENCE_OF_GLOO, _PATIENCE_OF_NCCL = 29 * 60, 9 * 60
@@ -91,33 +89,34 @@ def build_callbacks(
         total_steps=total_steps,
         before_training=t.val_before_training,
     )
-    bad_steps = BadSteps(run_dir.path, t.max_bad_steps, t.log_every_n_steps)
-    callbacks: list[pl.Callback] = [metrics, Routing(metrics.records, config), bad_steps]
-    callbacks += [*([average] if average is not None else []), validation]
-    if cb.early_stopping.enabled:
-        callbacks.append(early_stopping(cb.early_stopping, scored_on))
-    if samples is not None:
-        callbacks.append(samples)
+    checkpoints = Checkpoints(
+        run_dir.checkpoints,
+        metrics,
+        config.checkpoint,
+        every_n_steps=t.save_every_n_steps,
+        total_steps=total_steps,
+        scored_on=scored_on(config.checkpoint.monitor),
+    )
     bar = progress_bar(config, console, total_steps)
     if bar is not None:
         metrics.listeners.append(bar.listen)
-        callbacks.append(bar)
-    callbacks += _users_callbacks(config)
-    if feed is not None:  # may ask for a stop
-        callbacks.append(feed)
-    # A request to stop is obeyed once all have logged: some Lightning callbacks log an extra time when they see it.
-    callbacks += [preemption, WriteRecords(metrics.records)]
-    callbacks.append(
-        Checkpoints(
-            run_dir.checkpoints,
-            metrics,
-            config.checkpoint,
-            every_n_steps=t.save_every_n_steps,
-            total_steps=total_steps,
-            scored_on=scored_on(config.checkpoint.monitor),
-        )
-    )
-    return callbacks
+    callbacks: list[pl.Callback | None] = [
+        metrics,
+        Routing(metrics.records, config.router.warn_after_steps, config.memory.router_noise),
+        BadSteps(run_dir.path, t.max_bad_steps, t.log_every_n_steps),
+        average,
+        validation,
+        early_stopping(cb.early_stopping, scored_on) if cb.early_stopping.enabled else None,
+        samples,
+        bar,
+        *_users_callbacks(config),
+        feed,  # may ask for a stop
+        # A request to stop is obeyed once all have logged: some Lightning callbacks log an extra time when they see it.
+        preemption,
+        WriteRecords(metrics.records),
+        checkpoints,
+    ]
+    return [callback for callback in callbacks if callback is not None]
 
 
 def _users_callbacks(config: Config) -> list[pl.Callback]:

@@ -1,26 +1,204 @@
-"""Training on several ranks of one node: they read the config from <run>/ranks/config.yaml.
+"""Ranks on one node, started by torch's elastic launcher, which passes signals on and ends all when one fails.
 
-Lightning's TorchElasticEnvironment takes it from there.
+The parent resolved the config and writes it into a file that the ranks read: a rank never parses the command line.
+Those of a training read <run>/ranks/config.yaml, and Lightning's TorchElasticEnvironment takes it from there.
 """
 
+import contextlib
+import logging
+import os
+import shlex
 import shutil
+import signal
 import sys
-from collections.abc import Sequence
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from lmtrain import errors
+from lmtrain.config import compose as rules
+from lmtrain.config import trust
 from lmtrain.config.schema import Config
-from lmtrain.distributed.ranks import leave_after, was_restarted
-from lmtrain.run import elastic
-from lmtrain.run.folder import RunDir
+from lmtrain.distributed import process_group as world
+from lmtrain.distributed import ranks
+from lmtrain.distributed.ranks import (
+    TYPED,
+    end_with_parent,
+    is_first,
+    leave_after,
+    print_from_rank,
+    typed,
+    was_restarted,
+)
+from lmtrain.errors import RunError, UserError
+from lmtrain.files import write_atomic
+from lmtrain.run_folder.folder import RunDir
+from lmtrain.terminal import lenient
+
+_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
+_LAUNCHER = "LMTRAIN_LAUNCHER_PID"  # tells ranks whom to end with
+_SHUTDOWN_SECONDS = 300  # time for ranks to reach their step's end and save after a signal
+_SAME_ERROR_SECONDS = 5  # for rank 0 to meet, and print, the error that another rank met
+
+
+@contextlib.contextmanager
+def _process_as_it_was() -> Iterator[None]:
+    """Puts back what the elastic launcher changes; its log lines are hidden, since the ranks print their own."""
+    handlers = {number: signal.getsignal(number) for number in map(signal.Signals.__getitem__, _SIGNALS)}
+    environ, disabled = dict(os.environ), logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(disabled)
+        os.environ.clear()
+        os.environ.update(environ)
+        for number, handler in handlers.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+
+def launch_ranks(module: str, config: Config, folder: Path, processes: int, max_restarts: int = 0) -> int:
+    """Runs `processes` ranks, each `python -m MODULE <folder>/config.yaml <what is open>`, until the last has left.
+
+    Args:
+        folder: of the config, the launcher's logs and the notes of ranks that failed; it exists.
+
+    Returns:
+        0; of a rank that failed WRONG_INPUT, which it has explained, or FAILED, explained here; -n where the signal
+        n came, which was passed on to the ranks.
+    """
+    write_atomic(folder / "config.yaml", rules.dump(config))
+    with _process_as_it_was(), tempfile.TemporaryDirectory(prefix="lmtrain_") as meeting:
+        os.environ[world.MEETING] = meeting
+        return _launch(module, folder, processes, max_restarts, trust.as_word(trust.granted(config)))
+
+
+def _launch(module: str, folder: Path, processes: int, max_restarts: int, opened: str) -> int:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    os.environ |= {_LAUNCHER: str(os.getpid()), TYPED: shlex.join(typed())}
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # a rank that a library's crash ends says where it was
+    ranks.limit_spinning()  # where Python code, not the command line, starts the run
+    settings = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=max_restarts,
+        monitor_interval=0.2,
+        signals_to_handle=",".join(_SIGNALS),
+        shutdown_timeout=_SHUTDOWN_SECONDS,
+        logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
+    )
+    try:
+        elastic_launch(settings, sys.executable)("-m", module, str(folder / "config.yaml"), opened)
+    except ChildFailedError as failure:
+        rank = _first_to_fail(folder, failure.failures)
+        first = failure.failures[rank]
+        if first.exitcode == errors.WRONG_INPUT:
+            return errors.WRONG_INPUT  # the rank, or rank 0 for all, has said why
+        errors.print_error(f"rank {rank} failed first, {_how(first.exitcode)}")
+        return errors.FAILED
+    except SignalException as stopped:
+        return -int(stopped.sigval)
+    return errors.FINISHED
+
+
+def _note_of_failure(folder: Path, rank: int) -> Path:
+    return folder / f"rank_{rank}_failed_at"
+
+
+def _note_failure(path: Path, nanoseconds: int) -> None:
+    with contextlib.suppress(OSError):  # the disk may be what failed
+        write_atomic(path, str(nanoseconds))
+
+
+def _has_failed(folder: Path, rank: int) -> bool:
+    """Whether that rank has noted an error, or does so within _SAME_ERROR_SECONDS."""
+    end = time.monotonic() + _SAME_ERROR_SECONDS
+    while not _note_of_failure(folder, rank).exists():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _first_to_fail(folder: Path, failures: dict[int, Any]) -> int:
+    """The rank that the others went down with, of torch's ProcessFailure by rank.
+
+    A rank that raised an error has noted when. One without a note was killed, which the others noticed, unless it was
+    ended because of them: by the launcher (SIGTERM, SIGKILL seconds later) or by NCCL's watchdog (SIGABRT).
+    """
+    earliest = min(failure.timestamp for failure in failures.values())  # seconds
+
+    def order(rank: int) -> tuple[int, int]:
+        failure, note = failures[rank], _note_of_failure(folder, rank)
+        if note.exists():
+            return 1, int(note.read_text())
+        if failure.exitcode == -signal.SIGTERM or failure.timestamp > earliest + 1:
+            return 3, 0
+        return (2, 0) if failure.exitcode == -signal.SIGABRT else (0, 0)
+
+    return min(failures, key=order)
+
+
+def _how(code: int) -> str:
+    """How a rank ended, by its exit code."""
+    if code >= 0:
+        return f"with exit code {code}; its traceback stands above"
+    memory = ": the machine ran out of memory, most likely" if code == -signal.SIGKILL else ""
+    return f"ended by {signal.Signals(-code).name}{memory}"
+
+
+def as_rank(words: Sequence[str], job: Callable[[Config], int]) -> int:
+    """The exit code that `job` gives in one rank, which ends with its launcher; a mistake is one message.
+
+    Args:
+        words: of the rank's command line: the config's file, and what its parent was opened for, which no file says.
+    """
+    config_path = Path(words[0])
+    if _LAUNCHER in os.environ:  # a launcher that was killed can't pass on a signal: save and leave
+        end_with_parent(int(os.environ[_LAUNCHER]), signal.SIGTERM)
+    lenient()
+    failed_at = _note_of_failure(config_path.parent, int(os.environ["RANK"]))
+    failed_at.unlink(missing_ok=True)  # of an earlier start
+    try:
+        return job(rules.load(config_path, trust.of_words(words[1:]), own=True))
+    except (UserError, RunError) as error:
+        now = time.time_ns()
+        printed = print_from_rank(error)  # before a write: the launcher ends this rank soon after another has left
+        _note_failure(failed_at, now)
+        if not printed and not _has_failed(config_path.parent, rank=0):
+            errors.print_error(str(error))
+        return error.exit_code
+    except Exception:
+        _note_failure(failed_at, time.time_ns())
+        raise
+    finally:
+        _clear_after_launcher()
+
+
+def _clear_after_launcher() -> None:
+    """Removes the folder in which the ranks found each other, where the launcher was killed before it could."""
+    launcher = os.environ.get(_LAUNCHER)
+    if launcher is not None and os.getppid() != int(launcher) and is_first():
+        shutil.rmtree(os.environ[world.MEETING], ignore_errors=True)
 
 
 def launch(run: RunDir, config: Config, processes: int) -> int:
-    """Runs `processes` ranks; returns the run's exit code. The run's config.yaml is rank 0's to write, once checked."""
+    """Trains on `processes` ranks; returns the exit code. The run's config.yaml is rank 0's to write, once checked."""
     run.ranks.mkdir(exist_ok=True)
     before = run.read_summary()  # of an earlier start; training begins with its removal
-    code = elastic.launch("lmtrain.run.launch", config, run.ranks, processes, config.trainer.max_restarts)
+    code = launch_ranks("lmtrain.run.launch", config, run.ranks, processes, config.trainer.max_restarts)
     if code <= 0:  # after a signal the ranks have saved, if they could
         code = _by_summary(run, before)
     if code != errors.FAILED:  # only a failed launch leaves its rank logs
@@ -49,7 +227,7 @@ def rank_main(words: Sequence[str]) -> int:
             config.run.resume = "auto"
         return Session(config, RunDir(Path(words[0]).parents[1])).run()
 
-    code = elastic.as_rank(words, train)
+    code = as_rank(words, train)
     return errors.FINISHED if code == errors.PREEMPTED else code
 
 

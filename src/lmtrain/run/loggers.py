@@ -4,6 +4,7 @@ All get the same records, at the same steps (callbacks/records.py).
 """
 
 import contextlib
+import os
 import sys
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -12,17 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lmtrain import secrets
 from lmtrain.callbacks.records import Joined, Records, Row
-from lmtrain.config.schema import Config
 from lmtrain.distributed import process_group as world
 from lmtrain.errors import RunError, UserError, disk_full, first_line, reason
 from lmtrain.files import read_jsonl, write_atomic
-from lmtrain.run import wandb_history
-from lmtrain.run.cut_back import of_validation, readable_rows
-from lmtrain.run.folder import RunDir
+from lmtrain.run_folder.cut_back import of_validation, readable_rows
+from lmtrain.run_folder.folder import RunDir
 from lmtrain.strategies import lightning_private
 
 
@@ -54,9 +54,10 @@ class TensorBoard(Joined, TensorBoardLogger):
             self._ends, self._validated = False, None
         super().finalize(status)
 
-    def go_on_from(self, step: int) -> None:
-        """What earlier processes logged from `step` on is not shown: it is logged again."""
-        lightning_private.purge_from(self, step)
+    def open_run(self, after: int, tell: Callable[[str], None]) -> None:
+        """What earlier processes logged from the step `after` on is not shown: it is logged again."""
+        lightning_private.purge_from(self, after)
+        super().open_run(after, tell)
 
 
 class CSV(Joined, CSVLogger):
@@ -74,10 +75,18 @@ class WandB(Joined, WandbLogger):
         if media:
             WandbLogger.log_metrics(self, media, self.records.step)
 
+    def note_sent(self, rows: list[Row]) -> None:
+        """All of `rows`, but for what W&B's own process, which writes late, had not written when a run was killed."""
+        sent: dict[str, set[int]] = {}
+        for row in rows:
+            for name in row:
+                sent.setdefault(name, set()).add(row["step"])
+        self.sent = sent
+
     def log_texts(self, columns: list[str], rows: list[list[str]]) -> None:
         self.log_text("samples", columns=columns, data=rows)
 
-    def open_run(self, tell: Callable[[str], None]) -> None:
+    def open_run(self, after: int, tell: Callable[[str], None]) -> None:
         """Opens the run, on rank 0; without a login or a network one that is kept here, to be sent later."""
         import wandb
 
@@ -107,11 +116,66 @@ def _hidden_command() -> Iterator[None]:
         sys.argv = typed
 
 
-def build_loggers(config: Config, run_dir: RunDir, records: Records) -> list[Logger]:
-    """The loggers of config.logger, and `records`; nothing is written or asked of a server yet."""
+ALLOW_FILES = "MLFLOW_ALLOW_FILE_STORE"  # MLflow 3 refuses stores of files without it
+
+
+class MLflow(Joined, MLFlowLogger):
+    """A store of files in <run>/mlflow, or a server; a resumed run goes on in the same run, whose id is kept here."""
+
+    def __init__(self, folder: Path, tracking_uri: str | None, **options: Any) -> None:
+        uri = tracking_uri or f"file:{folder / 'mlflow'}"
+        if uri.startswith("file:"):
+            os.environ.setdefault(ALLOW_FILES, "true")
+        os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+        self._id_file = folder / "mlflow_run_id"
+        run_id = world.from_first(lambda: self._id_file.read_text() if self._id_file.exists() else None)
+        super().__init__(tracking_uri=uri, run_id=run_id, **options)
+
+    def open_run(self, after: int, tell: Callable[[str], None]) -> None:
+        """Opens the run, on rank 0; raises what MLflow raises."""
+        if world.rank() > 0:
+            return
+        client: Any = self.experiment
+        if not self._id_file.exists():
+            write_atomic(self._id_file, str(self.run_id))
+        client.update_run(self.run_id, status="RUNNING")
+
+    @rank_zero_only
+    def log_hyperparams(self, params: dict[str, Any]) -> None:  # type: ignore[override]
+        """A parameter of MLflow's can't be changed: those of the run's first start stay."""
+        client: Any = self.experiment
+        known = client.get_run(self.run_id).data.params
+        super().log_hyperparams({name: value for name, value in flat(params).items() if name not in known})
+
+    def note_sent(self, rows: list[Row]) -> None:
+        """What the run has, which may be less than `rows`."""
+        client: Any = self.experiment
+        names = client.get_run(self.run_id).data.metrics
+        self.sent = {name: {m.step for m in client.get_metric_history(self.run_id, name)} for name in names}
+
+    def log_texts(self, columns: list[str], rows: list[list[str]]) -> None:
+        """Adds rows to the table samples.json of the run."""
+        client: Any = self.experiment
+        table = {name: list(values) for name, values in zip(columns, zip(*rows, strict=True), strict=True)}
+        client.log_table(self.run_id, table, "samples.json")
+
+
+def flat(params: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested names joined by '/', as every logger of Lightning writes them."""
+    found: dict[str, Any] = {}
+    for name, value in params.items():
+        if isinstance(value, Mapping) and value:
+            found |= flat(value, f"{prefix}{name}/")
+        else:
+            found[f"{prefix}{name}"] = value
+    return found
+
+
+def build_loggers(wanted: dict[str, Any], run_dir: RunDir, records: Records) -> list[Logger]:
+    """The loggers `wanted` (options by name), and `records`; nothing is written or asked of a server yet."""
     makers = {"tensorboard": _tensorboard, "csv": _csv, "wandb": _wandb, "mlflow": _mlflow}
     loggers: list[Any] = []
-    for name, options in config.logger.items():
+    for name, options in wanted.items():
         if name not in makers:
             raise UserError(f"logger.{name} is not known (options: {', '.join(makers)})")
         try:
@@ -147,8 +211,6 @@ def _wandb(options: dict[str, Any], run_dir: RunDir) -> Logger:
 
 
 def _mlflow(options: dict[str, Any], run_dir: RunDir) -> Logger:
-    from lmtrain.run.mlflow import MLflow
-
     return MLflow(run_dir.path, **{**options, "run_name": options.get("run_name") or run_dir.path.name})
 
 
@@ -168,25 +230,14 @@ def start_loggers(loggers: Iterable[Logger], step: int, tell: Callable[[str], No
         RunError: the disk is full.
     """
     for logger in loggers:
-        if isinstance(logger, TensorBoard):
-            logger.go_on_from(step)
         try:
-            _open(logger, tell)
+            if isinstance(logger, Joined):
+                logger.open_run(step, tell)
         except Exception as error:  # W&B's errors, MLflow's and the network's share no base class
             name = type(logger).__name__.lower()
             if disk_full(error):
                 raise RunError(f"logger.{name}: the disk is full; free space or set run.dir elsewhere") from error
             raise UserError(f"logger.{name} can't start: {str(error).rstrip('.')}") from error
-
-
-def _open(logger: Any, tell: Callable[[str], None]) -> None:
-    if isinstance(logger, WandB):
-        logger.open_run(tell)
-    elif hasattr(logger, "open_run"):
-        if world.rank() == 0:
-            logger.open_run()
-    else:
-        _ = logger.experiment
 
 
 def log_config(loggers: Iterable[Logger], config: dict[str, Any]) -> None:
@@ -200,18 +251,9 @@ def log_config(loggers: Iterable[Logger], config: dict[str, Any]) -> None:
 def note_sent(loggers: Iterable[Logger], run_dir: RunDir) -> None:
     """Tells W&B and MLflow what earlier processes have sent; called before metrics.jsonl is cut back."""
     rows = readable_rows(run_dir.metrics)
-    if not rows:
-        return
-    logged: dict[str, set[int]] = {}
-    for row in rows:
-        for name in row:
-            logged.setdefault(name, set()).add(row["step"])
     for logger in loggers:
-        if isinstance(logger, WandB):
-            found = wandb_history.steps_by_name(run_dir.path / "wandb")
-            logger.sent = found if found is not None else logged
-        elif isinstance(logger, Joined):
-            logger.sent = logger.read_sent()
+        if rows and isinstance(logger, Joined):
+            logger.note_sent(rows)
 
 
 def write_again(loggers: Iterable[Logger], run_dir: RunDir, step: int) -> None:

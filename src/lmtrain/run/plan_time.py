@@ -4,14 +4,14 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import PreTrainedModel
 
 from lmtrain.config.precision import FP8
 from lmtrain.config.schema import Config
 from lmtrain.errors import UserError
 from lmtrain.models import flops
-from lmtrain.run import estimation
-from lmtrain.run.folder import RunDir
+from lmtrain.run_folder.folder import RunDir
 
 if TYPE_CHECKING:
     from lmtrain.run.build import Run
@@ -45,17 +45,12 @@ def words(run: "Run", tokens: float, flops_per_token: float) -> str:
     if found is not None:
         before, speed = found
         return f"about {span(tokens / speed)} at {speed:,.0f} tokens/s, the speed of {before.path.name}"
-    hoped = hoped_for(run.config, run.trainer.world_size, flops_per_token)
-    if hoped is None:
+    peak = flops.peak_flops(torch.device(run.config.trainer.accelerator), "bf16-mixed")
+    if peak is None:
         return "shown after the first steps: no run of this kind lies beside this one"
     mfu = run.config.estimate.mfu
+    hoped = mfu * peak * run.trainer.world_size / flops_per_token
     return f"about {span(tokens / hoped)} at {hoped:,.0f} tokens/s, were {mfu:.0%} of the peak reached (estimate.mfu)"
-
-
-def hoped_for(config: Config, world_size: int, flops_per_token: float) -> float | None:
-    """Tokens/s, were estimate.mfu of the GPUs' peak reached; None on a CPU and on GPUs whose peak isn't known."""
-    peak = None if config.trainer.accelerator != "cuda" else estimation.device_of(config).peak
-    return None if peak is None else config.estimate.mfu * peak * world_size / flops_per_token
 
 
 def earlier(mine: dict[str, Any], run: Path) -> tuple[RunDir, float] | None:

@@ -18,7 +18,7 @@ from lmtrain.config.batch import split_over
 from lmtrain.config.schema import Config
 from lmtrain.distributed import ranks
 from lmtrain.errors import UserError
-from lmtrain.run import folder as run_dir
+from lmtrain.run_folder import folder as run_dir
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -115,14 +115,7 @@ class PythonRun:
 
     def sample(self, prompt: str, **settings: Any) -> str:
         """What the model continues `prompt` with; `settings` are those of config.generate, such as max_new_tokens."""
-        from lmtrain.outputs.generation import sample_text
+        from lmtrain.generation.sampling import sample_text, settings_of
 
-        g = self.config.generate
-        chosen = {
-            "max_new_tokens": g.max_new_tokens,
-            "temperature": g.temperature,
-            "top_k": g.top_k,
-            "seed": self.config.seed,
-        }
-        model, tokenizer = self.objective.model.model, self._run.corpus.tokenizer
-        return sample_text(model, tokenizer, prompt, **{**chosen, **settings})
+        chosen = {**settings_of(self.config.generate), "seed": self.config.seed, **settings}
+        return sample_text(self.objective.model.model, self._run.corpus.tokenizer, prompt, **chosen)

@@ -20,9 +20,9 @@ from lmtrain.errors import FINISHED, UserError
 from lmtrain.objectives.base import Objective
 from lmtrain.objectives.routing import hold_to
 from lmtrain.run import build, resume
-from lmtrain.run import folder as run_dir
-from lmtrain.run.folder import RunDir
-from lmtrain.run.quiet import quiet_libraries
+from lmtrain.run_folder import folder as run_dir
+from lmtrain.run_folder.folder import RunDir
+from lmtrain.terminal import quiet_libraries
 
 
 def replay(config: Config) -> int:

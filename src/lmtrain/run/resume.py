@@ -12,10 +12,10 @@ from lmtrain.config.schema import Config
 from lmtrain.data.corpus import Corpus
 from lmtrain.distributed import process_group as world
 from lmtrain.errors import RunError, UserError, reason
-from lmtrain.run import folder as run_dir
-from lmtrain.run.cut_back import cut_back
-from lmtrain.run.folder import RunDir
 from lmtrain.run.loggers import note_sent, write_again
+from lmtrain.run_folder import folder as run_dir
+from lmtrain.run_folder.cut_back import cut_back
+from lmtrain.run_folder.folder import RunDir
 
 if TYPE_CHECKING:
     from lmtrain.run.build import Run

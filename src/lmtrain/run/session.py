@@ -20,12 +20,14 @@ from lmtrain.config.schema import Config
 from lmtrain.distributed import devices
 from lmtrain.distributed import process_group as world
 from lmtrain.errors import RunError
+from lmtrain.exports import hf_folder
+from lmtrain.exports.export import check_upload, push
 from lmtrain.objectives.routing import hold_to
-from lmtrain.outputs import hf_folder, hub_upload
-from lmtrain.run import build, build_callbacks, failures, links, lock, loggers, plan, resume, summary
-from lmtrain.run import folder as run_dir
+from lmtrain.run import build, build_callbacks, failures, loggers, plan, resume, summary
 from lmtrain.run.build import Run
-from lmtrain.run.folder import RunDir
+from lmtrain.run_folder import folder as run_dir
+from lmtrain.run_folder import lock
+from lmtrain.run_folder.folder import RunDir
 
 
 class Session:
@@ -56,7 +58,7 @@ class Session:
 
     def _lock(self, stack: contextlib.ExitStack) -> None:
         """Keeps other processes out of the folder until `stack` ends."""
-        links.refuse(self.folder.path)
+        run_dir.refuse_links(self.folder.path)
         stack.enter_context(lock.held(self.folder.path))
         # A run that was waited for began after this command had looked.
         run_dir.refuse_to_overwrite(self.folder, self.config)
@@ -70,7 +72,7 @@ class Session:
         console = terminal.console(quiet=os.environ.get("RANK", "0") != "0")
         run = build.build(config, self.folder, console, self.started)
         # A wrong field of export.generation, or a missing token, ends the command here, not after the training.
-        hub_upload.check(config.export)
+        check_upload(config.export)
         hf_folder.generation_config(run.objective.model.model, run.corpus.tokenizer, None, config.export.generation)
         if self.checkpoint is not None:
             saved = store.load_trainer_state(self.checkpoint)
@@ -138,7 +140,7 @@ class Session:
         summary.show(run, summary.write_summary(run, status, self.started), exported)
         if exported and run.config.export.push_to is not None:  # the run has finished, whatever becomes of this
             message = f"{run.dir.path.name}, step {run.trainer.global_step}"
-            print(f"uploaded to {hub_upload.push(exported[-1], run.config.export, message)}")
+            print(f"uploaded to {push(exported[-1], run.config.export, message)}")
         return errors.FINISHED
 
 

@@ -15,8 +15,8 @@ from lmtrain.config.schema import Config
 from lmtrain.distributed import ranks
 from lmtrain.distributed.ranks import Layout
 from lmtrain.errors import UserError
-from lmtrain.run import folder as run_dir
-from lmtrain.run.folder import RunDir
+from lmtrain.run_folder import folder as run_dir
+from lmtrain.run_folder.folder import RunDir
 from lmtrain.terminal import status
 
 
@@ -47,10 +47,10 @@ def start(config: Config) -> int:
         if processes == 1:
             return _session(config, folder)
         status.say(f"starting {processes} ranks")
-        from lmtrain.run import launch
+        from lmtrain.run.launch import launch
 
         status.stop()
-        return launch.launch(folder, config, processes)
+        return launch(folder, config, processes)
     finally:
         if fresh:
             folder.discard_if_unused(existed)

@@ -1,7 +1,6 @@
 """How a run ended: summary.json, the table on the screen, the export."""
 
 import contextlib
-import importlib.util
 import os
 import platform
 import time
@@ -14,20 +13,20 @@ import torch
 from rich.table import Table
 
 from lmtrain.callbacks.progress import duration
-from lmtrain.callbacks.system import peak_resident_bytes
+from lmtrain.callbacks.step_numbers import peak_resident_bytes
 from lmtrain.checkpoints import retention, store
 from lmtrain.config import trust
 from lmtrain.config.effect import TRIAL
 from lmtrain.config.precision import FP8
 from lmtrain.distributed.ranks import typed
 from lmtrain.errors import RunError, UserError
+from lmtrain.exports import model_card
 from lmtrain.models import fp8
 from lmtrain.objectives.parts import RECOMPUTED, Definition
-from lmtrain.outputs import model_card
-from lmtrain.run import report
-from lmtrain.run.folder import asked
+from lmtrain.reports import report
 from lmtrain.run.plan_time import speed_of
 from lmtrain.run.provenance import command, longer, provenance
+from lmtrain.run_folder.folder import asked
 
 if TYPE_CHECKING:
     from lmtrain.run.build import Run
@@ -114,8 +113,8 @@ def export(run: "Run") -> list[Path]:
     """Writes <run>/export and, where there is an adapter to merge (export.merge), <run>/export_merged."""
     from lmtrain.adapters.memory_adapter import reads_memory
     from lmtrain.adapters.trainable import adapter_of
-    from lmtrain.outputs.hf_folder import export_model
-    from lmtrain.run.trained import from_run
+    from lmtrain.exports.hf_folder import export_model
+    from lmtrain.run_folder.trained import from_run
     from lmtrain.strategies import sharding
 
     rows, cfg = run.corpus.val or run.corpus.train, run.config.export
@@ -143,15 +142,6 @@ def export(run: "Run") -> list[Path]:
         )
         for folder, merge in folders
     ]
-
-
-def reader(folder: Path) -> str:
-    """What loads an exported folder."""
-    if (folder / "modeling_memory.py").exists():
-        return "AutoModelForCausalLM.from_pretrained with trust_remote_code=True"
-    adapter = (folder / "adapter_config.json").exists()
-    trust = " with trust_remote_code=True" if model_card.brings_code(folder) else ""
-    return f"{'peft.AutoPeftModelForCausalLM' if adapter else 'AutoModelForCausalLM'}.from_pretrained{trust}"
 
 
 def say_how_to_go_on(run: "Run") -> None:
@@ -190,7 +180,7 @@ def show(run: "Run", summary: dict[str, Any], exported: list[Path]) -> None:
     table.add_row("run", str(run.dir.path))
     table.add_row("curves", str(run.dir.report if run.dir.report.exists() else run.dir.metrics))
     for folder in exported:
-        table.add_row("export", f"{folder}  ({reader(folder)} reads it)")
+        table.add_row("export", f"{folder}  ({model_card.reader(folder)} reads it)")
     run.console.print(table)
     run.console.print("next:")
     for line in next_commands(run):
@@ -200,9 +190,7 @@ def show(run: "Run", summary: dict[str, Any], exported: list[Path]) -> None:
 def next_commands(run: "Run") -> list[str]:
     """What people type after a run: text from it, its scores, and to go on with it."""
     here = f"run_dir={run.dir.path}"
-    lines = [command("generate", [here, "--prompt", "Once upon a time"])]
-    if importlib.util.find_spec("lmtrain.evaluate") is not None:
-        lines.append(command("evaluate", [here]))
+    lines = [command("generate", [here, "--prompt", "Once upon a time"]), command("evaluate", [here])]
     t = run.config.trainer
     by_epochs = t.max_steps is None
     key, end = ("trainer.max_epochs", t.max_epochs) if by_epochs else ("trainer.max_steps", t.max_steps)

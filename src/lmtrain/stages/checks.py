@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from lmtrain.config.schema import Config, Data
+from lmtrain.config.schema import Config, DataConfig
 from lmtrain.errors import UserError
 from lmtrain.stages.definition import REFERENCE, key_of
 from lmtrain.stages.plan import Plan, PlannedEvaluation, PlannedStage
@@ -52,7 +52,7 @@ def _check_evaluation(one: PlannedEvaluation, begun: set[str]) -> None:
         _read_all(data, "val")
 
 
-def _digests(data: Data) -> list[str]:
+def _digests(data: DataConfig) -> list[str]:
     """What the files hold that are read, also checked to be there; of data of the hub nothing, which is not asked."""
     if data.source == "bins":
         folder = Path(str(data.path)).expanduser()
@@ -74,7 +74,7 @@ def _digests(data: Data) -> list[str]:
     return [str(part.source.resolved) for part in open_parts(data) if part.cfg.source != "hub"]
 
 
-def _read_all(data: Data, split: str) -> int | None:
+def _read_all(data: DataConfig, split: str) -> int | None:
     """The rows of a split, each read as the conversation or the pairs it holds; None where there is no such split.
 
     Raises:
@@ -98,7 +98,7 @@ def _read_all(data: Data, split: str) -> int | None:
     return count
 
 
-def _read_row(row: dict[str, Any] | str, where: str, data: Data) -> None:
+def _read_row(row: dict[str, Any] | str, where: str, data: DataConfig) -> None:
     from lmtrain.data.chat.conversations import UnfitColumns, detect_format, to_sample
     from lmtrain.data.chat.pairs import detect_pair_format, to_pairs
     from lmtrain.data.chat.turns import BadRow

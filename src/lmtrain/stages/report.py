@@ -11,7 +11,7 @@ from typing import Any
 from lmtrain import terminal
 from lmtrain.errors import UserError
 from lmtrain.files import read_regular, write_atomic
-from lmtrain.run.folder import RunDir
+from lmtrain.run_folder.folder import RunDir
 from lmtrain.secrets import shown
 from lmtrain.stages.plan import Plan, PlannedStage
 from lmtrain.stages.state import State
@@ -127,7 +127,7 @@ def _number(value: Any) -> str:
 
 
 def _page(plan: Plan, stages: list[Row], names: list[str], scores: list[Row]) -> str:
-    style = (files("lmtrain.outputs") / "report.css").read_text(encoding="utf-8")
+    style = (files("lmtrain.reports") / "report.css").read_text(encoding="utf-8")
     title = f"pipeline {plan.pipeline.name}"
     links = [
         f'<li><a href="{escape(name)}/report.html">{escape(name)}</a>: curves, samples, settings</li>' for name in names

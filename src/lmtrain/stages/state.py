@@ -13,7 +13,7 @@ from pathlib import Path
 from lmtrain.data.store.contents import Facts
 from lmtrain.errors import UserError
 from lmtrain.files import read_regular, write_atomic
-from lmtrain.run.folder import RunDir
+from lmtrain.run_folder.folder import RunDir
 from lmtrain.stages.plan import PlannedStage
 
 FINISHED = "finished: skipped"  # what the plan says of a stage that is not run again

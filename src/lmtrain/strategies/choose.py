@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from lmtrain.checkpoints import store
 from lmtrain.config.precision import outside_fp8
-from lmtrain.config.schema import Config, Trainer
+from lmtrain.config.schema import Config, TrainerConfig
 from lmtrain.strategies.lightning_private import half_dtype
 
 
-def build_strategy(t: Trainer) -> str | Strategy:
+def build_strategy(t: TrainerConfig) -> str | Strategy:
     """The strategy of a config whose `auto` values are resolved.
 
     Raises:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lmtrain.adapters.trainable import trainable_names
 from lmtrain.checkpoints import store
 from lmtrain.config.deepspeed import engine_config
-from lmtrain.config.schema import Trainer
+from lmtrain.config.schema import TrainerConfig
 from lmtrain.distributed.dtensor import full_shape
 from lmtrain.errors import UserError
 from lmtrain.models.blocks import decoder_blocks
@@ -38,7 +38,7 @@ class DeepSpeedStrategy(Placement, DDPStrategy):
 
     engine: Any
 
-    def __init__(self, t: Trainer) -> None:
+    def __init__(self, t: TrainerConfig) -> None:
         try:
             import deepspeed  # noqa: F401
         except ImportError as error:

@@ -22,7 +22,7 @@ from lmtrain.adapters.trainable import trainable_names
 from lmtrain.checkpoints import sharded as sharded_checkpoint
 from lmtrain.checkpoints import store
 from lmtrain.checkpoints.checkpoint_io import FolderCheckpointIO
-from lmtrain.config.schema_trainer import Fsdp
+from lmtrain.config.schema_trainer import FsdpConfig
 from lmtrain.distributed import dtensor as layout
 from lmtrain.models import split
 from lmtrain.strategies import sharding
@@ -35,7 +35,7 @@ class FSDPStrategy(Placement, ModelParallelStrategy):
 
     replaces_parameters = True
 
-    def __init__(self, options: Fsdp, precision: str, processes: int, accelerator: str) -> None:
+    def __init__(self, options: FsdpConfig, precision: str, processes: int, accelerator: str) -> None:
         offloads = options.cpu_offload and accelerator == "cuda"
         super().__init__(
             data_parallel_size=processes,
@@ -123,7 +123,7 @@ class FSDPStrategy(Placement, ModelParallelStrategy):
 class TensorParallelStrategy(FSDPStrategy):
     """Rank r is in group r // tensor_parallel_size; a group reads rows of its own."""
 
-    def __init__(self, options: Fsdp, precision: str, processes: int, accelerator: str) -> None:
+    def __init__(self, options: FsdpConfig, precision: str, processes: int, accelerator: str) -> None:
         super().__init__(options, precision, processes, accelerator)
         self.tensor_parallel_size = options.tensor_parallel_size
         set_group_sizes(self, self.tensor_parallel_size, processes // self.tensor_parallel_size)

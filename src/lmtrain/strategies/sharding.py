@@ -21,7 +21,7 @@ from torch.distributed.fsdp import (
 )
 
 from lmtrain.config.schema import Config
-from lmtrain.config.schema_trainer import Fsdp
+from lmtrain.config.schema_trainer import FsdpConfig
 from lmtrain.distributed import process_group as world
 from lmtrain.models.blocks import decoder_blocks
 from lmtrain.models.language_model import LanguageModel
@@ -35,7 +35,7 @@ def shard(
     mesh: DeviceMesh,
     device: torch.device,
     precision: str,
-    options: Fsdp,
+    options: FsdpConfig,
     *,
     root_mesh: DeviceMesh | None = None,
     split: Callable[[nn.Module], None] = lambda block: None,

@@ -16,7 +16,7 @@ from lmtrain import errors
 from lmtrain.config.effect import TRIAL
 from lmtrain.distributed.ranks import end_with_parent
 from lmtrain.errors import UserError
-from lmtrain.run import links
+from lmtrain.run_folder.folder import refuse_links
 from lmtrain.sweeps.trials import without_ranks
 
 POLL_SECONDS = 0.1
@@ -50,7 +50,7 @@ def locked(folder: Path, what: str, root: str) -> Iterator[None]:
         UserError: another process runs it, or the folder can't be written.
     """
     if folder.is_dir():
-        links.refuse(folder)
+        refuse_links(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / f"{what}.lock", timeout=0)

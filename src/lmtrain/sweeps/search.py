@@ -13,7 +13,7 @@ from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.errors import HydraException, OverrideParseException
 
 from lmtrain.config import explain
-from lmtrain.config.schema import Sweep
+from lmtrain.config.schema import SweepConfig
 from lmtrain.errors import UserError
 from lmtrain.sweeps.trials import Trial
 
@@ -57,7 +57,7 @@ def combinations(swept: list[Override]) -> list[list[str]]:
     return [list(combination) for combination in itertools.product(*map(choices, swept))]
 
 
-def check_optuna(swept: list[Override], sweep: Sweep) -> None:
+def check_optuna(swept: list[Override], sweep: SweepConfig) -> None:
     """Raises UserError for a search that can't start."""
     if sweep.sampler not in ("tpe", "random"):
         raise UserError(f"sweep.sampler={sweep.sampler}: choose tpe or random")
@@ -91,7 +91,7 @@ def distributions(swept: list[Override]) -> dict[str, Any]:
     return found
 
 
-def propose(space: dict[str, Any], sweep: Sweep, mode: str, trials: list[Trial]) -> list[str]:
+def propose(space: dict[str, Any], sweep: SweepConfig, mode: str, trials: list[Trial]) -> list[str]:
     """The next trial's overrides: a function of the trials so far and the seed, so that a sweep that was interrupted
     goes on as if it had not been.
 

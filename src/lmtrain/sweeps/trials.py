@@ -13,7 +13,7 @@ from typing import Any
 from lmtrain import errors
 from lmtrain.errors import UserError
 from lmtrain.files import read_jsonl, write_atomic
-from lmtrain.run.folder import RunDir
+from lmtrain.run_folder.folder import RunDir
 from lmtrain.secrets import hide
 
 # What a launcher of ranks leaves in the environment: a trial that sees it takes itself for one of those ranks.

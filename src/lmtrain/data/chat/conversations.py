@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lmtrain.config.schema import Data
+from lmtrain.config.schema import DataConfig
 from lmtrain.data.chat.turns import BadRow, check, drop_first_answers, text_of, tools_of, turns_of
 from lmtrain.errors import UserError
 
@@ -62,7 +62,7 @@ FORMATS = {
 _BRACES = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")  # {column}, and {{ or }} for a brace
 
 
-def detect_format(columns: Iterable[str], cfg: Data) -> str:
+def detect_format(columns: Iterable[str], cfg: DataConfig) -> str:
     """data.conversation_format, or where it is auto the first format whose columns are all there.
 
     Raises:
@@ -92,7 +92,7 @@ def detect_format(columns: Iterable[str], cfg: Data) -> str:
     return wanted
 
 
-def to_sample(row: Mapping[str, Any], format: str, cfg: Data, where: str) -> Conversation | Completion:
+def to_sample(row: Mapping[str, Any], format: str, cfg: DataConfig, where: str) -> Conversation | Completion:
     """A row of `format` (from detect_format) as a sample; data.system_prompt goes before turns without a system turn.
 
     Raises:
@@ -113,7 +113,7 @@ def to_sample(row: Mapping[str, Any], format: str, cfg: Data, where: str) -> Con
     return _conversation(messages, tools_of(values.get("tools"), where), cfg, where, given)
 
 
-def values_of(row: Mapping[str, Any], format: Format, cfg: Data, where: str, **given: Any) -> dict[str, Any]:
+def values_of(row: Mapping[str, Any], format: Format, cfg: DataConfig, where: str, **given: Any) -> dict[str, Any]:
     """The row's columns under the format's first names, those that are null left out, and what is `given` instead.
 
     Raises:
@@ -127,7 +127,9 @@ def values_of(row: Mapping[str, Any], format: Format, cfg: Data, where: str, **g
     return values
 
 
-def _conversation(messages: list[dict[str, Any]], tools: Any, cfg: Data, where: str, given: int = 0) -> Conversation:
+def _conversation(
+    messages: list[dict[str, Any]], tools: Any, cfg: DataConfig, where: str, given: int = 0
+) -> Conversation:
     if cfg.system_prompt and not any(turn["role"] == "system" for turn in messages):
         messages, given = [{"role": "system", "content": cfg.system_prompt}, *messages], given + bool(given)
     messages, dropped = drop_first_answers(messages, cfg.on_assistant_first, where)
@@ -141,7 +143,7 @@ def _says_something(system: Any) -> bool:
     return bool(system.strip() if isinstance(system, str) else system)
 
 
-def _first_fit(names: list[str], cfg: Data) -> str:
+def _first_fit(names: list[str], cfg: DataConfig) -> str:
     for name in FORMATS:
         if name != "template" and all(column_of(c, names, cfg) for c in _needed(name, cfg)):
             return name
@@ -160,7 +162,7 @@ def _first_fit(names: list[str], cfg: Data) -> str:
     )
 
 
-def _needed(format: str, cfg: Data) -> list[str]:
+def _needed(format: str, cfg: DataConfig) -> list[str]:
     if format != "template":
         return list(FORMATS[format].required)
     if not cfg.prompt_template or not cfg.response_template:
@@ -168,7 +170,7 @@ def _needed(format: str, cfg: Data) -> list[str]:
     return sorted(set(_BRACES.findall(cfg.prompt_template + cfg.response_template)) - {""})
 
 
-def column_of(column: str, there: Iterable[str], cfg: Data) -> str | None:
+def column_of(column: str, there: Iterable[str], cfg: DataConfig) -> str | None:
     """What the data calls a column of a format: by data.columns, else the first of its usual names that is there."""
     renamed = cfg.columns or {}
     for name in column.split("|"):
@@ -177,7 +179,7 @@ def column_of(column: str, there: Iterable[str], cfg: Data) -> str | None:
     return next((name for name in column.split("|") if name in there), None)
 
 
-def _template(row: Mapping[str, Any], cfg: Data, where: str) -> list[dict[str, Any]]:
+def _template(row: Mapping[str, Any], cfg: DataConfig, where: str) -> list[dict[str, Any]]:
     """A user turn and an assistant turn from data.prompt_template and data.response_template."""
 
     def column(match: re.Match[str]) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-from lmtrain.config.schema import Data
+from lmtrain.config.schema import DataConfig
 from lmtrain.data.chat.conversations import Format, UnfitColumns, column_of, instruction, values_of
 from lmtrain.data.chat.turns import BadRow, check, drop_first_answers, text_of, tools_of, turns_of
 from lmtrain.errors import UserError
@@ -50,7 +50,7 @@ _SPEAKER = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
 _SPEAKER_ROLES = {"Human": "user", "Assistant": "assistant"}
 
 
-def detect_pair_format(columns: Iterable[str], cfg: Data) -> str:
+def detect_pair_format(columns: Iterable[str], cfg: DataConfig) -> str:
     """data.conversation_format, or where it is auto the first format whose columns are all there.
 
     Raises:
@@ -74,7 +74,7 @@ def detect_pair_format(columns: Iterable[str], cfg: Data) -> str:
     )
 
 
-def to_pairs(row: Mapping[str, Any], format: str, cfg: Data, where: str) -> list[Pair]:
+def to_pairs(row: Mapping[str, Any], format: str, cfg: DataConfig, where: str) -> list[Pair]:
     """The pairs of a row of `format` (from detect_pair_format): one, or several of ranked answers.
 
     data.prompt_template makes the prompt from several columns; data.ranking says which ranked answers are compared.
@@ -104,7 +104,7 @@ def to_pairs(row: Mapping[str, Any], format: str, cfg: Data, where: str) -> list
     return [_pair(given, chosen_turns, rejected_turns, values, cfg, where, margin)]
 
 
-def _needed(format: str, cfg: Data) -> list[str]:
+def _needed(format: str, cfg: DataConfig) -> list[str]:
     """The columns a format can't do without; data.prompt_template stands for the prompt's."""
     return [c for c in PAIR_FORMATS[format].required if not (cfg.prompt_template and c.startswith("prompt"))]
 
@@ -184,7 +184,13 @@ def _split(chosen: Turns, rejected: Turns, where: str) -> tuple[Turns, Turns, Tu
 
 
 def _pair(
-    given: Turns, chosen: Turns, rejected: Turns, values: dict[str, Any], cfg: Data, where: str, margin: float | None
+    given: Turns,
+    chosen: Turns,
+    rejected: Turns,
+    values: dict[str, Any],
+    cfg: DataConfig,
+    where: str,
+    margin: float | None,
 ) -> Pair:
     answers = {"chosen": chosen, "rejected": rejected}
     for name, turns in answers.items():
@@ -243,7 +249,7 @@ def _number(value: Any, name: str, where: str) -> float:
     return number
 
 
-def _ranked(values: dict[str, Any], cfg: Data, where: str) -> list[Pair]:
+def _ranked(values: dict[str, Any], cfg: DataConfig, where: str) -> list[Pair]:
     """Pairs of ranked answers: the best and the worst, or with data.ranking=all every two of different rank."""
     answers = values["responses"]
     if not isinstance(answers, list) or len(answers) < 2:

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from lmtrain.config.schema import Data
+from lmtrain.config.schema import DataConfig
 from lmtrain.data.chat.conversations import Completion, Conversation
 from lmtrain.data.chat.jinja_rendering import answers_of, find_template
 from lmtrain.data.chat.rendering import LABELS, ChatTemplate, Rendered, check_tools, unshown
@@ -32,7 +32,7 @@ class Example:
     cut: int = 0
 
 
-def fit(ids: list[int], trained: list[bool], borders: list[int], cfg: Data, where: str) -> list[Example]:
+def fit(ids: list[int], trained: list[bool], borders: list[int], cfg: DataConfig, where: str) -> list[Example]:
     """One example, or by data.on_too_long none or several where it is longer than data.max_length.
 
     Args:
@@ -97,7 +97,7 @@ class ChatEncoder:
         UserError: no template, an unknown one, or one that doesn't go with the tokenizer.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, cfg: Data) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, cfg: DataConfig) -> None:
         self.tokenizer, self.cfg = tokenizer, cfg
         # Plain texts can do without a template, so none is looked for where nothing names one.
         self._template = self._chat if cfg.chat_template or tokenizer.chat_template else None

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from lmtrain.config.schema import Config, Data
+from lmtrain.config.schema import Config, DataConfig
 from lmtrain.data.chat.conversations import Completion, Conversation, UnfitColumns, detect_format, to_sample
 from lmtrain.data.chat.templates import ChatEncoder
 from lmtrain.data.chat.turns import BadRow, Remark, unread
@@ -13,7 +13,7 @@ from lmtrain.data.examples.rows import example_rows
 from lmtrain.data.order import Rows
 
 
-def _without_system(sample: Completion | Conversation, cfg: Data) -> list[Remark]:
+def _without_system(sample: Completion | Conversation, cfg: DataConfig) -> list[Remark]:
     """A prompt that is text goes through no chat template: it has no place for a system prompt."""
     if isinstance(sample, Conversation) or not cfg.system_prompt:
         return []
@@ -23,7 +23,7 @@ def _without_system(sample: Completion | Conversation, cfg: Data) -> list[Remark
 class TemplateRows:
     """What encoders of rows that go through a chat template share; see `data.examples.RowEncoder`."""
 
-    def __init__(self, tokenizer: Any, cfg: Data) -> None:
+    def __init__(self, tokenizer: Any, cfg: DataConfig) -> None:
         self.chat = ChatEncoder(tokenizer, cfg)
         self.identity = self.chat.identity
         self._formats: dict[Any, str] = {}
@@ -32,7 +32,9 @@ class TemplateRows:
     def words(self) -> str:
         return " and ".join(sorted(set(self._formats.values())))
 
-    def format_of(self, row: dict[str, Any], where: str, cfg: Data, detect: Callable[[Any, Data], str]) -> str:
+    def format_of(
+        self, row: dict[str, Any], where: str, cfg: DataConfig, detect: Callable[[Any, DataConfig], str]
+    ) -> str:
         """By the row's columns: files may hold rows of several formats. Raises BadRow where none fits them."""
         key = (id(cfg), *row)
         if key not in self._formats:
@@ -68,7 +70,7 @@ class ChatRows(TemplateRows):
 
     group = 1
 
-    def encode(self, row: dict[str, Any], where: str, cfg: Data, question: bool) -> Encoded:
+    def encode(self, row: dict[str, Any], where: str, cfg: DataConfig, question: bool) -> Encoded:
         self.chat.begin_row()
         sample = to_sample(row, self.format_of(row, where, cfg, detect_format), cfg, where)
         examples = self.chat.encode(sample)

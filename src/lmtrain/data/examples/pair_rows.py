@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lmtrain.config.schema import Config, Data
+from lmtrain.config.schema import Config, DataConfig
 from lmtrain.data.chat.conversations import Completion, Conversation
 from lmtrain.data.chat.pairs import Pair, detect_pair_format, to_pairs
 from lmtrain.data.chat.turns import BadRow, unread
@@ -24,11 +24,11 @@ class PairRowEncoder(TemplateRows):
 
     group = 2
 
-    def __init__(self, tokenizer: Any, cfg: Data) -> None:
+    def __init__(self, tokenizer: Any, cfg: DataConfig) -> None:
         super().__init__(tokenizer, cfg)
         self.identity = {**self.identity, "pairs": 1}
 
-    def encode(self, row: dict[str, Any], where: str, cfg: Data, question: bool) -> Encoded:
+    def encode(self, row: dict[str, Any], where: str, cfg: DataConfig, question: bool) -> Encoded:
         """The pairs of a row, chosen and rejected in turn.
 
         Raises:
@@ -68,7 +68,7 @@ class PairRowEncoder(TemplateRows):
         return Conversation([*pair.prompt, pair.chosen[0]], pair.tools, pair.where)  # type: ignore[list-item]
 
 
-def fit_pair(chosen: Tokens, rejected: Tokens, cfg: Data, where: str) -> tuple[list[Tokens], int]:
+def fit_pair(chosen: Tokens, rejected: Tokens, cfg: DataConfig, where: str) -> tuple[list[Tokens], int]:
     """([chosen, rejected], tokens cut away), none longer than data.max_length; ([], 0) where the pair is dropped.
 
     truncate_right cuts the ends of the answers; truncate_left cuts the same tokens off both prompts, so that the

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from lmtrain.config.schema import Data, Tokenizer
+from lmtrain.config.schema import DataConfig, TokenizerConfig
 from lmtrain.data import tokenizers
 from lmtrain.data.chat.conversations import BadRow
 from lmtrain.data.examples.documents import Examples, earlier_fingerprints
@@ -56,7 +56,10 @@ class PreparedExamples(PreparedData):
 
 
 def prepare_examples(
-    cfg: Data, tokenizer_cfg: Tokenizer, make_encoder: Callable[[Any, Data], RowEncoder], progress: bool = True
+    cfg: DataConfig,
+    tokenizer_cfg: TokenizerConfig,
+    make_encoder: Callable[[Any, DataConfig], RowEncoder],
+    progress: bool = True,
 ) -> PreparedExamples:
     """Tokenizes the rows that `cfg` names into <cache_dir>/<label>-<hash>, or finds them there.
 
@@ -110,7 +113,7 @@ def prepare_examples(
 
 def _write_split(
     folder: Path,
-    cfg: Data,
+    cfg: DataConfig,
     parts: list[MixturePart],
     name: str,
     encoder: RowEncoder,
@@ -175,7 +178,7 @@ def _write_part(
             questions.append(encoded.question)
 
 
-def _encode(row: dict[str, Any] | str, where: str, cfg: Data, encoder: RowEncoder, question: bool) -> Encoded:
+def _encode(row: dict[str, Any] | str, where: str, cfg: DataConfig, encoder: RowEncoder, question: bool) -> Encoded:
     """The row's examples; raises BadRow where it can't be read, or makes none."""
     if isinstance(row, str):
         raise BadRow(where, row)
@@ -195,7 +198,7 @@ def _write(group: list[Example], writer: BinWriter, counts: Counts) -> None:
         counts.longest = max(counts.longest, len(ids))
 
 
-def _check_empty(counts: Counts, cfg: Data, name: str, parts: list[MixturePart]) -> None:
+def _check_empty(counts: Counts, cfg: DataConfig, name: str, parts: list[MixturePart]) -> None:
     """Raises UserError where a split that is needed has nothing left to train on."""
     check_untrained(counts, cfg, name)
     if name == "train" and counts.rows == 0:

@@ -4,7 +4,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass, field
 
-from lmtrain.config.schema import Data
+from lmtrain.config.schema import DataConfig
 from lmtrain.data.chat.turns import Remark
 from lmtrain.errors import UserError
 
@@ -71,13 +71,13 @@ def short(text: str, characters: int = 160) -> str:
     return f"{text[:characters]!r} ... {text[-characters:]!r}"
 
 
-def too_many_untrained(counts: Counts, cfg: Data) -> bool:
+def too_many_untrained(counts: Counts, cfg: DataConfig) -> bool:
     """Whether more than data.max_untrained of the rows have nothing to learn."""
     seen = counts.examples + counts.untrained
     return cfg.max_untrained is not None and counts.untrained > cfg.max_untrained * max(1, seen)
 
 
-def check_untrained(counts: Counts, cfg: Data, name: str) -> None:
+def check_untrained(counts: Counts, cfg: DataConfig, name: str) -> None:
     """Raises UserError where more than data.max_untrained of the rows have nothing to learn."""
     if too_many_untrained(counts, cfg):
         seen = counts.examples + counts.untrained
@@ -89,7 +89,7 @@ def check_untrained(counts: Counts, cfg: Data, name: str) -> None:
         )
 
 
-def too_many_lost(counts: Counts, cfg: Data) -> str | None:
+def too_many_lost(counts: Counts, cfg: DataConfig) -> str | None:
     """What more than data.max_untrained of the rows lose on their way through the chat template."""
     taken = counts.rows - sum(counts.bad.values())
     if cfg.max_untrained is None:
@@ -97,7 +97,7 @@ def too_many_lost(counts: Counts, cfg: Data) -> str | None:
     return next((text for text, number in counts.lost.items() if number > cfg.max_untrained * max(1, taken)), None)
 
 
-def check_lost(counts: Counts, cfg: Data, name: str) -> None:
+def check_lost(counts: Counts, cfg: DataConfig, name: str) -> None:
     """Raises UserError where more than data.max_untrained of the rows hold what the model never sees."""
     lost = too_many_lost(counts, cfg)
     if lost is not None:

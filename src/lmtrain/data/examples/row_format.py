@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from lmtrain.config.schema import Config, Data
+from lmtrain.config.schema import Config, DataConfig
 from lmtrain.data.chat.turns import Remark
 from lmtrain.data.examples.documents import Examples
 from lmtrain.data.order import Rows
@@ -55,7 +55,7 @@ class RowEncoder(Protocol):
     def words(self) -> str:
         """What it took the rows for, for the plan."""
 
-    def encode(self, row: dict[str, Any], where: str, cfg: Data, question: bool) -> Encoded:
+    def encode(self, row: dict[str, Any], where: str, cfg: DataConfig, question: bool) -> Encoded:
         """The examples of a row, a multiple of `group` of them; none where it is dropped.
 
         Args:

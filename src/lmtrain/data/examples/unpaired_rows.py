@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lmtrain.config.schema import Config, Data
+from lmtrain.config.schema import Config, DataConfig
 from lmtrain.data.chat.conversations import UnfitColumns, column_of
 from lmtrain.data.chat.pairs import answer_turns, prompt_turns
 from lmtrain.data.chat.templates import fit
@@ -23,11 +23,11 @@ class UnpairedRowEncoder(TemplateRows):
 
     group = 1
 
-    def __init__(self, tokenizer: Any, cfg: Data) -> None:
+    def __init__(self, tokenizer: Any, cfg: DataConfig) -> None:
         super().__init__(tokenizer, cfg)
         self.identity = {**self.identity, "unpaired": 2 if cfg.system_prompt else 1}
 
-    def encode(self, row: dict[str, Any], where: str, cfg: Data, question: bool) -> Encoded:
+    def encode(self, row: dict[str, Any], where: str, cfg: DataConfig, question: bool) -> Encoded:
         """Texts are turns of the user and the assistant; lists of turns are taken as they are.
 
         Raises:
@@ -66,7 +66,7 @@ class UnpairedRowEncoder(TemplateRows):
         return UnpairedRows(examples), words
 
 
-def _detect(columns: Any, cfg: Data) -> str:
+def _detect(columns: Any, cfg: DataConfig) -> str:
     absent = [c.replace("|", " or ") for c in COLUMNS if column_of(c, columns, cfg) is None]
     if absent:
         raise UnfitColumns(

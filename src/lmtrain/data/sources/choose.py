@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from lmtrain.config.schema import Data
+from lmtrain.config.schema import DataConfig
 from lmtrain.config.targets import build_target, building, class_named, lacking
 from lmtrain.data.hub import Unreachable, commit_of
 from lmtrain.data.sources import files, hub, stdlib
@@ -49,7 +49,7 @@ class Source(Protocol):
         """About how many bytes of text the split has, for the progress bar; None where that isn't known."""
 
 
-def open_source(cfg: Data) -> Source:
+def open_source(cfg: DataConfig) -> Source:
     """The source that `cfg` names; `data.path` set by the user wins over a dataset's name.
 
     Raises:
@@ -70,7 +70,7 @@ def open_source(cfg: Data) -> Source:
     return _HubSource(cfg)
 
 
-def pieces(source: Source, cfg: Data, name: str) -> Iterator[Piece] | None:
+def pieces(source: Source, cfg: DataConfig, name: str) -> Iterator[Piece] | None:
     """The documents of split "train" or "val" after the filters; None where there is to be no validation split.
 
     data.min_length and data.num_samples apply to each split of the corpus; what is held out by data.val_fraction
@@ -87,7 +87,7 @@ def pieces(source: Source, cfg: Data, name: str) -> Iterator[Piece] | None:
     return at_least(split(train, cfg.val_fraction, cut, held_out=name == "val"), 1)
 
 
-def _filtered(source: Source, cfg: Data, name: str) -> Iterator[Piece] | None:
+def _filtered(source: Source, cfg: DataConfig, name: str) -> Iterator[Piece] | None:
     found = source.pieces(name)
     if found is None:
         return None
@@ -95,7 +95,7 @@ def _filtered(source: Source, cfg: Data, name: str) -> Iterator[Piece] | None:
     return kept if cfg.num_samples is None else first(kept, cfg.num_samples)
 
 
-def expected_bytes(source: Source, cfg: Data, name: str) -> int | None:
+def expected_bytes(source: Source, cfg: DataConfig, name: str) -> int | None:
     """About how many bytes of text a split will have; None where that isn't known."""
     if cfg.num_samples is not None:
         return None
@@ -111,7 +111,7 @@ class _StdlibSource:
     label = "python_stdlib"
     notes: list[str] = []  # noqa: RUF012
 
-    def __init__(self, cfg: Data) -> None:
+    def __init__(self, cfg: DataConfig) -> None:
         self.cfg = cfg
         self.files = stdlib.stdlib_files()
         self.resolved: str | None = Facts(None).digest(self.files)
@@ -133,7 +133,7 @@ class _StdlibSource:
 
 
 class _FileSource:
-    def __init__(self, cfg: Data) -> None:
+    def __init__(self, cfg: DataConfig) -> None:
         if not cfg.path:
             raise UserError("data.path is not set: name a file, a folder, a glob or a list of them, data.path=...")
         self.cfg = cfg
@@ -168,7 +168,7 @@ class _FileSource:
 class _HubSource:
     notes: list[str] = []  # noqa: RUF012
 
-    def __init__(self, cfg: Data) -> None:
+    def __init__(self, cfg: DataConfig) -> None:
         if not cfg.name:
             raise UserError("data.name is not set: name a dataset of the hub, data.name=..., or files, data.path=...")
         self.cfg = cfg
@@ -188,7 +188,7 @@ class _HubSource:
         except Unreachable as error:
             self.resolved, self.unreachable = None, str(error)
 
-    def _identity(self, cfg: Data) -> str:
+    def _identity(self, cfg: DataConfig) -> str:
         folder = Path(str(cfg.name)).expanduser()
         if folder.is_dir():  # a dataset repository on this machine
             return Facts(cfg.cache_dir).digest(sorted(p for p in folder.rglob("*") if p.is_file()))
@@ -221,7 +221,7 @@ class _HubSource:
         return None
 
 
-def open_own(cfg: Data) -> Any:
+def open_own(cfg: DataConfig) -> Any:
     """The object of the class that data.source names, with what the key of prepared data needs.
 
     Its identity is what the class says it is and the text of the module it stands in: a changed class is read anew.

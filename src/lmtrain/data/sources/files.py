@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lmtrain.config.schema import Data
+from lmtrain.config.schema import DataConfig
 from lmtrain.data.sources import addresses
 from lmtrain.data.sources.addresses import File, Found, size_of
 from lmtrain.data.sources.lines import COMPRESSED, raw_lines, text_blocks, uncompressed_name
@@ -150,7 +150,7 @@ def _format_of(path: File, wanted: str) -> str:
     return format
 
 
-def read_pieces(files: list[tuple[File, str]], cfg: Data) -> Iterator[Piece]:
+def read_pieces(files: list[tuple[File, str]], cfg: DataConfig) -> Iterator[Piece]:
     """The documents of the files, in order."""
     if cfg.document_start:
         yield from join_rows(_all_rows(files, cfg), cfg.document_start)
@@ -163,12 +163,12 @@ def read_pieces(files: list[tuple[File, str]], cfg: Data) -> Iterator[Piece]:
             yield from (Piece(_of_characters(row, path), True) for row in read_rows(path, format, cfg))
 
 
-def _all_rows(files: list[tuple[File, str]], cfg: Data) -> Iterator[str]:
+def _all_rows(files: list[tuple[File, str]], cfg: DataConfig) -> Iterator[str]:
     for path, format in files:
         yield from read_rows(path, format, cfg)
 
 
-def read_rows(path: File, format: str, cfg: Data) -> Iterator[str]:
+def read_rows(path: File, format: str, cfg: DataConfig) -> Iterator[str]:
     """The text of each row of a file: of a plain text one its lines, or paragraphs."""
     if format == "text":
         # Lines keep their ends where they are to be joined again.

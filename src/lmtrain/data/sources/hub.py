@@ -7,7 +7,7 @@ from typing import Any
 
 import huggingface_hub
 
-from lmtrain.config.schema import Data
+from lmtrain.config.schema import DataConfig
 from lmtrain.data.hub import endpoint, explain_unreachable, first_line
 from lmtrain.data.sources.tables import check_columns, columns_of, text_of
 from lmtrain.errors import ReadError, UserError, disk_full
@@ -36,7 +36,7 @@ def _offline() -> Iterator[None]:
         datasets.config.HF_HUB_OFFLINE, huggingface_hub.constants.HF_HUB_OFFLINE = before
 
 
-def load_splits(cfg: Data, commit: str | None, unreachable: str) -> Any:
+def load_splits(cfg: DataConfig, commit: str | None, unreachable: str) -> Any:
     """The dataset's splits, {name: Dataset or IterableDataset}; from the local cache where `commit` is None."""
     import datasets
 
@@ -83,7 +83,7 @@ def _load_converted(name: str, config_name: str | None, options: dict[str, Any])
         ) from None
 
 
-def check_split(splits: Any, split: str, cfg: Data) -> None:
+def check_split(splits: Any, split: str, cfg: DataConfig) -> None:
     """Raises UserError where a dataset has no such split; lists those it has."""
     if split not in splits:
         raise UserError(
@@ -91,7 +91,7 @@ def check_split(splits: Any, split: str, cfg: Data) -> None:
         )
 
 
-def read_rows(splits: Any, split: str, cfg: Data) -> Iterator[str]:
+def read_rows(splits: Any, split: str, cfg: DataConfig) -> Iterator[str]:
     """The text of each row of a split.
 
     Raises:
@@ -112,7 +112,7 @@ def read_rows(splits: Any, split: str, cfg: Data) -> Iterator[str]:
         raise ReadError(f"{where} can't be read from {endpoint()}: {first_line(error)}") from None
 
 
-def read_records(splits: Any, split: str, cfg: Data) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_records(splits: Any, split: str, cfg: DataConfig) -> Iterator[tuple[str, dict[str, Any]]]:
     """Every row of a split with all its columns, and its place.
 
     Raises:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any, Protocol
 
-from lmtrain.config.schema import Data
+from lmtrain.config.schema import DataConfig
 from lmtrain.data.sources.choose import open_source
 from lmtrain.data.sources.pieces import is_held_out
 from lmtrain.data.sources.tables import Record
@@ -33,7 +33,7 @@ class RecordSource(Protocol):
 class MixturePart:
     """One source of a mixture, or the only one: its config and how often its rows are seen in an epoch."""
 
-    cfg: Data
+    cfg: DataConfig
     source: RecordSource
     weight: Fraction
 
@@ -47,7 +47,7 @@ def check_keys(entry: dict[str, Any], known: Sequence[str], where: str) -> None:
             raise UserError(f"{where}.{key} is not known{hint} (keys: {', '.join(known)})")
 
 
-def open_parts(cfg: Data) -> list[MixturePart]:
+def open_parts(cfg: DataConfig) -> list[MixturePart]:
     """The sources that `cfg` names: one, or those of data.mixture.
 
     Raises UserError for text sources, missing files, unknown keys in the mixture.
@@ -62,7 +62,7 @@ def open_parts(cfg: Data) -> list[MixturePart]:
     return [MixturePart(cfg, open_source(cfg), Fraction(1))]  # type: ignore[arg-type]
 
 
-def _part(cfg: Data, entry: dict[str, Any], number: int) -> MixturePart:
+def _part(cfg: DataConfig, entry: dict[str, Any], number: int) -> MixturePart:
     where = f"data.mixture[{number}]"
     check_keys(entry, _MIXTURE_KEYS, where)
     if ("path" in entry) == ("name" in entry):

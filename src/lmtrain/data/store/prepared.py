@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lmtrain.config.constraints import PREPARED
 from lmtrain.config.keys import values
-from lmtrain.config.schema import Data, Tokenizer
+from lmtrain.config.schema import DataConfig, TokenizerConfig
 from lmtrain.data import tokenizers
 from lmtrain.data.store import bins, contents
 from lmtrain.data.store.cache import build_once
@@ -51,7 +51,7 @@ class PreparedData:
         return [bins.sampled_fingerprint([bins.open_bins(self.folder, name) for name in self.meta["splits"]])]
 
 
-def settings(section: Data | Tokenizer) -> dict[str, Any]:
+def settings(section: DataConfig | TokenizerConfig) -> dict[str, Any]:
     """The keys of the config that shape tokens, but for those that name files: what these hold stands in the key too.
 
     What is not set is left out, so that a key that comes to the schema makes no new folders by being there.
@@ -59,7 +59,7 @@ def settings(section: Data | Tokenizer) -> dict[str, Any]:
     return {k: v for k, v in values(section, PREPARED, by_content=False).items() if v not in (None, [], {})}
 
 
-def folder_key(data: Data, tokenizer: Tokenizer, **contents: Any) -> dict[str, Any]:
+def folder_key(data: DataConfig, tokenizer: TokenizerConfig, **contents: Any) -> dict[str, Any]:
     """The key as it will be read back from JSON.
 
     Args:
@@ -74,7 +74,7 @@ def key_hash(key: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
 
 
-def folder_of(cfg: Data, label: str, key: dict[str, Any]) -> Path:
+def folder_of(cfg: DataConfig, label: str, key: dict[str, Any]) -> Path:
     """Where what has this key is kept, <cache_dir>/<label>-<hash>."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", label)
     return Path(cfg.cache_dir).expanduser() / f"{name[:_LONGEST_LABEL]}-{key_hash(key)[:12]}"
@@ -85,7 +85,7 @@ def is_complete(folder: Path) -> bool:
 
 
 def prepare_folder(
-    target: Path, fill: Callable[[Path], None], notes: list[str], cfg: Data, show: PrepareProgress
+    target: Path, fill: Callable[[Path], None], notes: list[str], cfg: DataConfig, show: PrepareProgress
 ) -> PreparedData:
     """The folder `target`, made by fill(empty folder), which writes meta.json last, unless it is complete already.
 
@@ -109,7 +109,7 @@ def open_folder(
     meta: bins.Meta,
     tokenizer: PreTrainedTokenizerFast,
     notes: list[str],
-    cfg: Data,
+    cfg: DataConfig,
     show: PrepareProgress,
 ) -> PreparedData:
     """UserError where a file is missing, was cut short or changed after it was prepared."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from lmtrain.config.schema import Data, Tokenizer
+from lmtrain.config.schema import DataConfig, TokenizerConfig
 from lmtrain.data import tokenizers
 from lmtrain.data.store import bins, contents
 from lmtrain.data.store.prepared import PreparedData, folder_key, folder_of, new_meta, prepare_folder
@@ -29,7 +29,7 @@ class Head:
     source: StreamSource
     prepared: PreparedData
     begin: Place
-    cfg: Data
+    cfg: DataConfig
 
     @cached_property
     def encoder(self) -> Encoder:
@@ -41,7 +41,7 @@ class Head:
         return contents.fingerprint([self.prepared.fingerprint, self.source.identity])
 
 
-def prepare_head(cfg: Data, tokenizer_cfg: Tokenizer, progress: bool = True) -> Head:
+def prepare_head(cfg: DataConfig, tokenizer_cfg: TokenizerConfig, progress: bool = True) -> Head:
     """Reads the head of the stream once; later runs find it prepared.
 
     Raises:
@@ -74,7 +74,7 @@ def _text(source: StreamSource) -> Iterator[str]:
 
 
 def _write_head(
-    folder: Path, cfg: Data, source: StreamSource, encoder: Encoder, meta: bins.Meta, show: PrepareProgress
+    folder: Path, cfg: DataConfig, source: StreamSource, encoder: Encoder, meta: bins.Meta, show: PrepareProgress
 ) -> None:
     """Writes the first whole segments with at least data.ring_val_tokens tokens, and where they end."""
     wanted = cfg.ring_val_tokens or 0

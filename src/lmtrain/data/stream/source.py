@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from lmtrain.config.schema import Data
+from lmtrain.config.schema import DataConfig
 from lmtrain.data.hub import Unreachable, commit_of, explain_unreachable
 from lmtrain.data.sources import files, hub
 from lmtrain.data.sources.addresses import Address, File
@@ -51,13 +51,13 @@ class StreamSource(Protocol):
         """
 
 
-def open_stream(cfg: Data) -> StreamSource:
+def open_stream(cfg: DataConfig) -> StreamSource:
     """The source that `cfg` names; UserError where there is none."""
     return _FileStream(cfg) if cfg.source == "files" or cfg.path else _HubStream(cfg)
 
 
 class _FileStream:
-    def __init__(self, cfg: Data) -> None:
+    def __init__(self, cfg: DataConfig) -> None:
         self.cfg = cfg
         found, self.notes = files.find_files(cfg.path, cfg.format)
         self.files, self.parts = found, len(found)
@@ -116,7 +116,7 @@ def _reaches(path: File, characters: int) -> bool:
 class _HubStream:
     notes: list[str] = []  # noqa: RUF012
 
-    def __init__(self, cfg: Data) -> None:
+    def __init__(self, cfg: DataConfig) -> None:
         if not cfg.name:
             raise UserError("data.name is not set: name a dataset of the hub, data.name=..., or files, data.path=...")
         self.cfg, self.label = cfg, cfg.name.rstrip("/").split("/")[-1]

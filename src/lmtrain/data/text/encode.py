@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from lmtrain.config.schema import Data
+from lmtrain.config.schema import DataConfig
 from lmtrain.data.byte_bpe.encoder import ByteBPE
 from lmtrain.data.byte_bpe.processes import EncodeProcesses
 from lmtrain.data.sources.pieces import Piece
@@ -56,7 +56,7 @@ class EncodedSegment(NamedTuple):
     characters: int
 
 
-def make_encoder(tokenizer: PreTrainedTokenizerFast, cfg: Data) -> "Encoder":
+def make_encoder(tokenizer: PreTrainedTokenizerFast, cfg: DataConfig) -> "Encoder":
     """As `cfg` says: with the end-of-text token after each document or without, in data.num_proc processes at most.
 
     Raises:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from lmtrain.config.schema_data import Data
+from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.order import mix64
 from lmtrain.data.store.shards import Shard
 from lmtrain.errors import UserError
@@ -76,7 +76,7 @@ class FillInTheMiddle:
         return np.concatenate([[self.prefix], prefix, [self.suffix], suffix, [self.middle], middle, end])
 
 
-def fill_in_the_middle(data: Data, shards: list[Shard], tokenizer: Any, seed: int) -> FillInTheMiddle | None:
+def fill_in_the_middle(data: DataConfig, shards: list[Shard], tokenizer: Any, seed: int) -> FillInTheMiddle | None:
     """What data.fim asks for; None where nothing is rearranged.
 
     Raises:

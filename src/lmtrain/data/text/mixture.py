@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lmtrain.config.schema import Data, Tokenizer
+from lmtrain.config.schema import DataConfig, TokenizerConfig
 from lmtrain.data import tokenizers
 from lmtrain.data.mixing import Mixture, check_weights
 from lmtrain.data.sources import choose as sources
@@ -31,7 +31,7 @@ _KEYS = ("path", "val_path", "name", "config_name", "revision", "source", "forma
 class TextSource:
     """One source of a mixture: its config, its weights by the step from which they hold, its epochs at most."""
 
-    cfg: Data
+    cfg: DataConfig
     label: str
     weights: dict[int, float]
     max_epochs: float | None
@@ -49,7 +49,7 @@ class PreparedMixture:
         return contents.fingerprint([*(part.fingerprint for part in self.parts), mixed])
 
 
-def text_sources(cfg: Data) -> list[TextSource]:
+def text_sources(cfg: DataConfig) -> list[TextSource]:
     """The sources of data.mixture, none of them opened yet.
 
     Raises:
@@ -70,7 +70,7 @@ def text_sources(cfg: Data) -> list[TextSource]:
     return found
 
 
-def _config(cfg: Data, entry: dict[str, Any], where: str) -> Data:
+def _config(cfg: DataConfig, entry: dict[str, Any], where: str) -> DataConfig:
     """The config of one source: that of the mixture, with what the entry says of its own."""
     check_keys(entry, _KEYS, where)
     own = {key: value for key, value in entry.items() if key not in _MIXED}
@@ -105,7 +105,7 @@ def _max_epochs(entry: dict[str, Any], where: str) -> float | None:
     return most
 
 
-def prepare_mixture(cfg: Data, tokenizer_cfg: Tokenizer, progress: bool = True) -> PreparedMixture:
+def prepare_mixture(cfg: DataConfig, tokenizer_cfg: TokenizerConfig, progress: bool = True) -> PreparedMixture:
     """Prepares each source in a folder of its own, which another mixture with it, or it alone, finds again.
 
     Raises:
@@ -123,7 +123,9 @@ def prepare_mixture(cfg: Data, tokenizer_cfg: Tokenizer, progress: bool = True) 
     return PreparedMixture(found, parts)
 
 
-def _shared_tokenizer(cfg: Data, tokenizer_cfg: Tokenizer, found: list[TextSource], progress: bool) -> Tokenizer:
+def _shared_tokenizer(
+    cfg: DataConfig, tokenizer_cfg: TokenizerConfig, found: list[TextSource], progress: bool
+) -> TokenizerConfig:
     """A tokenizer that is made from text is made from all sources, their documents in turn, once."""
     if tokenizer_cfg.kind not in ("bpe", "char"):
         return tokenizer_cfg
@@ -164,7 +166,7 @@ def mixture_words(parts: list[tuple[TextSource, PreparedData]], mixture: Mixture
     return lines
 
 
-def documents_of(cfg: Data, name: str) -> Iterator[Any]:
+def documents_of(cfg: DataConfig, name: str) -> Iterator[Any]:
     """The documents of a split of all sources, one source after the other."""
     for source in text_sources(cfg):
         if source.cfg.source == "bins":

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from lmtrain.config.schema import Data, Tokenizer
+from lmtrain.config.schema import DataConfig, TokenizerConfig
 from lmtrain.data import tokenizers
 from lmtrain.data.sources import choose as sources
 from lmtrain.data.sources.addresses import is_address
@@ -35,7 +35,7 @@ from lmtrain.errors import UserError
 PREPARE_VERSION = 2
 
 
-def prepare(cfg: Data, tokenizer_cfg: Tokenizer, progress: bool = True) -> PreparedData:
+def prepare(cfg: DataConfig, tokenizer_cfg: TokenizerConfig, progress: bool = True) -> PreparedData:
     """Tokenizes the text that `cfg` names into <cache_dir>/<label>-<hash>, or finds it there; opens ready bins.
 
     Raises:
@@ -88,7 +88,12 @@ def _prepared_before(target: Path, key: dict[str, Any], show: PrepareProgress) -
 
 
 def _tokenizer_of(
-    folder: Path, cfg: Data, tokenizer_cfg: Tokenizer, source: sources.Source, named: Identity, show: PrepareProgress
+    folder: Path,
+    cfg: DataConfig,
+    tokenizer_cfg: TokenizerConfig,
+    source: sources.Source,
+    named: Identity,
+    show: PrepareProgress,
 ) -> PreTrainedTokenizerFast:
     if cfg.num_proc:
         # The tokenizers library starts its threads at first use and asks for their number only then.
@@ -104,7 +109,7 @@ def _tokenizer_of(
 
 def make_tokenizer(
     folder: Path,
-    cfg: Tokenizer,
+    cfg: TokenizerConfig,
     texts: Callable[[str], Iterator[str]],
     named: Identity,
     show: PrepareProgress,
@@ -121,14 +126,20 @@ def make_tokenizer(
     return tokenizers.load_folder(folder / "tokenizer")
 
 
-def _training_bytes(source: sources.Source, cfg: Data, tokenizer_cfg: Tokenizer) -> int | None:
+def _training_bytes(source: sources.Source, cfg: DataConfig, tokenizer_cfg: TokenizerConfig) -> int | None:
     """About how many bytes of text a tokenizer is trained on; None where that isn't known."""
     known = sources.expected_bytes(source, cfg, "train")
     return None if known is None else min(known, tokenizer_cfg.train_characters or known)
 
 
 def _write_split(
-    folder: Path, cfg: Data, source: sources.Source, name: str, encoder: Encoder, dtype: str, show: PrepareProgress
+    folder: Path,
+    cfg: DataConfig,
+    source: sources.Source,
+    name: str,
+    encoder: Encoder,
+    dtype: str,
+    show: PrepareProgress,
 ) -> bins.SplitMeta | None:
     """Tokenizes one split; None where there is no such split or nothing is left of it."""
     pieces = sources.pieces(source, cfg, name)
@@ -154,7 +165,7 @@ def _write_split(
 
 
 def open_ready(
-    cfg: Data, tokenizer_cfg: Tokenizer, say: Callable[[str], None]
+    cfg: DataConfig, tokenizer_cfg: TokenizerConfig, say: Callable[[str], None]
 ) -> tuple[Path, bins.Meta, PreTrainedTokenizerFast]:
     """The folder, its sidecar (made up where there is none) and the tokenizer of its tokens.
 
@@ -178,7 +189,7 @@ def open_ready(
     return _open_plain(cfg, tokenizer_cfg, folder, train, say)
 
 
-def _check_asked(meta: bins.Meta, own: PreTrainedTokenizerFast, cfg: Tokenizer, folder: Path) -> None:
+def _check_asked(meta: bins.Meta, own: PreTrainedTokenizerFast, cfg: TokenizerConfig, folder: Path) -> None:
     """A tokenizer asked for by name must be the bins' own; one that would be made from a corpus is not made again."""
     if cfg.kind in ("bpe", "char"):
         return
@@ -191,7 +202,7 @@ def _check_asked(meta: bins.Meta, own: PreTrainedTokenizerFast, cfg: Tokenizer, 
 
 
 def _open_plain(
-    cfg: Data, tokenizer_cfg: Tokenizer, folder: Path, train: bins.SplitBins, say: Callable[[str], None]
+    cfg: DataConfig, tokenizer_cfg: TokenizerConfig, folder: Path, train: bins.SplitBins, say: Callable[[str], None]
 ) -> tuple[Path, bins.Meta, PreTrainedTokenizerFast]:
     """nanoGPT's layout. Its meta.pkl is never read: a pickle can run any code."""
     splits = {"train": train}
@@ -210,7 +221,9 @@ def _open_plain(
     return folder, meta, tokenizer
 
 
-def _plain_tokenizer(cfg: Tokenizer, folder: Path, largest: int, say: Callable[[str], None]) -> PreTrainedTokenizerFast:
+def _plain_tokenizer(
+    cfg: TokenizerConfig, folder: Path, largest: int, say: Callable[[str], None]
+) -> PreTrainedTokenizerFast:
     """The tokenizer asked for, where it can be had without a corpus; else one that writes ids as numbers."""
     reason = f"tokenizer.kind={cfg.kind} can't be made without the text"
     tokenizer: PreTrainedTokenizerFast | None = None

@@ -1,0 +1,189 @@
+"""Tasks of EleutherAI's lm-evaluation-harness over a model that is held here: its own HF model class, our weights."""
+
+import contextlib
+import difflib
+import importlib.util
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+
+from lmtrain.config.schema import Config
+from lmtrain.distributed import process_group as world
+from lmtrain.errors import UserError
+from lmtrain.evaluation.scores import Evaluated, Scores
+from lmtrain.evaluation.subject import Subject
+from lmtrain.generation.sampling import positions
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """Tasks that the harness knows, by name; `manager` is what opens them."""
+
+    names: list[str]
+    manager: Any
+
+    @property
+    def words(self) -> str:
+        return f"tasks {', '.join(self.names)}"
+
+
+def find(config: Config) -> Tasks:
+    """evaluate.tasks, in evaluate.task_folder or among the harness's own.
+
+    Raises:
+        UserError: the harness is not installed, or knows no such task.
+    """
+    if importlib.util.find_spec("lm_eval") is None:
+        raise UserError('evaluate.tasks needs lm-evaluation-harness: pip install "lmtrain[lm-eval]"')
+    from lm_eval.tasks import TaskManager
+
+    names, folder = config.evaluate.tasks, config.evaluate.task_folder
+    with _quiet():
+        own = TaskManager(include_path=folder, include_defaults=False) if folder else None
+        if own is not None and set(names) <= set(own.all_tasks):
+            return Tasks(names, own)
+        manager = TaskManager(include_path=folder)  # reading the harness's own thousands takes a while
+    for name in names:
+        if name not in manager.task_index:
+            near = difflib.get_close_matches(name, manager.all_tasks, n=3)
+            hint = f"; did you mean {' or '.join(near)}?" if near else ""
+            where = f" and {folder}" if folder else ""
+            raise UserError(
+                f"evaluate.tasks: lm-evaluation-harness {version('lm-eval')}{where} has no task {name!r}{hint}"
+            )
+    return Tasks(names, manager)
+
+
+def evaluate(who: Subject, config: Config, tasks: Tasks) -> Evaluated:
+    """Scores of `who` on the tasks, document by document.
+
+    Raises:
+        UserError: a task's data can't be loaded.
+    """
+    e, found = config.evaluate, run(who, config, tasks)
+    columns, ratios, whole = dict[str, np.ndarray](), dict[str, tuple[str, str]](), dict[str, float]()
+    samples = [(task, s) for task, of_task in found["samples"].items() for s in of_task]
+    for task, numbers in found["results"].items():
+        own = np.array([name == task for name, _ in samples])
+        for key, value in numbers.items():
+            metric, _, kind = key.partition(",")
+            if metric.endswith("_stderr") or not isinstance(value, int | float):
+                continue
+            name = f"{task}/{metric}" + (f" ({kind})" if f"{metric},none" in numbers and kind != "none" else "")
+            each = [_number(s.get(metric)) if name_ == task else 0.0 for name_, s in samples]
+            if own.any() and None not in each and np.isclose(sum(each) / own.sum(), value):  # type: ignore[arg-type]
+                columns[name], columns[f"{task}/documents"] = np.array(each, dtype=float), own.astype(float)
+                ratios[name] = (name, f"{task}/documents")
+            else:
+                whole[name] = float(value)  # no mean over documents
+    if not columns:
+        columns["documents"] = np.ones(max(1, len(samples)))
+    texts = {"task": [task for task, _ in samples]}
+    known = {f"documents of {task}": len(of_task) for task, of_task in found["samples"].items()}
+    used = {"harness": version("lm-eval"), "fewshot": e.fewshot, "precision": e.precision, "chat": e.chat,
+            "tasks": {name: found["versions"].get(name) for name in tasks.names}}  # fmt: skip
+    return Evaluated(Scores(columns, ratios, whole, texts), known, used)
+
+
+def run(who: Subject, config: Config, tasks: Tasks) -> dict[str, Any]:
+    """Results, versions and samples, with their log-likelihoods, of the harness's `simple_evaluate`; on every rank."""
+    check_limit(config.evaluate.limit)
+    found = world.together(lambda: _run(who, config, tasks))
+    return world.gathered(_kept(found) if found is not None else {})[0]
+
+
+def check_limit(limit: int | None) -> None:
+    """Raises UserError where fewer documents are asked for than there are ranks: the harness needs one for each."""
+    if limit is not None and world.size() > limit:
+        raise UserError(
+            f"evaluate.limit={limit} documents of a task for {world.size()} devices: set trainer.devices to at most "
+            f"{limit}"
+        )
+
+
+def _run(who: Subject, config: Config, tasks: Tasks) -> Any:
+    """What `simple_evaluate` gives: None on all ranks but the first."""
+    import torch
+    from lm_eval import simple_evaluate
+
+    e = config.evaluate
+    autocast = torch.autocast(who.model.model.device.type, torch.bfloat16, enabled=e.precision == "bfloat16")
+    with _quiet(), autocast:
+        model = _model(who, config)
+        try:
+            return simple_evaluate(
+                model,
+                tasks=tasks.names,
+                task_manager=tasks.manager,
+                num_fewshot=e.fewshot,
+                limit=e.limit,
+                apply_chat_template=e.chat,
+                bootstrap_iters=0,
+                random_seed=config.seed,
+                numpy_random_seed=config.seed,
+                torch_random_seed=config.seed,
+                fewshot_random_seed=config.seed,
+            )
+        except (OSError, ValueError, KeyError) as error:  # what datasets and the harness raise for what is not there
+            said = " ".join(str(error).split())
+            raise UserError(f"evaluate.tasks={','.join(tasks.names)}: {type(error).__name__}: {said}") from error
+
+
+def _model(who: Subject, config: Config) -> Any:
+    """The harness's own HF model over the one held here; of several ranks each has its share of the documents."""
+    from lm_eval.models.huggingface import HFLM
+
+    class OnRanks(HFLM):
+        rank = property(lambda self: world.rank())
+        world_size = property(lambda self: world.size())
+
+        def all_gather(self, tensor: Any) -> Any:
+            return tensor.new_tensor(world.gathered(tensor.tolist()))
+
+        def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None:
+            found = world.gathered(obj)
+            return found if world.rank() == dst else None
+
+        def barrier(self) -> None:
+            world.gathered(None)
+
+    if world.size() > 1 and not hasattr(HFLM, "gather_object"):
+        raise UserError(
+            f"evaluate.tasks on several devices needs lm-eval 0.4.13 or newer (here {version('lm-eval')}): upgrade it, "
+            f"or set trainer.devices=1"
+        )
+    hf_model = who.model.model
+    return OnRanks(
+        hf_model,
+        tokenizer=who.tokenizer,
+        backend="causal",
+        batch_size=config.evaluate.batch_size,
+        max_length=config.evaluate.context or min(positions(hf_model), 2**20),
+        softmax_dtype="float32",
+    )
+
+
+def _kept(found: dict[str, Any]) -> dict[str, Any]:
+    """What is read of the harness's results, the samples in the order of the documents."""
+    samples = {task: sorted(of_task, key=lambda s: s["doc_id"]) for task, of_task in found["samples"].items()}
+    return {"results": found["results"], "versions": found["versions"], "samples": samples}
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, bool | int | float | np.number) else None
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the harness's log lines; its progress bars stay."""
+    logger = logging.getLogger("lm_eval")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

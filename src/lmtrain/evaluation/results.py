@@ -1,0 +1,152 @@
+"""An evaluation as a table on the screen and as files: evaluations/<name>.json, and beside it a line for each row."""
+
+import dataclasses
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from lmtrain.config.schema import Config
+from lmtrain.errors import UserError, reason
+from lmtrain.evaluation.scores import Evaluated, Interval, Scores, interval
+from lmtrain.evaluation.subject import Subject
+from lmtrain.files import write_atomic
+from lmtrain.run.summary import versions
+from lmtrain.run_folder.folder import refuse_link_at
+from lmtrain.secrets import shown, shown_in
+
+
+@dataclasses.dataclass
+class Results:
+    """One model, or two on the same rows; `words` says what they were evaluated on."""
+
+    config: Config
+    words: str
+    models: list[tuple[Subject, Evaluated]]
+
+    def check_same_rows(self) -> None:
+        """UserError where the two models' rows can't be compared one by one."""
+        (_, first), (_, second) = self.models
+        counts = [len(next(iter(found.scores.columns.values()))) for found in (first, second)]
+        if counts[0] != counts[1]:
+            raise UserError(
+                f"the models read {counts[0]} and {counts[1]} rows: too long ones were dropped or cut apart"
+            )
+
+    def table(self) -> Table:
+        table = Table(title=f"{shown(self.words)}: {self._size()}", title_justify="left", box=None, padding=(0, 2))
+        table.add_column("score", style="bold")
+        for who, _ in self.models:
+            table.add_column(f"{who.name} ({who.label})", justify="right", overflow="fold")
+        if len(self.models) > 1:
+            table.add_column("difference (95 %)", justify="right")
+        for score in self._scores():
+            cells = [self._cell(found.scores, score) for _, found in self.models]
+            table.add_row(score, *cells, *([self._difference_cell(score)] if len(self.models) > 1 else []))
+        return table
+
+    def _size(self) -> str:
+        known = self.models[0][1].data
+        return ", ".join(f"{value:,} {name}" for name, value in known.items() if isinstance(value, int))
+
+    def _scores(self) -> list[str]:
+        scores = self.models[0][1].scores
+        names = [*scores.ratios, *scores.whole]
+        return [names[0], *(["perplexity"] if "nll" in scores.columns else []), *names[1:]]
+
+    def _interval(self, score: str, other: Scores | None = None) -> Interval:
+        scores = self.models[0][1].scores
+        return interval(scores, score, self.config.evaluate.resamples, self.config.seed, other)
+
+    def _cell(self, scores: Scores, score: str) -> str:
+        if score == "perplexity":
+            return f"{math.exp(min(700.0, scores.value('loss'))):.4f}"
+        if score in scores.whole:
+            return f"{scores.whole[score]:.4f}"
+        if len(self.models) > 1 or len(scores.parts(score)[0]) < 2:
+            return f"{scores.value(score):.4f}"
+        found = self._interval(score)
+        return f"{found.value:.4f} ({found.low:.4f} to {found.high:.4f})"
+
+    def comparable(self, score: str) -> bool:
+        """Losses per token of two tokenizers have nothing to do with one another."""
+        if score not in self.models[0][1].scores.ratios or score not in self.models[1][1].scores.ratios:
+            return False
+        vocabularies = [who.tokenizer.get_vocab() for who, _ in self.models]
+        return score != "loss" or vocabularies[0] == vocabularies[1]
+
+    def _difference_cell(self, score: str) -> str:
+        if score == "loss" and not self.comparable(score):
+            return "other tokens"
+        if not self.comparable(score):
+            return ""
+        found = self._interval(score, self.models[1][1].scores)
+        return f"{found.value:+.4f} ({found.low:+.4f} to {found.high:+.4f})"
+
+    def as_dict(self) -> dict[str, Any]:
+        who, found = self.models[0]
+        tree = {"model": who.identity(), **self._of(found), "data": {"what": self.words, **found.data}}
+        if len(self.models) > 1:
+            other, theirs = self.models[1]
+            differences = {
+                score: self._interval(score, theirs.scores)._asdict()
+                for score in found.scores.ratios
+                if self.comparable(score)
+            }
+            tree |= {"against": {"model": other.identity(), **self._of(theirs)}, "difference": differences}
+        return tree | {"versions": versions()}
+
+    def _of(self, found: Evaluated) -> dict[str, Any]:
+        e, scores = self.config.evaluate, found.scores
+        values = {s: scores.value(s) for s in scores.ratios} | scores.whole
+        if "perplexity" in self._scores():
+            values["perplexity"] = math.exp(min(700.0, values["loss"]))
+        intervals = {s: interval(scores, s, e.resamples, self.config.seed)[1:] for s in scores.ratios}
+        return {"scores": values, "intervals_95": intervals, "settings": found.settings}
+
+    def write(self) -> Path:
+        """Both files; returns the first. UserError where they can't be written."""
+        e, who = self.config.evaluate, self.models[0][0]
+        base = who.folder or Path(self.config.run.root).expanduser().absolute()
+        folder = Path(e.dir).expanduser().absolute() if e.dir else base / "evaluations"
+        if not e.dir:
+            refuse_link_at(folder, base)
+        name = e.name or f"{who.label}-{_label(self.words)}"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in self._rows())
+            write_atomic(folder / f"{name}.rows.jsonl", "".join(lines))
+            write_atomic(
+                folder / f"{name}.json", json.dumps(shown_in(self.as_dict()), indent=2, ensure_ascii=False) + "\n"
+            )
+        except OSError as error:
+            raise UserError(f"{folder} can't be written: {reason(error)}; set evaluate.dir to another folder") from None
+        return folder / f"{name}.json"
+
+    def _rows(self) -> list[dict[str, Any]]:
+        """A dict for each document, conversation or pair; the second model's numbers stand under `against`."""
+        tables = [_rows_of(found.scores) for _, found in self.models]
+        if len(tables) > 1:
+            for row, other in zip(*tables, strict=True):
+                row["against"] = other
+        return tables[0]
+
+
+def _rows_of(scores: Scores) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = [{} for _ in next(iter(scores.columns.values()))]
+    for name, values in (scores.columns | scores.texts).items():
+        # Fewer answers are written than conversations scored.
+        for row, value in zip(rows, values, strict=False):
+            row[name] = value if isinstance(value, str) else float(value)
+    return rows
+
+
+def _label(words: str) -> str:
+    """A part of a file's name: letters, digits, dots and dashes."""
+    last = "val" if words.startswith("validation") else words.rpartition("/")[2]
+    if "://" in words:  # what follows `?` opens an address, it names nothing
+        last = last.partition("?")[0]
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", last.removeprefix("all of ")).strip("-")[:60]

@@ -1,0 +1,272 @@
+"""Scores of a model on text, conversations or pairs, row by row, from exact log-likelihoods of their tokens."""
+
+import copy
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+
+from lmtrain.adapters.finetune import build_trainable_model
+from lmtrain.config.models import LoadedModelConfig
+from lmtrain.config.objectives import DPOConfig
+from lmtrain.config.schema import Config
+from lmtrain.distributed import process_group as world
+from lmtrain.errors import UserError
+from lmtrain.evaluation import data, subject
+from lmtrain.evaluation.scores import Evaluated, Scores
+from lmtrain.evaluation.subject import Subject
+from lmtrain.generation.sampling import positions, sample_texts
+from lmtrain.generation.text_metrics import ExactMatch, TextMetrics
+from lmtrain.losses.preferences import LOSSES, Pairs, preference_losses
+from lmtrain.models.language_model import LanguageModel
+from lmtrain.objectives.dpo import loss_options
+from lmtrain.run_folder.trained import place
+
+_AHEAD = 16  # batches whose windows are sorted by length together, so that little is padding
+
+
+class Window(NamedTuple):
+    """Tokens the model sees at once, [T], and which of them are scored, bool [T]; never the first."""
+
+    ids: np.ndarray
+    scored: np.ndarray
+    row: int  # the document, conversation or answer they belong to
+
+
+def windows(ids: np.ndarray, row: int, context: int, stride: int) -> Iterator[Window]:
+    """A document's windows: each but the first token is scored once, in the first window that holds it.
+
+    Past the first window every token sees at least `context - stride` tokens before it.
+    """
+    done = 1
+    for begin in range(0, max(1, len(ids)), stride):
+        end = min(begin + context, len(ids))
+        if end > done:
+            yield Window(ids[begin:end], np.arange(begin, end) >= done, row)
+            done = end
+        if end == len(ids):
+            return
+
+
+def negative_log_likelihoods(
+    model: LanguageModel,
+    stretches: Iterable[Window],
+    batch_size: int,
+    precision: str = "float32",
+    part: tuple[int, int] = (0, 1),
+) -> Iterator[tuple[int, float, int]]:
+    """(row, summed negative log-likelihood in nats, scored tokens) of each window; in no order.
+
+    Windows are padded at the end, where no token that counts can see it, so a batch's size changes nothing but the
+    last bits.
+
+    Args:
+        precision: float32 or bfloat16 (autocast of matrix products; log-probabilities stay fp32).
+        part: (i, n) for every n-th batch from the i-th on: n callers have all windows, each batch as one would make it.
+    """
+    device = model.model.device
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16")
+    for batch in islice(_batches(stretches, batch_size), part[0], None, part[1]):
+        with torch.inference_mode(), autocast:
+            sums = _summed(model, batch, device)
+        for window, total in zip(batch, sums, strict=True):
+            yield window.row, total, int(window.scored.sum())
+
+
+def _batches(stretches: Iterable[Window], batch_size: int) -> Iterator[list[Window]]:
+    waiting = iter(stretches)
+    while some := list(islice(waiting, batch_size * _AHEAD)):
+        some.sort(key=lambda window: -len(window.ids))
+        for start in range(0, len(some), batch_size):
+            yield some[start : start + batch_size]
+
+
+def _summed(model: LanguageModel, batch: list[Window], device: torch.device) -> list[float]:
+    longest = max(len(window.ids) for window in batch)
+    input_ids = np.zeros((len(batch), longest), dtype=np.int64)
+    scored = np.zeros((len(batch), longest), dtype=bool)
+    for b, window in enumerate(batch):
+        input_ids[b, : len(window.ids)] = window.ids
+        scored[b, 1 : len(window.ids)] = window.scored[1:]
+    at = torch.from_numpy(np.flatnonzero(scored)).to(device)  # in the flattened B * T
+    found = model.log_probs(
+        torch.from_numpy(input_ids).to(device), None, None, None, scored=at, before=at - 1
+    ).tokens.double()
+    sums = torch.zeros(len(batch), dtype=torch.float64, device=device)
+    return (-sums.index_add(0, at // longest, found)).tolist()
+
+
+def evaluate(who: Subject, config: Config, chosen: Config) -> Evaluated:
+    """Scores of `who` on the data of `chosen`, by the settings of `config.evaluate`."""
+    kind = data.kind_of(chosen.data)
+    if kind == "text":
+        return _text(who, config, chosen)
+    rows = world.together(lambda: data.rows(chosen, who.tokenizer_name))
+    longest, most = int(rows.examples.lengths.max()), positions(who.model.model)
+    if longest > most:
+        raise UserError(f"a row has {longest} tokens and {who.name} positions for {most}: set data.max_length={most}")
+    return (_conversations if kind == "conversations" else _pairs)(who, config, chosen, rows)
+
+
+def _text(who: Subject, config: Config, chosen: Config) -> Evaluated:
+    e = config.evaluate
+    context, stride = window_sizes(who, config)
+    first = start_ids(who.tokenizer) if e.start_token else []
+    documents, sizes = data.Documents(chosen, e.limit), list[int]()
+
+    def stretches() -> Iterable[Window]:
+        for row, (ids, size) in enumerate(documents.read(who.tokenizer)):
+            lost = 0 if first else len(who.tokenizer.decode(ids[:1].tolist()).encode())
+            sizes.append(size - lost)  # the bytes of what is scored
+            yield from windows(np.concatenate([first, ids]).astype(np.int64), row, context, stride)
+
+    nll, tokens = _sums(who.model, stretches(), config)
+    nll, tokens = (np.pad(column, (0, len(sizes) - len(column))) for column in (nll, tokens))
+    if not tokens.sum():
+        raise UserError("the text to evaluate on has no token to score: is it empty?")
+    columns = {"nll": nll, "tokens": tokens, "bits": nll / math.log(2), "bytes": np.array(sizes, dtype=float)}
+    ratios = {"loss": ("nll", "tokens"), "bits_per_byte": ("bits", "bytes")}
+    scores = Scores(columns, ratios)
+    known = {"documents": len(sizes), "tokens": int(tokens.sum()), "bytes": sum(sizes)}
+    known["tokens_sha256"] = documents.digest.hexdigest()
+    used = {"context": context, "stride": stride, "start_token": first, "precision": e.precision}
+    return Evaluated(scores, known, used)
+
+
+def window_sizes(who: Subject, config: Config) -> tuple[int, int]:
+    """(context, stride) in tokens; UserError where the model has no such positions, or a token would see none."""
+    most, e = positions(who.model.model), config.evaluate
+    context = e.context or min(most, who.own.data.seq_len if who.own is not None else most)
+    if context > most:
+        raise UserError(f"evaluate.context={context}: {who.name} has positions for {most} tokens")
+    if context == 2**31:
+        raise UserError("this model has no bound on what it sees at once: set evaluate.context=2048, say")
+    stride = e.stride or context // 2
+    if stride >= context:
+        raise UserError(f"evaluate.stride={stride}: less than evaluate.context={context} is needed")
+    return context, stride
+
+
+def start_ids(tokenizer: Any) -> list[int]:
+    """The token a document begins after: the beginning of text, or else the end of the one before."""
+    start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    return [] if start is None else [start]
+
+
+def _sums(model: LanguageModel, stretches: Iterable[Window], config: Config) -> tuple[np.ndarray, np.ndarray]:
+    """Negative log-likelihood in nats and number of scored tokens of each row, fp64 [rows]."""
+    sums: dict[int, list[float]] = {}
+    e, part = config.evaluate, (world.rank(), world.size())
+    score = lambda: list(negative_log_likelihoods(model, stretches, e.batch_size, e.precision, part))  # noqa: E731
+    mine = world.together(score)
+    for row, nll, tokens in itertools.chain.from_iterable(world.gathered(mine)):
+        sums.setdefault(row, []).append(nll)
+        sums.setdefault(~row, []).append(tokens)
+    count = max(sums, default=-1) + 1
+    # fsum: exact, so in whatever order the windows came.
+    totals = np.array([[math.fsum(sums.get(row, [])), math.fsum(sums.get(~row, []))] for row in range(count)])
+    return (totals[:, 0], totals[:, 1]) if count else (np.zeros(0), np.zeros(0))
+
+
+def _examples(rows: data.Rows, count: int) -> Iterable[Window]:
+    for row in range(count):
+        yield Window(*rows.examples.read(row), row)
+
+
+def _conversations(who: Subject, config: Config, chosen: Config, rows: data.Rows) -> Evaluated:
+    e = config.evaluate
+    count = min(len(rows.examples), e.limit or len(rows.examples))
+    nll, tokens = _sums(who.model, _examples(rows, count), config)
+    scores = Scores({"nll": nll, "tokens": tokens}, {"loss": ("nll", "tokens")})
+    known = {"conversations": count, "tokens": int(tokens.sum()), "rows_fingerprint": rows.fingerprint}
+    questions = rows.questions[: min(e.answers, e.limit or e.answers)]
+    if questions:
+        _add_answers(scores, who, config, questions, rows.end_ids)
+        known["answers"] = len(questions)
+    return Evaluated(scores, known, {"precision": e.precision, "max_new_tokens": e.max_new_tokens})
+
+
+def _add_answers(
+    scores: Scores, who: Subject, config: Config, questions: list[dict[str, Any]], end_ids: list[int]
+) -> None:
+    """Greedy answers, and what the metrics make of them."""
+    e = config.evaluate
+    metrics = TextMetrics(e.metrics, config.run.allow_target, "evaluate.metrics")  # refused before anything is written
+
+    def answer(some: list[dict[str, Any]]) -> list[str]:
+        prompts = [q["prompt_ids"] for q in some]
+        return sample_texts(
+            who.model.model, who.tokenizer, prompts, max_new_tokens=e.max_new_tokens, temperature=0.0, end_ids=end_ids
+        )
+
+    batches = [questions[start : start + e.batch_size] for start in range(0, len(questions), e.batch_size)]
+    answers = [text for texts in world.shared_out(batches, answer) for text in texts]
+    references = [q["reference"] for q in questions]
+    scores.whole |= world.from_first(lambda: metrics.score(answers, references))
+    scores.texts |= {"prompt": [q["prompt"] for q in questions], "answer": answers, "reference": references}
+    if isinstance(metrics.metrics.get("exact_match"), ExactMatch):
+        same = [a.strip() == r.strip() for a, r in zip(answers, references, strict=True)]
+        scores.columns |= {"exact": np.array(same, dtype=float), "answers": np.ones(len(same))}
+        scores.ratios["exact_match"] = ("exact", "answers")
+        del scores.whole["exact_match"]
+
+
+def _pairs(who: Subject, config: Config, chosen: Config, rows: data.Rows) -> Evaluated:
+    options = (c.objective for c in (who.own, config) if c is not None)
+    objective = next((o for o in options if isinstance(o, DPOConfig)), None)
+    if objective is None:
+        raise UserError("pairs are judged by a preference loss: set objective=dpo (objective.loss, objective.beta)")
+    e, count = config.evaluate, min(len(rows.examples) // 2, config.evaluate.limit or len(rows.examples) // 2)
+    nll, tokens = _sums(who.model, _examples(rows, 2 * count), config)
+    reference, named = None, "none"
+    if LOSSES[str(objective.loss)].has_reference and objective.reference != "none":
+        model, named = world.together(lambda: reference_model(who, config))
+        reference = -_sums(model, _examples(rows, 2 * count), config)[0]
+    scores = pair_scores(-nll, reference, tokens, objective)
+    known = {"pairs": count, "rows_fingerprint": rows.fingerprint}
+    used = {"precision": e.precision, "loss": objective.loss, "beta": objective.beta, "reference": named}
+    return Evaluated(scores, known, used)
+
+
+def pair_scores(policy: np.ndarray, reference: np.ndarray | None, tokens: np.ndarray, objective: DPOConfig) -> Scores:
+    """Loss, accuracy and rewards from log-probabilities of the answers [2 P], chosen and rejected in turn."""
+    chosen, rejected = (torch.from_numpy(policy[i::2]) for i in (0, 1))
+    lengths = [torch.from_numpy(tokens[i::2]) for i in (0, 1)]
+    base = [None, None] if reference is None else [torch.from_numpy(reference[i::2]) for i in (0, 1)]
+    losses = preference_losses(str(objective.loss), Pairs(chosen, rejected, *lengths, *base), loss_options(objective))
+    margin = (losses.chosen_rewards - losses.rejected_rewards).numpy()
+    columns = {
+        "loss": losses.total.detach().numpy(),
+        "margin": margin,
+        "right": (margin > 0) + 0.5 * (margin == 0),  # a model against itself can't tell: one half
+        "chosen": losses.chosen_rewards.numpy(),
+        "rejected": losses.rejected_rewards.numpy(),
+        "pairs": np.ones(len(margin)),
+    }
+    named = {"loss": "loss", "accuracy": "right", "margin": "margin", "chosen_reward": "chosen",
+             "rejected_reward": "rejected"}  # fmt: skip
+    return Scores(columns, {score: (column, "pairs") for score, column in named.items()})
+
+
+def reference_model(who: Subject, config: Config) -> tuple[LanguageModel, str]:
+    """evaluate.reference, or the pretrained model that a run began with."""
+    if config.evaluate.reference is not None:
+        found = subject.load(config.evaluate.reference, "best", config)
+        if found.tokenizer.get_vocab() != who.tokenizer.get_vocab():
+            raise UserError(f"evaluate.reference={config.evaluate.reference} has another tokenizer than {who.name}")
+        return found.model, config.evaluate.reference
+    own = who.own
+    if own is None or not isinstance(own.model, LoadedModelConfig):
+        raise UserError("margins are against a reference: name the model that training began with, evaluate.reference=")
+    began = copy.deepcopy(own)
+    if began.peft.quantization is None:
+        began.trainer.accelerator = "cpu"
+    pl.seed_everything(began.seed, verbose=False)
+    hf_model = build_trainable_model(began, who.tokenizer)
+    place(hf_model, config.trainer.accelerator)
+    return LanguageModel(hf_model, own.objective).eval(), f"{own.model.name_or_path}, which the run began with"

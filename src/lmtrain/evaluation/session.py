@@ -1,0 +1,112 @@
+"""One evaluation, from its config to its table and files: in this process, or on ranks, each with a whole model.
+
+Every rank reads the data and scores every n-th batch of it, of the batches that one device would make: the numbers do
+not depend on how many there are.
+"""
+
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+from lmtrain import errors, terminal
+from lmtrain.config import compose as rules
+from lmtrain.config import places, trust
+from lmtrain.config.schema import Config
+from lmtrain.distributed import process_group as world
+from lmtrain.distributed import ranks
+from lmtrain.errors import RunError, UserError
+from lmtrain.evaluation import data as evaluation_data
+from lmtrain.evaluation import harness, subject
+from lmtrain.evaluation import results as evaluation_file
+from lmtrain.evaluation import scoring as evaluation
+from lmtrain.run import launch
+from lmtrain.run.start import place
+from lmtrain.terminal import quiet_libraries
+
+
+def start(config: Config) -> int:
+    """Evaluates on one device, on ranks that it starts, or as one of started ranks; returns the exit code.
+
+    Raises:
+        UserError: what is asked for can't be evaluated.
+    """
+    from lmtrain.distributed import devices
+
+    _refuse_addresses(config)
+    layout, t = ranks.find(), config.trainer
+    if t.strategy not in ("auto", "ddp"):
+        raise UserError(f"trainer.strategy={t.strategy}: lmtrain.evaluate holds a whole model on each device (ddp)")
+    if layout is not None:
+        place(config, layout)
+        return _as_rank(config)
+    if t.num_nodes > 1:
+        raise UserError(f"trainer.num_nodes={t.num_nodes}: start one command per node, with torchrun or srun")
+    if t.devices == "auto":
+        t.devices = 1
+    if int(t.devices) == 1:
+        return evaluate(config)
+    devices.resolve_auto(config)
+    with tempfile.TemporaryDirectory(prefix="lmtrain_") as folder:
+        code = launch.launch_ranks("lmtrain.evaluation.session", config, Path(folder), int(t.devices))
+    if code == -signal.SIGINT:
+        raise KeyboardInterrupt
+    if code < 0:
+        errors.print_error(f"stopped by {signal.Signals(-code).name}; nothing was written")
+        return errors.FAILED
+    return code
+
+
+def _refuse_addresses(config: Config) -> None:
+    """Raises UserError where the run's own data, which its config.yaml names, is at an address."""
+    if config.evaluate.tasks or evaluation_data.is_named(config):
+        return
+    for name in ("config.yaml", "lmtrain_config.yaml"):
+        file = Path(str(config.run_dir)).expanduser() / name
+        if file.is_file():
+            places.refuse_addresses(vars(rules.load(file, trust.granted(config)).data), file)
+
+
+def evaluate(config: Config) -> int:
+    """Scores the model, and a second beside it; the first rank prints the table and writes the files."""
+    quiet_libraries()
+    e, name = config.evaluate, str(config.run_dir)
+    tasks = harness.find(config) if e.tasks else None
+    who = world.together(lambda: subject.load(name, e.checkpoint, config))
+    if tasks is not None:
+        words, score = tasks.words, lambda model: harness.evaluate(model, config, tasks)
+    else:
+        chosen, words = evaluation_data.chosen(config, who.own)
+        score = lambda model: evaluation.evaluate(model, config, chosen)  # noqa: E731
+    report = evaluation_file.Results(config, words, [(who, score(who))])
+    if e.against is not None:
+        try:
+            other = world.together(lambda: subject.load(str(e.against), e.checkpoint, config))
+            report.models.append((other, score(other)))
+            report.check_same_rows()
+        except (UserError, RunError) as error:
+            report.models = report.models[:1]
+            kept = f"{error}; the scores of {who.name} alone are kept: {world.from_first(report.write)}"
+            said = type(error)(kept)
+            said.shared = error.shared
+            raise said from error
+    path = world.from_first(report.write)
+    if world.rank() == 0:
+        terminal.console().print(report.table())
+        print(terminal.visible(f"written: {path}"))
+    return errors.FINISHED
+
+
+def _as_rank(config: Config) -> int:
+    if config.trainer.accelerator == "cuda":
+        import torch
+
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    world.connect(config.trainer.accelerator)
+    return evaluate(config)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches the parent too, which says so
+    ranks.leave_after(lambda: launch.as_rank(sys.argv[1:], _as_rank))

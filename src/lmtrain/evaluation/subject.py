@@ -1,0 +1,56 @@
+"""A model that is looked at: a run, an exported folder or a hub name, on the device, with what is known about it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lmtrain.config import compose as rules
+from lmtrain.config import trust
+from lmtrain.config.schema import Config
+from lmtrain.models.denoising import refuse_denoising
+from lmtrain.models.language_model import LanguageModel
+from lmtrain.objectives.reference import weights_hash
+from lmtrain.run_folder import trained
+from lmtrain.run_folder.folder import RunDir
+
+
+@dataclass
+class Subject:
+    """`folder` is the run's, None for other models; `own` the config it was trained with, where that is known."""
+
+    name: str
+    label: str  # fit for a file's name
+    model: LanguageModel
+    tokenizer: Any
+    tokenizer_name: str | Path  # what its tokenizer is loaded from
+    folder: Path | None
+    own: Config | None
+
+    def identity(self) -> dict[str, Any]:
+        """What was evaluated, for the file of results."""
+        return {"name": self.name, "checkpoint": self.label, "weights_sha256": weights_hash(self.model)}
+
+
+def load(name: str, which: str, config: Config) -> Subject:
+    """The model called `name` in evaluation mode, on the device of `config.trainer.accelerator`.
+
+    Raises:
+        UserError: as of `trained.load`.
+    """
+    path = Path(name).expanduser()
+    own: Config | None = None
+    grants = trust.granted(config)
+    folder = path.absolute() if (path / "config.yaml").exists() else None
+    if folder is not None:
+        run = RunDir(folder)
+        hf_model, tokenizer, checkpoint = trained.from_run(run, which, grants)
+        own, label, source = rules.load(run.config, grants), checkpoint.name, run.tokenizer
+    else:
+        hf_model, tokenizer = trained.load(name, which, grants)
+        written = path / "lmtrain_config.yaml"
+        own = rules.load(written, grants) if written.exists() else None
+        label, source = path.resolve().name if path.exists() else name.replace("/", "-"), Path(name)
+    refuse_denoising(hf_model, "an evaluation")
+    trained.place(hf_model, config.trainer.accelerator)
+    model = LanguageModel(hf_model, config.objective).eval()
+    return Subject(name, label, model, tokenizer, source if path.exists() else name, folder, own)

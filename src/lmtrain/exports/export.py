@@ -1,0 +1,96 @@
+"""What `lmtrain export` does: a Hugging Face folder from a checkpoint of a run; and its upload to the hub."""
+
+import re
+from pathlib import Path
+
+import huggingface_hub
+import torch
+from huggingface_hub.errors import HfHubHTTPError
+
+from lmtrain import errors, terminal
+from lmtrain.adapters.trainable import adapter_of
+from lmtrain.checkpoints import store
+from lmtrain.config import compose as rules
+from lmtrain.config import trust
+from lmtrain.config.schema import Config, ExportConfig
+from lmtrain.data.chat.templates import end_ids, own_template
+from lmtrain.data.hub import endpoint, first_line
+from lmtrain.errors import RunError, UserError
+from lmtrain.exports import model_card
+from lmtrain.exports.hf_folder import check_memory, export_model
+from lmtrain.run_folder import trained
+from lmtrain.run_folder.folder import RunDir
+from lmtrain.terminal import quiet_libraries
+
+
+def export(config: Config) -> int:
+    """Writes <run_dir>/export, or export_merged, from the checkpoint that export.checkpoint names."""
+    quiet_libraries()
+    check_upload(config.export)
+    if config.run_dir is None:
+        raise UserError("which run? set run_dir=outputs/<name>")
+    grants = trust.granted(config)
+    run = RunDir(Path(config.run_dir).expanduser().absolute())
+    model, tokenizer, checkpoint = trained.from_run(run, config.export.checkpoint, grants)
+    chats = rules.load(run.config, grants).data.rows != "text"
+    generator = torch.Generator().manual_seed(config.seed)
+    example = torch.randint(len(tokenizer), (1, 32), generator=generator)
+    check_memory(model, config.export.merge)
+    if config.export.merge and adapter_of(model) is None:
+        raise UserError(f"export.merge=true has no effect here: {run.path} trained no adapter, so leave it out")
+    merge = config.export.merge
+    folder = export_model(
+        model,
+        tokenizer,
+        run.export_merged if merge else run.export,
+        dtype=config.export.dtype,
+        run_config=run.config,
+        example=example,
+        merge=merge,
+        eos_token_ids=end_ids(tokenizer, own_template(tokenizer)) if chats else None,
+        generation=config.export.generation,
+        step=store.step_of(checkpoint),
+    )
+    terminal.status.stop()
+    print(terminal.visible(f"{folder}  (from {checkpoint.name}; {model_card.reader(folder)} reads it)"))
+    if config.export.push_to is not None:
+        print(f"uploaded to {push(folder, config.export, f'{run.path.name}, {checkpoint.name}')}")
+    return errors.FINISHED
+
+
+LEFT_OUT = ["lmtrain_config.yaml"]  # it names folders of this machine; the model card has the settings
+
+
+def check_upload(export: ExportConfig) -> None:
+    """Raises UserError where an upload would fail for want of a name or a token; asks nothing over the network."""
+    name = export.push_to
+    if name is None:
+        return
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", name, re.ASCII):
+        raise UserError(f"export.push_to={name}: the hub's names are <user or organisation>/<name>")
+    if huggingface_hub.constants.HF_HUB_OFFLINE:
+        raise UserError(f"export.push_to={name}: HF_HUB_OFFLINE is set, so nothing can be uploaded")
+    if huggingface_hub.get_token() is None:
+        raise UserError(f"export.push_to={name} needs a token that may write: set HF_TOKEN or run `hf auth login`")
+
+
+def push(folder: Path, export: ExportConfig, message: str) -> str:
+    """Uploads `folder` in one commit; returns the repository's address. A repository that is not there is made.
+
+    Raises:
+        RunError: the hub refused, or did not answer. The folder stays as it is.
+    """
+    name = str(export.push_to)
+    api = huggingface_hub.HfApi(endpoint=endpoint())
+    try:
+        made = api.create_repo(name, private=export.push_private, exist_ok=True)
+        api.upload_folder(repo_id=name, folder_path=folder, commit_message=message, ignore_patterns=LEFT_OUT)
+    except Exception as error:  # the HTTP library behind huggingface_hub, and its errors, differ between versions
+        known = isinstance(error, HfHubHTTPError | OSError | ValueError)
+        if not known and not type(error).__module__.startswith(("httpx", "httpcore", "requests")):
+            raise
+        raise RunError(
+            f"{folder} is written but not uploaded to {endpoint()}/{name}: {first_line(error)}. To try again: "
+            f"python -m lmtrain.export run_dir={folder.parent} export.push_to={name}"
+        ) from error
+    return str(made)

@@ -1,0 +1,268 @@
+"""A Hugging Face folder from a trained model: safetensors, config, tokenizer, generation config, the run's config."""
+
+import copy
+import difflib
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+from lmtrain.adapters import memory_export
+from lmtrain.adapters.memory_adapter import memory_of
+from lmtrain.adapters.quantized import is_quantized, make_trainable_on_cpu
+from lmtrain.adapters.trainable import adapter_of
+from lmtrain.data.tokenizers import save as save_tokenizer
+from lmtrain.errors import RunError, UserError, disk_full, reason
+from lmtrain.exports import model_card
+from lmtrain.files import fsync, read_regular, temporary_beside
+from lmtrain.models.attention import generation_mode
+from lmtrain.models.denoising import mark_folder, mask_token
+from lmtrain.models.flops import parameter_counts
+from lmtrain.models.folder import is_exported
+from lmtrain.secrets import shown_in
+
+# Largest difference of reloaded from live logits: rounding of the stored dtype, grown through the layers. int8: the
+# live model also rounds each layer's input, a merged one doesn't. merged: W + s B A in one product rounds otherwise
+# than in two; 6e-6 in 30 layers. A wrong merge is off by 0.01 and more.
+TOLERANCE = {"float32": 1e-5, "merged": 1e-4, "bfloat16": 0.1, "float16": 0.02, "int8": 0.2}
+
+
+def export_model(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    folder: Path,
+    *,
+    dtype: str,
+    run_config: Path | None,
+    example: torch.Tensor,
+    merge: bool = False,
+    eos_token_ids: Sequence[int] | None = None,
+    chat_template: str | None = None,
+    generation: dict[str, Any] | None = None,
+    step: int | None = None,
+) -> Path:
+    """Writes `folder` (complete or absent), reloads it and compares its logits with the live model's.
+
+    Args:
+        example: int64 [B, T] token ids the comparison is made on.
+        merge: add an adapter to its base, which this does to `model` itself; else the adapter alone is written.
+        eos_token_ids: at which generation stops, besides those the model came with.
+        chat_template: stored with the tokenizer; None leaves it its own.
+        generation: fields of generation_config.json set over the model's own (export.generation).
+        step: of the weights, for the model card; None where it is not known.
+
+    Raises:
+        UserError: `generation` holds what transformers' GenerationConfig refuses; a memory can't be merged, or its
+            model not be exported.
+        RunError: the disk is full, or the reloaded model does not give the live model's logits.
+    """
+    check_memory(model, merge)
+    settings = generation_config(model, tokenizer, eos_token_ids, generation)
+    temporary = temporary_beside(folder)
+    live, tolerance = logits(model, example), allowed_difference(model, dtype, merge or memory_of(model) is not None)
+    try:
+        if chat_template is not None:
+            tokenizer.chat_template = chat_template
+        write_weights(model, temporary, dtype, merge)
+        save_tokenizer(tokenizer, temporary)
+        # Not save_pretrained: it refuses what some published models say, a temperature for greedy decoding.
+        settings.to_json_file(temporary / "generation_config.json", keys_to_pop=["compile_config"])
+        if run_config is not None:
+            write_config(run_config, temporary / "lmtrain_config.yaml")
+        size, chat = parameter_counts(model)[0], bool(tokenizer.chat_template)
+        model_card.write(temporary, run_config, chat=chat, parameters=size, step=step)
+        compare(live, tolerance, model, temporary, example)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.rename(temporary, folder)
+        fsync(folder.parent)
+    except Exception as error:
+        if not isinstance(error, OSError) and not disk_full(error):
+            raise
+        raise RunError(
+            f"cannot write the export {folder}: {reason(error)}; the checkpoints are untouched, so once there is room "
+            f"python -m lmtrain.export run_dir={folder.parent}{' export.merge=true' if merge else ''} writes it"
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return folder
+
+
+def write_config(run_config: Path, file: Path) -> None:
+    """The run's config for who gets the export: a copy, in which no address has a login or a signature."""
+    text = read_regular(run_config)
+    config = yaml.safe_load(text)
+    public = shown_in(config)
+    file.write_text(text if public == config else yaml.safe_dump(public, sort_keys=False, allow_unicode=True), "utf-8")
+
+
+def write_weights(model: PreTrainedModel, folder: Path, dtype: str, merge: bool) -> None:
+    """The adapter alone, or the whole model, to which `merge` adds its adapter; a memory is written with its model."""
+    adapter = adapter_of(model)
+    if adapter is None or merge or memory_of(model) is not None:
+        write_model(plain(model), folder, dtype)
+        return
+    from lmtrain.adapters.lora import write_adapter
+
+    write_adapter(adapter, folder, getattr(torch, dtype))
+
+
+def check_memory(model: PreTrainedModel, merge: bool) -> None:
+    """Raises UserError where the model has a memory that can't be written, or should be merged."""
+    if memory_of(model) is None:
+        return
+    memory_export.check_exportable(model)
+    if merge:
+        raise UserError(
+            "export.merge=true: a memory can't be merged into its base, since what a token reads depends on its hidden "
+            "state, which no weight of the base can express; the export holds base and memory: leave export.merge out"
+        )
+
+
+def plain(model: PreTrainedModel) -> PreTrainedModel:
+    """The model without LoRA, unquantised: it is merged if it has one. A memory stays in it."""
+    if adapter_of(model) is None and not (is_quantized(model) and memory_of(model) is not None):
+        return model
+    from lmtrain.adapters.merge import merged
+
+    return merged(model)
+
+
+def write_model(model: PreTrainedModel, folder: Path, dtype: str) -> None:
+    stored = {k: v.detach().to("cpu", getattr(torch, dtype)) for k, v in model.state_dict().items()}
+    own, model.generation_config = model.generation_config, GenerationConfig()  # export_model writes it
+    try:
+        settings = memory_of(model)
+        if settings is not None:
+            memory_export.write(model, settings, drop_tied(model, stored), folder)
+        else:
+            model.save_pretrained(folder, state_dict=drop_tied(model, stored))
+    finally:
+        model.generation_config = own
+    set_dtype(folder, dtype)
+    if mask_token(model) is not None:
+        mark_folder(folder)
+
+
+def generation_config(
+    model: PreTrainedModel, tokenizer: Any, eos_token_ids: Sequence[int] | None, changes: dict[str, Any] | None
+) -> GenerationConfig:
+    """The model's own, with `eos_token_ids` added to where it stops and `changes` set over it.
+
+    Raises:
+        UserError: `changes` names a field that GenerationConfig lacks, or goes against the others.
+    """
+    config = copy.deepcopy(model.generation_config) or GenerationConfig()
+    own = config.eos_token_id if config.eos_token_id is not None else model.config.eos_token_id
+    ids = [own] if isinstance(own, int) else list(own or [])
+    ids += [token for token in eos_token_ids or [] if token not in ids]
+    config.eos_token_id = ids[0] if len(ids) == 1 else (ids or None)
+    config.bos_token_id = config.bos_token_id if config.bos_token_id is not None else model.config.bos_token_id
+    if config._from_model_config and config.pad_token_id is None:  # no base says what a batch is filled up with
+        config.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else next(iter(ids), None)
+    _say_that_it_samples(config)
+    config._from_model_config = None  # else transformers would make them anew, from config.json
+    if changes:
+        set_fields(config, changes)
+    return config
+
+
+_NEUTRAL = {"temperature": (1,), "top_p": (1,), "min_p": (0,), "top_k": (0, 50)}  # 50: what transformers once wrote
+
+
+def _say_that_it_samples(config: GenerationConfig) -> None:
+    """Sets do_sample where nothing says it and a temperature or the like does: transformers would decode greedily."""
+    given = {name: getattr(config, name, None) for name in _NEUTRAL}
+    if config.do_sample is None and any(v is not None and v not in _NEUTRAL[n] for n, v in given.items()):
+        config.do_sample = True
+
+
+def set_fields(config: GenerationConfig, changes: dict[str, Any]) -> None:
+    """Sets export.generation on `config`; UserError where transformers refuses it."""
+    for name, value in changes.items():
+        if name.startswith("_") or not hasattr(config, name):
+            near = difflib.get_close_matches(name, [n for n in vars(config) if not n.startswith("_")], n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise UserError(f"export.generation.{name}: GenerationConfig of transformers has no such field{hint}")
+        setattr(config, name, value)
+    _say_that_it_samples(config)
+    mode = {"do_sample": config.do_sample, "num_beams": config.num_beams}
+    try:  # what the user says, in the model's mode: a base's own settings may be odd
+        GenerationConfig(**{**mode, **changes}).validate(strict=True)
+    except (ValueError, TypeError) as error:
+        what = " ".join(line.strip() for line in str(error).splitlines()[:2])
+        raise UserError(f"export.generation={changes}: {what}") from None
+
+
+def drop_tied(model: PreTrainedModel, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Without the copies of tied weights: a Hugging Face file holds them once."""
+    if not getattr(model.config, "tie_word_embeddings", False):
+        return state
+    tied = getattr(model, "_tied_weights_keys", None) or {}
+    return {name: tensor for name, tensor in state.items() if name not in tied}
+
+
+def set_dtype(folder: Path, dtype: str) -> None:
+    """config.json names the dtype the weights are stored in, which is what from_pretrained loads by default."""
+    import json
+
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["dtype"] = dtype
+    path.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def logits(model: PreTrainedModel, example: torch.Tensor) -> torch.Tensor:
+    """fp32 logits [B, T, V] on the CPU of a model in evaluation mode."""
+    was_training = model.training
+    model.eval()
+    with torch.no_grad(), generation_mode(model):
+        found = model(example.to(model.device)).logits.float().cpu()
+    model.train(was_training)
+    return found
+
+
+def allowed_difference(model: PreTrainedModel, dtype: str, merge: bool) -> float:
+    """The coarsest rounding among what is stored and what the live model computes in."""
+    allowed = [TOLERANCE[dtype], TOLERANCE[str(model.dtype).removeprefix("torch.")]]
+    if merge and adapter_of(model) is not None:
+        allowed.append(TOLERANCE["merged"])
+    quantization: Any = getattr(model.config, "quantization_config", None)
+    if merge and getattr(quantization, "load_in_8bit", False):
+        allowed.append(TOLERANCE["int8"])
+    if merge and getattr(quantization, "load_in_4bit", False):
+        allowed.append(TOLERANCE[str(quantization.bnb_4bit_compute_dtype).removeprefix("torch.")])
+    return max(allowed)
+
+
+def compare(live: torch.Tensor, tolerance: float, model: PreTrainedModel, folder: Path, example: torch.Tensor) -> None:
+    """Raises RunError unless the folder's model gives the `live` logits on `example`."""
+    loaded = logits(load_exported(folder, like=model).to(model.device), example)
+    difference = (live - loaded).abs().max().item()
+    if not difference <= tolerance * max(1.0, live.abs().max().item()):
+        raise RunError(
+            f"the export reloads to different logits (by {difference:.2g}, allowed {tolerance:g} of the largest): it "
+            f"was not kept; the checkpoints are untouched. Please report this with the run's config.yaml"
+        )
+
+
+def load_exported(folder: Path, like: PreTrainedModel) -> PreTrainedModel:
+    """An exported folder in fp32, its adapter on a base stored as that of `like`."""
+    if is_exported(folder):
+        return memory_export.load(folder, dtype=torch.float32)
+    if like.is_remote_code():  # the source beside the weights is that of this class
+        return type(like).from_pretrained(folder, dtype=torch.float32)
+    if not (folder / "adapter_config.json").exists():
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    from peft import AutoPeftModelForCausalLM
+
+    options: dict[str, Any] = {}
+    if getattr(like.config, "quantization_config", None) is not None:
+        options = {"quantization_config": like.config.quantization_config, "device_map": {"": like.device}}
+    model = AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).get_base_model()
+    make_trainable_on_cpu(model)  # the other way to compute needs widths that divide by 64
+    return model

@@ -1,0 +1,207 @@
+"""README.md of an exported folder: a model card with the hub's metadata, from the run's config and its validations."""
+
+import json
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import yaml
+from huggingface_hub import EvalResult, ModelCardData
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+
+from lmtrain import __version__
+from lmtrain.files import read_jsonl, read_regular
+from lmtrain.models.denoising import is_denoising
+from lmtrain.secrets import shown_in
+from lmtrain.terminal import visible
+
+_DONE = {"causal_lm": "pretrained", "sft": "fine-tuned on conversations", "dpo": "tuned on preferences"}
+_FURTHER = {"causal_lm": "trained further", "sft": "fine-tuned on conversations", "dpo": "tuned on preferences"}
+# Rows of the table of settings: what, and its key.
+_SETTINGS = (
+    ("steps", "trainer.max_steps"), ("rows a step", "data.global_batch_size"), ("tokens a row", "data.seq_len"),
+    ("optimizer", "optimizer.name"), ("learning rate", "optimizer.lr"), ("schedule", "schedule.name"),
+    ("weight decay", "optimizer.weight_decay"), ("adapter", "peft.method"), ("adapter rank", "peft.r"),
+    ("loss", "objective.loss"), ("beta", "objective.beta"), ("precision", "trainer.precision"), ("seed", "seed"),
+)  # fmt: skip
+
+
+_BEFORE_SHARING = (
+    "Add what the data is and its licence, the model's own licence, and what it should not be used for: nothing of "
+    "that is in a config."
+)
+
+
+def write(folder: Path, run_config: Path | None, *, chat: bool, parameters: int, step: int | None) -> None:
+    """Writes <folder>/README.md.
+
+    Args:
+        run_config: config.yaml in the run's folder, where metrics.jsonl lies beside; None where there is no run.
+        chat: the tokenizer has a chat template.
+        parameters: numbers in the model, its base included.
+        step: of the exported weights; None for the last one validated.
+    """
+    adapter = (folder / "adapter_config.json").exists()
+    config = shown_in(yaml.safe_load(read_regular(run_config))) if run_config is not None else {}
+    name = run_config.parent.name if run_config is not None else "model"
+    scores = _scores(run_config.parent / "metrics.jsonl", step) if run_config is not None else {}
+    task = "fill-mask" if is_denoising(folder) else "text-generation"
+    metadata = _metadata(config, name, scores, adapter, task).to_yaml(line_break="\n")
+    parts = [
+        f"---\n{metadata}\n---",
+        f"# {_plain(name)}",
+        _words(config, parameters, adapter),
+        "## Use",
+        _use_denoising() if is_denoising(folder) else _use(adapter, chat, brings_code(folder)),
+    ]
+    if config:
+        parts += ["## Training", _table([(what, _at(config, key)) for what, key in _SETTINGS])]
+        parts.append("`lmtrain_config.yaml` beside this file holds every key: it is enough to train the model again.")
+    if scores:
+        parts += [f"## Validation at step {scores['step']:,}", _table(list(scores.items())[1:])]
+    parts += ["## Before you share it", _BEFORE_SHARING]
+    (folder / "README.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+
+
+def _metadata(config: dict[str, Any], name: str, scores: dict[str, Any], adapter: bool, task: str) -> ModelCardData:
+    base, dataset = _hub_name(_at(config, "model.name_or_path")), None
+    if _at(config, "data.source") == "hub" and not _at(config, "data.path"):
+        dataset = _hub_name(_at(config, "data.name"))
+    data = dataset or "own"
+    results = [
+        EvalResult(task, data, data, key.removeprefix("val/"), value) for key, value in scores.items()
+        if key != "step"
+    ]  # fmt: skip
+    found: dict[str, Any] = {
+        "library_name": "peft" if adapter else "transformers",
+        "pipeline_tag": task,
+        "tags": ["lmtrain", *([str(_at(config, "objective.name"))] if config else [])],
+        "base_model": base,
+        "datasets": [dataset] if dataset else None,
+        "model_name": name if results else None,
+        "eval_results": results or None,
+    }
+    if base is not None:
+        found["base_model_relation"] = "adapter" if adapter else "finetune"
+    return ModelCardData(**found)
+
+
+def _hub_name(name: Any) -> str | None:
+    """A name that the hub may have; None for a folder on this machine, whose path is nobody's business."""
+    if not isinstance(name, str) or Path(name).expanduser().exists():
+        return None
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return None
+    return name
+
+
+def _scores(metrics: Path, step: int | None) -> dict[str, Any]:
+    """`step` and the val/ numbers of the validation there, or of the last one; empty where there is none."""
+    found: dict[str, Any] = {}
+    for row in read_jsonl(metrics):
+        numbers = {k: v for k, v in row.items() if k.startswith("val/") and isinstance(v, int | float)}
+        if numbers and (step is None or row["step"] == step):
+            found = {"step": row["step"], **numbers}
+    return found
+
+
+def _words(config: dict[str, Any], parameters: int, adapter: bool) -> str:
+    if not config:
+        return f"A causal language model of {parameters:,} parameters, written by lmtrain {__version__}."
+    base = _at(config, "model.name_or_path") if _at(config, "model.init") == "pretrained" else None
+    objective = str(_at(config, "objective.name"))
+    began = f"`{_plain(_hub_name(base) or Path(str(base)).name)}`, " if base else ""
+    kind = "An adapter of " if adapter else "" if began else f"A {_plain(_at(config, 'model.name'))} model "
+    done = (_FURTHER if base else _DONE).get(objective, f"trained (objective {_plain(objective)})")
+    data = _data_name(config)
+    return (
+        f"{kind}{began}{'of ' if not began else ''}{parameters:,} parameters, {done} (`{_plain(data)}`) with lmtrain "
+        f"{__version__}."
+    )
+
+
+def _data_name(config: dict[str, Any]) -> Any:
+    path = _at(config, "data.path")
+    if not path:
+        return _at(config, "data.name") or _at(config, "data.source")
+    data = path if isinstance(path, str) else " and ".join(map(str, path))
+    # Of an address without the signature that may follow it: it would let others in.
+    return Path(urlsplit(data).path if "://" in data else data).name
+
+
+def brings_code(folder: Path) -> bool:
+    """Whether a model folder holds the source of its class, which transformers runs where it is trusted."""
+    path = folder / "config.json"
+    return path.exists() and "auto_map" in json.loads(path.read_text(encoding="utf-8"))
+
+
+def reader(folder: Path) -> str:
+    """What loads an exported folder."""
+    if (folder / "modeling_memory.py").exists():
+        return "AutoModelForCausalLM.from_pretrained with trust_remote_code=True"
+    adapter = (folder / "adapter_config.json").exists()
+    trust = " with trust_remote_code=True" if brings_code(folder) else ""
+    return f"{'peft.AutoPeftModelForCausalLM' if adapter else 'AutoModelForCausalLM'}.from_pretrained{trust}"
+
+
+def _use(adapter: bool, chat: bool, own_code: bool) -> str:
+    package, cls = ("peft", "AutoPeftModelForCausalLM") if adapter else ("transformers", "AutoModelForCausalLM")
+    asked = (
+        'messages = [{"role": "user", "content": "..."}]\n'
+        "inputs = tokenizer.apply_chat_template(\n"
+        '    messages, add_generation_prompt=True, return_tensors="pt", return_dict=True\n)'
+        if chat
+        else 'inputs = tokenizer("Once upon a time", add_special_tokens=False, return_tensors="pt")'
+    )
+    own = f"from {package} import {cls}\nfrom transformers import AutoTokenizer"
+    imports = own if adapter else f"from transformers import {cls}, AutoTokenizer"
+    trust = ", trust_remote_code=True" if own_code else ""  # runs the code in this folder
+    given = 'input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]'
+    return (
+        f"```python\n{imports}\n\n"
+        f'folder = "."  # this folder, or its name on the hub\n'
+        f"model = {cls}.from_pretrained(folder{trust})\n"
+        f"tokenizer = AutoTokenizer.from_pretrained(folder{trust})\n{asked}\n"
+        f"output = model.generate({given}, max_new_tokens=100)\n"
+        "print(tokenizer.decode(output[0], skip_special_tokens=True))\n```"
+    )
+
+
+def _use_denoising() -> str:
+    return (
+        "This model predicts masked tokens from the tokens on both sides of them (masked diffusion). **It does not "
+        "write from left to right**: what `model.generate` of transformers and servers of causal models make of it is "
+        "noise. Its config says `is_causal: false`, and `mask_token_id` is what stands for a hidden token. lmtrain "
+        'writes texts with it:\n\n```\npython -m lmtrain.generate THIS_FOLDER generate.prompt="Once upon a time"\n'
+        "```\n\nFrom Python, what it predicts for masked tokens:\n\n```python\n"
+        "import torch\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        'folder = "."  # this folder, or its name on the hub\n'
+        "model = AutoModelForCausalLM.from_pretrained(folder)\n"
+        "tokenizer = AutoTokenizer.from_pretrained(folder)\n"
+        'ids = tokenizer("Once upon a time", add_special_tokens=False, return_tensors="pt")["input_ids"]\n'
+        "ids[0, 1] = model.config.mask_token_id\n"
+        "print(tokenizer.decode(model(ids).logits[0, 1, :len(tokenizer)].argmax()))\n```"
+    )
+
+
+def _table(rows: list[tuple[str, Any]]) -> str:
+    shown = [(name, value) for name, value in rows if value not in (None, "none")]
+    lines = [f"| {_plain(name)} | {_plain(f'{v:.6g}' if isinstance(v, float) else v)} |" for name, v in shown]
+    return "\n".join(["| | |", "| --- | --- |", *lines])
+
+
+def _at(config: dict[str, Any], key: str) -> Any:
+    """The value of a dotted key, None where it is absent."""
+    node: Any = config
+    for part in key.split("."):
+        node = node.get(part) if isinstance(node, dict) else None
+    return node
+
+
+def _plain(value: Any) -> str:
+    """One line of text that is no markup of a table, of code or of HTML."""
+    text = " ".join(visible(str(value)).split())
+    return text.replace("|", "\\|").replace("`", "'").replace("<", "&lt;")

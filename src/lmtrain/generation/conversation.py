@@ -1,0 +1,160 @@
+"""What `lmtrain chat` does: a conversation, turn by turn, in the model's own template, each answer as it is written."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, TextStreamer
+
+from lmtrain import errors
+from lmtrain.config.schema import Config, GenerateConfig
+from lmtrain.data.chat.templates import end_ids, own_template
+from lmtrain.data.chat.turns import BadRow
+from lmtrain.errors import UserError, reason
+from lmtrain.generation.sampling import positions, sampling
+from lmtrain.models.attention import generation_mode
+from lmtrain.models.denoising import refuse_denoising
+from lmtrain.run_folder import trained
+from lmtrain.terminal import quiet_libraries, visible
+
+
+class Streamer(TextStreamer):
+    """Hands on whole words of the answer as they come, without what would steer a terminal."""
+
+    def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.write = write
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self.write(visible(text))
+
+
+class Talk:
+    """Turns so far, and the model that answers.
+
+    Raises:
+        UserError: the tokenizer has no chat template.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, settings: GenerateConfig, seed: int) -> None:
+        refuse_denoising(model, "a chat")
+        template = own_template(tokenizer)
+        if template is None:
+            raise UserError("the tokenizer has no chat template, so there are no turns: use python -m lmtrain.generate")
+        self.model, self.tokenizer, self.settings, self.seed = model.eval(), tokenizer, settings, seed
+        self.template, self.system = template, settings.system_prompt
+        self.end_ids = end_ids(tokenizer, template)
+        self.turns: list[dict[str, str]] = []
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """With the system turn, if there is one."""
+        return [*([{"role": "system", "content": self.system}] if self.system else []), *self.turns]
+
+    def reset(self) -> None:
+        self.turns = []
+
+    def ask(self, text: str, write: Callable[[str], None], say: Callable[[str], None]) -> str:
+        """The answer to `text`, which goes to `write` as it comes; it ends where the model ends its turn.
+
+        Oldest turns go, and `say` tells so, where the model has no positions for all of them. A turn that could not be
+        answered, or whose answer was interrupted, is forgotten.
+        """
+        before = list(self.turns)
+        self.turns.append({"role": "user", "content": text})
+        try:
+            ids = self._prompt(say)
+            answer = self._generate(ids, write)
+        except BaseException:
+            self.turns = before
+            raise
+        self.turns.append({"role": "assistant", "content": answer})
+        return answer
+
+    def _prompt(self, say: Callable[[str], None]) -> list[int]:
+        room = positions(self.model) - self.settings.max_new_tokens
+        while True:
+            try:
+                rendered = self.template.prompt(self.messages, None, "chat")
+            except BadRow as bad:
+                raise UserError(f"the chat template refuses this: {bad.reason}") from None
+            ids: list[int] = self.tokenizer(rendered, add_special_tokens=False)["input_ids"]
+            if len(ids) <= max(1, room):
+                return ids
+            if len(self.turns) < 3:
+                raise UserError(f"{len(ids)} tokens and generate.max_new_tokens are more than the model can take")
+            say("the oldest turns were left out: the model can't take more")
+            self.turns = self.turns[2:]
+
+    def _generate(self, ids: list[int], write: Callable[[str], None]) -> str:
+        g, input_ids = self.settings, torch.tensor([ids], device=self.model.device)
+        torch.manual_seed(self.seed + len(self.turns))
+        with torch.no_grad(), generation_mode(self.model):
+            output = self.model.generate(
+                input_ids,
+                attention_mask=torch.ones_like(input_ids),
+                max_new_tokens=g.max_new_tokens,
+                pad_token_id=self.tokenizer.eos_token_id,
+                streamer=Streamer(self.tokenizer, write),
+                tokenizer=self.tokenizer,  # for stop strings of the model's own generation config
+                **sampling(g.temperature, g.top_k, self.end_ids),
+            )
+        return str(self.tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True)).strip()
+
+    def save(self, file: str) -> Path:
+        """Adds the conversation to a file of JSON lines, as data=chat_jsonl reads them; UserError where it can't."""
+        path = Path(file).expanduser().absolute()
+        try:
+            with path.open("a", encoding="utf-8") as out:
+                out.write(json.dumps({"messages": self.messages}, ensure_ascii=False) + "\n")
+        except OSError as error:
+            raise UserError(f"{path} can't be written: {reason(error)}") from None
+        return path
+
+
+HELP = """/reset           begin anew
+/system [TEXT]   set the system turn (without text: none) and begin anew
+/save [FILE]     add the conversation to FILE (chat.jsonl), as data=chat_jsonl reads it
+/exit            leave, as Ctrl-D does; Ctrl-C stops an answer"""
+
+
+def chat(config: Config) -> int:
+    """Reads lines until the end of input and answers each; lines that begin with / are commands."""
+    quiet_libraries()
+    talk = Talk(*trained.load_asked(config), config.generate, config.seed)
+    print(HELP, flush=True)
+    while True:
+        try:
+            line = input("\n> " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            return errors.FINISHED
+        if line == "/exit":
+            return errors.FINISHED
+        try:
+            turn(talk, line)
+        except UserError as error:
+            errors.print_error(str(error))
+        except KeyboardInterrupt:
+            print("\n(stopped; this turn is forgotten)", flush=True)
+
+
+def turn(talk: Talk, line: str) -> None:
+    """One line of the user's: a command or a question."""
+    command, _, rest = line.partition(" ")
+    if command == "/reset":
+        talk.reset()
+        print("(a new conversation)")
+    elif command == "/system":
+        talk.system = rest.strip() or None
+        talk.reset()
+        print("(a new conversation, with this system turn)" if talk.system else "(a new conversation)")
+    elif command == "/save":
+        print(f"(written: {talk.save(rest.strip() or 'chat.jsonl')})")
+    elif command.startswith("/"):
+        print(HELP)
+    elif line:
+        talk.ask(line, lambda text: print(text, end="", flush=True), lambda words: print(f"({words})"))
+        print()

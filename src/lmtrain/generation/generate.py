@@ -1,0 +1,134 @@
+"""What `lmtrain generate` does: continuations of a prompt, or of many from a file or standard input.
+
+Answers to many prompts are JSON lines, which a command that was killed continues.
+"""
+
+import fcntl
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from lmtrain import errors, terminal
+from lmtrain.config.effect import typed_keys
+from lmtrain.config.schema import Config
+from lmtrain.data.chat.templates import end_ids, own_template, user_turn
+from lmtrain.distributed.ranks import typed
+from lmtrain.errors import UserError, reason
+from lmtrain.generation.sampling import positions, sample_text, sample_texts, settings_of
+from lmtrain.run_folder import trained
+
+
+def generate(config: Config) -> int:
+    """Prints generate.num_samples continuations of generate.prompt, or answers to it; of many prompts JSON lines."""
+    terminal.quiet_libraries()
+    g, (model, tokenizer) = config.generate, trained.load_asked(config)
+    terminal.status.stop()
+    if g.max_new_tokens >= positions(model) and "generate.max_new_tokens" in typed_keys(typed()):
+        print(
+            f"generate.max_new_tokens={g.max_new_tokens}: the model has {positions(model)} positions for the prompt "
+            f"and its continuation together: of the prompt the last token is read, {positions(model) - 1} are written",
+            file=sys.stderr,
+        )
+    if g.prompts_file is not None:
+        return many(model, tokenizer, config)
+    prompt, ends = as_conversation(tokenizer, config, g.prompt)
+    for i in range(g.num_samples):
+        text = sample_text(model, tokenizer, prompt, seed=config.seed + i, end_ids=ends, **settings_of(g))
+        whole = text if ends is not None else f"{g.prompt}{text}"
+        print(f"--- {i + 1}\n{whole}" if g.num_samples > 1 else whole)
+    return errors.FINISHED
+
+
+def many(model: Any, tokenizer: Any, config: Config) -> int:
+    """Answers of generate.prompts_file in batches: {"prompt", "sample", "text"}, a line each, in order."""
+    g, answers = config.generate, Answers(config.generate.out, config.generate.batch_size)
+    asked = [(prompt, i) for prompt in read_prompts(str(g.prompts_file)) for i in range(g.num_samples)]
+    for start in range(answers.done, len(asked), g.batch_size):
+        batch = asked[start : start + g.batch_size]
+        given = [as_conversation(tokenizer, config, prompt) for prompt, _ in batch]
+        prompts, ends = [ids for ids, _ in given], given[0][1]
+        texts = sample_texts(model, tokenizer, prompts, seed=config.seed + start, end_ids=ends, **settings_of(g))
+        answers.add([{"prompt": p, "sample": i, "text": t} for (p, i), t in zip(batch, texts, strict=True)])
+    return errors.FINISHED
+
+
+def as_conversation(tokenizer: Any, config: Config, prompt: str) -> tuple[str | list[int], list[int] | None]:
+    """The prompt as a user's turn and the tokens that end an answer; with generate.chat=false itself, and None."""
+    g = config.generate
+    if g.chat is False or (g.chat == "auto" and not (prompt and tokenizer.chat_template)):
+        return prompt, None
+    template = own_template(tokenizer)
+    if template is None or not prompt:
+        lacking = "the tokenizer has no chat template" if template is None else "generate.prompt is empty"
+        raise UserError(f"generate.chat=true: {lacking}; continue a text with generate.chat=false")
+    return user_turn(tokenizer, template, prompt, g.system_prompt), end_ids(tokenizer, template)
+
+
+def read_prompts(name: str) -> Iterator[str]:
+    """The prompts of a file, a line each; of a .jsonl file their "prompt"; of standard input (-) either.
+
+    Raises:
+        UserError: the file can't be read, or a line of JSON has no prompt.
+    """
+    try:
+        text = sys.stdin.read() if name == "-" else Path(name).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"generate.prompts_file={name} can't be read: {reason(error)}") from None
+    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    as_json = name.endswith((".jsonl", ".ndjson")) or (name == "-" and bool(lines) and lines[0][1].startswith("{"))
+    for number, line in lines:
+        yield _of_json(line, f"{name}, line {number}") if as_json else line
+
+
+def _of_json(line: str, where: str) -> str:
+    try:
+        row: Any = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{where} is no JSON: {error}") from None
+    if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
+        raise UserError(f'{where} has no "prompt" that is a text')
+    return row["prompt"]
+
+
+class Answers:
+    """JSON lines in a file, or printed where there is none; `done` counts those of an earlier command.
+
+    A batch of which a kill left a part is answered again: what is sampled follows from where its batch begins.
+    """
+
+    def __init__(self, file: str | None, batch_size: int) -> None:
+        """UserError where the file can't be written, or another command writes it now."""
+        self.name, self.done = file, 0
+        self._file = None if file is None else self._open(Path(file).expanduser())
+        if self._file is not None:
+            whole = [line for line in self._file if line.endswith(b"\n")]
+            self.done = len(whole) // batch_size * batch_size
+            self._file.seek(sum(map(len, whole[: self.done])))
+            self._file.truncate()
+
+    def _open(self, path: Path) -> BinaryIO:
+        try:
+            path.touch()
+            file = path.open("r+b")
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends, however it ends
+        except BlockingIOError:
+            raise UserError(f"generate.out={path} is being written by another command: wait for it") from None
+        except OSError as error:
+            raise self._unwritable(error) from None
+        return file
+
+    def add(self, rows: list[dict[str, Any]]) -> None:
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        if self._file is None:
+            print(text, end="", flush=True)
+            return
+        try:
+            self._file.write(text.encode())
+            self._file.flush()
+        except OSError as error:
+            raise self._unwritable(error) from None
+
+    def _unwritable(self, error: OSError) -> UserError:
+        return UserError(f"generate.out={self.name} can't be written: {reason(error)}")

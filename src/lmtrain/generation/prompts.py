@@ -1,0 +1,77 @@
+"""Prompts for the samples written during training: the user's, questions of the data, or a piece of its text."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lmtrain.config.schema import SamplesConfig
+from lmtrain.data.chat.templates import own_template, user_turn
+from lmtrain.data.corpus import Corpus
+from lmtrain.data.examples.prepare import MAX_QUESTIONS
+from lmtrain.data.order import Rows
+from lmtrain.errors import UserError
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """`given` is the text to continue, or its token ids; `shown` what a reader sees of it."""
+
+    given: str | list[int]
+    shown: str
+    reference: str | None = None  # the answer that stands in the data
+
+
+def prompts_of(settings: SamplesConfig, corpus: Corpus, system_prompt: str | None) -> list[Prompt]:
+    """callbacks.samples.prompts, and of data with answers the first questions of its validation rows.
+
+    Where data is text and no prompt is set, one is taken from it, or one of each of callbacks.samples.rows rows where
+    metrics compare with what follows. A prompt to a chat model becomes a user's turn.
+
+    Raises:
+        UserError: more rows are asked for than questions are kept, or the chat template takes no such prompt.
+    """
+    if corpus.end_ids is None:
+        if settings.metrics and corpus.val is not None and not settings.prompts:
+            return continuations(corpus.val, corpus.tokenizer, settings.rows, settings.max_new_tokens)
+        if settings.metrics and settings.prompts:
+            raise UserError(
+                "callbacks.samples.metrics compares with the text that follows in the data, which your own "
+                "callbacks.samples.prompts have not: leave one of the two out"
+            )
+        asked = settings.prompts or [a_prompt(corpus.val or corpus.train, corpus.tokenizer)]
+        return [Prompt(text, text) for text in asked]
+    if settings.rows > MAX_QUESTIONS:
+        raise UserError(f"callbacks.samples.rows={settings.rows}: at most {MAX_QUESTIONS} can be answered")
+    rows = corpus.questions[: settings.rows]
+    if settings.metrics and not rows:
+        raise UserError("callbacks.samples.metrics needs answers to score: set callbacks.samples.rows to 1 or more")
+    template = own_template(corpus.tokenizer)
+    if template is None or (rows and not rows[0]["chat"]):
+        found = [Prompt(text, text) for text in settings.prompts]
+    else:
+        turn = lambda text: user_turn(corpus.tokenizer, template, text, system_prompt)  # noqa: E731
+        found = [Prompt(turn(text), text) for text in settings.prompts]
+    return found + [Prompt(row["prompt_ids"], row["prompt"], row["reference"]) for row in rows]
+
+
+def a_prompt(rows: Rows, tokenizer: Any, tokens: int = 24) -> str:
+    """The start of the middle row: files tend to begin with a licence, which says little about a model."""
+    batch = rows.read(np.array([[0, len(rows) // 2]]))
+    return tokenizer.decode(batch["input_ids"][0, :tokens].tolist(), skip_special_tokens=True)
+
+
+def continuations(rows: Rows, tokenizer: Any, count: int, new_tokens: int, tokens: int = 24) -> list[Prompt]:
+    """The beginnings of rows spread over the split, and as many tokens as are written of what follows in each."""
+    if count < 1:
+        raise UserError("callbacks.samples.metrics needs texts to score: set callbacks.samples.rows to 1 or more")
+    found = []
+    for place in range(min(count, len(rows))):
+        index = len(rows) * (2 * place + 1) // (2 * min(count, len(rows)))
+        ids = rows.read(np.array([[0, index]]))["input_ids"][0].tolist()
+        start = min(tokens, len(ids) // 2)
+        text, follows = (
+            tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:start], ids[start : start + new_tokens])
+        )
+        found.append(Prompt(text, text, follows))
+    return found

@@ -1,0 +1,203 @@
+"""Text from a model: a prompt in, its continuation out, written from left to right or uncovered from masks."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lmtrain.config.schema import GenerateConfig
+from lmtrain.errors import UserError
+from lmtrain.models.attention import generation_mode
+from lmtrain.models.denoising import mask_token
+
+
+def positions(model: PreTrainedModel) -> int:
+    """Tokens the model can take; without a bound where it has no positions (Mamba)."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31
+
+
+def settings_of(g: GenerateConfig) -> dict[str, Any]:
+    """Arguments of `sample_texts` that config.generate holds."""
+    return {"max_new_tokens": g.max_new_tokens, "temperature": g.temperature, "top_k": g.top_k}
+
+
+def sample_text(model: PreTrainedModel, tokenizer: Any, prompt: str | list[int], **settings: Any) -> str:
+    """The continuation of one prompt; settings as of `sample_texts`."""
+    return sample_texts(model, tokenizer, [prompt], **settings)[0]
+
+
+def sample_texts(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    prompts: Sequence[str | list[int]],
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.8,
+    top_k: int | None = 50,
+    seed: int = 0,
+    end_ids: list[int] | None = None,
+    together: bool = False,
+) -> list[str]:
+    """Continuations of prompts (without them), at most max_new_tokens tokens each; temperature 0 is greedy.
+
+    A model that predicts masked tokens uncovers each text from masks, one after the other. All others write them as
+    one batch, padded on the left behind a mask: greedy texts are those of each prompt alone. Prompts are cut from the
+    left so that prompt and continuation fit the model's positions. The global random generators are left as they were
+    found.
+
+    Args:
+        prompts: text, or token ids.
+        end_ids: tokens that end a text; None for those the model's own generation config names.
+        together: all ranks generate the same texts, each holding a part of the model.
+    """
+    room = max(1, positions(model) - max_new_tokens)
+    rows = [prompt_tokens(tokenizer, prompt)[-room:] for prompt in prompts]
+    _check_ids(model, rows)
+    if mask_token(model) is not None:
+        return _denoised(model, tokenizer, rows, max_new_tokens, temperature, top_k, seed, end_ids)
+    longest = max(map(len, rows))
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
+    input_ids = torch.tensor([[pad] * (longest - len(row)) + row for row in rows], device=model.device)
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=model.device)
+    devices = [model.device] if model.device.type == "cuda" else []
+    was_training = model.training
+    model.eval()
+    with torch.random.fork_rng(devices), torch.no_grad(), generation_mode(model):
+        torch.manual_seed(seed)
+        output = model.generate(
+            input_ids,
+            attention_mask=mask,
+            max_new_tokens=max(1, min(max_new_tokens, positions(model) - longest)),
+            pad_token_id=tokenizer.eos_token_id,
+            remove_invalid_values=True,  # a model whose loss went to nan still gives (meaningless) text, not an error
+            synced_gpus=together,  # none may stop before the others: they need its part
+            tokenizer=tokenizer,  # for stop strings of the model's own generation config
+            **sampling(temperature, top_k, end_ids),
+        )
+    model.train(was_training)
+    return [tokenizer.decode(row, skip_special_tokens=True) for row in output[:, longest:]]
+
+
+def _denoised(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    rows: list[list[int]],
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    seed: int,
+    end_ids: list[int] | None,
+) -> list[str]:
+    """As `sample_texts`; a text is as long as it may be, and cut at the first token that ends one."""
+    mask_id, texts = mask_token(model), []
+    assert mask_id is not None
+    ends = set(end_ids if end_ids is not None else [tokenizer.eos_token_id])
+    generator = torch.Generator(model.device).manual_seed(seed)
+    was_training = model.training
+    model.eval()
+    for row in rows:
+        ids = denoise(
+            model,
+            row,
+            max(1, min(max_new_tokens, positions(model) - len(row))),
+            mask_id=mask_id,
+            n_ids=len(tokenizer),
+            temperature=temperature,
+            top_k=top_k,
+            generator=generator,
+        )
+        end = next((i for i, token in enumerate(ids) if token in ends), len(ids))
+        texts.append(tokenizer.decode(ids[:end], skip_special_tokens=True))
+    model.train(was_training)
+    return texts
+
+
+def _check_ids(model: Any, rows: list[list[int]]) -> None:
+    """Raises UserError for an id that the model has no embedding for: its tokenizer is another model's."""
+    highest, known = max(max(row) for row in rows), getattr(model.config, "vocab_size", None)
+    if known is not None and highest >= known:
+        raise UserError(
+            f"the tokenizer gives the id {highest}, and the model has {known:,} embeddings (vocab_size): take the "
+            f"tokenizer that the model was trained with"
+        )
+
+
+def prompt_tokens(tokenizer: Any, prompt: str | list[int]) -> list[int]:
+    """Ids of a prompt; an empty one is the beginning of a document."""
+    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"] if isinstance(prompt, str) else prompt
+    return ids or [tokenizer.eos_token_id]
+
+
+def sampling(temperature: float, top_k: int | None, end_ids: list[int] | None) -> dict[str, Any]:
+    """Arguments of `generate`: temperature 0 is greedy; end_ids None leaves the ends to the model's own config.
+
+    One text each, without beams, whatever that config says: a million beams need all memory there is.
+    """
+    settings: dict[str, Any] = {"do_sample": False, "num_beams": 1, "num_return_sequences": 1}
+    if temperature > 0:
+        settings |= {"do_sample": True, "temperature": temperature, "top_k": top_k or 0, "top_p": 1.0}
+    return settings | ({"eos_token_id": end_ids} if end_ids is not None else {})
+
+
+STEPS = 32  # of a text; with fewer tokens one a step
+
+
+@torch.no_grad()
+def denoise(
+    model: PreTrainedModel,
+    prompt: list[int],
+    new_tokens: int,
+    *,
+    mask_id: int,
+    n_ids: int,
+    temperature: float,
+    top_k: int | None,
+    generator: torch.Generator,
+    steps: int = STEPS,
+) -> list[int]:
+    """`new_tokens` ids that follow those of the prompt, from masks (Sahoo et al. 2024, arXiv:2406.07524).
+
+    Which tokens are uncovered is Nie et al. 2025's choice (arXiv:2502.09992, section 2.4, low-confidence remasking):
+    those whose prediction the model is most confident of.
+
+    Each step predicts all tokens that are still masked, and keeps the share 1 / (steps left) of them whose predictions
+    have the highest probability.
+
+    Args:
+        model: in evaluation mode.
+        mask_id: never predicted.
+        n_ids: ids from here on are no token's, and never predicted.
+        temperature: 0 takes the likeliest token.
+        top_k: draws among the k likeliest; None among all.
+        generator: on the model's device.
+    """
+    ids = torch.tensor([prompt + [mask_id] * new_tokens], device=model.device)
+    masked = torch.zeros_like(ids[0], dtype=torch.bool)  # by place: the prompt may hold the mask's id
+    masked[len(prompt) :] = True
+    steps = min(steps, new_tokens)
+    with generation_mode(model):
+        for step in range(steps):
+            places = masked.nonzero()[:, 0]  # [M]
+            logits = model(input_ids=ids, use_cache=False).logits[0, places].float()  # [M, V]
+            logits[:, n_ids:] = -torch.inf
+            logits[:, mask_id] = -torch.inf
+            tokens, confidence = _draw(logits, temperature, top_k, generator)
+            kept = confidence.topk(-(-len(places) // (steps - step))).indices
+            ids[0, places[kept]] = tokens[kept]
+            masked[places[kept]] = False
+    return ids[0, len(prompt) :].tolist()
+
+
+def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """A token for each row of logits [M, V], int64 [M], and its probability under them, [M]."""
+    probabilities = torch.nan_to_num(logits.softmax(-1), 1.0)  # of a model whose loss went to nan: any token
+    if temperature == 0:
+        tokens = probabilities.argmax(-1)
+    else:
+        best = probabilities.topk(min(top_k or probabilities.shape[1], probabilities.shape[1]))
+        weights = (best.values / best.values[:, :1]) ** (1 / temperature)
+        chosen = torch.multinomial(weights, 1, generator=generator)
+        tokens = best.indices.gather(1, chosen)[:, 0]
+    return tokens, probabilities.gather(1, tokens[:, None])[:, 0]

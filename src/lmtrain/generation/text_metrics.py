@@ -1,0 +1,179 @@
+"""Text metrics of generated answers against references: torchmetrics' by name, or a user's own class."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torchmetrics import Metric
+from torchmetrics.text import BLEUScore, CHRFScore
+from transformers import AutoModel, AutoTokenizer
+
+from lmtrain.config.targets import build_target
+from lmtrain.errors import UserError
+from lmtrain.objectives.parts import Definition
+
+
+class ExactMatch(Metric):
+    """The share of answers that are their reference, but for white space around them."""
+
+    right: torch.Tensor
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("right", torch.tensor(0), dist_reduce_fx="sum")
+        self.add_state("seen", torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, preds: list[str], target: list[str]) -> None:
+        self.right += sum(p.strip() == t.strip() for p, t in zip(preds, target, strict=True))
+        self.seen += len(target)
+
+    def compute(self) -> torch.Tensor:
+        return self.right / self.seen
+
+
+class BertScore(Metric):
+    """BERTScore's F1 (Zhang et al. 2020, arXiv:1904.09675) by the encoder's last layer, mean over the answers.
+
+    Each token is matched with the most similar one of the other text. torchmetrics' own mixes up the pairs of a batch
+    (it sorts answers and references by length, each for itself, and doesn't sort them back).
+
+    Args:
+        encoder: a hub name or a folder.
+    """
+
+    total: torch.Tensor
+    seen: torch.Tensor
+
+    def __init__(self, encoder: str) -> None:
+        super().__init__()
+        self.tokenizer = AutoTokenizer.from_pretrained(encoder)
+        self.encoder = AutoModel.from_pretrained(encoder, dtype=torch.float32).eval()
+        self.add_state("total", torch.tensor(0.0), dist_reduce_fx="sum")
+        self.add_state("seen", torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, preds: list[str], target: list[str]) -> None:
+        for answer, reference in zip(preds, target, strict=True):
+            similar = self._states(answer) @ self._states(reference).T  # [tokens of the answer, of the reference]
+            if similar.numel():
+                precision, recall = similar.amax(1).mean(), similar.amax(0).mean()
+                self.total += 2 * precision * recall / (precision + recall)
+        self.seen += len(target)
+
+    @torch.no_grad()
+    def _states(self, text: str) -> torch.Tensor:
+        """Unit vectors of the text's tokens [T, H], without those that the tokenizer adds."""
+        longest = min(512, self.tokenizer.model_max_length)
+        found = self.tokenizer(
+            text, return_tensors="pt", truncation=True, max_length=longest, return_special_tokens_mask=True
+        )
+        own = found.pop("special_tokens_mask")[0] == 0
+        return torch.nn.functional.normalize(self.encoder(**found).last_hidden_state[0, own], dim=-1)
+
+    def compute(self) -> torch.Tensor:
+        return self.total / self.seen
+
+
+NAMED: dict[str, dict[str, Any]] = {
+    # BLEU with sacreBLEU's own tokenization (Post 2018), 0 to 1.
+    "bleu": {"_target_": "torchmetrics.text.SacreBLEUScore"},
+    # ROUGE-L, F1 (Lin 2004), 0 to 1. rougeLsum would need nltk and its downloads.
+    "rouge": {"_target_": "torchmetrics.text.ROUGEScore", "rouge_keys": "rougeL"},
+    "rouge1": {"_target_": "torchmetrics.text.ROUGEScore", "rouge_keys": "rouge1"},  # F1 of single words
+    "rouge2": {"_target_": "torchmetrics.text.ROUGEScore", "rouge_keys": "rouge2"},  # F1 of pairs of words
+    "exact_match": {"_target_": "lmtrain.generation.text_metrics.ExactMatch"},
+}
+BERTSCORE = "bertscore:"  # and the encoder's name or folder
+# The one of several numbers that a name stands for.
+_CHOSEN = {"rouge": "rougeL_fmeasure", "rouge1": "rouge1_fmeasure", "rouge2": "rouge2_fmeasure"}
+
+_ANSWERS = "answers to prompts with a reference"
+_GOOGLES = {"rouge-score": "tests/generation/test_answers.py::test_bleu_and_rouge_are_sacrebleus_and_rouge_scores"}
+_BY_HAND = {"by hand": "tests/generation/test_answers.py::test_metrics_against_values_worked_out_by_hand"}
+DEFINITIONS = {
+    "bleu": Definition(
+        "0 to 1", "the validation's answers as one text", "BLEU-4 with sacreBLEU's 13a tokens",
+        {"sacrebleu": _GOOGLES["rouge-score"], **_BY_HAND},
+    ),
+    "rouge": Definition("0 to 1", _ANSWERS, "F1 of the longest common subsequence of words (ROUGE-L)", _GOOGLES),
+    "rouge1": Definition("0 to 1", _ANSWERS, "F1 of words", _GOOGLES),
+    "rouge2": Definition("0 to 1", _ANSWERS, "F1 of pairs of neighbouring words", _GOOGLES),
+    "exact_match": Definition("share", _ANSWERS, "1 where an answer is its reference, but for white space", _BY_HAND),
+    "bertscore": Definition(
+        "-1 to 1", _ANSWERS, "F1 of each token's best cosine similarity in the other text, by the named encoder",
+        {"torchmetrics": "tests/generation/test_answers.py::test_bertscore_is_torchmetrics_pair_by_pair"},
+    ),
+}  # fmt: skip
+
+
+def _target_of(entry: Any) -> tuple[str, dict[str, Any]]:
+    """Name and class of one of the metrics that are asked for."""
+    if not isinstance(entry, str):
+        return entry["_target_"].rpartition(".")[2], entry
+    if entry.startswith(BERTSCORE):
+        encoder = entry.removeprefix(BERTSCORE)
+        return "bertscore", {"_target_": "lmtrain.generation.text_metrics.BertScore", "encoder": encoder}
+    return entry, NAMED[entry]
+
+
+class TextMetrics:
+    """The metrics of callbacks.samples.metrics or evaluate.metrics (`key`); a user's own goes by its class's name.
+
+    Raises:
+        UserError: one can't be built, two share a name, or one does not take two lists of texts.
+    """
+
+    def __init__(
+        self, entries: list[Any], allow_target: Sequence[str] = (), key: str = "callbacks.samples.metrics"
+    ) -> None:
+        self.metrics: dict[str, Metric] = {}
+        for entry in entries:
+            name, target = _target_of(entry)
+            if name in self.metrics:
+                raise UserError(f"{key} names {name} twice")
+            try:
+                self.metrics[name] = build_target(target, key, Metric, allow_target)
+                # The first rank alone scores: a metric that looked for the others would wait for ever.
+                self.metrics[name].distributed_available_fn = lambda: False
+                self._one(name, ["a word"], ["a word"])
+            except OSError as error:
+                said = " ".join(str(error).split())
+                raise UserError(
+                    f"{key}: {entry}: the encoder can't be loaded ({said}): name a folder or a hub name"
+                ) from None
+            except (ImportError, AttributeError, TypeError, ValueError, KeyError, IndexError) as error:
+                raise UserError(
+                    f"{key}: {name} is no metric of answers and references, two lists of texts "
+                    f"({type(error).__name__}: {error})"
+                ) from error
+
+    def names(self) -> list[str]:
+        """What `score` reports."""
+        return list(self.score(["a word"], ["a word"])) if self.metrics else []
+
+    def score(self, answers: list[str], references: list[str]) -> dict[str, float]:
+        """Each metric over all answers; one that gives several numbers has them as <name>_<number's name>."""
+        found: dict[str, float] = {}
+        for name in self.metrics:
+            found |= self._one(name, answers, references)
+        return found
+
+    def _one(self, name: str, answers: list[str], references: list[str]) -> dict[str, float]:
+        metric = self.metrics[name]
+        metric.reset()
+        # These take a list of references for each answer, and a text alone for a list of letters.
+        several = isinstance(metric, BLEUScore | CHRFScore)
+        metric.update(answers, [[r] for r in references] if several else references)
+        value = metric.compute()
+        if not isinstance(value, dict):
+            return {name: mean(value)}
+        if name in _CHOSEN:
+            return {name: mean(value[_CHOSEN[name]])}
+        return {f"{name}_{key}": mean(number) for key, number in value.items()}
+
+
+def mean(value: Any) -> float:
+    """Of numbers of rows, or of one number; of (a number, those of rows), as some metrics give it, the number."""
+    if isinstance(value, tuple):
+        value = value[0]
+    return float(torch.as_tensor(value, dtype=torch.float64).mean())

@@ -1,0 +1,340 @@
+"""What a run would cost, from its config alone: the model's shapes on the meta device, nothing read or allocated."""
+
+import copy
+import itertools
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich import box
+from rich.table import Table
+from transformers import PreTrainedModel
+
+from lmtrain import errors, terminal
+from lmtrain.adapters.finetune import build_trainable_model
+from lmtrain.config.batch import split_over
+from lmtrain.config.deepspeed import adopt_file
+from lmtrain.config.growth import step_sizes
+from lmtrain.config.objectives import DPOConfig
+from lmtrain.config.schema import Config
+from lmtrain.config.strategies import check_strategy
+from lmtrain.data import tokenizers
+from lmtrain.distributed import devices
+from lmtrain.errors import UserError
+from lmtrain.models import flops
+from lmtrain.run import plan_time
+from lmtrain.run.plan import gib, si
+
+# Name: (GiB of memory, the name in models.flops.PEAK_FLOPS), from the vendors' data sheets.
+DEVICES = {
+    "b200": (180, "B200"), "h200": (141, "H200"), "h100": (80, "H100"), "h100_nvl": (94, "H100 NVL"),
+    "a100": (80, "A100"), "a100_40gb": (40, "A100"), "a40": (48, "A40"), "a30": (24, "A30"), "a10": (24, "A10"),
+    "l40s": (48, "L40S"), "l4": (24, "L4"), "rtx6000_ada": (48, "RTX 6000 Ada"), "a6000": (48, "RTX A6000"),
+    "rtx5090": (32, "RTX 5090"), "rtx4090": (24, "RTX 4090"), "rtx3090": (24, "RTX 3090"),
+    "mi300x": (192, "MI300X"), "t4": (15, "T4"), "v100": (32, "V100"),
+}  # fmt: skip
+FSDP, ZERO = "trainer.strategy=fsdp", "trainer.strategy=deepspeed"
+# Each way to spread a run over its devices, and about how much longer a step takes than under ddp.
+STRATEGIES: dict[str, tuple[list[str], float]] = {
+    "ddp": (["trainer.strategy=ddp"], 1.0),
+    "fsdp": ([FSDP], 1.1),
+    "fsdp, offload": ([FSDP, "trainer.fsdp.cpu_offload=true"], 3.0),
+    "fsdp_tp": (["trainer.strategy=fsdp_tp"], 1.3),
+    "deepspeed 2": ([ZERO, "trainer.deepspeed.stage=2"], 1.05),
+    "deepspeed 3": ([ZERO, "trainer.deepspeed.stage=3"], 1.2),
+}
+CHECKPOINTING, EIGHT_BIT, SMALLER_BATCH = 1.33, 1.02, 1.03  # likewise; the last for each halving of the micro-batch
+
+
+class Vocabulary:
+    """A tokenizer's size, which is all of it that a model's shape depends on."""
+
+    eos_token_id = 0
+
+    def __init__(self, size: int, added: list[str]) -> None:
+        self.size, self.added = size, added
+
+    def __len__(self) -> int:
+        return self.size + len(self.added)
+
+    def convert_tokens_to_ids(self, tokens: list[str]) -> list[int]:
+        return [self.size + i for i in range(len(tokens))]
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a model has to fit on."""
+
+    words: str
+    bytes: float
+    peak: float | None  # FLOP/s in bf16
+
+
+@dataclass(frozen=True)
+class Change:
+    """Overrides that make a run smaller, and about how much longer a step then takes."""
+
+    overrides: tuple[str, ...]
+    slower: float
+
+
+def device_of(config: Config) -> Device:
+    """estimate.device, or the one that is here. UserError for an unknown name."""
+    asked = config.estimate.device
+    if asked is None:
+        if torch.cuda.is_available():
+            found = torch.cuda.get_device_properties(0)
+            return Device(found.name, found.total_memory, flops.peak_flops(torch.device("cuda", 0), "bf16-mixed"))
+        size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return Device("this machine's CPU", size, None)
+    name = asked.lower().replace(" ", "").replace("-", "_")
+    if name in DEVICES:
+        size, known = DEVICES[name]
+        return Device(asked, size * 2**30, next((peak for n, peak in flops.PEAK_FLOPS if n == known), None))
+    try:
+        return Device(f"{float(asked):g} GiB", float(asked) * 2**30, None)
+    except ValueError:
+        raise UserError(
+            f"estimate.device={asked}: {', '.join(DEVICES)}, or a number of GiB (estimate.device=24)"
+        ) from None
+
+
+def resolve(config: Config) -> None:
+    """What `auto` in config.trainer would be on the device that is estimated for; auto devices are one, unless here."""
+    t = config.trainer
+    here = config.estimate.device is None
+    if t.accelerator in ("auto", "gpu"):
+        t.accelerator = "cuda" if not here or torch.cuda.is_available() else "cpu"
+    if t.devices == "auto":
+        t.devices = torch.cuda.device_count() if here and t.accelerator == "cuda" else 1
+    t.devices = int(t.devices)
+    if t.precision == "auto":
+        t.precision = "bf16-mixed" if t.accelerator == "cuda" else devices.best_precision(t.accelerator)
+    if t.strategy == "auto":
+        t.strategy = "ddp"
+    if t.strategy == "deepspeed":
+        adopt_file(t)
+    if t.activation_checkpointing == "auto":
+        t.activation_checkpointing = False
+
+
+def vocabulary(config: Config) -> Vocabulary:
+    """Of the tokenizer that the run would have; UserError where only the data tells."""
+    t = config.tokenizer
+    added = list(t.add_tokens or [])
+    if t.kind == "bpe" and t.vocab_size:
+        return Vocabulary(t.vocab_size, added)
+    if t.kind in ("bpe", "char"):
+        if config.model.vocab_size is None:
+            raise UserError(f"how many tokens tokenizer={t.kind} will have is in the data: set model.vocab_size")
+        return Vocabulary(config.model.vocab_size, added)
+    try:
+        return Vocabulary(len(tokenizers.load_or_train(t, lambda _: iter(()), tokenizers.identity(t))), [])
+    except UserError:
+        if (t.name_or_path or "").rpartition("/")[2] == "gpt2":
+            return Vocabulary(50257, added)
+        if config.model.vocab_size is None:
+            raise
+        return Vocabulary(config.model.vocab_size, added)
+
+
+def build(config: Config, tokens: int | None = None) -> PreTrainedModel:
+    """The model's shapes; `tokens` is the size of its tokenizer's vocabulary, where that is known."""
+    if config.peft.quantization is not None:
+        raise UserError("peft.quantization: a quantised base can't be estimated without loading it; see the run's plan")
+    with torch.device("meta"):
+        return build_trainable_model(config, vocabulary(config) if tokens is None else Vocabulary(tokens, []))
+
+
+def memory(model: PreTrainedModel, config: Config) -> dict[str, int]:
+    """Bytes of one device by part; of objective=dpo with the copy of what is trained, where it has or may have one."""
+    card = None if config.estimate.device is None else int(device_of(config).bytes)
+    parts = flops.memory_estimate(model, config, card)
+    o = config.objective
+    copies = isinstance(o, DPOConfig) and o.reference in ("auto", "frozen_copy") and o.loss not in ("simpo", "orpo")
+    if copies and config.peft.method == "none":
+        parts["reference"] = parts["gradients"]
+    return parts
+
+
+def checkpoint_bytes(model: PreTrainedModel, config: Config) -> int:
+    """Weights that are trained, their optimizer state and their average."""
+    whole = copy.deepcopy(config)
+    whole.trainer.strategy = "ddp"
+    parts = flops.memory_estimate(model, whole)
+    return parts["gradients"] + parts["optimizer"] + parts.get("average", 0)
+
+
+def changed(config: Config, overrides: tuple[str, ...] | list[str]) -> Config | None:
+    """The config with these set; None where that is refused."""
+    found = copy.deepcopy(config)
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key == "optimizer":
+            found.optimizer.name = value
+            continue
+        *sections, name = key.split(".")
+        node: Any = found
+        for section in sections:
+            node = getattr(node, section)
+        setattr(node, name, int(value) if value.isdigit() else value == "true" if value in ("true", "false") else value)
+    try:
+        check_strategy(found)
+        split_over(found, int(found.trainer.devices) * found.trainer.num_nodes)
+    except UserError:
+        return None
+    return found
+
+
+def by_strategy(model: PreTrainedModel, config: Config) -> dict[str, dict[str, int]]:
+    """Memory by part under each strategy that goes with the config."""
+    found = {name: changed(config, overrides) for name, (overrides, _) in STRATEGIES.items()}
+    return {name: memory(model, other) for name, other in found.items() if other is not None}
+
+
+def ways_to_fit(model: PreTrainedModel, config: Config, room: float, number: int = 3) -> list[Change]:
+    """The quickest changes that bring a device's memory down to `room` bytes, each without what it can do without."""
+    fitting: list[Change] = []
+    for choice in sorted(itertools.product(*_choices(config)), key=lambda change: _together(change).slower):
+        change = _together(choice)
+        if any(_kinds(other) <= _kinds(change) for other in fitting):
+            continue
+        other = changed(config, change.overrides)
+        if other is not None and sum(memory(model, other).values()) <= room:
+            fitting.append(change)
+        if len(fitting) == number:
+            break
+    return fitting
+
+
+def _kinds(change: Change) -> set[str]:
+    """The overrides, whatever the size of the micro-batch: larger ones are quicker and come first."""
+    return {o.partition("=")[0] if o.startswith("data.micro_batch_size") else o for o in change.overrides}
+
+
+def _together(changes: tuple[Change, ...]) -> Change:
+    slower = 1.0
+    for change in changes:
+        slower *= change.slower
+    return Change(tuple(o for change in changes for o in change.overrides), slower)
+
+
+def _choices(config: Config) -> list[list[Change]]:
+    """For each thing that can be changed: leaving it, and what it can be changed to."""
+    nothing, t = Change((), 1.0), config.trainer
+    sizes, size = [nothing], config.data.micro_batch_size
+    while size % 2 == 0:
+        size //= 2
+        slower = SMALLER_BATCH ** ((config.data.micro_batch_size // size).bit_length() - 1)
+        sizes.append(Change((f"data.micro_batch_size={size}",), slower))
+    strategies = [nothing]
+    if t.strategy == "ddp":
+        several = int(t.devices) * t.num_nodes > 1
+        ways = [w for name, w in STRATEGIES.items() if name != "ddp" and (several or "offload" in name)]
+        strategies += [Change(tuple(overrides), slower) for overrides, slower in ways]
+    saved = [nothing]
+    if not t.activation_checkpointing:
+        saved.append(Change(("trainer.activation_checkpointing=true",), CHECKPOINTING))
+    optimizers = [
+        nothing,
+        *([Change(("optimizer=adamw_8bit",), EIGHT_BIT)] if config.optimizer.name == "adamw" else []),
+    ]
+    return [sizes, strategies, saved, optimizers]
+
+
+def estimate(config: Config) -> int:
+    """Prints parameters, FLOPs, sizes, memory under each strategy, time, and what would make it fit."""
+
+    terminal.quiet_libraries()
+    device = device_of(config)
+    resolve(config)
+    split_over(config, int(config.trainer.devices) * config.trainer.num_nodes)  # refused as a run's would be
+    model = build(config)
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, words in rows(model, config, device):
+        table.add_row(name, words)
+    console = terminal.console()
+    console.print(table)
+    room = device.bytes * (1 - config.estimate.headroom)
+    chosen = sum(memory(model, config).values())
+    console.print(memory_table(by_strategy(model, config), room))
+    if chosen <= room:
+        console.print(
+            f"fits: {gib(chosen)} of {gib(room)} on {device.words} with trainer.strategy={config.trainer.strategy}"
+        )
+        return errors.FINISHED
+    ways = ways_to_fit(model, config, room)
+    console.print(f"does not fit: {gib(chosen)} on {device.words}, where {gib(room)} can be used")
+    for way in ways:
+        console.print(
+            f"  {' '.join(way.overrides)}   (a step takes about {way.slower:.2f} times as long)", soft_wrap=True
+        )
+    if not ways:
+        console.print("  no strategy, smaller micro-batch or 8-bit optimizer makes it fit: more devices, a shorter "
+                      "data.seq_len, a smaller model or peft=lora would")  # fmt: skip
+    return errors.FINISHED
+
+
+def rows(model: Any, config: Config, device: Device) -> list[tuple[str, str]]:
+    """(what, in words) of everything that does not depend on the strategy."""
+
+    c, t = config, config.trainer
+    total, trained, tables = flops.parameter_counts(model)
+    per_token = flops.flops_per_token(model, c.data.seq_len)
+    step = c.data.global_batch_size * c.data.seq_len
+    tokens = step_sizes(c.data).before(t.max_steps) * c.data.seq_len if t.max_steps is not None else None
+    world = int(t.devices) * t.num_nodes
+    kept = c.checkpoint.keep_last + c.checkpoint.keep_best
+    saved = checkpoint_bytes(model, c)
+    width = 2 if model.config.get_text_config().vocab_size <= 2**16 else 4
+    bins = f"{width} bytes a token" + (
+        f", {si(width * tokens, 'B')} for {si(tokens)} different tokens" if tokens else ""
+    )
+    found = [
+        ("model", f"{c.model.name}: {total:,} parameters ({si(trained)} trained, {si(tables)} in embeddings)"),
+        ("devices", f"{world} x {device.words}, {gib(device.bytes)} each; {t.precision}, {c.optimizer.name}"),
+        ("step", f"{c.data.global_batch_size:,} rows x {c.data.seq_len:,} = {step:,} tokens"),
+        (
+            "compute",
+            f"{si(per_token, 'FLOP')} a token" + (f", {si(per_token * tokens, 'FLOP')} in all" if tokens else ""),
+        ),
+        ("checkpoint", f"{gib(saved)}; up to {kept} kept: {gib(kept * saved)}"),
+        ("bins", bins),
+    ]
+    return [*found, ("time", time_words(c, device, tokens, per_token, world))]
+
+
+def time_words(c: Config, device: Device, tokens: int | None, per_token: float, world: int) -> str:
+    """How long the run takes, and by which speed."""
+
+    speed, by = c.estimate.tokens_per_s, "estimate.tokens_per_s"
+    if speed is None and device.peak is not None:
+        speed = c.estimate.mfu * device.peak * world / per_token
+        by = f"{c.estimate.mfu:.0%} of the peak, {speed:,.0f} tokens/s"
+    if tokens is None:
+        return "set trainer.max_steps: how many an epoch has is in the data"
+    if speed is None:
+        return "not known for this device: set estimate.tokens_per_s to what a short run reaches"
+    return f"{plan_time.span(tokens / speed)} ({by})"
+
+
+def memory_table(found: dict[str, dict[str, int]], room: float) -> Any:
+    """A row a strategy: memory of a device by part, and whether it fits."""
+
+    most = max((sum(memory.values()) for memory in found.values()), default=0)
+    unit, digits, name = (2**30, 1, "GiB") if most >= 2**32 else (2**20, 0, "MiB")
+    table = Table(title=f"memory of a device, {name}", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    parts = list(dict.fromkeys(name for memory in found.values() for name in memory))
+    table.add_column("strategy", no_wrap=True)
+    short = {"parameters": "weights", "gradients": "grads", "optimizer": "optim.", "activations": "activ."}
+    for name in [*parts, "all"]:
+        table.add_column(short.get(name, name), justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for strategy, memory in found.items():
+        size = sum(memory.values())
+        sizes = [f"{number / unit:,.{digits}f}" for number in (*(memory.get(part, 0) for part in parts), size)]
+        table.add_row(strategy, *sizes, "fits" if size <= room else "too large")
+    return table

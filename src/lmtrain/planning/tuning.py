@@ -1,0 +1,256 @@
+"""What a run should be told before it begins: its learning rate, by a range test, and its largest micro-batch."""
+
+import copy
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from lmtrain import errors
+from lmtrain.config.batch import split_over
+from lmtrain.config.schedule import RangeTestConfig
+from lmtrain.config.schema import Config
+from lmtrain.data.corpus import build_corpus
+from lmtrain.distributed import devices, ranks
+from lmtrain.errors import RunError, UserError, reason
+from lmtrain.files import temporary_beside, write_atomic
+from lmtrain.optim.range_test import Suggestion, suggest
+from lmtrain.planning import estimation, trial
+from lmtrain.run.provenance import command
+from lmtrain.run.start import start
+from lmtrain.run_folder import folder as run_dir
+
+_REACH = 1000.0  # a range test reaches so many times below and above optimizer.lr, unless told otherwise
+_PROBE_STEPS = 2  # the second step has the optimizer's state beside its gradients
+
+
+@dataclass
+class Found:
+    """What was found, in the keys of the config; `tried` says how."""
+
+    lr: float | None = None
+    groups: list[dict[str, Any]] | None = None
+    micro_batch_size: int | None = None
+    curve: list[dict[str, Any]] = field(default_factory=list)
+    suggestion: Suggestion | None = None
+    tried: list[str] = field(default_factory=list)
+
+    def overrides(self) -> list[str]:
+        """To be typed after the overrides of the run."""
+        lr = [f"optimizer.lr={self.lr:.2g}"] if self.lr is not None else []
+        groups = [f"optimizer.groups={_as_list(self.groups)}"] if self.groups else []
+        size = [f"data.micro_batch_size={self.micro_batch_size}"] if self.micro_batch_size is not None else []
+        return [*lr, *groups, *size]
+
+    def put_into(self, config: Config) -> None:
+        """Sets the keys, as the overrides would."""
+        if self.lr is not None:
+            config.optimizer.lr = self.lr
+        if self.groups:
+            config.optimizer.groups = self.groups
+        if self.micro_batch_size is not None:
+            config.data.micro_batch_size = self.micro_batch_size
+
+
+def _as_list(groups: list[dict[str, Any]]) -> str:
+    entries = (", ".join(f"{k}: {json.dumps(v)}" for k, v in group.items()) for group in groups)
+    return "[" + ", ".join(f"{{{entry}}}" for entry in entries) + "]"
+
+
+def largest_micro_batch(config: Config, folder: Path, found: Found, say: Callable[[str], None]) -> None:
+    """Sets the largest micro-batch that fits, if it is another than the config's; tried on CUDA, estimated on a CPU.
+
+    Args:
+        config: with nothing left at auto.
+        folder: a new one, for trials.
+
+    Raises:
+        RunError: one row at a time is too much.
+    """
+    sizes, fits = micro_batch_sizes(config), _estimated if config.trainer.accelerator == "cpu" else _tried
+    if config.peft.quantization is not None and fits is _estimated:
+        found.tried.append("data.micro_batch_size: left alone, what a quantised base needs is not estimated on a CPU")
+        return
+    for size in sizes:
+        say(f"data.micro_batch_size={size}")
+        smaller = copy.deepcopy(config)
+        smaller.data.micro_batch_size = size
+        good, words = fits(smaller, folder / f"rows_{size}")
+        found.tried.append(f"data.micro_batch_size={size}: {words}")
+        if good:
+            found.micro_batch_size = size if size != config.data.micro_batch_size else None
+            return
+    raise RunError(
+        f"a micro-batch of one row does not fit ({found.tried[-1]}): python -m lmtrain.estimate names what would"
+    )
+
+
+def micro_batch_sizes(config: Config) -> list[int]:
+    """Rows of a step that one device reads, and divisors of it, each at most half of the one before, down to 1."""
+    split = split_over(config, int(config.trainer.devices))
+    rows = split.micro_batch_size * split.accumulation
+    sizes = [rows]
+    while sizes[-1] > 1:
+        sizes.append(next(size for size in range(sizes[-1] // 2, 0, -1) if rows % size == 0))
+    return sizes
+
+
+def _estimated(config: Config, _folder: Path) -> tuple[bool, str]:
+    asked = copy.deepcopy(config)
+    asked.estimate.device = None
+    device = estimation.device_of(asked)
+    room = device.bytes * (1 - config.estimate.headroom) / int(config.trainer.devices)
+    needed = sum(estimation.memory(estimation.build(asked, len(build_corpus(asked).tokenizer)), asked).values())
+    words = f"{needed / 2**30:.2f} GiB by the estimate, of {room / 2**30:.2f} GiB that a process can use"
+    return needed <= room, words
+
+
+def _tried(config: Config, folder: Path) -> tuple[bool, str]:
+    longest = int(config.trainer.devices) == 1
+    rows = "the longest rows" if longest else "rows of the first steps"
+    try:
+        trial.run(trial.config_of(config, folder, _PROBE_STEPS), folder, longest_rows=longest)
+    except trial.OutOfMemory:
+        return False, f"out of memory on {rows}"
+    return True, f"fits {rows}"
+
+
+def range_test(config: Config, folder: Path, found: Found, say: Callable[[str], None]) -> None:
+    """Sets the rate that a range test over the run's first rows suggests, and the rates of groups in proportion.
+
+    Raises:
+        UserError: there is no range, or the loss fell nowhere in it.
+    """
+    settings, lr = config.tune, config.optimizer.lr
+    if not lr and not (settings.min_lr and settings.max_lr):
+        raise UserError("optimizer.lr=0 is no middle of a range: set tune.min_lr and tune.max_lr")
+    low, high = settings.min_lr or lr / _REACH, settings.max_lr or lr * _REACH
+    if not low < high:
+        raise UserError(f"tune.min_lr={low:g} and tune.max_lr={high:g}: the second has to be the larger")
+    say(f"a range test of {settings.steps} steps, optimizer.lr from {low:.2g} to {high:.2g}")
+    ends = {"diverged": settings.diverged, "smoothing": settings.smoothing}
+    tried = trial.config_of(config, folder, settings.steps, **ends)
+    tried.optimizer.lr, tried.optimizer.groups = high, scaled(config.optimizer.groups, lr, high) or []
+    tried.schedule = RangeTestConfig(name="range_test", warmup_steps=None, warmup_ratio=None, min_lr_ratio=low / high)
+    found.curve = trial.run(tried, folder)
+    rates, losses = ([row[name] for row in found.curve] for name in ("lr", "loss"))
+    found.suggestion = suggest(rates, losses, settings.smoothing)
+    if found.suggestion is None:
+        raise UserError(
+            f"the loss fell nowhere between optimizer.lr={low:.2g} and {high:.2g} ({len(rates)} steps, the last loss "
+            f"is {losses[-1]:.4g}): set another tune.min_lr and tune.max_lr, or more tune.steps"
+        )
+    found.lr = float(f"{found.suggestion.lr:.2g}")
+    found.groups = scaled(config.optimizer.groups, lr, found.lr)
+    last = "where it diverged" if len(rates) < settings.steps else "its end"
+    found.tried.append(
+        f"range test: the loss falls fastest at {found.suggestion.steepest:.2g}, is lowest at "
+        f"{found.suggestion.lowest:.2g}; {last} was at {rates[-1]:.2g}"
+    )
+
+
+def scaled(groups: list[dict[str, Any]], lr: float, new: float) -> list[dict[str, Any]] | None:
+    """optimizer.groups in the proportion they have to `lr`, beside `new`; None where none has a rate of its own."""
+    if not lr or not any(group.get("lr") for group in groups):
+        return None
+    return [group | ({"lr": float(f"{group['lr'] * new / lr:.3g}")} if group.get("lr") else {}) for group in groups]
+
+
+def write(found: Found, folder: Path) -> list[Path]:
+    """tune.json and, where matplotlib is installed, lr.png in `folder`; returns what was written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tree = {**asdict(found), "overrides": found.overrides()}
+        if found.suggestion is not None:
+            tree["suggestion"] = found.suggestion._asdict()
+        write_atomic(folder / "tune.json", json.dumps(tree, indent=2) + "\n")
+        written = [folder / "tune.json"]
+        if found.suggestion is not None:
+            written += _draw(found, folder / "lr.png")
+    except OSError as error:
+        raise UserError(f"{folder} can't be written: {reason(error)}; set tune.dir to another folder") from None
+    return written
+
+
+def _draw(found: Found, path: Path) -> list[Path]:
+    """The losses over the rates, with the suggestion; nothing without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        found.tried.append('no picture: it needs matplotlib: pip install "lmtrain[plots]"')
+        return []
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    assert found.suggestion is not None
+    rates = [row["lr"] for row in found.curve]
+    figure, axis = plt.subplots(figsize=(6.4, 4))
+    axis.plot(rates, [row["loss"] for row in found.curve], color="0.8", label="loss")
+    axis.plot(rates[: len(found.suggestion.smoothed)], found.suggestion.smoothed, color="tab:blue", label="smoothed")
+    axis.axvline(found.suggestion.lr, color="tab:red", label=f"suggested: {found.suggestion.lr:.2g}")
+    smoothed = found.suggestion.smoothed
+    margin = 0.2 * (smoothed[0] - min(smoothed))
+    limits = (min(smoothed) - margin, smoothed[0] + margin)
+    axis.set(xscale="log", xlabel="optimizer.lr", ylabel="train/loss", ylim=limits)
+    axis.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return [path]
+
+
+def tune(config: Config) -> int:
+    """Looks for both in trials of their own, prints the overrides to type, and with tune.apply trains with them."""
+    if ranks.started_by() is not None or config.trainer.num_nodes > 1:
+        raise UserError("lmtrain.tune starts the ranks of one node itself: start it without torchrun and srun")
+    if config.tune.apply and (run_dir.locate(config) / "config.yaml").exists():
+        raise UserError(
+            f"{run_dir.locate(config)} holds a run already, whose rate and micro-batch stay: go on with it by "
+            f"python -m lmtrain.train, or choose another run.name"
+        )
+    found = look(config)
+    for line in found.tried:
+        print(line)
+    for path in write(found, results(config)):
+        print(f"written: {path}")
+    overrides = found.overrides()
+    words = [w for w in ranks.typed() if not w.lstrip("+").startswith("tune.")]
+    print(f"to type: {command('train', [*words, *overrides])}" if overrides else "nothing to change")
+    if not config.tune.apply:
+        return errors.FINISHED
+    found.put_into(config)
+    config.tune.apply = False  # the run is the one that the line above starts
+    ranks.note_typed([*words, *overrides])
+    return start(config)
+
+
+def look(config: Config) -> Found:
+    """What is found in trials, whose folder is removed."""
+    root = run_dir.make_root(config)
+    folder = temporary_beside(root / "tune")
+    try:
+        folder.mkdir()
+    except OSError as error:
+        raise UserError(f"cannot write {root}: {error.strerror}; set run.root to a folder you can") from None
+    found, tried = Found(), copy.deepcopy(config)
+    try:
+        devices.resolve_auto(tried)
+        if config.tune.micro_batch_size:
+            largest_micro_batch(tried, folder, found, lambda text: print(f"trying {text}", flush=True))
+            found.put_into(tried)
+        if config.tune.lr:
+            range_test(tried, folder / "lr", found, lambda text: print(text, flush=True))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return found
+
+
+def results(config: Config) -> Path:
+    """The folder for tune.json and lr.png."""
+    if config.tune.dir is not None:
+        return Path(config.tune.dir).expanduser().absolute()
+    name = config.run.name or datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    return Path(config.run.root).expanduser().absolute() / "tune" / name

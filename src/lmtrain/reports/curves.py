@@ -1,0 +1,141 @@
+"""Rows of metrics.jsonl as curves and heat maps to draw. Imports no torch.
+
+Curves are grouped into charts and thinned so that no peak is lost. A heat map shows how routers' choices are spread
+over a training: steps to the right, choices downwards.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+MAX_POINTS = 1500  # of a curve: about three for each pixel of a chart
+# No curves: what a row stands at, and what only makes sense as a sum.
+_LEFT_OUT = ("step", "tokens_seen", "rows", "bad_steps", "time", "step_ms", "data_wait_ms")
+# Charts that come first, in this order; their titles.
+FIRST = {"loss": "Loss", "lr": "Learning rate", "grad_norm": "Gradient norm", "tokens_per_s": "Speed, tokens/s",
+         "memory_gib": "Memory, GiB", "mfu": "Share of peak FLOP/s", "perplexity": "Perplexity",
+         "bits_per_byte": "Bits per byte"}  # fmt: skip
+
+
+@dataclass
+class Curve:
+    """Values `y` at steps `x`, ascending."""
+
+    name: str
+    x: list[int] = field(default_factory=list)
+    y: list[float] = field(default_factory=list)
+
+
+def with_names_of_today(row: dict[str, Any]) -> dict[str, Any]:
+    """A row in which numbers that had another name in earlier versions have today's."""
+    if not any("aux/" in key for key in row):
+        return row
+    memory = "router/memory/" if any("aux/router_" in key for key in row) else "router/"
+    changes = {
+        "aux/router_use": "router/experts", "aux/memory_use": "router/chapters",
+        "aux/router_loss": "router/load_balance", "aux/memory_loss": f"{memory}load_balance",
+        "aux/router_": "router/", "aux/memory_": memory,
+        "aux/preference_loss": "preference_loss", "aux/sft_loss": "sft_loss",
+    }  # fmt: skip
+    return {_changed(key, changes): value for key, value in row.items()}
+
+
+def _changed(key: str, changes: dict[str, str]) -> str:
+    old = next((part for part in changes if part in key), None)
+    return key if old is None else key.replace(old, changes[old])
+
+
+def charts(rows: Iterable[dict[str, Any]]) -> dict[str, list[Curve]]:
+    """{chart: its curves}, without numbers that are not finite; train/loss and val/loss are two of the chart `loss`."""
+    curves: dict[str, Curve] = {}
+    for row in rows:
+        for key, value in row.items():
+            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            if number and key not in _LEFT_OUT:
+                curve = curves.setdefault(key, Curve(key))
+                curve.x.append(int(row["step"]))
+                curve.y.append(float(value))
+    found: dict[str, list[Curve]] = {}
+    for key, curve in curves.items():
+        found.setdefault(_chart_of(key), []).append(thinned(curve))
+    order = [*FIRST, *sorted(set(found) - set(FIRST))]
+    return {name: found[name] for name in order if name in found}
+
+
+def _chart_of(key: str) -> str:
+    """val/loss, train/loss and val/wiki/loss of a set of its own stand in the chart `loss`."""
+    name = key.removeprefix("train/").removeprefix("val/")
+    last = name.rpartition("/")[2]
+    return last if key.startswith("val/") and last in FIRST else name
+
+
+def thinned(curve: Curve, most: int = MAX_POINTS) -> Curve:
+    """At most about `most` points: of each stretch the least and the greatest value, and the ends."""
+    count = len(curve.x)
+    if count <= most:
+        return curve
+    stretches, kept = most // 2, {0, count - 1}
+    for i in range(stretches):
+        part = range(i * count // stretches, (i + 1) * count // stretches)
+        kept |= {min(part, key=curve.y.__getitem__), max(part, key=curve.y.__getitem__)}
+    chosen = sorted(kept)
+    return Curve(curve.name, [curve.x[i] for i in chosen], [curve.y[i] for i in chosen])
+
+
+COLUMNS = 120  # at most; of more logged steps, neighbouring ones are averaged
+# Times the even share from which on a cell is darker than the one before; what is below the first stays empty.
+LEVELS = (0.05, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+TITLES = {"router/chapters": "Chapters of the memory", "router/experts": "Experts"}
+
+
+@dataclass
+class HeatMap:
+    """cells: [columns][choices], shares of a column's choices; first, last: the steps it spans."""
+
+    title: str
+    first: int
+    last: int
+    cells: list[list[float]]
+
+
+def heat_maps(rows: Iterable[dict[str, Any]]) -> list[HeatMap]:
+    """Of the rows of metrics.jsonl; none where they tell of no router."""
+    found: dict[str, list[tuple[int, list[float]]]] = {}
+    for row in rows:
+        for key in TITLES:
+            if isinstance(row.get(key), list):
+                found.setdefault(key, []).append((int(row["step"]), row[key]))
+    return [
+        HeatMap(TITLES[key], told[0][0], told[-1][0], _columns([use for _, use in told])) for key, told in found.items()
+    ]
+
+
+def _columns(told: list[list[float]]) -> list[list[float]]:
+    count = min(COLUMNS, len(told))
+    parts = [told[i * len(told) // count : (i + 1) * len(told) // count] for i in range(count)]
+    summed = [[sum(values) for values in zip(*part, strict=True)] for part in parts]
+    return [[value / max(sum(column), 1e-9) for value in column] for column in summed]
+
+
+def level(share: float, choices: int) -> int:
+    """How dark a cell is: 0 (hardly ever chosen) to len(LEVELS)."""
+    return sum(share * choices >= least for least in LEVELS)
+
+
+def drawn(heat: HeatMap) -> str:
+    """An SVG of one path for each level."""
+    wide, high = len(heat.cells), len(heat.cells[0])
+    paths: dict[int, list[str]] = {}
+    for x, column in enumerate(heat.cells):
+        for y, share in enumerate(column):
+            if dark := level(share, high):
+                paths.setdefault(dark, []).append(f"M{x} {y}h1")
+    lines = "".join(
+        f'<path d="{"".join(cells)}" transform="translate(0 .5)" stroke-opacity="{dark / len(LEVELS):.2f}"/>'
+        for dark, cells in sorted(paths.items())
+    )
+    return (
+        f'<svg class="heat" viewBox="0 0 {wide} {high}" preserveAspectRatio="none" role="img" '
+        f'aria-label="{heat.title} by step">{lines}</svg>'
+    )

@@ -1,0 +1,297 @@
+"""Statistics and samples of prepared data for `lmtrain inspect`: counts, lengths, decoded rows with the loss mask."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from lmtrain import errors, terminal
+from lmtrain.config import trust
+from lmtrain.config.schema import Config
+from lmtrain.data.corpus import Corpus, build_corpus
+from lmtrain.data.examples.row_counts import Counts, bad_lines, remark_lines, too_many_lost, too_many_untrained
+from lmtrain.data.examples.rows import PackedRows
+from lmtrain.data.text.windows import IGNORE, Windows
+from lmtrain.errors import UserError
+from lmtrain.reports.report_page import as_text, asset, document, write_page
+from lmtrain.reports.token_view import Piece, has_colour, legend, marked, pieces, show_chapters, visible
+from lmtrain.run_folder import trained
+
+_PERCENTILES = (0, 5, 25, 50, 75, 95, 99, 100)
+_BINS, _BAR = 16, 48  # of the histogram: bars, and characters of the longest
+
+
+@dataclass
+class Sample:
+    """A row's tokens; `left_out` of them stand where the first of `head` pieces end."""
+
+    title: str
+    head: list[Piece]
+    left_out: int
+    tail: list[Piece]
+
+
+@dataclass
+class Inspection:
+    split: str
+    rows: list[tuple[str, str]]  # what became of the split's rows: (what, how many)
+    lengths: np.ndarray | None  # int64 [n], tokens of each document or example; None where borders are not known
+    learned: np.ndarray | None  # int64 [n], learned tokens of each example; None where all are
+    unit: str  # what has a length: document, example
+    samples: list[Sample]
+
+    def percentiles(self) -> tuple[list[str], list[list[str]]]:
+        """A table: its header and its lines."""
+        assert self.lengths is not None
+        columns = {f"tokens of {self.unit}s": self.lengths}
+        if self.learned is not None:
+            columns["learned ones"] = self.learned
+        named = {0: "shortest", 50: "median", 100: "longest"}
+        found = [np.percentile(values, _PERCENTILES, method="inverted_cdf") for values in columns.values()]
+        lines = [
+            [named.get(p, f"{p} %"), *(f"{int(numbers[i]):,}" for numbers in found)] for i, p in enumerate(_PERCENTILES)
+        ]
+        return ["", *columns], [*lines, ["mean", *(f"{values.mean():,.1f}" for values in columns.values())]]
+
+    def histogram(self) -> list[tuple[int, int, int]]:
+        """(shortest, longest, how many) of each bar."""
+        assert self.lengths is not None
+        low, high = int(self.lengths.min()), int(self.lengths.max())
+        width = -(-(high - low + 1) // _BINS)
+        starts = range(low, high + 1, width)
+        counts = np.bincount((self.lengths - low) // width, minlength=len(starts))
+        return [(s, min(s + width - 1, high), int(n)) for s, n in zip(starts, counts, strict=True)]
+
+
+def inspect(config: Config) -> int:
+    """Prints what became of the rows, how long they are, and some of them token by token; writes inspect.html."""
+    terminal.quiet_libraries()
+    if config.run_dir is not None and config.inspect.text is None:
+        raise UserError("run_dir is read with inspect.text only: the chapters of a memory that a text reads")
+    if config.inspect.text is not None:
+        return _show_chapters(config, config.inspect.text)
+    found = look(config)
+    console = terminal.console()
+    show(found, console)
+    if config.inspect.html is not None:
+        print(f"written: {write_page(page(found), config.inspect.html)}")
+    return errors.FINISHED
+
+
+def _show_chapters(config: Config, text: str) -> int:
+    """Prints which chapters of its memory the model of run_dir reads."""
+    if config.run_dir is None:
+        raise UserError("inspect.text: which model? set run_dir to a run or an export with a memory")
+    model, tokenizer = trained.load(config.run_dir, "best", trust.granted(config))
+    terminal.status.stop()
+    show_chapters(model, tokenizer, text, terminal.console(), config.inspect.html)
+    return errors.FINISHED
+
+
+def look(config: Config) -> Inspection:
+    """Prepares the data of `config`, or finds it, and looks into the split that inspect.split names.
+
+    Rows without a learned token are counted and not refused, however many: they are what one may be looking for.
+
+    Raises:
+        UserError: the data can't be prepared, or has no such split.
+    """
+    allowed, config.data.max_untrained = config.data.max_untrained, None
+    corpus = build_corpus(config)
+    config.data.max_untrained = allowed
+    split = config.inspect.split
+    if corpus.stream is not None and split == "train":
+        raise UserError("only training reads on in a stream (data.ring_bytes): look at its head, inspect.split=val")
+    rows = corpus.train if split == "train" else corpus.val
+    if rows is None:
+        raise UserError(f"there is no validation split: {corpus.how_to_validate(config.data)}")
+    lengths, learned = _lengths(rows)
+    return Inspection(
+        split,
+        [("data", corpus.words[0]), *_row_facts(corpus, rows, config), *(("not read", n) for n in corpus.notes)],
+        lengths,
+        learned,
+        "document" if isinstance(rows, Windows) else "piece" if config.data.rows == "text" else "example",
+        _samples(corpus.tokenizer, rows, config),
+    )
+
+
+def _row_facts(corpus: Corpus, rows: Any, config: Config) -> list[tuple[str, str]]:
+    """What became of a split's rows, one (what, how many) a line."""
+    split = config.inspect.split
+    known = corpus.splits[split]
+    if config.data.rows == "text":
+        facts = [("documents", known.get("documents")), ("tokens", known["tokens"]), ("bytes", known.get("bytes"))]
+        return [(f"rows of {config.data.seq_len:,} tokens", f"{len(rows):,}")] + [
+            (name, f"{number:,}") for name, number in facts if number is not None
+        ]
+    counts = Counts(**known)
+    facts = [("rows in the data", counts.rows), ("examples", counts.examples), ("tokens", counts.tokens),
+             ("truncated or split", counts.shortened), ("dropped: too long", counts.dropped),
+             ("left out: no learned token", counts.untrained),
+             ("left out: bad", sum(counts.bad.values()))]  # fmt: skip
+    lines = [(name, f"{number:,}") for name, number in facts]
+    lines.insert(3, ("learned", f"{counts.trained:,} ({counts.trained / max(1, counts.tokens):.1%})"))
+    if counts.untrained_at is not None:
+        lines.append(("first without a learned token", f"{counts.untrained_at}: {counts.untrained_text}"))
+    if counts.assistant_first:
+        lines.append(("began with the assistant", f"{counts.assistant_first:,}, whose first turns were dropped"))
+    lines += bad_lines(counts)
+    lines += [("note", line) for line in remark_lines(counts)]
+    if isinstance(rows, PackedRows):
+        packing = rows.packing
+        lines.append(("packed", f"{len(packing):,} rows of {packing.capacity:,}, {packing.utilisation:.1%} full"))
+    else:
+        lines.append(("rows", corpus.words[-1]))
+    if too_many_untrained(counts, config.data):
+        allowed = f"more than data.max_untrained={config.data.max_untrained} of the rows have no learned token"
+        lines.append(("training refuses this", allowed))
+    if lost := too_many_lost(counts, config.data):
+        lines.append(("training refuses this", f"more than data.max_untrained={config.data.max_untrained}: {lost}"))
+    return lines
+
+
+def _lengths(rows: Any) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Tokens, and learned tokens, of each example; of text the tokens of each document."""
+    if isinstance(rows, Windows):
+        if any(shard.docs is None for shard in rows.shards):
+            return None, None
+        ends = [shard.document_ends(1, shard.tokens + 1) for shard in rows.shards]
+        return np.concatenate([np.diff(e, prepend=0) for e in ends]), None
+    return rows.examples.lengths, rows.examples.learned()
+
+
+def _samples(tokenizer: Any, rows: Any, config: Config) -> list[Sample]:
+    """inspect.samples rows, evenly spread: examples one by one though they may be packed; both answers of a pair."""
+    group = getattr(rows, "group", 1)
+    number = len(rows) if isinstance(rows, Windows) else len(rows.examples) // group
+    wanted = min(config.inspect.samples, number)
+    found = []
+    for index in (k * number // wanted for k in range(wanted)):
+        if isinstance(rows, Windows):
+            batch = rows.read(np.array([[0, index]]))
+            found.append(_sample(tokenizer, f"row {index + 1:,} of {number:,}", row_mask(batch), config))
+            continue
+        for i in range(group * index, group * (index + 1)):
+            title = rows.title(i) if hasattr(rows, "title") else f"example {i + 1:,} of {number:,}"
+            found.append(_sample(tokenizer, title, rows.examples.read(i), config))
+    return found
+
+
+def row_mask(batch: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """The first row of a micro-batch: its token ids int64 [T], and which are learned, bool [T]; without padding."""
+    ids = batch["input_ids"][0].numpy()
+    learned = np.zeros(len(ids), dtype=bool)
+    if "labels" in batch:
+        learned[1:] = batch["labels"][0, :-1].numpy() != IGNORE
+    else:
+        scored = batch["scored"].numpy()
+        scored = scored[scored < len(ids)]
+        learned[scored] = True
+        if "cu_seqlens" not in batch:  # an answer a row, padded after what is scored
+            return ids[: scored[-1] + 1], learned[: scored[-1] + 1]
+    seen = min(len(ids), int(batch["seen"])) if "seen" in batch else len(ids)
+    return ids[:seen], learned[:seen]
+
+
+def _sample(tokenizer: Any, title: str, row: tuple[np.ndarray, np.ndarray], config: Config) -> Sample:
+    ids, learned = row
+    half = -(-config.inspect.tokens // 2)
+    words = f"{title}: {len(ids):,} tokens, {int(learned.sum()):,} learned"
+    if len(ids) <= 2 * half:
+        return Sample(words, pieces(tokenizer, ids.tolist(), learned.tolist()), 0, [])
+    head, tail = ((ids[part].tolist(), learned[part].tolist()) for part in (slice(half), slice(-half, None)))
+    return Sample(words, pieces(tokenizer, *head), len(ids) - 2 * half, pieces(tokenizer, *tail))
+
+
+def show(found: Inspection, console: Console) -> None:
+    """Prints it, in colour where the console has any."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, value in found.rows:
+        table.add_row(name, Text(visible(value)))
+    console.print(Panel(table, title=f"{found.split} split", title_align="left"))
+    if found.lengths is not None:
+        _show_lengths(found, console)
+    colour = has_colour(console)
+    for sample in found.samples:
+        body = marked(sample.head, colour)
+        if sample.left_out:
+            body.append(f"\n... {sample.left_out:,} tokens ...\n", style="italic")
+            body.append(marked(sample.tail, colour))
+        console.print(Panel(body, title=Text(sample.title), title_align="left"))
+    if found.samples:
+        console.print(legend(colour))
+
+
+def _show_lengths(found: Inspection, console: Console) -> None:
+    header, lines = found.percentiles()
+    table = Table(*header, box=None, padding=(0, 2), header_style="dim")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for line in lines:
+        table.add_row(*line)
+    console.print(table)
+    bars = found.histogram()
+    most = max(number for _, _, number in bars)
+    wide = len(f"{bars[-1][1]:,}")
+    for low, high, number in bars:
+        bar = "█" * -(-_BAR * number // most)
+        console.print(Text(f"  {low:>{wide},} - {high:>{wide},} {bar} {number:,}", no_wrap=True))
+    console.print()
+
+
+_ROW, _LABEL, _WIDE = 18, 130, 520  # of the histogram's bars, in pixels: height, room for the label, the longest
+
+
+def page(found: Inspection) -> str:
+    """One HTML file to share: nothing is loaded from elsewhere, light and dark as the reader likes."""
+    facts = "".join(f"<tr><th>{as_text(name)}</th><td>{as_text(value)}</td></tr>" for name, value in found.rows)
+    parts = [f"<h1>{as_text(found.split)} split</h1>", f"<table>{facts}</table>"]
+    if found.lengths is not None:
+        parts += [f"<h2>Lengths of {found.unit}s, in tokens</h2>", _percentiles(found), _histogram(found)]
+    parts.append(
+        '<p class="soft"><i class="l">learned</i> <i>given</i> token by token (its id under the pointer), '
+        '<i class="s">bold</i>: special, ↵ ends a line</p>'
+    )
+    parts += [f"<h2>{as_text(sample.title)}</h2>{_sample_html(sample)}" for sample in found.samples]
+    return document(f"{found.split} split", asset("inspection.css"), parts)
+
+
+def _sample_html(sample: Sample) -> str:
+    gap = f'\n<span class="soft">... {sample.left_out:,} tokens ...</span>\n' if sample.left_out else ""
+    return f"<pre>{''.join(map(_piece, sample.head))}{gap}{''.join(map(_piece, sample.tail))}</pre>"
+
+
+def _piece(piece: Piece) -> str:
+    kinds = "l " * piece.learned + "s" * piece.special
+    attribute = f' class="{kinds.strip()}"' if kinds else ""
+    ids = " ".join(map(str, piece.ids))
+    return f'<i{attribute} title="{ids}">{as_text(piece.text).replace(chr(10), "↵" + chr(10))}</i>'
+
+
+def _percentiles(found: Inspection) -> str:
+    header, lines = found.percentiles()
+    head = "".join(f"<th>{name}</th>" for name in header)
+    body = "".join(f"<tr><th>{name}</th>{''.join(f'<td>{v}</td>' for v in values)}</tr>" for name, *values in lines)
+    return f'<table class="numbers"><tr>{head}</tr>{body}</table>'
+
+
+def _histogram(found: Inspection) -> str:
+    bars = found.histogram()
+    most = max(number for _, _, number in bars)
+    drawn = []
+    for i, (low, high, number) in enumerate(bars):
+        y, wide = i * _ROW, _WIDE * number / most
+        drawn.append(
+            f'<text x="{_LABEL - 8}" y="{y + 13}" text-anchor="end">{low:,} - {high:,}</text>'
+            f'<rect x="{_LABEL}" y="{y + 2}" width="{wide:.1f}" height="{_ROW - 4}"/>'
+            f'<text x="{_LABEL + wide + 6:.1f}" y="{y + 13}">{number:,}</text>'
+        )
+    size = f'width="{_LABEL + _WIDE + 80}" height="{len(bars) * _ROW}"'
+    return f'<svg {size} role="img" aria-label="histogram of lengths">{"".join(drawn)}</svg>'

@@ -1,0 +1,194 @@
+"""What `lmtrain doctor` looks at: packages, devices, compilers, disk, memory, the hub, and two short measurements."""
+
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.table import Table
+from rich.text import Text
+
+from lmtrain import errors, terminal
+
+OPTIONAL = {  # distribution: (extra, what it is for)
+    "bitsandbytes": ("bitsandbytes", "peft=qlora, optimizer=adamw_8bit"),
+    "torchao": ("fp8", "trainer.precision=fp8"),
+    "deepspeed": ("deepspeed", "trainer.strategy=deepspeed"),
+    "optuna": ("optuna", "sweep=optuna"),
+    "hydra-submitit-launcher": ("submitit", "sweeps on SLURM"),
+    "hydra-ray-launcher": ("ray", "sweeps on Ray"),
+    "matplotlib": ("plots", "the pictures of sweep_report and tune"),
+    "lm-eval": ("lm-eval", "evaluate.tasks"),
+}
+_MATMUL_SECONDS, _SIZE = 0.5, 1024
+_READ_BYTES = 64 * 2**20
+
+
+class Finding(NamedTuple):
+    name: str
+    good: bool
+    words: str
+    needed: bool = False  # whether training can't run without it
+
+
+def diagnose(folder: Path) -> int:
+    """Prints what was found, a line each, as it is found; says what is missing and how to get it."""
+    console, missing = terminal.console(), 0
+    for finding in findings(folder):
+        missing += finding.needed and not finding.good
+        sign, style = ("ok", "green") if finding.good else ("missing", "red") if finding.needed else ("-", "dim")
+        line = Table.grid(padding=(0, 1))
+        line.add_column(width=7, style=style)
+        line.add_column(width=23, style="bold")
+        line.add_column(overflow="fold")
+        line.add_row(sign, Text(finding.name), Text(finding.words))  # as they are: [ray] is no markup
+        console.print(line)
+    if missing:
+        errors.print_error(f"training can't run here: parts it needs and lacks, named above: {missing}")
+        return errors.FAILED
+    return errors.FINISHED
+
+
+def findings(folder: Path) -> Iterator[Finding]:
+    """Everything found, quickest first; `folder` is where runs would be written."""
+    yield Finding("python", True, f"{platform.python_version()} on {platform.platform(terse=True).strip()}")
+    needed = list(_packages())
+    yield from needed
+    yield from _optional()
+    yield _writable(folder)
+    yield _memory()
+    yield _compiler()
+    if all(f.good for f in needed):
+        yield from _devices()
+        yield _matmul()
+    yield _reading(folder)
+    yield _hub()
+
+
+def _packages() -> Iterator[Finding]:
+    """The packages that lmtrain requires, by its own metadata."""
+    requirements = importlib.metadata.requires("lmtrain") or []
+    for requirement in (r for r in requirements if "extra ==" not in r):
+        name = re.split(r"[<>=!~;\[ ]", requirement)[0]
+        try:
+            yield Finding(name, True, importlib.metadata.version(name), needed=True)
+        except importlib.metadata.PackageNotFoundError:
+            yield Finding(name, False, f'pip install "{requirement}"', needed=True)
+
+
+def _optional() -> Iterator[Finding]:
+    for name, (extra, purpose) in OPTIONAL.items():
+        try:
+            yield Finding(name, True, f"{importlib.metadata.version(name)} ({purpose})")
+        except importlib.metadata.PackageNotFoundError:
+            yield Finding(name, False, f'for {purpose}: pip install "lmtrain[{extra}]"')
+
+
+def _writable(folder: Path) -> Finding:
+    there = next(p for p in (folder, *folder.parents) if p.exists())
+    try:
+        with tempfile.NamedTemporaryFile(dir=there):
+            free = shutil.disk_usage(there).free
+    except OSError as error:
+        return Finding("runs", False, f"{there} can't be written ({error.strerror}): set run.root", needed=True)
+    return Finding("runs", True, f"{folder}, {free / 2**30:,.0f} GiB free", needed=True)
+
+
+def _memory() -> Finding:
+    try:
+        pages, size = os.sysconf("SC_AVPHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        return Finding("memory", True, "not known on this system")
+    return Finding("memory", True, f"{pages * size / 2**30:.1f} GiB free")
+
+
+def _compiler() -> Finding:
+    found = next((path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), None)
+    return Finding("C compiler", found is not None, found or "trainer.compile=true needs one: install gcc or clang")
+
+
+def _devices() -> Iterator[Finding]:
+    import torch
+
+    from lmtrain.distributed.devices import best_precision
+
+    precision = best_precision("cuda" if torch.cuda.is_available() else "cpu")
+    yield Finding("CPU", True, f"{os.cpu_count()} cores, trainer.precision=auto is {best_precision('cpu')}")
+    if not torch.cuda.is_available():
+        yield Finding("CUDA", False, f"torch {torch.__version__} sees no GPU")
+        return
+    for index in range(torch.cuda.device_count()):
+        p = torch.cuda.get_device_properties(index)
+        words = f"{p.name}, {p.total_memory / 2**30:.0f} GiB, compute capability {p.major}.{p.minor}"
+        yield Finding(f"GPU {index}", True, f"{words}, trainer.precision=auto is {precision}")
+    try:
+        yield Finding("triton", True, f"{importlib.metadata.version('triton')} (trainer.compile)")
+    except importlib.metadata.PackageNotFoundError:
+        yield Finding("triton", False, "trainer.compile=auto stays off without it: pip install triton")
+
+
+def _matmul() -> Finding:
+    """Multiplies two fp32 and two bf16 matrices for half a second each, on the device that trains."""
+    import torch
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rates = []
+    for dtype in (torch.float32, torch.bfloat16):
+        a = torch.randn(_SIZE, _SIZE, device=device).to(dtype)
+        began, times = time.perf_counter(), 0
+        while time.perf_counter() - began < _MATMUL_SECONDS:
+            for _ in range(5):
+                a @ a
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            times += 5
+        rates.append(2 * _SIZE**3 * times / (time.perf_counter() - began))
+    slow = device.type == "cpu" and rates[0] < 1e10 * (os.cpu_count() or 1)
+    usual = "" if device.type == "cuda" else "; usual are 20 to 100 a core in fp32"
+    busy = ", so something else is running" if slow else ""
+    fp32, bf16 = (rate / 1e9 for rate in rates)
+    return Finding("matmul", not slow, f"{fp32:,.0f} GFLOP/s in fp32, {bf16:,.0f} in bf16{usual}{busy}")
+
+
+def _reading(folder: Path) -> Finding:
+    """Writes a file and reads it back from the disk, where the system can be asked to forget it."""
+    there = next(p for p in (folder, *folder.parents) if p.exists())
+    try:
+        with tempfile.NamedTemporaryFile(dir=there) as file:
+            file.write(os.urandom(2**20) * (_READ_BYTES // 2**20))
+            file.flush()
+            os.fsync(file.fileno())
+            forgotten = hasattr(os, "posix_fadvise")
+            if forgotten:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            began, read = time.perf_counter(), 0
+            while read < _READ_BYTES:
+                read += len(os.pread(file.fileno(), 2**20, read))
+            seconds = time.perf_counter() - began
+    except OSError as error:
+        return Finding("disk", False, f"{there}: {error.strerror}")
+    speed = _READ_BYTES / seconds / 2**20
+    words = f"{speed:,.0f} MiB/s read{'' if forgotten else ' (from memory)'}; usual are 200 (network) to 3,000 (NVMe)"
+    return Finding("disk", speed > 20, words)
+
+
+def _hub() -> Finding:
+    from lmtrain.data import hub
+    from lmtrain.errors import UserError
+
+    if os.environ.get("HF_HUB_OFFLINE", "0") not in ("0", ""):
+        return Finding("hub", False, "HF_HUB_OFFLINE is set: only what is cached can be loaded")
+    os.environ.setdefault("HF_HUB_ETAG_TIMEOUT", "5")  # seconds
+    try:
+        hub.commit_of("model", "openai-community/gpt2", None)
+    except hub.Unreachable as error:
+        return Finding("hub", False, f"{hub.endpoint()} doesn't answer ({error}): local files and cached copies only")
+    except UserError as error:
+        return Finding("hub", True, f"{hub.endpoint()} answers ({error})")
+    return Finding("hub", True, f"{hub.endpoint()} answers")

@@ -1,0 +1,236 @@
+"""Reads a run's folder for its HTML page; of a run that is still written, what is there. Imports no torch."""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lmtrain import errors, terminal
+from lmtrain.config import compose as rules
+from lmtrain.errors import UserError
+from lmtrain.files import read_jsonl, read_regular, write_atomic
+from lmtrain.reports import listing, report_page
+from lmtrain.reports.curves import charts, heat_maps, with_names_of_today
+from lmtrain.reports.report_page import Told
+from lmtrain.run_folder.folder import RunDir, checkpoint_names
+from lmtrain.secrets import shown_in
+
+_PROMPTS, _STEPS = 12, 15  # samples shown: so many prompts, and of each so many steps spread over the training
+# Keys that say where things lie or what other commands do, not what was trained.
+_NOT_SHOWN = ("run_dir", "run.", "hydra.", "generate.", "evaluate.", "estimate.", "inspect.", "report.", "chat.",
+              "sweep.", "data.cache_dir", "debug.")  # fmt: skip
+
+
+def report(folders: list[Path], out: Path | None) -> int:
+    """Writes <run>/report.html, or report.html where several are compared."""
+    runs: list[RunDir] = []
+    for folder in folders:
+        found = [RunDir(run.path) for run in listing.runs_under(folder)]
+        if not found:
+            raise UserError(f"{folder} holds no run (a folder with config.yaml)")
+        runs += found
+    default = runs[0].report if len(runs) == 1 else Path("report.html").absolute()
+    print(terminal.visible(f"written: {write(runs, out or default)}"))
+    return errors.FINISHED
+
+
+def write_own(run: RunDir) -> Path:
+    """<run>/report.html, once summary.json says how the run ended (its lock is still held)."""
+    write_atomic(run.report, report_page.page([told(run, ended=True)]))
+    return run.report
+
+
+def write(runs: list[RunDir], file: Path) -> Path:
+    """A page of one run or several; RunError where it can't be written."""
+    names = {run.path: run.path.name for run in runs}
+    if len(set(names.values())) < len(names):  # runs of several sweeps: 0, 1, ... in each
+        names = {path: str(Path(*path.parts[-2:])) for path in names}
+    write_atomic(file, report_page.page([told(run, names[run.path]) for run in runs]))
+    return file
+
+
+@contextlib.contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    """UserError that names the file where what is made of its content fails: lines that are JSON, but not ours."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
+        raise UserError(f"{file} holds what no run has written ({error!r}): mend it, or move it away") from None
+
+
+def told(run: RunDir, name: str | None = None, ended: bool = False) -> Told:
+    """What the folder tells; UserError where it is no run's, or a line in it can't be read."""
+    if not run.config.exists():
+        raise UserError(f"{run.path} is no run: it has no config.yaml")
+    config, listed = shown_in(rules.read(run.config)), listing.read(run)
+    rows = [with_names_of_today(row) for row in read_jsonl(run.metrics)]
+    summary = _summary(run)
+    if ended:
+        listed = dataclasses.replace(listed, status=str(summary.get("status", listed.status)))
+    with _reading(run.starts):
+        history = _history(run, summary)
+    with _reading(run.samples):
+        samples = _samples(run)
+    with _reading(run.metrics):
+        drawn, maps = charts(rows), heat_maps(rows)
+    with _reading(run.config):
+        changed = _changed(config)
+        monitor = config.get("checkpoint", {}).get("monitor", "val/loss")
+        higher = config.get("checkpoint", {}).get("mode") == "max"
+    with _reading(run.summary):
+        facts, speed = _facts(config, listed, summary, rows), _number(summary.get("tokens_per_s"))
+    scores = [row[monitor] for row in rows if isinstance(row.get(monitor), int | float)]
+    score = (max if higher else min)(scores, default=None)
+    return Told(
+        name=name or run.path.name,
+        facts=facts,
+        changed=changed,
+        charts=drawn,
+        heat_maps=maps,
+        samples=samples,
+        evaluations=_evaluations(run),
+        checkpoints=_checkpoints(run),
+        history=history,
+        how_to_use=_how_to_use(run),
+        outcome={"status": listed.status, "step": listed.steps(), "best": listed.best or "",
+                 "tokens/s": speed},
+        score=score,
+        higher_is_better=higher,
+    )  # fmt: skip
+
+
+def _summary(run: RunDir) -> dict[str, Any]:
+    try:
+        return dict(shown_in(run.read_summary() or {}))
+    except UserError:
+        return {}
+
+
+def _facts(
+    config: dict[str, Any], listed: listing.Listed, summary: dict[str, Any], rows: list[dict[str, Any]]
+) -> list[tuple[str, str]]:
+    model, data = config.get("model", {}), config.get("data", {})
+    tokens = rows[-1].get("tokens_seen") if rows else None
+    found = [
+        ("status", listed.status),
+        ("step", listed.steps()),
+        ("best", listed.best),
+        ("model", model.get("name_or_path") or model.get("name")),
+        ("objective", config.get("objective", {}).get("name")),
+        ("data", str(data.get("path") or data.get("name") or data.get("source"))),
+        ("tokens seen", _number(tokens)),
+        ("tokens/s", _number(summary.get("tokens_per_s"))),
+        ("minutes", _number(summary["wall_seconds"] / 60) if summary.get("wall_seconds") else None),
+        ("devices", summary.get("device")),
+        ("precision", summary.get("precision")),
+        ("lmtrain", summary.get("versions", {}).get("lmtrain")),
+        ("error", summary.get("error")),
+    ]
+    return [(name, str(value)) for name, value in found if value]
+
+
+def _number(value: Any) -> str:
+    return f"{value:,.0f}" if isinstance(value, int | float) and value >= 100 else f"{value:.3g}" if value else ""
+
+
+@functools.cache
+def _defaults() -> dict[str, Any]:
+    return dict(_leaves(yaml.safe_load(rules.to_yaml(rules.compose([])))))
+
+
+def _leaves(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        found += _leaves(value, f"{name}.") if isinstance(value, dict) and value else [(name, value)]
+    return found
+
+
+def _changed(config: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """(key, default, value) where the run's config is not what a bare `lmtrain.train` would have."""
+    defaults = _defaults()
+    pairs = [(key, defaults.get(key), value) for key, value in _leaves(config) if not key.startswith(_NOT_SHOWN)]
+    return [(key, _words(default), _words(value)) for key, default, value in pairs if default != value]
+
+
+def _words(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _samples(run: RunDir) -> dict[str, list[tuple[int, str, str | None]]]:
+    found: dict[str, list[tuple[int, str, str | None]]] = {}
+    for row in read_jsonl(run.samples):
+        prompt, step = str(row.get("prompt", "")), listing.whole(row.get("step"))
+        if step is None:
+            continue  # no sample of ours
+        if prompt in found or len(found) < _PROMPTS:
+            found.setdefault(prompt, []).append((step, str(row.get("text", "")), row.get("reference")))
+    return {prompt: _spread(texts) for prompt, texts in found.items()}
+
+
+def _spread(texts: list[Any]) -> list[Any]:
+    """The first, the last, and evenly what is between."""
+    if len(texts) <= _STEPS:
+        return texts
+    return [texts[i * (len(texts) - 1) // (_STEPS - 1)] for i in range(_STEPS)]
+
+
+def _evaluations(run: RunDir) -> list[tuple[str, dict[str, float]]]:
+    found = []
+    for file in sorted((run.path / "evaluations").glob("*.json")):
+        try:
+            scores = json.loads(read_regular(file))["scores"]
+            found.append((file.stem, {str(k): float(v) for k, v in scores.items()}))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            continue  # no evaluation of ours
+    return found
+
+
+def _checkpoints(run: RunDir) -> list[tuple[str, str]]:
+    links: dict[str, list[str]] = {}
+    for link in ("best", "last"):
+        path = run.checkpoints / link
+        if path.exists():
+            links.setdefault(path.resolve().name, []).append(link)
+    found = []
+    for name in sorted(checkpoint_names(run.checkpoints)):
+        size = sum(p.stat().st_size for p in (run.checkpoints / name).rglob("*") if p.is_file())
+        found.append((" ".join([name, *(f"({link})" for link in links.get(name, []))]), f"{size / 1e6:,.1f} MB"))
+    return found
+
+
+def _history(run: RunDir, summary: dict[str, Any]) -> list[str]:
+    """When training began and went on, and how it ended."""
+    lines = []
+    for i, row in enumerate(read_jsonl(run.starts)):
+        try:
+            moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(float(row["time"])))
+        except (KeyError, TypeError, ValueError, OverflowError, OSError):
+            continue  # no start of ours
+        began, step = "began again" if i else "began", listing.whole(row.get("step"))
+        lines.append(f"{moment}: went on from step {step:,}" if step else f"{moment}: {began}")
+    if summary.get("status") and lines:
+        step = listing.whole(summary.get("step")) or 0
+        lines.append(f"{str(summary['status']).replace('_', ' ')} at step {step:,}")
+    return lines
+
+
+def _how_to_use(run: RunDir) -> list[str]:
+    found = [f"python -m lmtrain.generate run_dir={run.path}", f"python -m lmtrain.evaluate run_dir={run.path}"]
+    for folder in (run.export, run.export_merged):
+        if folder.is_dir():
+            adapter = (folder / "adapter_config.json").exists()
+            package, cls = ("peft", "AutoPeftModelForCausalLM") if adapter else ("transformers", "AutoModelForCausalLM")
+            trusting = ", trust_remote_code=True" if (folder / "modeling_memory.py").exists() else ""
+            found.append(
+                f"from {package} import {cls}\nfrom transformers import AutoTokenizer\n\n"
+                f'model = {cls}.from_pretrained("{folder}"{trusting})\n'
+                f'tokenizer = AutoTokenizer.from_pretrained("{folder}"{trusting})'
+            )
+    return found

@@ -1,0 +1,134 @@
+"""What `lmtrain verify` does: proves exact resume on a config and a machine.
+
+Trains a few steps without interruption, then again with a SIGKILL in the middle and a resume, and compares the rows
+trained on, every logged number and every weight.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from lmtrain import errors
+from lmtrain.callbacks.metrics import without_times
+from lmtrain.checkpoints import store
+from lmtrain.config import trust
+from lmtrain.config.schema import Config
+from lmtrain.distributed import devices, ranks
+from lmtrain.errors import RunError
+from lmtrain.files import read_jsonl
+from lmtrain.run_folder.folder import make_root
+
+STEPS, SAVE_EVERY, KILL_AFTER = 6, 2, 3
+GROWN_UP = 4  # the step from which on what grows (data.curriculum, data.batch_warmup) has grown up
+_TIMEOUT_SECONDS = 1800
+
+
+def verify(config: Config) -> int:
+    """Runs the proof in a temporary folder; 0 if the resumed run equals the uninterrupted one, 1 if not."""
+    left_out = ("run.", "trainer.max_steps", "trainer.max_epochs", "+")
+    overrides = [w for w in ranks.typed() if trust.key_in(w) or not w.startswith(left_out)]
+    folder = Path(tempfile.mkdtemp(prefix="lmtrain_verify_", dir=make_root(config)))
+    try:
+        print(f"1/3  {STEPS} steps without interruption", flush=True)
+        whole = folder / "whole"
+        overrides += growing(config)
+        _finish(_start(overrides, whole))
+        print(f"2/3  the same, killed (SIGKILL) after step {KILL_AFTER}", flush=True)
+        killed = folder / "killed"
+        _kill_after(_start(overrides, killed), killed / "metrics.jsonl", KILL_AFTER)
+        print("3/3  resumed", flush=True)
+        _finish(_start(overrides, killed))
+        problems = differences(whole, killed)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    for problem in problems:
+        errors.print_error(problem)
+    if problems:
+        print(promise(config), end="")
+        return errors.FAILED
+    print(f"exact: rows, losses, gradient norms and weights of the killed and resumed run are equal bit for bit "
+          f"over {STEPS} steps")  # fmt: skip
+    return errors.FINISHED
+
+
+def growing(config: Config) -> list[str]:
+    """Settings by which what grows has grown up before these few steps end."""
+    data = config.data
+    asked = {"curriculum": data.curriculum.by, "batch_warmup": data.batch_warmup.start_size}
+    return [f"data.{section}.steps={GROWN_UP}" for section, value in asked.items() if value is not None]
+
+
+def promise(config: Config) -> str:
+    """What a resume keeps where the numbers may differ: on a GPU, without deterministic algorithms. Else nothing."""
+    devices.resolve_auto(config)
+    if config.trainer.accelerator != "cuda" or config.trainer.deterministic is True:
+        return ""
+    return (
+        "on a GPU without trainer.deterministic=true only the rows trained on, learning rates and random draws are "
+        "promised to be equal: flash attention's backward adds in any order, so even two uninterrupted runs differ in "
+        "the last bits. trainer.deterministic=true makes resuming exact\n"
+    )
+
+
+def _start(overrides: list[str], run_dir: Path) -> subprocess.Popen[str]:
+    fixed = [
+        f"run.dir={run_dir}",
+        "run.resume=auto",
+        f"trainer.max_steps={STEPS}",
+        "trainer.max_epochs=null",
+        f"trainer.save_every_n_steps={SAVE_EVERY}",
+        "trainer.log_every_n_steps=1",
+        f"trainer.val_check_interval={SAVE_EVERY}",
+        "export.enabled=false",
+        "logger=none",
+    ]
+    return subprocess.Popen(
+        [sys.executable, "-m", "lmtrain.train", *overrides, *fixed],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "COLUMNS": "120"},
+    )
+
+
+def _finish(process: subprocess.Popen[str]) -> None:
+    output, _ = process.communicate(timeout=_TIMEOUT_SECONDS)
+    if process.returncode != errors.FINISHED:
+        raise RunError(f"the run itself failed with exit code {process.returncode}:\n{output[-3000:]}")
+
+
+def _kill_after(process: subprocess.Popen[str], metrics: Path, step: int) -> None:
+    """SIGKILLs the run as soon as `step` is logged; RunError if it ends before."""
+    while process.poll() is None:
+        if any(row["step"] >= step for row in read_jsonl(metrics)):
+            process.send_signal(signal.SIGKILL)
+            if process.wait() == -signal.SIGKILL:
+                return
+        time.sleep(0.01)
+    _finish(process)
+    raise RunError("the run ended before it could be killed, so nothing is proved: the machine is busy, try again")
+
+
+def differences(a: Path, b: Path) -> list[str]:
+    """What differs between two finished runs: logged rows (times apart) and the last checkpoint's weights."""
+    problems = []
+    rows_a, rows_b = ([without_times(r) for r in read_jsonl(run / "metrics.jsonl")] for run in (a, b))
+    if len(rows_a) != len(rows_b):
+        problems.append(f"metrics.jsonl has {len(rows_a)} rows uninterrupted, {len(rows_b)} resumed")
+    for x, y in zip(rows_a, rows_b, strict=False):
+        if x != y:
+            changed = [f"{k}: {x.get(k)} against {y.get(k)}" for k in sorted({*x, *y}) if x.get(k) != y.get(k)]
+            problems.append(f"step {x['step']} differs in {'; '.join(changed)}")
+            break
+    weights_a, weights_b = (store.load_weights(store.scan(run / "checkpoints")[-1]) for run in (a, b))
+    unequal = [name for name in weights_a if not torch.equal(weights_a[name], weights_b[name])]
+    if unequal:
+        problems.append(f"{len(unequal)} of {len(weights_a)} weights differ, {unequal[0]} first")
+    return problems

@@ -1,0 +1,261 @@
+"""The run's folder: what is in it, how it is written, how it is found again. Imports no torch.
+
+A run writes into its own folder only, whoever made that: links that lead out of it are refused.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from lmtrain.config import compose as config_rules
+from lmtrain.config.schema import Config
+from lmtrain.errors import RunError, UserError, disk_full, reason
+from lmtrain.files import read_regular, temporary_beside, write_atomic
+from lmtrain.run_folder import lock as run_lock
+from lmtrain.secrets import shown_in
+
+
+class RunDir:
+    """Paths inside one run's folder, `path`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.yaml"
+        self.metrics = path / "metrics.jsonl"
+        self.samples = path / "samples.jsonl"
+        self.plan = path / "plan.txt"
+        self.summary = path / "summary.json"
+        self.starts = path / "starts.jsonl"  # a line for each time a process began to train here: {"time", "step"}
+        self.report = path / "report.html"
+        self.checkpoints = path / "checkpoints"
+        self.tokenizer = path / "tokenizer"
+        self.ring = path / "ring"  # tokens ahead of a run that trains on a stream; gone when it has ended
+        self.ranks = path / "ranks"  # what the parent of several ranks writes for them, before the run itself begins
+        self.export = path / "export"
+        self.export_merged = path / "export_merged"  # adapter and base as one model, beside the adapter in `export`
+
+    def discard_if_unused(self, existed: Path) -> None:
+        """Removes a new folder in which no training began: a config that was refused leaves nothing behind.
+
+        `existed` is the part of the path that was there before, which stays.
+        """
+        if self.metrics.exists() or self.summary.exists() or checkpoint_names(self.checkpoints):
+            return
+        if self.path.is_dir() and run_lock.taken(self.path):
+            return
+        for entry in self.path.iterdir() if self.path.is_dir() else ():
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        with contextlib.suppress(OSError):  # another run has begun beside it
+            for folder in (self.path, *self.path.parents):
+                if folder == existed:
+                    break
+                folder.rmdir()
+
+    def read_summary(self) -> dict[str, Any] | None:
+        """How the run ended; None where that has not been written.
+
+        Raises:
+            UserError: it is not what `write_summary` wrote.
+        """
+        try:
+            summary = json.loads(read_regular(self.summary))
+            _check_summary(summary)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, RecursionError) as error:
+            raise UserError(
+                f"{self.summary} can't be read: {error}. Nothing was changed. Move it away, and the same command "
+                f"continues the run from its newest checkpoint"
+            ) from None
+        return dict(summary)
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        write_atomic(self.summary, json.dumps(shown_in(summary), indent=2) + "\n")
+
+
+def note_start(run: RunDir, checkpoint: Path | None) -> None:
+    """Adds a line to starts.jsonl: now, from the step of `checkpoint`, training begins or goes on."""
+    number = checkpoint.name.rpartition("_")[2] if checkpoint is not None else "0"
+    step = int(number) if number.isdigit() else None
+    with contextlib.suppress(OSError), run.starts.open("a", encoding="utf-8") as file:  # a note, no part of the run
+        file.write(json.dumps({"time": round(time.time(), 3), "step": step}) + "\n")
+
+
+def _check_summary(summary: Any) -> None:
+    """ValueError where it lacks what decides whether the run goes on, and how it is judged."""
+    if not isinstance(summary, dict) or not isinstance(summary.get("status"), str):
+        raise ValueError("it has no status")
+    best = summary.get("best_metric") or {}
+    if not isinstance(best, dict) or not all(isinstance(value, int | float | None) for value in best.values()):
+        raise ValueError("its best_metric is no number")
+
+
+def checkpoint_names(folder: Path) -> list[str]:
+    return [p.name for p in folder.glob("step_*")]
+
+
+def locate(config: Config) -> Path:
+    """Where this run lives: run.dir, or <root>/<name>, or <root>/<date>_<time> (made unique)."""
+    if config.run.dir is not None:
+        return Path(config.run.dir).expanduser().absolute()
+    root = Path(config.run.root).expanduser().absolute()
+    if config.run.name is not None:
+        return root / config.run.name
+    stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    path, n = root / stamp, 1
+    while path.exists():
+        path, n = root / f"{stamp}_{n}", n + 1
+    return path
+
+
+def make_root(config: Config) -> Path:
+    """run.root, which is made if it is not there; UserError where it can't be."""
+    root = Path(config.run.root).expanduser().absolute()
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write {root}: {error.strerror}; set run.root to a folder you can") from None
+    return root
+
+
+def existing_part(path: Path) -> Path:
+    """The longest part of a path that is there."""
+    return next(p for p in (path, *path.parents) if p.exists())
+
+
+def resume_mode(config: Config) -> str:
+    """none, auto, or a checkpoint's path; a named run continues unless told otherwise."""
+    if config.run.resume is not None:
+        return config.run.resume
+    return "auto" if config.run.name is not None else "none"
+
+
+def asked(config: Config) -> dict[str, Any]:
+    """What decides when a run has ended."""
+    return {"max_steps": config.trainer.max_steps, "max_epochs": config.trainer.max_epochs}
+
+
+def is_finished(config: Config) -> bool:
+    """Whether the run of this config has ended and no other length is asked for now; then it says so."""
+    folder = RunDir(locate(config))
+    if resume_mode(config) != "auto" or not folder.config.exists():
+        return False
+    summary = folder.read_summary()
+    if (
+        summary is None
+        or summary["status"] not in ("finished", "stopped_early")
+        or summary.get("asked") != asked(config)
+    ):
+        return False
+    print(f"{folder.path} is finished: nothing to do. More steps: trainer.max_steps; a new run: run.name")
+    return True
+
+
+def foreign_files(run: RunDir) -> list[Path]:
+    """What lies in a folder that holds no run yet, but for what a start that was killed early leaves."""
+    entries = [p for p in run.path.iterdir() if ".tmp" not in p.name and p.name != run_lock.NAME]
+    return [p for p in entries if p != run.ranks and (p != run.checkpoints or any(p.iterdir()))]
+
+
+def open_run(config: Config) -> RunDir:
+    """Makes or reopens the run's folder; sets config.run.dir to it.
+
+    Raises:
+        UserError: the folder can't be written, holds something else, or holds a run and resume=none.
+    """
+    path = locate(config)
+    run = RunDir(path)
+    if path.exists() and not path.is_dir():
+        raise UserError(f"run.dir={path} is a file: name a folder")
+    refuse_to_overwrite(run, config)
+    if path.is_dir():
+        refuse_links(path)
+    if path.is_dir() and not run.config.exists() and foreign_files(run):
+        raise UserError(f"{path} holds files that are not a run of lmtrain's: choose another run.dir or run.name")
+    named = config.run.dir is not None or config.run.name is not None
+    try:
+        path.mkdir(parents=True, exist_ok=named)
+        run.checkpoints.mkdir(exist_ok=True)
+        probe = path / f"probe.tmp{os.getpid()}"
+        probe.write_text("")
+        probe.unlink()
+    except OSError as error:
+        if isinstance(error, FileExistsError) and not named:
+            return open_run(config)  # a run that began in the same second has taken the name
+        raise UserError(f"cannot write the run folder {path}: {error.strerror}; set run.dir to one you can") from None
+    config.run.dir = str(path)
+    return run
+
+
+def refuse_to_overwrite(run: RunDir, config: Config) -> None:
+    """UserError where the folder holds a run that `config` does not continue."""
+    if run.config.exists() and resume_mode(config) == "none":
+        raise UserError(
+            f"{run.path} holds a run already, and nothing in it is overwritten: continue it with run.resume=auto, "
+            f"or choose another run.dir or run.name"
+        )
+
+
+def write_config(run: RunDir, config: Config) -> None:
+    """config.yaml of the run; a resumed run's earlier one is kept as config.1.yaml and so on when it differs."""
+    text = config_rules.dump(config)
+    if run.config.exists():
+        if read_regular(run.config) == text:
+            return
+        n = 1
+        while (run.path / f"config.{n}.yaml").exists():
+            n += 1
+        shutil.copyfile(run.config, run.path / f"config.{n}.yaml")
+    write_atomic(run.config, text)
+
+
+def tokenizer_files(run: RunDir) -> dict[str, str] | None:
+    """The hashes of the files of the run's tokenizer; None where they can't be read."""
+    from lmtrain.data import tokenizers
+
+    try:
+        return tokenizers.file_hashes(run.tokenizer)
+    except OSError:
+        return None
+
+
+def write_tokenizer(run: RunDir, tokenizer: Any) -> None:
+    """The run's own copy of its tokenizer, for whoever generates from it; complete or absent."""
+    from lmtrain.data import tokenizers
+
+    temporary = temporary_beside(run.tokenizer)
+    try:
+        tokenizers.save(tokenizer, temporary)
+        shutil.rmtree(run.tokenizer, ignore_errors=True)
+        os.rename(temporary, run.tokenizer)
+    except Exception as error:
+        if not isinstance(error, OSError) and not disk_full(error):
+            raise
+        raise RunError(
+            f"cannot write {run.tokenizer}: {reason(error)}; free space there or set run.dir elsewhere"
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def refuse_link_at(path: Path, folder: Path) -> None:
+    """Raises UserError where a path that is to be written to leads out of `folder`."""
+    target, inside = os.path.realpath(path), os.path.realpath(folder)
+    if target != inside and not target.startswith(f"{inside}/"):
+        raise UserError(
+            f"{path} is a link to {target}, outside of the run's folder, which would be written there: remove the "
+            f"link, or put the whole run where there is room (run.root)"
+        )
+
+
+def refuse_links(folder: Path) -> None:
+    """Raises UserError where a link below a run's folder leads out of it, where other files would be written."""
+    for place, below, files in os.walk(folder):
+        for path in (Path(place) / name for name in (*below, *files)):
+            if path.is_symlink():
+                refuse_link_at(path, folder)

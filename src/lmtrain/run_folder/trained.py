@@ -1,0 +1,194 @@
+"""A trained model and its tokenizer, on its device: from a run's checkpoint, an exported folder or the hub."""
+
+import difflib
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from safetensors import SafetensorError
+from transformers import AutoTokenizer, PreTrainedModel
+
+from lmtrain.adapters import memory_export
+from lmtrain.adapters.finetune import build_trainable_model
+from lmtrain.adapters.trainable import check_weights, restore_start, trainable_names
+from lmtrain.checkpoints import retention, store
+from lmtrain.config import compose as rules
+from lmtrain.config import trust
+from lmtrain.config.schema import Config
+from lmtrain.config.targets import find_class
+from lmtrain.data import hub, tokenizers
+from lmtrain.errors import RunError, UserError, first_line
+from lmtrain.models import folder
+from lmtrain.models.folder import is_exported
+from lmtrain.objectives.base import Objective
+from lmtrain.run_folder.folder import RunDir
+
+_TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "merges.txt")  # transformers makes an empty one without them
+_PREFIX = "model.model."  # LightningModule.model (LanguageModel) .model (transformers)
+
+
+def from_run(run: RunDir, which: str, grants: trust.Grants) -> tuple[PreTrainedModel, Any, Path]:
+    """Model, tokenizer and the checkpoint's folder; `which` is best, last or a checkpoint's name.
+
+    With callbacks.ema the model has the average. `grants` is what the user has opened (config/trust.py).
+
+    The model is fp32 and on the CPU; one with a quantised base is where its training was, if that is here.
+    """
+    config = rules.load(run.config, grants)
+    checkpoint = find_checkpoint(run, which)
+    state = store.load_trainer_state(checkpoint)
+    check_tokenizer(run, state["fingerprint"])
+    tokenizer = tokenizers.read(run.tokenizer)
+    if config.peft.quantization is None or not torch.cuda.is_available():
+        config.trainer.accelerator = "cpu"
+    pl.seed_everything(config.seed, verbose=False)  # what is drawn for a vocabulary that grew
+    model = build_trainable_model(config, tokenizer)
+    weights = {name.removeprefix(_PREFIX): tensor for name, tensor in store.load_weights(checkpoint).items()}
+    check_weights(model, weights)
+    model.load_state_dict(weights, strict=trainable_names(model) is None)
+    restore_start(model, state.get("adapter_start", {}))
+    set_average(model, state)
+    cls = find_class(config.objective._target_, "objective", Objective, config.run.allow_target)  # type: ignore[type-abstract]
+    cls.settle_model(config, model, tokenizer)
+    return model, tokenizer, checkpoint
+
+
+def set_average(model: PreTrainedModel, trainer_state: dict[str, Any]) -> None:
+    """Gives `model` the average that callbacks=ema has kept in a checkpoint's trainer.pt, where there is one.
+
+    Raises:
+        UserError: the average is of other parameters.
+    """
+    state = trainer_state["callbacks"].get("WeightAverage", {})
+    average = {name.removeprefix(_PREFIX): value for name, value in state.get("average", {}).items()}
+    unknown = average.keys() - dict(model.named_parameters()).keys()
+    if unknown:
+        raise UserError(f"the checkpoint's average has parameters that the model lacks: {sorted(unknown)[0]}")
+    model.load_state_dict(average, strict=False)
+
+
+def check_tokenizer(run: RunDir, fingerprint: dict[str, Any]) -> None:
+    """Compares the run's tokenizer/ with what its checkpoints say of it: the ids it gives, and every file.
+
+    Args:
+        fingerprint: of the checkpoint that is read.
+
+    Raises:
+        UserError: it is another tokenizer, or can't be read. Which one checkpoints of earlier versions tell by its ids.
+    """
+    known = fingerprint.get("contents", fingerprint).get("tokenizer")
+    told = [c["tokenizer"] for c in retention.manifests(run.checkpoints).values() if c.get("tokenizer")]
+    try:
+        found = tokenizers.file_hashes(run.tokenizer)
+        alike = known is None or "tokenizer.json" not in found or tokenizers.gives_ids_of(run.tokenizer, known)
+    except Exception as error:  # tokenizers raises Exception itself for what is no tokenizer
+        raise UserError(f"{run.tokenizer} can't be read as a tokenizer: {first_line(error)}") from None
+    names = sorted(n for n in {*found, *(told[-1] if told else {})} if told and found.get(n) != told[-1].get(n))
+    if not alike or (told and found not in told):
+        raise UserError(
+            f"{run.tokenizer} is not the tokenizer that the model was trained with ({', '.join(names) or 'its ids'} "
+            f"changed): put the files back as they were, or let the run write them anew by continuing it with "
+            f"lmtrain.train run.dir={run.path} run.resume=auto"
+        )
+
+
+def find_checkpoint(run: RunDir, which: str) -> Path:
+    """The undamaged checkpoint called `which`; best falls back to last where nothing was validated."""
+    candidates = [which, "last"] if which == "best" else [which]
+    path = next((p for c in candidates if (p := run.checkpoints / c).exists()), None)
+    if path is None and candidates[-1] == "last":  # a file system without links
+        path = next(reversed(store.scan(run.checkpoints)), None)
+    if path is None:
+        there = ", ".join(p.name for p in store.scan(run.checkpoints)) or "none"
+        raise UserError(f"{run.path} has no checkpoint {which!r} (there are: {there})")
+    path = path.resolve()
+    problem = store.damage(path)
+    if problem is not None:
+        raise RunError(f"{path} is damaged ({problem}); choose another checkpoint")
+    return path
+
+
+def load(name: str, which: str, grants: trust.Grants) -> tuple[PreTrainedModel, Any]:
+    """Model and tokenizer from a run's folder, a Hugging Face folder or a hub name.
+
+    Args:
+        which: checkpoint of a run.
+        grants: what the user has opened (config/trust.py); by default no code that comes with the weights runs.
+
+    Raises:
+        UserError: there is no such model, or it needs its own code, which may not run.
+    """
+    path = Path(name).expanduser()
+    if (path / "config.yaml").exists():
+        model, tokenizer, _ = from_run(RunDir(path.absolute()), which, grants)
+        return model, tokenizer
+    is_adapter = (path / "adapter_config.json").exists()
+    if path.exists() and not is_adapter and not (path / "config.json").exists():
+        raise UserError(f"{path} is neither a run (config.yaml) nor a Hugging Face folder (config.json)")
+    code_runs = bool(grants.get("model.trust_remote_code"))
+    offline = not path.exists() and not _on_hub(name, path)
+    options: dict[str, Any] = {"local_files_only": offline, "trust_remote_code": code_runs}
+    try:
+        if is_adapter:
+            from peft import AutoPeftModelForCausalLM
+
+            model = AutoPeftModelForCausalLM.from_pretrained(path).get_base_model()
+        elif path.exists() and is_exported(path):
+            model = memory_export.load(path)
+            options["config"] = model.config  # else the tokenizer asks to run the folder's code
+        else:
+            model = folder.from_pretrained(name, **options)
+        if not path.exists() or any(any(path.glob(names)) for names in _TOKENIZER_FILES):
+            return model, tokenizers.usable(AutoTokenizer.from_pretrained(name, **options))
+    except UserError:
+        raise
+    except Exception as error:  # the hub's, transformers', safetensors' and pickle's errors share no base class
+        if not code_runs and "trust_remote_code" in str(error):
+            raise UserError(f"{name} brings its own code: if you trust it, set model.trust_remote_code=true") from error
+        if path.exists():
+            found = f"{type(error).__name__}: {first_line(error)}"
+            if isinstance(error, SafetensorError):
+                raise RunError(
+                    f"the weights in {name} are damaged ({found}), nothing in it was run: export or download it again"
+                ) from error
+            raise UserError(f"{name} holds no model that can be loaded ({found}); nothing in it was run") from error
+        raise UserError(f"{name} is no folder here and can't be had from the hub: {first_line(error)}") from error
+    raise UserError(f"{path} has no tokenizer (tokenizer.json): copy the one its model was trained with there")
+
+
+def _on_hub(name: str, path: Path) -> bool:
+    """Whether the hub answers that it has `name`; False where it can't be asked, and a cached copy may do.
+
+    Raises:
+        UserError: `name` is a mistyped folder, or no name of the hub's.
+    """
+    if name.startswith(("/", ".", "~")) or (path.parent != Path() and (path.parent.exists() or name.count("/") > 1)):
+        there = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        near = difflib.get_close_matches(path.name, there, n=1)
+        hint = (
+            f"; did you mean {path.parent / near[0]}?" if near else "; python -m lmtrain.runs lists the runs there are"
+        )
+        raise UserError(f"{name}: no such folder{hint}")
+    try:
+        hub.commit_of("model", name, None)
+    except hub.Unreachable:
+        return False
+    return True
+
+
+def load_asked(config: Config) -> tuple[PreTrainedModel, Any]:
+    """The model of run_dir, at generate.checkpoint, on its device, and its tokenizer; UserError without run_dir."""
+    if config.run_dir is None:
+        raise UserError("which model? set run_dir=outputs/<name>, an exported folder or a hub name")
+    model, tokenizer = load(config.run_dir, config.generate.checkpoint, trust.granted(config))
+    place(model, config.trainer.accelerator)
+    return model, tokenizer
+
+
+def place(hf_model: Any, accelerator: str) -> None:
+    """Puts a model on the GPU where there is one and the CPU is not asked for; a quantised one stays where it is."""
+    if accelerator == "cpu" or not torch.cuda.is_available():
+        return
+    if getattr(hf_model.config, "quantization_config", None) is None:
+        hf_model.to("cuda")

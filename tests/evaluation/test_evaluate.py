@@ -1,0 +1,185 @@
+"""`lmtrain.evaluate`: equal to a plain transformers loop and to a run's own validation; what it refuses."""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from chats import write_chats, write_rows
+from inprocess import message, run, train_tiny
+from lmtrain.evaluation.scores import Scores, interval
+from lmtrain.evaluation.scoring import windows
+from support import REPO, TINY, rows
+from tiny_pretrained import save_pretrained
+
+HUB = Path(os.environ.get("LMTRAIN_TEST_HUB", REPO.parent / "shared" / "hub"))
+CHAT = [*TINY, "data.chat_template=vicuna", "data.seq_len=512", "data.val_fraction=0.3", "trainer.max_steps=3",
+        "trainer.val_check_interval=null", "trainer.limit_val_batches=null", "optimizer.lr=0.01", "peft=none",
+        "schedule.warmup_steps=0", "callbacks.samples.every_n_validations=0", "model=pretrained"]  # fmt: skip
+
+
+def plain_loop(model: Any, documents: list[list[int]], start: list[int], context: int, stride: int) -> list[float]:
+    """Negative log-likelihood of each document, window after window, as transformers' guide to perplexity has it."""
+    found = []
+    for document in documents:
+        ids, nll, done = torch.tensor([start + document]), 0.0, 0
+        for begin in range(0, ids.shape[1], stride):
+            end = min(begin + context, ids.shape[1])
+            labels = ids[:, begin:end].clone()
+            labels[:, : -(end - done)] = -100
+            with torch.no_grad():
+                scored = int((labels[:, 1:] != -100).sum())
+                nll += float(model(ids[:, begin:end], labels=labels).loss) * scored if scored else 0.0
+            done = end
+            if end == ids.shape[1]:
+                break
+        found.append(nll)
+    return found
+
+
+def evaluate(*argv: str) -> dict[str, Any]:
+    ended = run("evaluate", *argv)
+    assert ended.code == 0, ended.err
+    return json.loads(Path(ended.out.split("written: ")[1].strip()).read_text())
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Documents of one token to several windows."""
+    folder = tmp_path_factory.mktemp("texts")
+    for i, length in enumerate((1, 2, 31, 32, 33, 200, 77)):
+        words = " ".join(f"word{(i * 7 + j) % 13}é" for j in range(length))
+        (folder / f"{i}.txt").write_text(words[:length])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_pretrained(tmp_path_factory.mktemp("model") / "llama")
+
+
+@pytest.mark.parametrize(("context", "stride", "batch"), [(64, 32, 8), (20, 5, 3), (33, 32, 1)])
+def test_text_equals_a_plain_loop(
+    texts: Path, model: Path, tmp_path: Path, context: int, stride: int, batch: int
+) -> None:
+    sizes = [f"evaluate.context={context}", f"evaluate.stride={stride}", f"evaluate.batch_size={batch}"]
+    found = evaluate(f"run_dir={model}", "data=text", f"data.val_path={texts}", *sizes, f"evaluate.dir={tmp_path}")
+    tokenizer, documents = AutoTokenizer.from_pretrained(model), []
+    for file in sorted(texts.iterdir()):
+        documents.append(tokenizer(file.read_text(), add_special_tokens=False)["input_ids"])
+    start = [tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id]
+    nll = plain_loop(AutoModelForCausalLM.from_pretrained(model), documents, start, context, stride)
+    tokens, size = sum(map(len, documents)), sum(f.stat().st_size for f in texts.iterdir())
+    assert found["scores"]["loss"] == pytest.approx(sum(nll) / tokens, abs=1e-5)
+    assert found["scores"]["perplexity"] == pytest.approx(math.exp(sum(nll) / tokens), rel=1e-5)
+    assert found["scores"]["bits_per_byte"] == pytest.approx(sum(nll) / math.log(2) / size, abs=1e-5)
+    assert (found["data"]["documents"], found["data"]["tokens"], found["data"]["bytes"]) == (7, tokens, size)
+    lines = rows(next(tmp_path.glob("*.rows.jsonl")))
+    assert [line["nll"] for line in lines] == pytest.approx(nll, abs=1e-3)
+
+
+@pytest.mark.skipif(not HUB.is_dir(), reason=f"{HUB} is absent: no real model and wikitext here")
+def test_a_real_model_on_wikitext(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    model, repository = HUB / "models/karpathy/stories260K", HUB / "datasets/Salesforce/wikitext"
+    named = ["data=wikitext", f"data.name={repository}", "data.config_name=wikitext-2-raw-v1", "data.val_split=test"]
+    found = evaluate(
+        f"run_dir={model}", *named, "evaluate.limit=2", "evaluate.batch_size=16", f"evaluate.dir={tmp_path}"
+    )
+    table = datasets.load_dataset("parquet", data_files=str(repository / "wikitext-2-raw-v1/test*.parquet"))["train"]
+    articles: list[str] = []
+    for line in table["text"]:  # an article begins with a heading of one equals sign
+        if line.startswith(" = ") and not line.startswith(" = ="):
+            articles.append("")
+        if articles:
+            articles[-1] += line
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    documents = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in articles[:2]]
+    tokens = sum(map(len, documents))
+    assert found["data"]["tokens"] == tokens
+    used = found["settings"]
+    nll = plain_loop(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), documents,
+                     used["start_token"], used["context"], used["stride"])  # fmt: skip
+    assert found["scores"]["loss"] == pytest.approx(sum(nll) / tokens, abs=1e-5)
+
+
+def test_every_token_is_scored_once_and_sees_enough() -> None:
+    for length, context, stride in ((1, 8, 4), (8, 8, 4), (9, 8, 7), (100, 8, 1), (23, 10, 3)):
+        ids, seen = np.arange(length), []
+        for window in windows(ids, 0, context, stride):
+            at = window.ids[window.scored]
+            assert len(window.ids) <= context
+            assert not window.scored[0]
+            assert all(t - window.ids[0] >= min(t, context - stride) for t in at)
+            seen += at.tolist()
+        assert seen == list(range(1, length))
+
+
+def test_a_run_on_its_own_split_and_against_another(corpus: Path, tmp_path: Path) -> None:
+    whole = ["trainer.limit_val_batches=null", "data.val_fraction=0.2"]
+    for name, rate in (("a", "0.01"), ("b", "0.001")):
+        assert train_tiny(corpus, *whole, f"optimizer.lr={rate}", f"run.dir={tmp_path / name}").code == 0
+    found = evaluate(f"run_dir={tmp_path / 'a'}", f"evaluate.against={tmp_path / 'b' / 'export'}")
+    file = tmp_path / "a/evaluations/step_00000002-val.json"
+    assert json.loads(file.read_text()) == found
+    assert found["data"]["documents"] == 4  # every fifth of twenty
+    other = found["against"]["scores"]["loss"]
+    difference = found["difference"]["loss"]
+    assert difference["value"] == pytest.approx(found["scores"]["loss"] - other)
+    assert difference["low"] <= difference["value"] <= difference["high"]
+    assert found["model"]["weights_sha256"] != found["against"]["model"]["weights_sha256"]
+    assert found["settings"]["context"] == 32  # data.seq_len of the run
+
+
+def test_conversations_and_pairs_equal_the_runs_own_validation(tmp_path: Path) -> None:
+    base = save_pretrained(tmp_path / "base", max_position_embeddings=512)
+    files = {"sft": write_chats(tmp_path / "c.jsonl", 30), "dpo": write_rows(tmp_path / "p.jsonl", "preference_jsonl")}
+    for name, file in files.items():
+        option = {"sft": "chat_jsonl", "dpo": "preference_jsonl"}[name]
+        common = [o for o in CHAT if not o.startswith(("tokenizer=", "model.h", "model.num", "model.max"))]
+        ended = run("train", *common, f"model.name_or_path={base}", f"objective={name}", f"data={option}",
+                    f"data.path={file}", f"run.dir={tmp_path / name}")  # fmt: skip
+        assert ended.code == 0, ended.err
+    last = {name: [r for r in rows(tmp_path / name / "metrics.jsonl") if "val/loss" in r][-1] for name in files}
+    found = {name: evaluate(f"run_dir={tmp_path / name}", "evaluate.answers=4", "evaluate.max_new_tokens=8",
+                            "evaluate.batch_size=3") for name in files}  # fmt: skip
+    assert found["sft"]["scores"]["loss"] == pytest.approx(last["sft"]["val/loss"], abs=1e-5)
+    assert {"exact_match", "bleu", "rouge"} <= set(found["sft"]["scores"])
+    assert found["sft"]["data"]["answers"] == 4
+    assert found["dpo"]["scores"]["loss"] == pytest.approx(last["dpo"]["val/loss"], abs=1e-5)
+    for ours, theirs in (("accuracy", "accuracy"), ("margin", "margin"), ("chosen_reward", "chosen")):
+        assert found["dpo"]["scores"][ours] == pytest.approx(last["dpo"][f"val/rewards/{theirs}"], abs=1e-5)
+    named = ["data=preference_jsonl", f"data.path={files['dpo']}", "data.chat_template=vicuna"]
+    refused = run("evaluate", f"run_dir={base}", *named)
+    assert refused.code == 2
+    assert "objective=dpo" in message(refused.err)
+
+
+def test_the_bootstrap_covers_what_it_should() -> None:
+    """In 95 % of samples, the interval of a mean holds the true mean (here: at least 88 of 100)."""
+    generator = np.random.default_rng(0)
+    hits = 0
+    for seed in range(100):
+        values = generator.normal(3.0, 1.0, 60)
+        found = interval(Scores({"x": values, "n": np.ones(60)}, {"mean": ("x", "n")}), "mean", 300, seed)
+        hits += found.low <= 3.0 <= found.high
+    assert 88 <= hits <= 100
+
+
+@pytest.mark.parametrize(("argv", "words"), [
+    (["evaluate.stride=64", "evaluate.context=64", "data=text", "data.val_path={texts}"], "less than evaluate.context"),
+    (["evaluate.context=100", "data=text", "data.val_path={texts}"], "has positions for 64 tokens"),
+    ([], "evaluate on what?"),
+])  # fmt: skip
+def test_what_cannot_be_is_refused(argv: list[str], words: str, model: Path, texts: Path) -> None:
+    ended = run("evaluate", f"run_dir={model}", *(word.format(texts=texts) for word in argv))
+    assert ended.code == 2
+    assert words in message(ended.err)

@@ -1,0 +1,135 @@
+"""`lmtrain.chat` and prompts from a file: what the model is asked, what it answers, what is kept."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from chats import write_chats
+from inprocess import Ended, message, run
+from lmtrain.data.chat.templates import end_ids, own_template
+from lmtrain.generation.conversation import Talk
+from lmtrain.generation.sampling import sample_text
+from lmtrain.run_folder import trained
+from support import TINY, rows
+from tiny_pretrained import save_pretrained
+
+GREEDY = ["generate.temperature=0", "generate.max_new_tokens=12", "generate.checkpoint=last"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was taught a few steps of vicuna's turns."""
+    path = tmp_path_factory.mktemp("chat")
+    chats = write_chats(path / "chats.jsonl", 30)
+    ended = run("train", *TINY, "data.chat_template=vicuna", "model.max_position_embeddings=256", "data.seq_len=256",
+                "data.val_fraction=0.2", "trainer.max_steps=6", "objective=sft", "data=chat_jsonl",
+                f"data.path={chats}", "optimizer.lr=0.01", "schedule.warmup_steps=0", "report.enabled=false",
+                f"run.dir={path / 'run'}",
+                "callbacks.samples.every_n_validations=0", "trainer.val_check_interval=null")  # fmt: skip
+    assert ended.code == 0, ended.err
+    return path / "run"
+
+
+def typed(monkeypatch: pytest.MonkeyPatch, verb: str, text: str, *argv: str) -> Ended:
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    return run(verb, *argv)
+
+
+def expected(folder: Path, messages: list[dict[str, str]]) -> str:
+    """The answer to a whole conversation, through transformers' own rendering of the template."""
+    model, tokenizer = trained.load(str(folder), "last", {})
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    stop = end_ids(tokenizer, own_template(tokenizer))
+    return sample_text(model, tokenizer, text, max_new_tokens=12, temperature=0.0, end_ids=stop).strip()
+
+
+def test_turns_follow_one_another_and_are_kept(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = tmp_path / "talk.jsonl"
+    lines = ["how far is Oslo?", "and Rome?", f"/save {saved}", "/system Be brief.", "how far is Lima?",
+             f"/save {saved}", "/reset", "/nonsense", f"/save {saved}"]  # fmt: skip
+    ended = typed(monkeypatch, "chat", "\n".join(lines), f"run_dir={folder}", *GREEDY)
+    assert ended.code == 0, ended.err
+    first, second, third = (row["messages"] for row in rows(saved))
+    assert [m["role"] for m in first] == ["user", "assistant"] * 2
+    for turn in (1, 3):
+        assert first[turn]["content"] == expected(folder, first[:turn])
+        assert first[turn]["content"] in ended.out
+    assert second[0] == {"role": "system", "content": "Be brief."}
+    assert second[2]["content"] == expected(folder, second[:2])
+    assert third == second[:1]  # a new conversation under the same system turn
+    assert ended.out.count("/exit") == 2  # the help, at the start and for what is no command
+
+
+def test_an_answer_comes_word_by_word_and_an_interrupted_turn_is_forgotten(folder: Path) -> None:
+    from lmtrain.config import compose as rules
+
+    settings = rules.check(rules.compose(GREEDY)).generate
+    talk = Talk(*trained.load(str(folder), "last", {}), settings, seed=0)
+    settings.max_new_tokens = 40
+    heard: list[str] = []
+    answer = talk.ask("how far is Oslo, and is there a train?", heard.append, print)
+    assert "".join(heard).strip() == answer
+    assert sum(map(bool, heard)) > 1
+
+    def stop(_: str) -> None:
+        raise KeyboardInterrupt
+
+    before = list(talk.turns)
+    with pytest.raises(KeyboardInterrupt):
+        talk.ask("and Rome?", stop, print)
+    assert talk.turns == before
+    said: list[str] = []
+    for _ in range(6):  # more than 256 positions hold
+        talk.ask("Please tell me: how far is Quito?", lambda _: None, said.append)
+    assert said
+    assert talk.turns[0]["role"] == "user"
+
+
+def test_a_model_without_a_template_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = typed(monkeypatch, "chat", "", f"run_dir={save_pretrained(tmp_path / 'plain')}")
+    assert ended.code == 2
+    assert "no chat template" in message(ended.err)
+
+
+@pytest.mark.parametrize("form", ["txt", "jsonl", "-"])
+def test_prompts_of_a_file(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of prompts of several lengths: each greedy answer is the one the prompt has alone."""
+    model = save_pretrained(tmp_path / "model", max_position_embeddings=256)
+    prompts = ["a", "a longer prompt, much longer", "words", "é", "one more"]
+    name = {"txt": str(tmp_path / "p.txt"), "jsonl": str(tmp_path / "p.jsonl"), "-": "-"}[form]
+    text = "".join((json.dumps({"prompt": p}) if form == "jsonl" else p) + "\n" for p in prompts)
+    if form != "-":
+        Path(name).write_text(text)
+    argv = [f"run_dir={model}", f"generate.prompts_file={name}", "generate.batch_size=2", *GREEDY]
+    ended = typed(monkeypatch, "generate", text if form == "-" else "", *argv)
+    assert ended.code == 0, ended.err
+    found = [json.loads(line) for line in ended.out.splitlines()]
+    loaded, tokenizer = trained.load(str(model), "last", {})
+    assert [row["prompt"] for row in found] == prompts
+    for row in found:
+        assert row["text"] == sample_text(loaded, tokenizer, row["prompt"], max_new_tokens=12, temperature=0.0)
+
+
+def test_answers_in_a_file_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, out = save_pretrained(tmp_path / "model"), tmp_path / "out.jsonl"
+    (tmp_path / "p.txt").write_text("one\ntwo\n\nthree\n")
+    argv = [f"run_dir={model}", f"generate.prompts_file={tmp_path / 'p.txt'}", f"generate.out={out}",
+            "generate.num_samples=2", "generate.batch_size=2", *GREEDY]  # fmt: skip
+    assert run("generate", *argv).code == 0
+    whole = out.read_bytes()
+    assert [(r["prompt"], r["sample"]) for r in rows(out)] == [(p, i) for p in ("one", "two", "three") for i in (0, 1)]
+    out.write_bytes(b"".join(whole.splitlines(keepends=True)[:2]) + b'{"prompt": "tw')
+    assert run("generate", *argv).code == 0
+    assert out.read_bytes() == whole
+    (tmp_path / "bad.jsonl").write_text('{"text": "x"}\n')
+    refused = run("generate", f"run_dir={model}", f"generate.prompts_file={tmp_path / 'bad.jsonl'}")
+    assert "line 1 has no" in message(refused.err)
+
+
+def test_the_tokenizer_of_an_export_has_the_template(folder: Path) -> None:
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder / "export")
+    assert tokenizer.chat_template

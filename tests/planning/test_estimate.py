@@ -1,0 +1,128 @@
+"""`lmtrain.estimate`: what it says is what a run takes, what it advises fits, and it allocates nothing itself."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import memory as benchmark
+import pytest
+
+from inprocess import message, run
+from lmtrain.config import compose as rules
+from lmtrain.planning import estimation
+
+LARGE = [
+    "model=llama_7b",
+    "tokenizer=gpt2",
+    "trainer.devices=8",
+    "data.global_batch_size=64",
+    "data.micro_batch_size=8",
+    "optimizer=adamw",
+]
+
+
+# A child's ru_maxrss begins with its parent's; VmHWM is its own.
+ESTIMATE = """
+import sys
+from pathlib import Path
+from lmtrain import estimate
+
+code = estimate.main(sys.argv[1:])
+print("KiB at most:", Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
+sys.exit(code)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of a process is read from Linux's /proc")
+def test_seven_billion_parameters_in_little_memory(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ESTIMATE, *LARGE, "estimate.device=h100"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env=os.environ)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split("KiB at most: ")[1]) < 2**20
+    assert "6,888,361,984 parameters" in done.stdout
+    assert "does not fit" in done.stdout
+    for strategy in ("ddp", "fsdp", "fsdp_tp", "deepspeed 2", "deepspeed 3"):
+        assert re.search(rf"^ {strategy} .*(fits|too large)", done.stdout, flags=re.MULTILINE), strategy
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("device", "mib"), [("16", 256), ("h100", 1280), ("h200", 2048)])
+def test_larger_cards_hold_more_logits(device: str, mib: int) -> None:
+    """As the run will on that card, which need not be here."""
+    config = rules.check(rules.compose([*LARGE, "data.micro_batch_size=32", f"estimate.device={device}"]))
+    estimation.resolve(config)
+    assert estimation.memory(estimation.build(config), config)["logits"] == mib * 2**20
+
+
+@pytest.mark.parametrize("device", ["h100", "40", "24"])
+def test_what_is_advised_fits(device: str) -> None:
+    """The overrides, typed as they are printed: at most three ways, the quickest first."""
+    model = [
+        "model=gpt_xl",
+        "tokenizer=gpt2",
+        "data.global_batch_size=64",
+        "data.micro_batch_size=64",
+        "optimizer=adamw",
+    ]
+    ended = run("estimate", *model, f"estimate.device={device}", "trainer.devices=1")
+    assert ended.code == 0, ended.err
+    ways = re.findall(r"^  (\S.*?)   \(a step takes about ([\d.]+)", ended.out, flags=re.MULTILINE)
+    assert 1 <= len(ways) <= 3
+    assert [float(slower) for _, slower in ways] == sorted(float(slower) for _, slower in ways)
+    for overrides, _ in ways:
+        again = run("estimate", *model, f"estimate.device={device}", "trainer.devices=1", *overrides.split())
+        assert again.code == 0, again.err
+        assert "\nfits: " in again.out
+
+
+def test_time_and_what_is_refused() -> None:
+    steps = ["trainer.max_steps=1000", "data.global_batch_size=8", "data.seq_len=256"]
+    ended = run("estimate", *steps, "estimate.tokens_per_s=1000", "estimate.device=24")
+    assert f"{1000 * 8 * 256 / 1000 / 60:.1f} minutes (estimate.tokens_per_s)" in ended.out
+    assert "h100" in message(run("estimate", "estimate.device=abacus").err)
+    refused = run("estimate", "trainer.devices=3", "data.global_batch_size=8", "estimate.device=24")
+    assert refused.code == 2
+    assert "does not split" in message(refused.err)
+    assert "set model.vocab_size" in message(run("estimate", "tokenizer=char", "estimate.device=24").err)
+
+
+def test_it_counts_what_the_plan_of_a_run_counts(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    common = [
+        "data=text",
+        f"data.path={corpus}",
+        "tokenizer=bytes",
+        "trainer.precision=32-true",
+        "trainer.accelerator=cpu",
+    ]
+    quick = ["trainer.max_steps=1", "trainer.limit_val_batches=1", "callbacks.samples.every_n_validations=0"]
+    done = run("train", *common, *quick, "logger=none", "export.enabled=false", f"run.dir={tmp_path / 'run'}")
+    planned = re.search(r"memory +about ([\d.]+ [GM]iB)", done.out)
+    assert planned is not None, done.out + done.err
+    config = rules.check(rules.compose(common))
+    estimation.resolve(config)
+    size = sum(estimation.memory(estimation.build(config), config).values())
+    from lmtrain.run.plan import gib
+
+    assert gib(size) == planned[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "strategy"), [("moe", "ddp"), ("qwen3", "fsdp"), ("memory", "zero3")])
+def test_within_15_percent_of_what_a_run_holds(model: str, strategy: str, tmp_path: Path) -> None:
+    """The most that a rank holds, by the kernel's account, less what a model of next to nothing takes there."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError as error:
+        pytest.skip(f"the kernel's peak of a process can't be asked anew: {error}")
+    (tmp_path / "text.txt").write_text("What one device holds, and how it falls with their number. " * 500)
+    (found,) = benchmark.compare(tmp_path, [model], strategy, 2, rows=2, seq_len=128)
+    config = rules.check(
+        rules.compose(benchmark.settings(tmp_path, strategy, 2, benchmark.MODELS[model].large, 2, 128))
+    )
+    estimation.resolve(config)
+    said = sum(estimation.memory(estimation.build(config), config).values()) / 2**20
+    print(f"{model}, {strategy} x 2: estimated {said:,.0f} MiB, measured {found.measured_mib:,.0f} MiB")
+    assert said == pytest.approx(found.measured_mib, rel=0.15)

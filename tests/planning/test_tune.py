@@ -1,0 +1,158 @@
+"""lmtrain.tune: what it suggests, how it finds it, and that nothing of it is left in the run that follows."""
+
+import contextlib
+import io
+import json
+import math
+import shlex
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import pytest
+import yaml
+
+from inprocess import TWO_STEPS, message, run, train_tiny
+from lmtrain.callbacks.metrics import without_times
+from lmtrain.errors import RunError
+from lmtrain.optim.range_test import Smoothed, suggest
+from lmtrain.planning import trial, tuning
+from support import TINY, rows
+
+
+@pytest.fixture
+def trials_here(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Trials run in this process, which is quicker; the folders they had."""
+    folders: list[Path] = []
+
+    def here(words: list[str], log: IO[str]) -> int:
+        folders.append(Path(words[0]).parent)
+        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
+            code = trial.main(words)
+        log.write(out.getvalue())
+        return code
+
+    monkeypatch.setattr(trial, "_in_process", here)
+    return folders
+
+
+def tune(corpus: Path, *argv: str) -> Any:
+    settings = [*TINY, *TWO_STEPS, "data=text", f"data.path={corpus}", "tune.steps=20", "optimizer.lr=0.001"]
+    return run("tune", *settings, *argv)
+
+
+def test_the_suggestion_lies_between_the_steepest_and_the_lowest() -> None:
+    rates = np.logspace(-6, 0, 200)
+    # Falls from 4 to 2 around 1e-3, and leaps up from 0.1 on.
+    losses = [4 - 2 / (1 + (1e-3 / r) ** 2) + max(0.0, 50 * (r - 0.1)) for r in rates]
+    found = suggest(rates.tolist(), losses, smoothing=0.0)
+    assert found is not None
+    assert found.steepest == pytest.approx(1e-3, rel=0.2)
+    assert found.lowest == pytest.approx(0.1, rel=0.2)
+    assert found.lr == pytest.approx(math.sqrt(1e-3 * 0.1), rel=0.2)
+    cut = suggest(rates.tolist(), [*losses[:150], math.nan, *losses[151:]], smoothing=0.0)
+    assert cut is not None
+    assert len(cut.smoothed) == 150
+    assert suggest(rates.tolist(), [2.0 + r for r in rates], smoothing=0.8) is None
+
+
+def test_smoothing_is_torch_emas_with_bias_correction() -> None:
+    values, average = [3.0, 1.0, 2.0, 5.0], Smoothed(0.9)
+    got = [average.add(v) for v in values]
+    weights = [[0.9 ** (i - j) for j in range(i + 1)] for i in range(4)]
+    assert got == pytest.approx([np.average(values[: i + 1], weights=w) for i, w in enumerate(weights)])
+
+
+def test_tuning_then_training_equals_training_with_the_overrides(
+    corpus: Path, tmp_path: Path, trials_here: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    groups = "optimizer.groups=[{pattern: wte, lr: 0.002}, {pattern: wpe, weight_decay: 0}]"
+    ended = tune(corpus, "run.name=tuned", "tune.apply=true", groups)
+    assert ended.code == 0, ended.err
+    written = json.loads((tmp_path / "outputs/tune/tuned/tune.json").read_text())
+    assert (tmp_path / "outputs/tune/tuned/lr.png").stat().st_size > 5000
+    rates = [row["lr"] for row in written["curve"]]
+    assert rates[0] == pytest.approx(1e-6)
+    assert np.diff(np.log(rates)) == pytest.approx(np.full(len(rates) - 1, np.log(rates[1] / rates[0])))
+    assert written["micro_batch_size"] == 6  # all of a step fits into this machine
+    assert written["groups"][0]["lr"] == pytest.approx(2 * written["lr"], rel=0.01)
+    assert "lr" not in written["groups"][1]
+
+    assert not any(folder.exists() for folder in trials_here)
+    assert sorted(p.name for p in (tmp_path / "outputs").iterdir()) == ["tune", "tuned"]
+    line = next(text for text in ended.out.splitlines() if text.startswith("to type: "))
+    typed = shlex.split(line)[5:]
+    plain = run("train", *(w for w in typed if not w.startswith("run.name=")), "run.name=plain")
+    assert plain.code == 0, plain.err
+    runs = [tmp_path / "outputs" / name for name in ("tuned", "plain")]
+    ours, theirs = ([without_times(r) for r in rows(folder / "metrics.jsonl")] for folder in runs)
+    assert ours == theirs
+    assert ours[0]["train/loss"] == written["curve"][0]["loss"]  # the same first step, before any rate had a say
+    configs = [yaml.safe_load((folder / "config.yaml").read_text()) for folder in runs]
+    assert {k for k in configs[0] if configs[0][k] != configs[1][k]} == {"run", "tune"}
+    assert {k for k in configs[0]["run"] if configs[0]["run"][k] != configs[1]["run"][k]} == {"name", "dir"}
+    again = tune(corpus, "run.name=tuned", "tune.apply=true")
+    assert again.code == 2
+    assert "holds a run already" in message(again.err)
+
+
+def test_it_halves_until_a_trial_fits(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trials_here: list[Path]
+) -> None:
+    """The trials that a GPU gets, made on a CPU, whose memory ends above two rows."""
+    monkeypatch.setattr(tuning, "_estimated", tuning._tried)
+    real = trial.run
+
+    def small(config: Any, folder: Path, longest_rows: bool = False) -> Any:
+        if config.data.micro_batch_size > limit:
+            raise trial.OutOfMemory
+        return real(config, folder, longest_rows)
+
+    monkeypatch.setattr(trial, "run", small)
+    limit = 2
+    words = ["tune.lr=false", f"run.root={tmp_path}", "data.micro_batch_size=2"]
+    ended = tune(corpus, *words)
+    assert ended.code == 0, ended.err
+    assert "data.micro_batch_size=3: out of memory" in ended.out
+    assert "data.micro_batch_size=1: fits the longest rows" in ended.out  # 6, 3, 1: they have to divide 6
+    limit = 0
+    with pytest.raises(RunError, match="one row does not fit"):
+        _raise(tune(corpus, *words))
+
+
+def _raise(ended: Any) -> None:
+    if ended.code == 1:
+        raise RunError(message("\n".join(ended.err.splitlines()[-1:])))
+
+
+@pytest.mark.parametrize(("argv", "words"), [
+    (["optimizer.lr=0"], "set tune.min_lr and tune.max_lr"),
+    (["tune.min_lr=1", "tune.max_lr=0.1"], "the second has to be the larger"),
+    (["trainer.num_nodes=2"], "without torchrun"),
+    (["tune.steps=3"], "at least 20"),
+    (["run_dir=x"], "run_dir has no effect"),
+])  # fmt: skip
+def test_what_cannot_be_tuned_is_refused(argv: list[str], words: str, corpus: Path, tmp_path: Path) -> None:
+    ended = tune(corpus, f"run.root={tmp_path}", "tune.micro_batch_size=false", *argv)
+    assert ended.code == 2
+    assert words in message(ended.err)
+
+
+def test_a_failing_trial_says_what_the_run_would(corpus: Path, tmp_path: Path, trials_here: list[Path]) -> None:
+    words = ["callbacks.extra=[{_target_: torch.nn.Linear}]", "tune.micro_batch_size=false"]
+    ended = tune(corpus, f"run.root={tmp_path}", *words)
+    assert ended.code == 2
+    assert "torch.nn.Linear" in message(ended.err)
+
+
+@pytest.mark.slow
+def test_two_ranks_in_processes_of_their_own(corpus: Path, tmp_path: Path) -> None:
+    ended = tune(corpus, f"run.root={tmp_path}", "trainer.devices=2", "trainer.accelerator=cpu", "run.name=two",
+                 "data.micro_batch_size=1")  # fmt: skip
+    assert ended.code == 0, ended.err
+    written = json.loads((tmp_path / "tune/two/tune.json").read_text())
+    assert written["micro_batch_size"] == 3
+    assert len(written["curve"]) >= 10
+    assert train_tiny(corpus, "optimizer.lr=1e-6", f"run.dir={tmp_path / 'one'}").code == 0
+    assert written["curve"][0]["loss"] == pytest.approx(rows(tmp_path / "one/metrics.jsonl")[0]["train/loss"], rel=1e-5)

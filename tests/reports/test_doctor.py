@@ -1,0 +1,45 @@
+"""`lmtrain.doctor`: one line a part, exit 1 where training can't run."""
+
+from pathlib import Path
+
+import pytest
+
+from inprocess import run
+from lmtrain.reports import machine
+
+
+def test_everything_needed_is_found(tmp_path: Path) -> None:
+    done = run("doctor", str(tmp_path / "outputs"))
+    assert done.code == 0, done.out + done.err
+    for part in ("torch", "transformers", "matmul", "disk", "GFLOP/s", "C compiler"):
+        assert part in done.out
+    assert not (tmp_path / "outputs").exists()  # it only looks
+
+
+def test_a_folder_that_cannot_be_written_is_exit_1() -> None:
+    done = run("doctor", "/proc/outputs")
+    assert done.code == 1
+    assert "set run.root" in done.out
+    assert "can't run here" in done.err
+
+
+def test_a_missing_package_names_its_requirement(monkeypatch) -> None:
+    found = machine.importlib.metadata.version
+
+    def version(name: str) -> str:
+        if name == "peft":
+            raise machine.importlib.metadata.PackageNotFoundError(name)
+        return found(name)
+
+    monkeypatch.setattr(machine.importlib.metadata, "version", version)
+    (peft,) = [f for f in machine._packages() if f.name == "peft"]
+    assert (peft.good, peft.needed) == (False, True)
+    assert "pip install" in peft.words
+
+
+def test_pip_lines_keep_their_extras(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    lacking = [machine.Finding(name, False, f'pip install "lmtrain[{name}]"') for name in ("ray", "lm-eval")]
+    monkeypatch.setattr(machine, "findings", lambda folder: iter(lacking))
+    done = run("doctor", str(tmp_path))
+    assert 'pip install "lmtrain[ray]"' in done.out
+    assert 'pip install "lmtrain[lm-eval]"' in done.out

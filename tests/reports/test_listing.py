@@ -1,0 +1,57 @@
+"""`lmtrain.runs`: real runs that finished, were killed or still run, and folders that are none."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from inprocess import message, run
+from lmtrain.files import read_jsonl
+from lmtrain.reports.listing import runs_under
+from support import TINY, lingers
+
+SHORT = [*TINY, "data=text", "trainer.max_steps=4", "trainer.val_check_interval=2", "trainer.limit_val_batches=2",
+         "callbacks.samples.every_n_validations=0", "export.enabled=false"]  # fmt: skip
+
+
+def test_finished_killed_and_running(corpus: Path, tmp_path: Path) -> None:
+    root, common = tmp_path / "outputs", [*SHORT, f"data.path={corpus}"]
+    assert run("train", *common, f"run.dir={root / 'a' / 'first'}").code == 0
+    slow = [sys.executable, "-m", "lmtrain.train", *common, f"run.dir={root / 'second'}", *lingers(3)]
+    process = subprocess.Popen(slow, env=_with_tests(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        while process.poll() is None and not any(r["step"] >= 3 for r in read_jsonl(root / "second/metrics.jsonl")):
+            time.sleep(0.05)
+        states = {str(r.path.relative_to(root)): r for r in runs_under(root)}
+        assert states["second"].status == "running"
+    finally:
+        process.kill()
+        process.wait()
+    second, first = runs_under(root)
+    assert (first.status, first.step, first.max_steps) == ("finished", 4, 4)
+    rows = [r for r in read_jsonl(first.path / "metrics.jsonl") if "val/loss" in r]
+    best = min(rows, key=lambda r: r["val/loss"])
+    assert first.best == f"val/loss {best['val/loss']:.4f} at step {best['step']}"
+    assert (second.status, second.step) == ("interrupted", 3)
+    (first.path / "summary.json").write_text("{half")
+    done = run("runs", str(root))
+    assert done.code == 0
+    assert "a/first" in done.out
+    assert "unreadable" in done.out
+    assert "3 of 4" in done.out
+
+
+def _with_tests() -> dict[str, str]:
+    import os
+
+    return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "resume")}
+
+
+@pytest.mark.parametrize("folder", ["empty", "nowhere"])
+def test_no_run_is_said(tmp_path: Path, folder: str) -> None:
+    (tmp_path / "empty").mkdir()
+    done = run("runs", str(tmp_path / folder))
+    assert done.code == 2
+    assert "holds no run" in message(done.err)

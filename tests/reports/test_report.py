@@ -1,0 +1,179 @@
+"""`lmtrain.report`: a page of a run, written at its end and on demand, that holds what the run's files hold."""
+
+import json
+import math
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from inprocess import message, run, train_tiny
+from lmtrain.reports.curves import Curve, charts, heat_maps, thinned, with_names_of_today
+from support import rows
+
+CHROMIUM = next((p for n in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(n))), None)
+QUIET = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
+         "--disable-background-networking", "--disable-component-update", "--hide-scrollbars"]  # fmt: skip
+HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
+
+
+class Page(HTMLParser):
+    """Tags with their attributes, and the text that is shown."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text, self.script = "", dict[str, str]()
+        self._in = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self._in = (dict(attrs).get("id") or tag) if tag in ("script", "style") else self._in
+
+    def handle_endtag(self, tag: str) -> None:
+        self._in = "" if tag in ("script", "style") else self._in
+
+    def handle_data(self, data: str) -> None:
+        if self._in:
+            self.script[self._in] = self.script.get(self._in, "") + data
+        else:
+            self.text += data
+
+
+def assert_self_contained(page: Page) -> None:
+    assert [tag for tag, _ in page.tags].count("script") == 2  # the numbers, and what draws them
+    assert not [a for _, a in page.tags if {"src", "href", "action", "onerror", "onload"} & set(a)]
+    assert "http" not in page.script["script"].replace("http://www.w3.org/2000/svg", "")
+    assert "url(" not in page.script["style"]
+
+
+def test_a_run_ends_with_its_page(corpus: Path, tmp_path: Path) -> None:
+    ended = train_tiny(corpus, f"run.dir={tmp_path / 'a'}", "optimizer.lr=0.01")
+    assert ended.code == 0, ended.err
+    page = Page((tmp_path / "a" / "report.html").read_text())
+    assert_self_contained(page)
+    curves = json.loads(page.script["curves"])
+    logged = [row for row in rows(tmp_path / "a" / "metrics.jsonl") if "train/loss" in row]
+    loss = next(line for line in curves["loss"] if line["name"] == "train/loss")
+    assert loss["x"] == [row["step"] for row in logged]
+    assert loss["y"] == pytest.approx([row["train/loss"] for row in logged], rel=1e-5)
+    assert {"loss", "lr", "grad_norm", "tokens_per_s", "perplexity"} <= set(curves)
+    assert page.text.index("finished") < page.text.index("status")
+    for words in ("optimizer.lr", "0.01", "step_00000002 (best) (last)", "AutoModelForCausalLM", ": began"):
+        assert words in page.text, words
+    assert "data.cache_dir" not in page.text
+    assert train_tiny(corpus, f"run.dir={tmp_path / 'b'}", "report.enabled=false").code == 0
+    assert not (tmp_path / "b" / "report.html").exists()
+
+
+def test_a_resumed_run_says_so_and_runs_are_compared(corpus: Path, tmp_path: Path) -> None:
+    for name, more in (("a", ["optimizer.lr=0.01"]), ("b", ["optimizer.lr=0.00001", "model.hidden_size=16"])):
+        assert train_tiny(corpus, f"run.dir={tmp_path / name}", *more).code == 0
+    assert train_tiny(corpus, f"run.dir={tmp_path / 'a'}", "optimizer.lr=0.01", "trainer.max_steps=4",
+                      "run.resume=auto").code == 0  # fmt: skip
+    assert "went on from step 2" in Page((tmp_path / "a" / "report.html").read_text()).text
+    ended = run(
+        "report", f"run_dir={tmp_path / 'b'}", f"run_dir={tmp_path / 'a'}", "--out", str(tmp_path / "both.html")
+    )
+    assert ended.code == 0, ended.err
+    page = Page((tmp_path / "both.html").read_text())
+    assert_self_contained(page)
+    assert {"a: train/loss", "b: train/loss"} <= {line["name"] for line in json.loads(page.script["curves"])["loss"]}
+    table = page.text[page.text.index("Outcome") :]
+    assert table.index("4 of 4") < table.index("2 of 2")  # the better one first
+    assert "model.hidden_size" in page.text
+    assert "data.path" not in page.text  # the same in both
+
+
+@pytest.fixture
+def long_run(tmp_path: Path) -> Path:
+    """20,000 steps with one spike, and samples that try to be markup."""
+    folder = tmp_path / "long"
+    folder.mkdir()
+    (folder / "config.yaml").write_text("model: {name: '<script>x</script>'}\ncheckpoint: {monitor: val/loss}\n")
+    with (folder / "metrics.jsonl").open("w") as file:
+        for step in range(1, 20_001):
+            loss = 99.0 if step == 7_777 else None if step == 3 else 3 + math.sin(step) / 10
+            row = {
+                "step": step,
+                "train/loss": loss,
+                "lr": 1 / step,
+                "grad_norm": 1.0,
+                "tokens_per_s": 1000.5 + step % 7,
+            }
+            file.write(json.dumps(row) + "\n")
+            if step % 100 == 0:
+                file.write(json.dumps({"step": step, "val/loss": 3.1, f"val/{HOSTILE}": 1.0}) + "\n")
+    with (folder / "samples.jsonl").open("w") as file:
+        for step in range(100, 20_001, 100):
+            file.write(json.dumps({"step": step, "prompt": HOSTILE, "text": HOSTILE * 90, "reference": HOSTILE}) + "\n")
+    return folder
+
+
+def test_a_long_run_is_small_and_hostile_samples_are_text(long_run: Path) -> None:
+    ended = run("report", f"run_dir={long_run}")
+    assert ended.code == 0, ended.err
+    text = (long_run / "report.html").read_text()
+    assert len(text.encode()) < 3_000_000
+    page = Page(text)
+    assert_self_contained(page)
+    assert HOSTILE in page.text
+    assert "<script>x</script>" in page.text
+    loss = next(line for line in json.loads(page.script["curves"])["loss"] if line["name"] == "train/loss")
+    assert len(loss["x"]) < 2_000
+    assert loss["y"][loss["x"].index(7_777)] == 99.0
+    assert (loss["x"][0], loss["x"][-1]) == (1, 20_000)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: the page is only parsed")
+@pytest.mark.parametrize("width", [1280, 400])
+def test_a_browser_draws_it(long_run: Path, tmp_path: Path, width: int) -> None:
+    """The script draws axes and curves, samples run no code, and nothing is wider than the screen."""
+    assert run("report", f"run_dir={long_run}").code == 0
+    file = long_run / "report.html"
+    probe = "<p id=probe></p><script>document.getElementById('probe').textContent = document.title + ' ' + " \
+            "(document.documentElement.scrollWidth <= innerWidth)</script></body>"  # fmt: skip
+    file.write_text(file.read_text().replace("</body>", probe))
+    command = [str(CHROMIUM), *QUIET, f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},1000",
+               "--dump-dom", file.as_uri()]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert '<p id="probe">long true</p>' in done.stdout
+    assert len(re.findall(r'<line class="grid"', done.stdout)) > 8
+    assert "owned</title>" not in done.stdout
+
+
+def test_names_of_earlier_versions_join_the_curves_of_today() -> None:
+    """A run that an earlier version began and this one went on with."""
+    old = {"step": 1, "train/aux/memory_loss": 1.5, "val/aux/memory_z_loss": 2.0, "aux/memory_use": [600, 400],
+           "train/aux/preference_loss": 0.7, "train/aux/sft_loss": 3.0}  # fmt: skip
+    new = {"step": 2, "train/router/load_balance": 1.2, "val/router/z_loss": 1.0, "router/chapters": [500, 500],
+           "train/preference_loss": 0.6, "train/sft_loss": 2.0}  # fmt: skip
+    found = [with_names_of_today(row) for row in (old, new)]
+    assert set(found[0]) == set(new)
+    assert found[1] == new
+    assert all(curve.x == [1, 2] for chart in charts(found).values() for curve in chart)
+    (heat,) = heat_maps(found)
+    assert (heat.title, heat.first, heat.last) == ("Chapters of the memory", 1, 2)
+    both = with_names_of_today({"train/aux/memory_loss": 1.0, "train/aux/router_loss": 2.0, "aux/router_use": [1]})
+    assert both == {"train/router/memory/load_balance": 1.0, "train/router/load_balance": 2.0, "router/experts": [1]}
+
+
+def test_thinning_keeps_every_stretchs_peaks() -> None:
+    curve = Curve("x", list(range(10_000)), [math.sin(i / 50) + (i % 997 == 0) for i in range(10_000)])
+    thin = thinned(curve, 500)
+    assert len(thin.x) <= 502
+    assert (min(thin.y), max(thin.y)) == (min(curve.y), max(curve.y))
+    assert all(thin.y[i] == curve.y[x] for i, x in enumerate(thin.x))
+    assert sum(y > 1.0 for y in thin.y) >= 5
+
+
+@pytest.mark.parametrize("words", ["no run", "nowhere"])
+def test_what_is_no_run_is_refused(tmp_path: Path, words: str) -> None:
+    (tmp_path / "no run").mkdir()
+    ended = run("report", str(tmp_path / words))
+    assert ended.code == 2
+    assert "holds no run" in message(ended.err)
