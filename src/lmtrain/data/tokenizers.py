@@ -16,7 +16,7 @@ from typing import Any
 from huggingface_hub import errors as hub_errors
 from huggingface_hub import hf_hub_download
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
-from tokenizers import TokenizerConfig as Backend
+from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from lmtrain.config.schema import TokenizerConfig
