@@ -11,10 +11,12 @@ LOWEST := .venv-lowest
 TRITON := .venv-triton
 PY     := $(VENV)/bin/python
 ARGS   ?=
+# Tests start hundreds of processes: what the first has compiled, the others read.
+unexport PYTHONDONTWRITEBYTECODE
 # Tests run side by side, one thread each; see tests/conftest.py. Neighbours stay together: many share runs of their file.
 JOBS   ?= 2
 
-.PHONY: env env-trl env-gguf env-lm-eval env-lowest env-triton train pipeline test test-all nightly test-lowest coverage docs lint typecheck clean
+.PHONY: env env-trl env-gguf env-lm-eval env-lowest env-triton train pipeline smoke test test-all nightly test-lowest coverage docs lint typecheck clean
 
 env: $(VENV)/.installed
 
@@ -69,6 +71,11 @@ train: env
 # From raw text to an aligned model, without a download, in outputs/laptop; the same command again goes on.
 pipeline: env
 	$(PY) -m lmtrain.pipeline pipeline=laptop $(ARGS)
+
+# For the edit loop, in half a minute: style, imports, and one run each of pretraining, resume, SFT, DPO and export.
+smoke: env
+	$(VENV)/bin/ruff check .
+	$(PY) -m pytest -q tests/test_smoke.py tests/test_rooms.py $(ARGS)
 
 test: env lint typecheck
 	$(PY) -m pytest -q -n $(JOBS) --dist worksteal -m "not slow and not gpu" $(ARGS)

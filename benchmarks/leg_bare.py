@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from lmtrain.config import compose as config
-from lmtrain.config.growth import step_sizes
+from lmtrain.config.batch import step_sizes
 from lmtrain.config.schema import Config
 from lmtrain.data.loaders import StepDataset
 from lmtrain.data.order import MicroBatch

@@ -6,7 +6,7 @@ from pathlib import Path
 import yaml
 
 from lmtrain.callbacks import metrics, routing, step_numbers
-from lmtrain.config.folders import conf_dir
+from lmtrain.config.defaults import conf_dir
 from lmtrain.config.targets import find_class
 from lmtrain.generation import text_metrics
 from lmtrain.objectives.base import Objective

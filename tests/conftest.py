@@ -8,6 +8,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ["COLUMNS"] = "160"
 
+import gc
 import subprocess
 import sys
 import time
@@ -16,10 +17,29 @@ from pathlib import Path
 
 import pytest
 
+import composed_once
 from support import Run
 
 # Helpers whose assertions should say what they found.
 pytest.register_assert_rewrite("runs", "strategy_runs", "ranks", "processes")
+composed_once.install()
+
+
+def pytest_collection_finish() -> None:
+    """What collecting has imported stays: the garbage collector need not walk it again and again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
+
+
+# The folders whose slow tests are begun first where time is bounded: kills, ranks and numbers before options.
+FIRST = ("resume", "distributed", "parity", "golden", "objectives", "stages", "checkpoints", "data")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if "LMTRAIN_TESTS_END" in os.environ:
+        folders = {name: number for number, name in enumerate(FIRST)}
+        items.sort(key=lambda item: folders.get(item.path.parent.name, len(FIRST)))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -86,7 +86,7 @@ with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stder
 print(json.dumps([code, len(out.getvalue()), err.getvalue(), sorted({m.split(".")[0] for m in sys.modules})]))
 """
 LIGHT = [
-    *((verb, "--help") for verb in cli.VERBS),
+    ("train", "--help"),
     ("train", "--cfg"),
     ("train", "optimizer.lrr=1"),
     ("train", "data.global_batch_size=7"),
@@ -95,7 +95,10 @@ LIGHT = [
 ]
 
 
-@pytest.mark.parametrize("argv", LIGHT, ids=" ".join)
+HELP = [pytest.param((verb, "--help"), marks=pytest.mark.slow) for verb in cli.VERBS if verb != "train"]
+
+
+@pytest.mark.parametrize("argv", [*LIGHT, *HELP], ids=" ".join)
 def test_help_and_refusals_import_nothing_heavy(argv: tuple[str, ...], tmp_path: Path) -> None:
     code, printed, err, modules = json.loads(python(RUN_VERB, *argv, cwd=tmp_path))
     assert [m for m in HEAVY if m in modules] == []
@@ -142,6 +145,7 @@ def test_the_wheel_brings_conf_and_nothing_of_the_tests(wheel: Path) -> None:
     assert any(n.endswith("LICENSE") for n in names)
 
 
+@pytest.mark.slow
 def test_the_installed_wheel_works_from_any_folder(wheel: Path, tmp_path: Path) -> None:
     target = tmp_path / "site"
     subprocess.run(

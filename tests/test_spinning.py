@@ -34,6 +34,7 @@ def noted(notes: dict[str, str]) -> list[dict[str, str | None]]:
     return [json.loads(line) for line in Path(notes["NOTES"]).read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_it_is_set_before_torch_is_loaded_and_on_ranks(
     lmtrain: Run, notes: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

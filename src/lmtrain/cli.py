@@ -12,8 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from lmtrain import errors, terminal
-from lmtrain.config import verb_help
-from lmtrain.config.folders import conf_dir
+from lmtrain.config.defaults import conf_dir, verb_help
 from lmtrain.distributed import ranks
 from lmtrain.distributed.ranks import print_from_rank
 from lmtrain.errors import UserError
@@ -99,7 +98,7 @@ def run(verb: str, action: Callable[["Config"], int], argv: list[str] | None = N
         if args.cfg:
             _drop_job(args.overrides)
         terminal.status.say("reading the config")
-        from lmtrain.config import environment
+        from lmtrain.config import effect, environment
 
         environment.trust(args.trust)
         if args.info:
@@ -109,7 +108,7 @@ def run(verb: str, action: Callable[["Config"], int], argv: list[str] | None = N
         if args.multirun:
             return _sweep(verb, args)
         from lmtrain.config import compose as config
-        from lmtrain.config import effect
+        from lmtrain.config import environment
 
         composed = config.compose(args.overrides, args.config_dir, args.config_name)
         if args.cfg:
@@ -184,8 +183,9 @@ def _default(args: argparse.Namespace, key: str) -> Any:
     """The value of a key where it is not typed, with the options that are."""
     from lmtrain.config import compose as config
     from lmtrain.config import effect
+    from lmtrain.config.override_text import typed_keys
 
-    others = [o for o in args.overrides if key not in effect.typed_keys([o])]
+    others = [o for o in args.overrides if key not in typed_keys([o])]
     return effect.default_in(config.compose(others, args.config_dir, args.config_name))(key)
 
 
@@ -228,7 +228,7 @@ def parse(verb: str, argv: list[str]) -> argparse.Namespace:
 
         args.overrides[:0] = trust.of_files(args.trust)
     if verb == "generate" and args.prompt is not None:
-        from lmtrain.config.quoting import as_typed
+        from lmtrain.config.override_text import as_typed
 
         args.overrides.append(as_typed("generate.prompt", _text_of(args.prompt)))
     return args
@@ -250,7 +250,7 @@ def help_text(verb: str) -> str:
     return f"""{VERBS[verb]}
 
 usage: python -m lmtrain.{verb} [group=option ...] [key=value ...] [--config-dir DIR] [--cfg] [-m]
-{verb_help.of_verb(verb, folder)}
+{verb_help(verb, folder)}
 groups and their options (defaults in {folder}):
 {groups}
 

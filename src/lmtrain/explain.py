@@ -7,11 +7,11 @@ from omegaconf import OmegaConf
 
 from lmtrain import cli, errors
 from lmtrain.config import compose as config
-from lmtrain.config import effect, environment, origins
+from lmtrain.config import environment
+from lmtrain.config.config_files import ConfigFile, composed_files, origins
 from lmtrain.config.explain import unknown_key
 from lmtrain.config.keys import keys_of
-from lmtrain.config.parts import Part
-from lmtrain.config.parts import parts as parts_of
+from lmtrain.config.override_text import typed_keys
 from lmtrain.config.schema import Config
 from lmtrain.errors import UserError
 from lmtrain.secrets import shown, shown_in
@@ -32,17 +32,17 @@ def explain(words: Sequence[str], config_dir: str | None, config_name: str) -> i
     """Prints value, origin and meaning of the keys among `words`; the others are overrides, as for training."""
     keys = [w for w in words if "=" not in w and not w.startswith("~")]
     overrides = [w for w in words if w not in keys]
-    if "run_dir" in effect.typed_keys(overrides):
+    if "run_dir" in typed_keys(overrides):
         raise UserError(
             "run_dir has no effect in `lmtrain explain`, which composes a config: that of a run with "
             "--config-dir FOLDER"
         )
     composed, settled = config.settled(overrides, config_dir, config_name)
     environment.note(composed)
-    parts = parts_of(settled, config_dir, config_name)
+    files = composed_files(settled, config_dir, config_name)
     known = {key.name: key for key in keys_of(Config)}
     if not keys:
-        return _all(composed, parts, overrides)
+        return _all(composed, files, overrides)
     for key in keys:
         value = OmegaConf.select(composed, key, default=_ABSENT)
         if value is _ABSENT:
@@ -51,9 +51,9 @@ def explain(words: Sequence[str], config_dir: str | None, config_name: str) -> i
         if OmegaConf.is_dict(value) and key not in known:
             inside = [k for k in known if k.startswith(f"{key}.") and OmegaConf.select(composed, k, default=_ABSENT)
                       is not _ABSENT]  # fmt: skip
-            _table(composed, parts, overrides, inside)
+            _table(composed, files, overrides, inside)
             continue
-        _one(key, composed, parts, overrides)
+        _one(key, composed, files, overrides)
         if key in known:
             print(f"  changes   {_WHEN_CHANGED[known[key].shapes.value]}")
     return errors.FINISHED
@@ -68,8 +68,8 @@ def _shown(value: object) -> str:
     return visible("null" if plain is None else str(plain).lower() if isinstance(plain, bool) else str(plain))
 
 
-def _one(key: str, composed: object, parts: Sequence[Part], overrides: Sequence[str]) -> None:
-    found = origins.origins(key, parts, overrides)
+def _one(key: str, composed: object, files: Sequence[ConfigFile], overrides: Sequence[str]) -> None:
+    found = origins(key, files, overrides)
     print(f"{key}={_shown(OmegaConf.select(composed, key))}")  # type: ignore[arg-type]
     if not found:
         print("  from      a rule of lmtrain's, that follows from other keys")
@@ -84,20 +84,20 @@ def _one(key: str, composed: object, parts: Sequence[Part], overrides: Sequence[
         print(f"  about     {visible(about)}")
 
 
-def _table(composed: object, parts: Sequence[Part], overrides: Sequence[str], keys: Sequence[str]) -> None:
+def _table(composed: object, files: Sequence[ConfigFile], overrides: Sequence[str], keys: Sequence[str]) -> None:
     for key in keys:
-        found = origins.origins(key, parts, overrides)
+        found = origins(key, files, overrides)
         value = _shown(OmegaConf.select(composed, key))  # type: ignore[arg-type]
         print(f"{key}={value}".ljust(48), f" {found[-1] if found else 'a rule'}")
 
 
-def _all(composed: object, parts: Sequence[Part], overrides: Sequence[str]) -> int:
+def _all(composed: object, files: Sequence[ConfigFile], overrides: Sequence[str]) -> int:
     print("composed of, the later wins:")
-    for part in parts:
+    for part in files:
         print(f"  {part.package or '(root)':<12} {part.path}")
     print(f"  {'(all)':<12} the command line: {shown(' '.join(overrides)) or 'nothing'}\n")
     there = [k.name for k in keys_of(Config) if OmegaConf.select(composed, k.name, default=_ABSENT) is not _ABSENT]  # type: ignore[arg-type]
-    _table(composed, parts, overrides, there)
+    _table(composed, files, overrides, there)
     return errors.FINISHED
 
 

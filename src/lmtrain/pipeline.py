@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_intermixed_args(argv)
     if args.help:
-        from lmtrain.config.folders import conf_dir
+        from lmtrain.config.defaults import conf_dir
 
         known = ", ".join(sorted(path.stem for path in (conf_dir() / "pipeline").glob("*.yaml")))
         print(HELP.format(what=cli.OTHERS["pipeline"], known=known))

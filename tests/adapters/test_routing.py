@@ -96,7 +96,7 @@ def test_a_collapsed_router_is_told_once_and_seen_in_the_report(
         return read
 
     monkeypatch.setattr(memory.MemoryBlock, "forward", forced)
-    ended = train_tiny(corpus, *SHAPE, f"run.dir={tmp_path / 'a'}", "router.warn_after_steps=2")
+    ended = train_tiny(corpus, *SHAPE, f"run.dir={tmp_path / 'a'}", "router.warn_after_steps=2", "report.enabled=true")
     assert ended.code == 0, ended.err
     words = " ".join(ended.out.split())
     assert words.count("has sent all tokens to the same 2 of 6 chapters for 2 steps") == 1

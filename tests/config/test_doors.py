@@ -20,8 +20,9 @@ from lmtrain.data.corpus import Corpus, build_corpus
 from lmtrain.data.examples.unpaired_rows import UnpairedRowEncoder
 from lmtrain.data.text.windows import IGNORE
 from lmtrain.errors import UserError
-from lmtrain.objectives.base import LossParts, Objective
+from lmtrain.objectives.base import Objective
 from lmtrain.objectives.kto import KTOOptions
+from lmtrain.objectives.parts import LossParts
 from lmtrain.optim.schedules import LRSchedule
 from support import rows
 

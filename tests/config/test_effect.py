@@ -7,6 +7,7 @@ import pytest
 from inprocess import message, run, snapshot, train_tiny
 from lmtrain.config.checks import time_limit_seconds
 from lmtrain.config.compose import check, compose
+from lmtrain.data.corpus import check_rows
 from lmtrain.errors import UserError
 from lmtrain.run.plan import unlikely
 from support import TINY
@@ -20,6 +21,8 @@ NO_EFFECT = {
     "trainer.fsdp.cpu_offload=true": "set trainer.strategy=fsdp",
     "trainer.fsdp.tensor_parallel_size=4": "set trainer.strategy=fsdp_tp",
     "trainer.spike_window=8": "set trainer.spike_factor=2.0",
+    "trainer.fp8_recipe=rowwise": "set trainer.precision=fp8",
+    "data.fim.spm_rate=0.2": "set data.fim.rate=0.5",
     "data.name=wikitext": "names data of the hub",
     "data.streaming=true": "names data of the hub",
 }
@@ -62,6 +65,7 @@ SOURCES = {
     ("'corpus/**/*.txt'",): ("files", "text"),
     ("chats.jsonl", "objective=sft"): ("files", "auto"),
     ("pairs.jsonl", "objective=dpo"): ("files", "auto"),
+    ("answers.jsonl", "objective=kto"): ("files", "auto"),
 }
 
 
@@ -71,12 +75,21 @@ def test_a_bare_path_chooses_its_source(typed: tuple[str, ...]) -> None:
     assert (config.data.source, config.data.format) == SOURCES[typed]
     kind = {"sft": config.data.conversation_format, "dpo": config.data.ranking}
     assert kind.get(config.objective.name, "") is not None
+    assert config.data.rows == config.objective.rows  # the option follows from what the objective trains on
 
 
 def test_a_path_whose_name_tells_nothing_is_refused() -> None:
     for argv in (["data.path=book"], ["data.path=book.txt", "objective=sft"]):
         with pytest.raises(UserError, match=r"its name doesn't tell what it holds; say it with data="):
             compose(argv)
+
+
+def test_rows_of_another_kind_name_the_option_to_choose(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "one"}')
+    config = check(compose(["objective=kto", "data=jsonl", f"data.path={path}"]))
+    with pytest.raises(UserError, match=r"needs rows such as data=unpaired_jsonl reads, .* choose data=unpaired_jsonl"):
+        check_rows(config)
 
 
 def test_the_plan_says_which_source_a_bare_path_chose(corpus: Path, tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ from lmtrain import secrets
 from lmtrain.config import compose as rules
 from lmtrain.config import environment
 from lmtrain.config.compose import check, compose
+from lmtrain.config.defaults import conf_dir
 from lmtrain.config.environment import as_written, readings
 from lmtrain.config.fingerprint import changes, fingerprint
-from lmtrain.config.folders import conf_dir
 from lmtrain.config.interpolations import escaped
 from lmtrain.errors import UserError
 from lmtrain.stages import definition, plan

@@ -8,7 +8,7 @@ import pytest
 from inprocess import message, run, snapshot
 from lmtrain import __version__, cli
 from lmtrain.config.compose import check, compose
-from lmtrain.config.quoting import as_typed, mended
+from lmtrain.config.override_text import as_typed, mended
 from support import REPO
 
 

@@ -7,8 +7,7 @@ import pytest
 
 from lmtrain.config import compose as rules
 from lmtrain.config.constraints import MODEL, TRAJECTORY
-from lmtrain.config.freeze import freeze
-from lmtrain.config.keys import values
+from lmtrain.config.keys import freeze, values
 
 
 def test_nothing_changes_a_frozen_config() -> None:

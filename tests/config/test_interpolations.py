@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from lmtrain.config import compose as rules
 from lmtrain.config import interpolations
-from lmtrain.config.quoting import as_typed
+from lmtrain.config.override_text import as_typed
 from lmtrain.config.targets import build_target
 from lmtrain.errors import UserError
 from lmtrain.generation.text_metrics import TextMetrics

@@ -11,11 +11,10 @@ import pytest
 from chats import write_rows
 from inprocess import train_tiny
 from lmtrain.config import compose as rules
-from lmtrain.config import models, optimizers, schedule
 from lmtrain.config.constraints import MACHINE, MODEL, PREPARED, RATE, SHOWN, TRAJECTORY, VALIDATION, Shapes, at_least
 from lmtrain.config.fingerprint import fingerprint, of_model
 from lmtrain.config.keys import Key, keys_in, keys_of, value_of
-from lmtrain.config.objectives import OWN
+from lmtrain.config.options import MODELS, OBJECTIVES, OPTIMIZERS, SCHEDULES
 from lmtrain.config.schema import Config
 from lmtrain.config.sections import all_keys
 from lmtrain.data.corpus import build_corpus
@@ -217,8 +216,8 @@ def test_a_key_without_a_class_is_noticed() -> None:
 
 
 def test_a_key_of_several_classes_shapes_the_same_in_all() -> None:
-    groups = {"objective": [options for _, options in OWN.values()], "model": models.OWN.values(),
-              "optimizer": optimizers.OWN.values(), "schedule": schedule.OWN.values()}  # fmt: skip
+    groups = {"objective": [options for _, options in OBJECTIVES.values()], "model": MODELS.values(),
+              "optimizer": OPTIMIZERS.values(), "schedule": SCHEDULES.values()}  # fmt: skip
     for group, classes in groups.items():
         shapes: dict[str, set[Shapes]] = {}
         for key in (key for options in classes for key in keys_of(options, f"{group}.")):

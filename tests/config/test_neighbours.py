@@ -8,8 +8,8 @@ import pytest
 
 from inprocess import message, run
 from lmtrain.config import compose as config
-from lmtrain.config import explain, words
-from lmtrain.config.aliases import NEIGHBOURS
+from lmtrain.config import explain
+from lmtrain.config.aliases import NEIGHBOURS, absent, used_here
 from lmtrain.errors import UserError
 
 WORDS = """
@@ -322,14 +322,14 @@ def test_every_argument_of_lightnings_trainer_is_answered(valid: list[str]) -> N
         if f"trainer.{name}" in valid:
             continue
         for key in (name, f"trainer.{name}"):
-            assert words.used_here(key, valid) or words.absent(key), key
+            assert used_here(key, valid) or absent(key), key
 
 
 def test_the_arguments_of_transformers_that_people_set_are_answered(valid: list[str]) -> None:
     from transformers import TrainingArguments
 
     names = {f.name for f in dataclasses.fields(TrainingArguments)} - set(valid)
-    answered = {name for name in names if words.used_here(name, valid) or words.absent(name)}
+    answered = {name for name in names if used_here(name, valid) or absent(name)}
     assert len(answered) >= 60
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lmtrain.config import strangers
+from lmtrain.config.safe_yaml import check_folder, check_words
 from lmtrain.errors import UserError
 
 LAUGHS = "a0: &a0 [l, l, l, l, l, l, l, l, l]\n" + "".join(
@@ -17,7 +17,7 @@ def test_aliases_that_stand_for_too_much(text: str, tmp_path: Path) -> None:
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "theirs.yaml").write_text(text)
     with pytest.raises(UserError, match=r"experiment/theirs\.yaml can't be read: its aliases"):
-        strangers.check_folder(tmp_path, "config")
+        check_folder(tmp_path, "config")
 
 
 @pytest.mark.parametrize(
@@ -25,14 +25,14 @@ def test_aliases_that_stand_for_too_much(text: str, tmp_path: Path) -> None:
 )
 def test_other_files_are_left_to_hydra(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(text)
-    strangers.check_folder(tmp_path, "config")
+    check_folder(tmp_path, "config")
 
 
 @pytest.mark.parametrize("text", [f"seed: {'9' * 5000}\n", f"a: 1\nb: -0x{'9_' * 3000}\n"])
 def test_numbers_of_thousands_of_digits(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(UserError, match=r"config\.yaml can't be read: a number .* in line"):
-        strangers.check_folder(tmp_path, "config")
+        check_folder(tmp_path, "config")
 
 
 @pytest.mark.parametrize("entry", ["pkg://antigravity", "PKG://a", "structured://", "http://127.0.0.1/"])
@@ -40,13 +40,13 @@ def test_hydra_looks_in_folders_only(entry: str, tmp_path: Path) -> None:
     """pkg:// imports the package, so runs its code."""
     (tmp_path / "config.yaml").write_text(f"hydra: {{searchpath: ['file:///tmp', '{entry}']}}\n")
     with pytest.raises(UserError, match=r"config\.yaml: hydra\.searchpath has .*, which Hydra would import"):
-        strangers.check_folder(tmp_path, "config")
+        check_folder(tmp_path, "config")
     for word in (f"hydra.searchpath=[{entry}]", f"++hydra.searchpath=['file:///tmp','{entry}']"):
         with pytest.raises(UserError, match=r"hydra\.searchpath has"):
-            strangers.check_words([word])
+            check_words([word])
 
 
 def test_folders_are_let_through(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("hydra: {searchpath: ['file:///tmp', /tmp]}\n")
-    strangers.check_folder(tmp_path, "config")
-    strangers.check_words(["hydra.searchpath=[file:///tmp]", "data.path='pkg://a'", "hydra.searchpath=[", "seed=1"])
+    check_folder(tmp_path, "config")
+    check_words(["hydra.searchpath=[file:///tmp]", "data.path='pkg://a'", "hydra.searchpath=[", "seed=1"])

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from lmtrain.config.schema import DataConfig, TokenizerConfig
+from lmtrain.config.schema_data import DataConfig, TokenizerConfig
 
 CONF = Path(__file__).parents[2] / "conf"
 

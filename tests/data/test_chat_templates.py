@@ -8,10 +8,11 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from lmtrain.data import tokenizers
-from lmtrain.data.chat.conversations import BadRow, Completion, Conversation
+from lmtrain.data.chat.conversations import Completion, Conversation
 from lmtrain.data.chat.jinja_rendering import NAMED
 from lmtrain.data.chat.rendering import ChatTemplate
 from lmtrain.data.chat.templates import ChatEncoder, Example, own_template
+from lmtrain.data.chat.turns import BadRow
 from lmtrain.errors import UserError
 from loopback_hub import HUB
 

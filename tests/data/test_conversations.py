@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from lmtrain.data.chat.conversations import FORMATS, BadRow, Completion, Conversation, detect_format, to_sample
+from lmtrain.data.chat.conversations import FORMATS, Completion, Conversation, detect_format, to_sample
+from lmtrain.data.chat.turns import BadRow
 from lmtrain.errors import UserError
 from loopback_hub import HUB
 

@@ -28,7 +28,7 @@ def python_text():
 
 
 def made(text, option, **settings):
-    from lmtrain.config.schema import TokenizerConfig
+    from lmtrain.config.schema_data import TokenizerConfig
 
     cfg = TokenizerConfig(kind=option, **settings)
     return tokenizers.load_or_train(cfg, lambda _: iter([text]))

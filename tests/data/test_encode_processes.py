@@ -20,7 +20,7 @@ from processes import Process, started_by, wait_until_gone
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
 ENDLESS = f"""
 import itertools, sys
-sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[1])!r}]
+sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[1] / "helpers")!r}]
 from test_encode_processes import Piece, encoder
 for _ in encoder().encode(Piece("some words\\n" * 9000, True) for _ in itertools.count()):
     print(flush=True)

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from inprocess import Ended, message, run, stops_at
 from lmtrain.callbacks.metrics import without_times
+from lmtrain.config.batch import Stages, check_reached, row_lengths, step_sizes
 from lmtrain.config.compose import check, compose
-from lmtrain.config.growth import Stages, check_reached, row_lengths, step_sizes
 from lmtrain.data import order
 from lmtrain.data.corpus import build_corpus
 from lmtrain.data.loaders import StepDataset

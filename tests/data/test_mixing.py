@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from lmtrain.config.growth import Stages
+from lmtrain.config.batch import Stages
 from lmtrain.data.mixing import Mixture, MixtureSource, check_weights
 from lmtrain.errors import UserError
 

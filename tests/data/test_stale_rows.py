@@ -8,7 +8,7 @@ import pytest
 from tokenizers import AddedToken, processors
 
 from chats import write_chats
-from lmtrain.config.schema import DataConfig, TokenizerConfig
+from lmtrain.config.schema_data import DataConfig, TokenizerConfig
 from lmtrain.data import tokenizers
 from lmtrain.data.examples.chat_rows import ChatRows
 from lmtrain.data.examples.pair_rows import PairRowEncoder

@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from lmtrain.config.growth import Stages
-from lmtrain.config.schema import DataConfig
+from lmtrain.config.batch import Stages
+from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.loaders import StepDataset
 from lmtrain.data.sources import files
 from lmtrain.data.stream import ring as producing

@@ -12,8 +12,9 @@ from jinja2 import TemplateError
 from template_sweep import CHATS, every_template, tokenizer_for, trl_template, user
 from transformers import PreTrainedTokenizerFast
 
-from lmtrain.data.chat.conversations import BadRow, Conversation
+from lmtrain.data.chat.conversations import Conversation
 from lmtrain.data.chat.templates import ChatEncoder, Example
+from lmtrain.data.chat.turns import BadRow
 from lmtrain.errors import UserError
 
 # Those whose habits differ; all others are tried by the slow test.

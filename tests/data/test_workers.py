@@ -15,7 +15,7 @@ DIES_AT_FORK = """
 import os, signal, sys, time
 import torch
 from torch.utils.data import TensorDataset
-from lmtrain.config.growth import Stages
+from lmtrain.config.batch import Stages
 from lmtrain.data.modules import TokenDataModule
 
 module = TokenDataModule(None, None, seed=0, sizes=Stages.constant(1), micro_batch_size=1, total_steps=1,

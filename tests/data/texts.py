@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
-from lmtrain.config.schema import DataConfig
+from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.sources import choose
 from lmtrain.data.sources.pieces import Piece
 

@@ -25,7 +25,8 @@ print(json.dumps({"code": code, "dtypes": sorted(seen)}))
 """
 
 
-@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
 def test_mixed_precision_is_computed_in(corpus: Path, tmp_path: Path, stage: int) -> None:
     pytest.importorskip("deepspeed")
     settings = [

@@ -155,7 +155,7 @@ def test_an_answer_ends_with_its_turn() -> None:
     """A model that can only say one token: generation stops at it if it ends a turn, and only then."""
     from transformers import AutoModelForCausalLM, GPT2Config
 
-    from lmtrain.config.schema import TokenizerConfig
+    from lmtrain.config.schema_data import TokenizerConfig
     from lmtrain.data import tokenizers
 
     cfg = TokenizerConfig(kind="bytes")

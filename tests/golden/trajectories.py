@@ -13,7 +13,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 REPO = HERE.parents[1]
-sys.path.insert(0, str(REPO / "tests"))  # as a script; pytest finds it anyway
+sys.path.insert(0, str(REPO / "tests" / "helpers"))  # as a script; pytest finds it anyway
 
 from chats import write_rows  # noqa: E402
 from tiny_pretrained import save_pretrained  # noqa: E402

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from helpers_models import FAMILIES, VOCAB, objective, tiny
 from lmtrain.config import compose as lmtrain_config
-from lmtrain.config.models import OWN, LoadedModelConfig
+from lmtrain.config.options import MODELS, LoadedModelConfig
 from lmtrain.config.schema import ModelConfig
 from lmtrain.errors import UserError
 from lmtrain.models import attention
@@ -28,7 +28,7 @@ def family(request):
 
 def preset(name: str, *overrides: str) -> ModelConfig:
     tree = lmtrain_config.compose([f"model={name}", *overrides]).model
-    model = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(OWN[tree.init]), OmegaConf.to_container(tree)))
+    model = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(MODELS[tree.init]), OmegaConf.to_container(tree)))
     assert isinstance(model, ModelConfig)
     return model
 

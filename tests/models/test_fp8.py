@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from helpers_models import VOCAB, tiny
 from inprocess import Ended, message, run, stops_at, train_tiny
+from lmtrain.config.batch import Stages
 from lmtrain.config.compose import check, compose
-from lmtrain.config.growth import Stages
 from lmtrain.config.schema import Config
 from lmtrain.data.loaders import StepDataset
 from lmtrain.distributed import devices

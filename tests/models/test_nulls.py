@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from helpers_models import COMMON, tiny, tiny_config
-from lmtrain.config.models import ScratchModelConfig
+from lmtrain.config.options import ScratchModelConfig
 from lmtrain.errors import UserError
 from lmtrain.models.build import build_model
 

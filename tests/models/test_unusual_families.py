@@ -8,7 +8,7 @@ from transformers import NemotronForCausalLM
 
 from chats import write_chats
 from inprocess import message, run
-from lmtrain.config.schema import TokenizerConfig
+from lmtrain.config.schema_data import TokenizerConfig
 from lmtrain.data import tokenizers
 from support import rows
 from tiny_pretrained import SHORT

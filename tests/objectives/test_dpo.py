@@ -19,9 +19,9 @@ from chats import write_chats
 from inprocess import Ended, message, run
 from lmtrain.callbacks.metrics import without_times
 from lmtrain.checkpoints import store
+from lmtrain.config.batch import Stages
 from lmtrain.config.compose import check, compose
-from lmtrain.config.growth import Stages
-from lmtrain.config.objectives import PREFERENCE_LOSSES, REFERENCES
+from lmtrain.config.options import PREFERENCE_LOSSES, REFERENCES
 from lmtrain.data.corpus import build_corpus
 from lmtrain.data.loaders import StepDataset
 from lmtrain.data.store import cache as store_cache

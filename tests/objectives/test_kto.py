@@ -10,8 +10,8 @@ import torch
 
 from inprocess import Ended, message, run
 from lmtrain.callbacks.metrics import without_times
+from lmtrain.config.batch import Stages
 from lmtrain.config.compose import check, compose
-from lmtrain.config.growth import Stages
 from lmtrain.data.corpus import build_corpus
 from lmtrain.data.loaders import StepDataset, ValidationDataset
 from lmtrain.errors import UserError

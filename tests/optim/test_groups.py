@@ -16,7 +16,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from lmtrain.config.optimizers import MuonConfig
+from lmtrain.config.options import MuonConfig
 from lmtrain.config.schema import OptimizerConfig
 from lmtrain.errors import UserError
 from lmtrain.optim.groups import parameter_groups, table_rows

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lmtrain.config import compose as rules
-from lmtrain.config.optimizers import OWN
+from lmtrain.config.options import OPTIMIZERS
 from lmtrain.config.schema import OptimizerConfig
 from lmtrain.errors import UserError
 from lmtrain.optim import muon
@@ -76,7 +76,7 @@ def config(name: str, **changes: Any) -> OptimizerConfig:
     tree.lr = 1e-2
     values = OmegaConf.to_container(tree)
     assert isinstance(values, dict)
-    return OWN[name](**{**values, **changes})  # type: ignore[arg-type]
+    return OPTIMIZERS[name](**{**values, **changes})  # type: ignore[arg-type]
 
 
 def build(model: nn.Module, name: str, **changes: Any) -> torch.optim.Optimizer:
@@ -493,7 +493,7 @@ def test_there_is_a_yaml_for_every_optimizer() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_key_of_a_yaml_is_an_option_of_its_own(name: str) -> None:
     """Without it the config is refused."""
-    common, own = ({f.name for f in dataclasses.fields(cls)} for cls in (OptimizerConfig, OWN[name]))
+    common, own = ({f.name for f in dataclasses.fields(cls)} for cls in (OptimizerConfig, OPTIMIZERS[name]))
     plain = rules.to_plain(rules.check(rules.compose([f"optimizer={name}"])))
     assert set(plain["optimizer"]) == own - {"_target_"}
     for key in own - common:

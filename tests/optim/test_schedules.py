@@ -11,7 +11,7 @@ import transformers
 from omegaconf import OmegaConf
 
 from lmtrain.config import compose as rules
-from lmtrain.config.schedule import OWN, RangeTestConfig
+from lmtrain.config.options import SCHEDULES, RangeTestConfig
 from lmtrain.config.schema import ScheduleConfig
 from lmtrain.errors import UserError
 from lmtrain.optim.groups import set_lr
@@ -32,7 +32,7 @@ DECAYING = [name for name in EXTRA if name not in ("constant", "inverse_sqrt")]
 
 
 def schedule(name: str, **changes: Any) -> ScheduleConfig:
-    return OWN[name](**{"name": name, "warmup_steps": None, "warmup_ratio": None, **EXTRA[name], **changes})
+    return SCHEDULES[name](**{"name": name, "warmup_steps": None, "warmup_ratio": None, **EXTRA[name], **changes})
 
 
 def curve(s: ScheduleConfig, total: int | None = T, steps: int = T + 5) -> list[float]:
@@ -52,7 +52,7 @@ def from_lambda_lr(scheduler_of: Any, steps: int = T) -> list[float]:
 
 
 def test_every_schedule_is_covered() -> None:
-    assert {*EXTRA, "range_test"} == set(OWN)
+    assert {*EXTRA, "range_test"} == set(SCHEDULES)
 
 
 def test_the_range_test_multiplies_the_rate() -> None:
@@ -234,7 +234,7 @@ def test_set_lr_scales_every_group_from_its_base() -> None:
 def test_yamls_hold_what_their_schedule_reads(path: Path) -> None:
     values = OmegaConf.to_container(OmegaConf.load(path))
     assert isinstance(values, dict)
-    s = OWN[str(values["name"])](**values)  # type: ignore[arg-type]
+    s = SCHEDULES[str(values["name"])](**values)  # type: ignore[arg-type]
     assert set(values) == {f.name for f in dataclasses.fields(s)} - {"_target_"}
     got = curve(s, total=2000, steps=2000)
     assert max(got) == 1.0
@@ -242,4 +242,4 @@ def test_yamls_hold_what_their_schedule_reads(path: Path) -> None:
 
 
 def test_there_is_a_yaml_for_every_schedule() -> None:
-    assert {p.stem for p in CONF.glob("*.yaml")} == {*OWN, "constant_with_warmup", "custom"}
+    assert {p.stem for p in CONF.glob("*.yaml")} == {*SCHEDULES, "constant_with_warmup", "custom"}

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 # conf/objective; custom is no objective but the place for one of a user's own.
 OBJECTIVES = ("causal_lm", "sft", "dpo", "kto", "mdlm")
-# config.objectives.REFERENCES, of objectives that have one; the others have "-".
+# config.options.REFERENCES, of objectives that have one; the others have "-".
 REFERENCES = ("-", "auto", "frozen_copy", "adapter_off", "precomputed", "none")
 # conf/peft, and settings of it that compute something else.
 ADAPTERS: dict[str, list[str]] = {
@@ -55,7 +55,8 @@ class Cell(NamedTuple):
         return "/".join(map(str, self))
 
 
-# What the quick suite walks with each other; the slow one walks all. A compiled cell takes seconds (COMPILED).
+# What the quick suite walks, and the slow one with each other; the nightly one walks all. A compiled cell takes
+# seconds (COMPILED).
 CORE_REFERENCES = ("-", "frozen_copy", "adapter_off", "precomputed", "none")
 CORE_ADAPTERS = ("none", "lora", "pissa", "continued")
 CORE_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
@@ -112,6 +113,16 @@ COMPILED = [
 def cells() -> Iterator[Cell]:
     """All that mean something."""
     return (cell for cell in map(Cell._make, itertools.product(*AXES)) if means_something(cell))
+
+
+def each_value(candidates: list[Cell]) -> list[Cell]:
+    """A few of the candidates in which each value stands that stands in any; greedy, the same every time."""
+    left = {pair for cell in candidates for pair in enumerate(cell)}
+    chosen = []
+    while left:
+        chosen.append(max(candidates, key=lambda cell: len(left & set(enumerate(cell)))))
+        left -= set(enumerate(chosen[-1]))
+    return chosen
 
 
 def pairwise(candidates: list[Cell]) -> list[Cell]:

@@ -99,7 +99,7 @@ def compare(found: list[dict[str, float]], reference: list[dict[str, float]], na
     assert max(abs(row["train/rewards/margin"]) for row in found[1:]) > 0.01, "the policy never left its reference"
 
 
-@pytest.fixture(scope="module", params=["real", "made"])
+@pytest.fixture(scope="module", params=[pytest.param("real", marks=pytest.mark.nightly), "made"])
 def data(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Pairs as a file, and a tiny model for them."""
     folder = tmp_path_factory.mktemp("pairs")

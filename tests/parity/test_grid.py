@@ -21,6 +21,7 @@ from grid import (
     REFERENCES,
     Cell,
     cells,
+    each_value,
     pairwise,
     refusal,
     sample,
@@ -28,8 +29,8 @@ from grid import (
 from grid_runs import How, Ran, expected, run_cell, run_on_ranks, write_data
 from plain import Trained
 
-from lmtrain.config import objectives
-from lmtrain.config.schema_trainer import PRECISIONS as SCHEMA_PRECISIONS
+from lmtrain.config import options
+from lmtrain.config.schema import PRECISIONS as SCHEMA_PRECISIONS
 from lmtrain.errors import UserError
 from support import REPO
 
@@ -130,10 +131,17 @@ TRAINED = [cell for cell in cells() if refusal(cell) is None]
 REFUSED = [cell for cell in cells() if refusal(cell) is not None]
 
 
-def test_any_two_settings_train_like_a_plain_loop(folder: Path, tmp_path: Path) -> None:
+IN_CORE = [c for c in TRAINED if all(v in core for v, core in zip(c, CORE, strict=True))]
+
+
+def test_each_setting_trains_like_a_plain_loop(folder: Path, tmp_path: Path) -> None:
     """Of the settings in CORE; blocks are compiled without inductor, whose code takes long to make."""
-    chosen = pairwise([c for c in TRAINED if all(v in core for v, core in zip(c, CORE, strict=True))])
-    walk([*chosen, *COMPILED], folder, tmp_path, How("eager", steps=4))
+    walk([*each_value(IN_CORE), COMPILED[0]], folder, tmp_path, How("eager", steps=4))
+
+
+@pytest.mark.slow
+def test_any_two_settings_train_like_a_plain_loop(folder: Path, tmp_path: Path) -> None:
+    walk([*pairwise(IN_CORE), *COMPILED], folder, tmp_path, How("eager", steps=4))
 
 
 @pytest.mark.nightly
@@ -168,7 +176,7 @@ def test_the_grid_has_all_that_can_be_chosen() -> None:
     """A new objective, adapter, reference or precision needs a word in grid.py, and where it computes, a formula."""
     assert {file.stem for file in (REPO / "conf" / "objective").glob("*.yaml")} - {"custom"} == set(OBJECTIVES)
     assert {file.stem for file in (REPO / "conf" / "peft").glob("*.yaml")} <= set(ADAPTERS)
-    assert set(objectives.REFERENCES) == set(REFERENCES) - {"-"}
+    assert set(options.REFERENCES) == set(REFERENCES) - {"-"}
     assert set(SCHEMA_PRECISIONS) - {"auto"} == set(PRECISIONS)
     with_reference = {
         file.stem for file in (REPO / "conf" / "objective").glob("*.yaml") if "\nreference:" in file.read_text()

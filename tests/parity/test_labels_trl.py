@@ -62,7 +62,7 @@ def rows_and_tokenizer(tmp_path: Path) -> tuple[list[Messages], PreTrainedTokeni
 
 
 @pytest.mark.parametrize("max_length", [1024, 60])
-@pytest.mark.parametrize("kind", ["real", "made"])
+@pytest.mark.parametrize("kind", [pytest.param("real", marks=pytest.mark.nightly), "made"])
 def test_chatml(kind: str, max_length: int, tmp_path: Path) -> None:
     rows, tokenizer = of_kind(kind, tmp_path)
     reference = theirs(tmp_path, rows, tokenizer, max_length, template=MARKED_CHATML)

@@ -10,7 +10,7 @@ from rich.console import Console
 from torch.nn import functional as F
 
 from lmtrain.config import compose as config
-from lmtrain.config.growth import Stages
+from lmtrain.config.batch import Stages
 from lmtrain.data.loaders import StepDataset
 from lmtrain.distributed import devices
 from lmtrain.run import build

@@ -35,6 +35,7 @@ sys.exit(code)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of a process is read from Linux's /proc")
 def test_seven_billion_parameters_in_little_memory(tmp_path: Path) -> None:
     command = [sys.executable, "-c", ESTIMATE, *LARGE, "estimate.device=h100"]

@@ -13,10 +13,11 @@ from rich.console import Console
 from chats import conversation, pair, write_chats
 from inprocess import Ended, message, run
 from lmtrain.config.compose import check, compose
-from lmtrain.config.schema import TokenizerConfig
+from lmtrain.config.schema_data import TokenizerConfig
 from lmtrain.data import tokenizers
 from lmtrain.reports.inspection import look
-from lmtrain.reports.token_view import marked, pieces, visible
+from lmtrain.reports.token_view import marked, pieces
+from lmtrain.terminal import visible
 from support import TINY
 
 CHAT = [*TINY, "objective=sft", "data=chat_jsonl", "data.chat_template=vicuna", "model.max_position_embeddings=1024",

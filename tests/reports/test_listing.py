@@ -16,6 +16,7 @@ SHORT = [*TINY, "data=text", "trainer.max_steps=4", "trainer.val_check_interval=
          "callbacks.samples.every_n_validations=0", "export.enabled=false"]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_finished_killed_and_running(corpus: Path, tmp_path: Path) -> None:
     root, common = tmp_path / "outputs", [*SHORT, f"data.path={corpus}"]
     assert run("train", *common, f"run.dir={root / 'a' / 'first'}").code == 0
@@ -41,6 +42,17 @@ def test_finished_killed_and_running(corpus: Path, tmp_path: Path) -> None:
     assert "a/first" in done.out
     assert "unreadable" in done.out
     assert "3 of 4" in done.out
+
+
+def test_a_finished_run_and_one_that_cannot_be_read(corpus: Path, tmp_path: Path) -> None:
+    root = tmp_path / "outputs"
+    assert run("train", *SHORT, f"data.path={corpus}", f"run.dir={root / 'first'}").code == 0
+    (first,) = runs_under(root)
+    assert (first.status, first.step, first.max_steps) == ("finished", 4, 4)
+    (first.path / "summary.json").write_text("{half")
+    done = run("runs", str(root))
+    assert done.code == 0
+    assert "unreadable" in done.out
 
 
 def _with_tests() -> dict[str, str]:

@@ -52,7 +52,7 @@ def assert_self_contained(page: Page) -> None:
 
 
 def test_a_run_ends_with_its_page(corpus: Path, tmp_path: Path) -> None:
-    ended = train_tiny(corpus, f"run.dir={tmp_path / 'a'}", "optimizer.lr=0.01")
+    ended = train_tiny(corpus, f"run.dir={tmp_path / 'a'}", "optimizer.lr=0.01", "report.enabled=true")
     assert ended.code == 0, ended.err
     page = Page((tmp_path / "a" / "report.html").read_text())
     assert_self_contained(page)
@@ -66,15 +66,18 @@ def test_a_run_ends_with_its_page(corpus: Path, tmp_path: Path) -> None:
     for words in ("optimizer.lr", "0.01", "step_00000002 (best) (last)", "AutoModelForCausalLM", ": began"):
         assert words in page.text, words
     assert "data.cache_dir" not in page.text
-    assert train_tiny(corpus, f"run.dir={tmp_path / 'b'}", "report.enabled=false").code == 0
+    assert train_tiny(corpus, f"run.dir={tmp_path / 'b'}").code == 0
     assert not (tmp_path / "b" / "report.html").exists()
 
 
 def test_a_resumed_run_says_so_and_runs_are_compared(corpus: Path, tmp_path: Path) -> None:
-    for name, more in (("a", ["optimizer.lr=0.01"]), ("b", ["optimizer.lr=0.00001", "model.hidden_size=16"])):
+    for name, more in (
+        ("a", ["optimizer.lr=0.01", "report.enabled=true"]),
+        ("b", ["optimizer.lr=0.00001", "model.hidden_size=16"]),
+    ):
         assert train_tiny(corpus, f"run.dir={tmp_path / name}", *more).code == 0
-    assert train_tiny(corpus, f"run.dir={tmp_path / 'a'}", "optimizer.lr=0.01", "trainer.max_steps=4",
-                      "run.resume=auto").code == 0  # fmt: skip
+    more = ["optimizer.lr=0.01", "report.enabled=true", "trainer.max_steps=4", "run.resume=auto"]
+    assert train_tiny(corpus, f"run.dir={tmp_path / 'a'}", *more).code == 0
     assert "went on from step 2" in Page((tmp_path / "a" / "report.html").read_text()).text
     ended = run(
         "report", f"run_dir={tmp_path / 'b'}", f"run_dir={tmp_path / 'a'}", "--out", str(tmp_path / "both.html")

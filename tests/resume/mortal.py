@@ -69,7 +69,7 @@ def run(
     else:
         words = [sys.executable, "-c", f"import mortal; mortal.live(*{arguments!r})"]
         path = os.pathsep.join(
-            [str(Path(__file__).parent), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+            [str(Path(__file__).parent), str(Path(__file__).parents[1] / "helpers"), os.environ.get("PYTHONPATH", "")]
         )
         started = subprocess.Popen(words, env={**os.environ, "PYTHONPATH": path, MARK: mark})
         try:

@@ -68,6 +68,7 @@ def test_killed_in_a_save_and_a_validation(uninterrupted: Callable[[int], Path],
     assert_equal_runs(uninterrupted(3), tmp_path / "run")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("accumulation", "save", "workers"), [(1, "sync", 0), (1, "async", 2), (3, "sync", 2), (3, "async", 0)]

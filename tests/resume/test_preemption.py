@@ -105,6 +105,7 @@ def stop_in_c(corpus: Path, run_dir: Path, again: float, work: int) -> subproces
     return train(corpus, run_dir, *LONG, f"callbacks.extra={extra}", "run.allow_target=[slow]")
 
 
+@pytest.mark.slow
 def test_a_signal_sent_twice_at_once_is_one_request(corpus: Path, tmp_path: Path) -> None:
     """However late the step in which they come lets Python see the second."""
     done = stop_in_c(corpus, tmp_path / "run", again=0.02, work=10)
@@ -112,12 +113,14 @@ def test_a_signal_sent_twice_at_once_is_one_request(corpus: Path, tmp_path: Path
     assert [store.step_of(p) for p in store.scan(tmp_path / "run" / "checkpoints")] == [7]
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_what_hangs(corpus: Path, tmp_path: Path) -> None:
     done = stop_in_c(corpus, tmp_path / "run", again=2.5, work=300)
     assert done.returncode == -signal.SIGTERM, done.stdout + done.stderr
     assert not (tmp_path / "work_done").exists()
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_a_save(corpus: Path, tmp_path: Path) -> None:
     run_dir, marker = tmp_path / "run", tmp_path / "saving"
     settings = [*LONG, "trainer.val_check_interval=null"]
@@ -147,6 +150,7 @@ def test_time_limit(devices: int, corpus: Path, tmp_path: Path) -> None:
     assert store.scan(run_dir / "checkpoints")
 
 
+@pytest.mark.slow
 def test_a_long_validation_is_interrupted_and_owed(corpus: Path, tmp_path: Path) -> None:
     """The signal comes in a validation: it is left at once, and the resumed run begins with it."""
     settings = ["data.micro_batch_size=6", "trainer.max_steps=6", "trainer.val_check_interval=3"]

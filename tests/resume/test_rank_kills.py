@@ -42,6 +42,7 @@ def whole(strategy: str, corpus: Path, tmp_path_factory: pytest.TempPathFactory)
     return run_dir
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_killed_ranks_start_again_by_themselves(whole: Path, strategy: str, corpus: Path, tmp_path: Path) -> None:
     """Every place in one command: after each kill the launcher ends the other rank and starts both again.

@@ -64,6 +64,7 @@ def test_a_run_that_was_waited_for_is_not_overwritten(corpus: Path, tmp_path: Pa
     assert (folder / "checkpoints" / "step_00000009").exists()
 
 
+@pytest.mark.slow
 def test_a_folder_that_goes_while_one_waits_is_a_message(corpus: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()

@@ -15,7 +15,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("what", CASES)
+@pytest.mark.parametrize("what", [pytest.param("KillWorkers", marks=pytest.mark.slow), *list(CASES)[1:]])
 def test_one_message_and_the_checkpoint_stays(
     what: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,8 +12,8 @@ import pytest
 import lmtrain
 from inprocess import TWO_STEPS, message, train_tiny
 from lmtrain.callbacks import foreign
+from lmtrain.config.aliases import LIGHTNING
 from lmtrain.config.explain import flatten
-from lmtrain.config.lightning_arguments import ANSWERS
 from lmtrain.config.targets import build_target
 from lmtrain.errors import UserError
 from support import REPO, TINY, Run, rows
@@ -41,16 +41,16 @@ def test_the_table_has_lightnings_whole_signature() -> None:
     keys = set(flatten(dataclasses.asdict(lmtrain.compose())))
     offered = {name for name in listed if f"trainer.{name}" in keys}
     assert offered == {name for name, words in listed.items() if words.startswith(f"`trainer.{name}`")}
-    assert arguments - offered - set(ANSWERS) <= set(ELSEWHERE)
+    assert arguments - offered - set(LIGHTNING) <= set(ELSEWHERE)
     named = re.findall(r"`((?:trainer|run|data|callbacks)\.[a-z_.]+)`", " ".join(listed.values()))
     assert set(named) <= keys
 
 
-@pytest.mark.parametrize("name", sorted(ANSWERS))
+@pytest.mark.parametrize("name", sorted(LIGHTNING))
 def test_an_argument_that_is_not_taken_is_answered(name: str, corpus: Path) -> None:
     ended = train_tiny(corpus, f"trainer.{name}=1")
     assert ended.code == 2
-    assert message(ended.err).startswith(f"there is no key 'trainer.{name}'; here it is {ANSWERS[name]}")
+    assert message(ended.err).startswith(f"there is no key 'trainer.{name}'; here it is {LIGHTNING[name]}")
 
 
 @pytest.mark.parametrize("profiler", ["simple", "advanced"])
@@ -60,6 +60,7 @@ def test_profiler(profiler: str, corpus: Path, tmp_path: Path) -> None:
     assert "run_training_batch" in next((tmp_path / "run").glob("*profile.txt")).read_text()
 
 
+@pytest.mark.slow
 def test_torchs_profiler(corpus: Path, tmp_path: Path, lmtrain: Run) -> None:
     """In a process of its own: it is one for all of a process."""
     settings = [*TINY, *TWO_STEPS, "data=text", f"data.path={corpus}", *QUIET, "trainer.profiler=pytorch"]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from inprocess import message, run, train_tiny
-from lmtrain.config.compose import batch_split
+from lmtrain.config.batch import batch_split
 from lmtrain.data.chat import jinja_rendering
 from lmtrain.data.loaders import check_descriptors
 from lmtrain.distributed import ranks

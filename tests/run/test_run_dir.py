@@ -34,7 +34,7 @@ def trained_steps(run_dir: Path) -> list[int]:
 
 
 def test_what_is_in_it(corpus: Path, here: Path) -> None:
-    assert train_tiny(corpus, "run.name=first", "logger=tensorboard").code == 0
+    assert train_tiny(corpus, "run.name=first", "logger=tensorboard", "report.enabled=true").code == 0
     run_dir = here / "outputs" / "first"
     assert {p.name for p in run_dir.iterdir()} == {
         "config.yaml", "metrics.jsonl", "samples.jsonl", "summary.json", "checkpoints", "export", "tokenizer",

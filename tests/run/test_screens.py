@@ -75,7 +75,7 @@ def test_a_run_keeps_its_plan_and_where_it_was_made(
         ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "--allow-empty", "-m", "x"],
     ):
         subprocess.run(["git", *words], check=True)
-    ended = train_tiny(corpus, "run.name=a")
+    ended = train_tiny(corpus, "report.enabled=true", "run.name=a")
     assert ended.code == 0, ended.err
     plan = (tmp_path / "outputs" / "a" / "plan.txt").read_text()
     assert plan.startswith("\u256d\u2500 plan ")

@@ -14,7 +14,7 @@ from lmtrain.config import compose as rules
 from support import TINY, Run
 
 CANARY = "c4n4ry-hunter2-c4n4ry"
-WITH_ALL = [*TINY, *TWO_STEPS, "logger=many", "~logger.wandb"]
+WITH_ALL = [*TINY, *TWO_STEPS, "report.enabled=true", "logger=many", "~logger.wandb"]
 
 
 class _Quiet(SimpleHTTPRequestHandler):
@@ -55,7 +55,7 @@ def no_leak(folder: Path, *ended: Ended) -> None:
 
 def test_what_a_config_reads_of_the_environment_is_used_and_not_written(server: str, place: Path) -> None:
     path = f"data.path='{server}?key=${{oc.env:BOOK_ACCESS}}'"
-    words = [*TINY, *TWO_STEPS, "data=text", path, "logger=[csv,tensorboard]", "run.name=one"]
+    words = [*TINY, *TWO_STEPS, "report.enabled=true", "data=text", path, "logger=[csv,tensorboard]", "run.name=one"]
     shown = [run("train", *words, "--cfg"), run("explain", "data.path", path, "data=text")]
     trained = run("train", *words)
     assert trained.code == 0, trained.err
@@ -85,7 +85,8 @@ def test_a_secret_typed_in_full_is_written_as_a_reference(
 ) -> None:
     monkeypatch.setenv("BOOK_TOKEN", CANARY)
     monkeypatch.delenv("BOOK_ACCESS")
-    words = [*TINY, *TWO_STEPS, "data=text", f"data.path={server}?key={CANARY}", "logger=[csv,tensorboard]"]
+    words = [*TINY, *TWO_STEPS, "report.enabled=true", "data=text", f"data.path={server}?key={CANARY}",
+             "logger=[csv,tensorboard]"]  # fmt: skip
     trained = run("train", *words, "run.dir=one")
     assert trained.code == 0, trained.err
     no_leak(place, trained)
@@ -102,7 +103,14 @@ def test_a_secret_typed_in_full_is_written_as_a_reference(
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_ranks_and_wandb_keep_secrets_too(server: str, place: Path, lmtrain: Run) -> None:
-    words = [*TINY, *TWO_STEPS, "data=text", f"data.path='{server}?key=${{oc.env:BOOK_ACCESS}}'", "run.dir=one"]
+    words = [
+        *TINY,
+        *TWO_STEPS,
+        "report.enabled=true",
+        "data=text",
+        f"data.path='{server}?key=${{oc.env:BOOK_ACCESS}}'",
+        "run.dir=one",
+    ]
     typed = f"data.val_path={server}?key={CANARY}"
     loggers = ["logger=wandb", "logger.wandb.mode=offline", typed]
     ranks = ["trainer.accelerator=cpu", "trainer.devices=2", "data.global_batch_size=4"]

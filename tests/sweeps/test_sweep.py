@@ -31,14 +31,14 @@ def sweep(here: Path, corpus: Path, *words: str, **extra: str) -> "subprocess.Po
     """A sweep in a folder, its output in files there."""
     out, err = (open(here / name, "w") for name in ("stdout", "stderr"))  # noqa: SIM115
     command = [sys.executable, "-m", "lmtrain.train", "-m", *TINY, *FOUR_STEPS, f"data.path={corpus}", *words]
-    environ = {**os.environ, "PYTHONPATH": str(REPO / "tests"), **extra}
+    environ = {**os.environ, "PYTHONPATH": str(REPO / "tests" / "helpers"), **extra}
     return subprocess.Popen(command, cwd=here, env=environ, stdout=out, stderr=err, text=True)
 
 
 def sweep_here(here: Path, patch: pytest.MonkeyPatch, corpus: Path, *words: str) -> Ended:
     """The same sweep from this process; its trials are processes of their own."""
     patch.chdir(here)
-    patch.setenv("PYTHONPATH", str(REPO / "tests"))
+    patch.setenv("PYTHONPATH", str(REPO / "tests" / "helpers"))
     return run("train", "-m", *TINY, *FOUR_STEPS, f"data.path={corpus}", *words)
 
 
@@ -82,6 +82,7 @@ def test_failed_trials_are_recorded_and_tried_again(
     assert (folder / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_the_same_command_goes_on(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,8 +7,8 @@ from transformers import PreTrainedModel
 
 from lmtrain.adapters import memory_adapter, quantized
 from lmtrain.adapters.trainable import base_identity, train_base, trainable_names
-from lmtrain.config.memory import trains_base
-from lmtrain.config.models import LoadedModelConfig
+from lmtrain.config.checks import trains_base
+from lmtrain.config.options import LoadedModelConfig
 from lmtrain.config.schema import Config
 from lmtrain.models import split
 from lmtrain.models.build import build_model

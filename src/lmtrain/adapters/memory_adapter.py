@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from lmtrain.adapters.memory import MemorySettings, attach_memory, decoder_layers, memory_blocks
 from lmtrain.adapters.memory_export import load_memory, settings_in
 from lmtrain.adapters.trainable import switched
-from lmtrain.config.memory import chosen_layers
-from lmtrain.config.models import LoadedModelConfig
+from lmtrain.config.checks import chosen_layers
+from lmtrain.config.options import LoadedModelConfig
 from lmtrain.config.schema import Config, MemoryConfig, ModelConfig
 from lmtrain.errors import RunError, UserError
 from lmtrain.models.folder import is_exported

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from lmtrain import terminal
-from lmtrain.config.growth import Stages, row_lengths, step_sizes
+from lmtrain.config.batch import Stages, row_lengths, step_sizes
 from lmtrain.config.schema import DataConfig
 from lmtrain.data.order import Rows
 from lmtrain.errors import first_line

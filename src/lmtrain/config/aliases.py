@@ -1,300 +1,70 @@
-"""Aliases: other projects' names for settings, and the key that each stands for here."""
+"""Aliases: what another project's name for a setting is here, under whatever section it is typed. See aliases.txt."""
 
-# What nanoGPT, litgpt, transformers, TRL, axolotl, Lightning and the lightning-hydra template call it -> our key.
-NEIGHBOURS = {
-    "datamodule": "data",
-    "dataset": "data",
-    "dataset_name": "data.name",
-    "dataset_config_name": "data.config_name",
-    "optim": "optimizer",
-    "scheduler": "schedule",
-    "lr_scheduler": "schedule",
-    "lr_scheduler_type": "schedule",
-    "lr": "optimizer.lr",
-    "learning_rate": "optimizer.lr",
-    "weight_decay": "optimizer.weight_decay",
-    "warmup_steps": "schedule.warmup_steps",
-    "warmup_iters": "schedule.warmup_steps",
-    "warmup_ratio": "schedule.warmup_ratio",
-    "min_lr": "schedule.min_lr_ratio",
-    "ckpt_path": "run.resume",
-    "resume": "run.resume",
-    "resume_from_checkpoint": "run.resume",
-    "init_from": "model.init",
-    "out_dir": "run.dir",
-    "output_dir": "run.dir",
-    "hydra.run.dir": "run.dir",
-    "task_name": "run.name",
-    "run_name": "run.name",
-    "name": "run.name",
-    "wandb": "logger.wandb (with logger=wandb)",
-    "wandb.name": "logger.wandb.name",
-    "wandb.project": "logger.wandb.project",
-    "batch_size": "data.global_batch_size",
-    "data.batch_size": "data.global_batch_size",
-    "per_device_train_batch_size": "data.micro_batch_size",
-    "micro_batch_size": "data.micro_batch_size",
-    "global_batch_size": "data.global_batch_size",
-    "gradient_accumulation_steps": "data.global_batch_size",
-    "trainer.accumulate_grad_batches": "data.global_batch_size",
-    "accumulate_grad_batches": "data.global_batch_size",
-    "block_size": "data.seq_len",
-    "max_length": "data.seq_len",
-    "max_seq_length": "data.seq_len",
-    "sequence_len": "data.seq_len",
-    "seq_len": "data.seq_len",
-    "max_steps": "trainer.max_steps",
-    "max_iters": "trainer.max_steps",
-    "epochs": "trainer.max_epochs",
-    "num_epochs": "trainer.max_epochs",
-    "num_train_epochs": "trainer.max_epochs",
-    "max_epochs": "trainer.max_epochs",
-    "eval_interval": "trainer.val_check_interval",
-    "eval_steps": "trainer.val_check_interval",
-    "trainer.check_val_every_n_epoch": "trainer.val_check_interval",
-    "save_steps": "trainer.save_every_n_steps",
-    "logging_steps": "trainer.log_every_n_steps",
-    "grad_clip": "trainer.gradient_clip_val",
-    "max_grad_norm": "trainer.gradient_clip_val",
-    "devices": "trainer.devices",
-    "strategy": "trainer.strategy",
-    "precision": "trainer.precision",
-    "dtype": "trainer.precision",
-    "bf16": "trainer.precision",
-    "fp16": "trainer.precision",
-    "compile": "trainer.compile",
-    "gradient_checkpointing": "trainer.activation_checkpointing",
-    "save_total_limit": "checkpoint.keep_last",
-    "callbacks.model_checkpoint": "checkpoint",
-    "n_layer": "model.num_hidden_layers",
-    "model.n_layer": "model.num_hidden_layers",
-    "n_head": "model.num_attention_heads",
-    "model.n_head": "model.num_attention_heads",
-    "n_embd": "model.hidden_size",
-    "model.n_embd": "model.hidden_size",
-    "dropout": "model.dropout",
-    "model_name_or_path": "model.name_or_path",
-    "base_model": "model.name_or_path",
-    "text_column": "data.text_column",
-    # Lightning's Trainer, its ModelCheckpoint and EarlyStopping
-    "max_time": "run.time_limit",
-    "fast_dev_run": "debug=fast",
-    "default_root_dir": "run.root",
-    "enable_progress_bar": "callbacks.progress.style",
-    "enable_checkpointing": "trainer.save_every_n_steps",
-    "gradient_clip_val": "trainer.gradient_clip_val",
-    "log_every_n_steps": "trainer.log_every_n_steps",
-    "val_check_interval": "trainer.val_check_interval",
-    "check_val_every_n_epoch": "trainer.val_check_interval",
-    "limit_val_batches": "trainer.limit_val_batches",
-    "limit_test_batches": "trainer.limit_val_batches",
-    "limit_train_batches": "trainer.max_steps",
-    "overfit_batches": "data.num_samples",
-    "accelerator": "trainer.accelerator",
-    "num_nodes": "trainer.num_nodes",
-    "gpus": "trainer.devices",
-    "num_sanity_val_steps": "trainer.val_before_training",
-    "save_dir": "run.root",
-    "save_top_k": "checkpoint.keep_best",
-    "save_last": "checkpoint.keep_last",
-    "every_n_train_steps": "trainer.save_every_n_steps",
-    "monitor": "checkpoint.monitor",
-    "patience": "callbacks.early_stopping.patience",
-    "num_workers": "data.num_workers",
-    # transformers: TrainingArguments and its example scripts
-    "per_gpu_train_batch_size": "data.micro_batch_size",
-    "per_device_eval_batch_size": "data.micro_batch_size",
-    "train_batch_size": "data.global_batch_size",
-    "eval_batch_size": "data.micro_batch_size",
-    "eval_strategy": "trainer.val_check_interval",
-    "evaluation_strategy": "trainer.val_check_interval",
-    "eval_on_start": "trainer.val_before_training",
-    "save_strategy": "trainer.save_every_n_steps",
-    "logging_dir": "run.root",
-    "logging_strategy": "trainer.log_every_n_steps",
-    "report_to": "logger",
-    "project": "logger.wandb.project (with logger=wandb)",
-    "optim_args": "optimizer",
-    "lr_scheduler_kwargs": "schedule",
-    "adam_beta1": "optimizer.betas",
-    "adam_beta2": "optimizer.betas",
-    "adam_epsilon": "optimizer.eps",
-    "label_smoothing_factor": "objective.label_smoothing",
-    "label_smoothing": "objective.label_smoothing",
-    "neftune_noise_alpha": "objective.neftune_alpha",
-    "torch_compile": "trainer.compile",
-    "metric_for_best_model": "checkpoint.monitor",
-    "greater_is_better": "checkpoint.mode",
-    "early_stopping_patience": "callbacks.early_stopping.patience",
-    "early_stopping_threshold": "callbacks.early_stopping.threshold",
-    "disable_tqdm": "callbacks.progress.style",
-    "dataloader_num_workers": "data.num_workers",
-    "preprocessing_num_workers": "data.num_proc",
-    "dataset_num_proc": "data.num_proc",
-    "use_cpu": "trainer.accelerator",
-    "no_cuda": "trainer.accelerator",
-    "data_seed": "seed",
-    "fsdp": "trainer.strategy",
-    "fsdp_config": "trainer.fsdp",
-    "deepspeed": "trainer.deepspeed.config (with trainer.strategy=deepspeed)",
-    "tokenizer_name": "tokenizer.name_or_path (with tokenizer=hub)",
-    "tokenizer_name_or_path": "tokenizer.name_or_path (with tokenizer=hub)",
-    "trust_remote_code": "model.trust_remote_code",
-    "model_revision": "model.revision",
-    "attn_implementation": "model.attention",
-    "torch_dtype": "trainer.precision",
-    "train_file": "data.path",
-    "validation_file": "data.val_path",
-    "validation_split_percentage": "data.val_fraction",
-    "max_train_samples": "data.num_samples",
-    "streaming": "data.streaming",
-    "push_to_hub": "export.push_to",
-    "hub_model_id": "export.push_to",
-    "group_by_length": "data.packing (with objective=sft)",
-    "model_max_length": "data.seq_len",
-    # TRL: SFTConfig, DPOConfig, ModelConfig; peft
-    "loss_type": "objective.loss (with objective=dpo)",
-    "beta": "objective.beta (with objective=dpo)",
-    "rpo_alpha": "objective.sft_weight (with objective=dpo)",
-    "simpo_gamma": "objective.gamma (with objective=dpo)",
-    "precompute_ref_log_probs": "objective.reference (with objective=dpo)",
-    "reference_free": "objective.reference (with objective=dpo)",
-    "ref_model": "objective.reference (with objective=dpo)",
-    "max_prompt_length": "data.max_length (with objective=dpo)",
-    "max_completion_length": "data.max_length (with objective=dpo)",
-    "truncation_mode": "data.on_too_long (with objective=sft or dpo)",
-    "packing": "data.packing (with objective=sft)",
-    "packing_strategy": "data.packing (with objective=sft)",
-    "padding_free": "data.packing (with objective=sft)",
-    "assistant_only_loss": "data.train_on (with objective=sft)",
-    "completion_only_loss": "data.train_on (with objective=sft)",
-    "dataset_text_field": "data.text_column",
-    "chat_template_path": "data.chat_template (with objective=sft)",
-    "use_peft": "peft=lora",
-    "lora_target_modules": "peft.target_modules (with peft=lora)",
-    "lora_modules_to_save": "peft.modules_to_save (with peft=lora)",
-    "lora_r": "peft.r (with peft=lora)",
-    "lora_rank": "peft.r (with peft=lora)",
-    "rank": "peft.r (with peft=lora)",
-    "lora_alpha": "peft.alpha (with peft=lora)",
-    "lora_dropout": "peft.dropout (with peft=lora)",
-    "memory_lr": "optimizer.groups (an entry {name: memory, lr: 1.0e-4})",
-    "lora_lr": "optimizer.groups (an entry {name: adapter, lr: 1.0e-4})",
-    "base_model_lr": "optimizer.groups (an entry {name: base, lr: 1.0e-4})",
-    "lora_bias": "peft.bias (with peft=lora)",
-    "use_rslora": "peft.use_rslora (with peft=lora)",
-    "use_dora": "peft.use_dora (with peft=lora)",
-    "load_in_4bit": "peft=qlora",
-    "load_in_8bit": "peft=qlora_8bit",
-    "bnb_4bit_quant_type": "peft.quantization (with peft=qlora)",
-    "use_bnb_nested_quant": "peft.double_quant (with peft=qlora)",
-    "dataset_train_split": "data.train_split",
-    "dataset_test_split": "data.val_split",
-    # nanoGPT and configs of models
-    "n_layers": "model.num_hidden_layers",
-    "num_layers": "model.num_hidden_layers",
-    "n_heads": "model.num_attention_heads",
-    "num_heads": "model.num_attention_heads",
-    "n_kv_head": "model.num_key_value_heads",
-    "d_model": "model.hidden_size",
-    "dim": "model.hidden_size",
-    "embed_dim": "model.hidden_size",
-    "n_positions": "model.max_position_embeddings",
-    "n_ctx": "model.max_position_embeddings",
-    "vocab_size": "model.vocab_size",
-    "eval_iters": "trainer.limit_val_batches",
-    "eval_only": "trainer.max_steps",
-    "always_save_checkpoint": "trainer.save_every_n_steps",
-    "log_interval": "trainer.log_every_n_steps",
-    "lr_decay_iters": "trainer.max_steps",
-    "decay_lr": "schedule",
-    "beta1": "optimizer.betas",
-    "beta2": "optimizer.betas",
-    "betas": "optimizer.betas",
-    "momentum": "optimizer.momentum (with optimizer=muon)",
-    "device": "trainer.accelerator",
-    "wandb_log": "logger=wandb",
-    "wandb_project": "logger.wandb.project (with logger=wandb)",
-    "wandb_run_name": "logger.wandb.name (with logger=wandb)",
-    "wandb_entity": "logger.wandb.entity (with logger=wandb)",
-    "start": "generate.prompt (python -m lmtrain.generate)",
-    "prompt": "generate.prompt (python -m lmtrain.generate)",
-    "num_samples": "generate.num_samples (python -m lmtrain.generate)",
-    "max_new_tokens": "generate.max_new_tokens (python -m lmtrain.generate)",
-    "temperature": "generate.temperature (python -m lmtrain.generate)",
-    "top_k": "generate.top_k (python -m lmtrain.generate)",
-    # litgpt
-    "checkpoint_dir": "model.name_or_path (with model=pretrained)",
-    "tokenizer_dir": "tokenizer.name_or_path (with tokenizer=hub)",
-    "model_name": "model",
-    "initial_checkpoint_dir": "model.name_or_path (with model=pretrained)",
-    "train.max_tokens": "trainer.max_steps",
-    "max_tokens": "trainer.max_steps",
-    "train.epochs": "trainer.max_epochs",
-    "train.lr_warmup_steps": "schedule.warmup_steps",
-    "lr_warmup_steps": "schedule.warmup_steps",
-    "lr_warmup_fraction": "schedule.warmup_ratio",
-    "train.max_norm": "trainer.gradient_clip_val",
-    "max_norm": "trainer.gradient_clip_val",
-    "train.save_interval": "trainer.save_every_n_steps",
-    "save_interval": "trainer.save_every_n_steps",
-    "eval.interval": "trainer.val_check_interval",
-    "eval.max_iters": "trainer.limit_val_batches",
-    "eval.initial_validation": "trainer.val_before_training",
-    "logger_name": "logger",
-    "data_dir": "data.path",
-    "data_path": "data.path",
-    "mask_prompt": "data.train_on (with objective=sft)",
-    "quantize": "peft.quantization (with peft=qlora)",
-    "min_lr_ratio": "schedule.min_lr_ratio",
-    "num_cycles": "schedule.num_cycles (with schedule=cosine_restarts)",
-    # axolotl
-    "base_model_config": "model.name_or_path (with model=pretrained)",
-    "datasets": "data.mixture (with data=mixture)",
-    "dataset_prepared_path": "data.cache_dir",
-    "cache_dir": "data.cache_dir",
-    "val_set_size": "data.val_fraction",
-    "validation_split": "data.val_fraction",
-    "test_size": "data.val_fraction",
-    "sample_packing": "data.packing (with objective=sft)",
-    "pad_to_sequence_len": "data.packing (with objective=sft)",
-    "train_on_inputs": "data.train_on (with objective=sft)",
-    "chat_template": "data.chat_template (with objective=sft)",
-    "special_tokens": "tokenizer.add_tokens",
-    "tokens": "tokenizer.add_tokens",
-    "adapter": "peft",
-    "lora_model_dir": "peft.adapter (with peft=lora)",
-    "lora_target_linear": "peft.target_modules (with peft=lora)",
-    "flash_attention": "model.attention",
-    "sdp_attention": "model.attention",
-    "xformers_attention": "model.attention",
-    "saves_per_epoch": "trainer.save_every_n_steps",
-    "evals_per_epoch": "trainer.val_check_interval",
-    "eval_sample_packing": "data.packing (with objective=sft)",
-    "auto_resume_from_checkpoints": "run.resume",
-    "cosine_min_lr_ratio": "schedule.min_lr_ratio",
-    "loss_watchdog_threshold": "trainer.spike_factor",
-    "tensor_parallel_size": "trainer.fsdp.tensor_parallel_size (with trainer.strategy=fsdp_tp)",
-    "rl": "objective",
-    "dpo_beta": "objective.beta (with objective=dpo)",
-    "rl_beta": "objective.beta (with objective=dpo)",
-    "merge_lora": "export.merge",
-    "offload_params": "trainer.fsdp.cpu_offload (with trainer.strategy=fsdp)",
-    "activation_checkpointing": "trainer.activation_checkpointing",
-}
+import difflib
+from collections.abc import Collection
+from pathlib import Path
 
-# Names of options elsewhere -> ours.
-OPTIONS = {
-    "model=gpt2": "model=gpt_small",
-    "model=gpt2-medium": "model=gpt_medium",
-    "model=gpt2-large": "model=gpt_large",
-    "model=gpt2-xl": "model=gpt_xl",
-    "data=shakespeare_char": "experiment=shakespeare_char",
-    "data=json": "data=jsonl",
-    "data=arrow": "data=parquet",
-    "tokenizer=byte": "tokenizer=bytes",
-    "optimizer=adamw_torch": "optimizer=adamw",
-    "optimizer=adamw8bit": "optimizer=adamw_8bit",
-    "schedule=warmup_stable_decay": "schedule=wsd",
-    "schedule=cosine_with_restarts": "schedule=cosine_restarts",
-}
+
+def _tables(text: str) -> dict[str, dict[str, str]]:
+    """Heading to names and what they are here; a name that stands twice is a mistake of the table."""
+    found: dict[str, dict[str, str]] = {}
+    for line in (line for line in text.splitlines() if line and not line.startswith("#")):
+        name, arrow, here = line.partition(" -> ")
+        if not arrow:
+            table = found.setdefault(line.strip("[]"), {})
+        elif table.setdefault(name, here) is not here:
+            raise ValueError(f"aliases.txt has {name} twice")
+    return found
+
+
+_TABLES = _tables(Path(__file__).with_suffix(".txt").read_text(encoding="utf-8"))
+NEIGHBOURS, OPTIONS, WITHOUT, HYDRA_FLAGS, LIGHTNING = (
+    _TABLES[name] for name in ("keys", "options", "without", "hydra_flags", "lightning")
+)
+
+# Sections of other projects, or ours, under which a word of the table keeps its meaning: data.block_size.
+_SECTIONS = (
+    "trainer", "data", "datamodule", "dataset", "model", "optimizer", "optim", "scheduler", "schedule",
+    "lr_scheduler", "train", "training", "training_args", "args", "config", "run", "eval", "checkpoint",
+    "logger", "lora", "lora_config", "peft", "peft_config", "generate", "export", "objective", "module",
+    "litmodule", "tokenizer", "callbacks", "model_checkpoint", "early_stopping",
+)  # fmt: skip
+_AMBIGUOUS = ("name", "num_samples", "rank", "start", "tokens", "adapter", "project")  # mean other things in a section
+
+
+def used_here(key: str, valid: Collection[str]) -> str | None:
+    """Our key, group or option for a neighbour's; case and dashes don't count. None where it is no word of theirs.
+
+    Args:
+        valid: our keys, for those of which only the section has another name (datamodule.path).
+    """
+    key = key.lower().replace("-", "_")
+    head, _, rest = key.partition(".")
+    renamed = f"{NEIGHBOURS[head]}.{rest}" if rest and head in NEIGHBOURS else None
+    last = key.rpartition(".")[2]
+    for word in (key, renamed):
+        if word in NEIGHBOURS:
+            return NEIGHBOURS[word]
+    if renamed in valid:
+        return renamed
+    inside = rest and all(part in _SECTIONS for part in key.split(".")[:-1]) and last not in _AMBIGUOUS
+    return NEIGHBOURS.get(last) if inside else None
+
+
+def misspelt(key: str, valid: Collection[str]) -> str | None:
+    """The neighbour's word that a key is nearly written as; None where one of our keys is at least as near."""
+    *sections, last = key.lower().replace("-", "_").split(".")
+    if not all(part in _SECTIONS for part in sections):
+        return None
+    ours = {v.rpartition(".")[2] for v in valid}
+    theirs = [word for word in NEIGHBOURS if "." not in word and word not in (*ours, *_AMBIGUOUS)]
+    near = difflib.get_close_matches(last, [*ours, *theirs], n=1, cutoff=0.8)
+    return near[0] if near and near[0] in theirs else None
+
+
+def absent(key: str) -> str | None:
+    """Why nothing here answers to a word of a neighbour's, or None."""
+    *sections, last = key.lower().replace("-", "_").split(".")
+    if not all(part in _SECTIONS for part in sections):
+        return None
+    return WITHOUT.get(last, f"here it is {LIGHTNING[last]}" if last in LIGHTNING and last not in NEIGHBOURS else None)

@@ -1,17 +1,16 @@
 """Rules between keys of the config; constraints on one key stand with it in schema.py. Imports no torch."""
 
+import dataclasses
 import re
 from typing import Any
 
+from lmtrain.config.batch import check_growth
 from lmtrain.config.constraints import choice
-from lmtrain.config.growth import check_growth
 from lmtrain.config.keys import check_constraints
-from lmtrain.config.memory import check_base, check_memory, check_router
-from lmtrain.config.precision import check_fp8
-from lmtrain.config.schedule import check_schedule
-from lmtrain.config.schema import Config
-from lmtrain.config.strategies import check_strategy, spell_out
-from lmtrain.config.stream import check_stream
+from lmtrain.config.options import CausalLMConfig
+from lmtrain.config.schema import Config, MemoryConfig, ScheduleConfig
+from lmtrain.config.schema_data import DataConfig
+from lmtrain.config.strategies import check_fp8, check_strategy, spell_out
 from lmtrain.config.targets import check_allowed, check_names
 from lmtrain.errors import UserError
 
@@ -29,15 +28,15 @@ def check_values(c: Config) -> None:
     _check_fim(c)
     _check_names(c)
     _check_peft(c)
-    check_memory(c)
-    check_router(c)
-    check_base(c)
+    _check_memory(c)
+    _check_router(c)
+    _check_base(c)
     c.objective.check(c)
     _check_pairs(c)
     _check_targets(c)
     check_fp8(c)
     check_strategy(c)
-    check_stream(c)
+    _check_stream(c)
 
 
 def _check_trainer(c: Config) -> None:
@@ -64,7 +63,19 @@ def _check_run(c: Config) -> None:
     if c.trainer.max_steps is None and c.trainer.max_epochs is None:
         raise UserError("the run would never end: set trainer.max_steps or trainer.max_epochs")
     time_limit_seconds(c.run.time_limit)
-    check_schedule(c.schedule)
+    _check_schedule(c.schedule)
+
+
+def _check_schedule(schedule: ScheduleConfig) -> None:
+    """Raises UserError where the warmup is said twice."""
+    steps, ratio = schedule.warmup_steps, schedule.warmup_ratio
+    if steps is not None and ratio is not None:
+        raise UserError(
+            f"schedule.warmup_steps={steps} and schedule.warmup_ratio={ratio} both set the warmup: "
+            f"make one of them null"
+        )
+    if schedule.name == "range_test" and (steps or ratio):
+        raise UserError("schedule.name=range_test has no warmup: schedule.warmup_steps=0 and no warmup_ratio")
 
 
 def _check_positions(c: Config) -> None:
@@ -209,3 +220,148 @@ def time_limit_seconds(text: str | None) -> float | None:
     else:
         hours, (minutes, seconds) = 0, [*parts, 0][:2]
     return float(3600 * hours + 60 * minutes + seconds)
+
+
+def leave_out_ring(data: DataConfig) -> None:
+    """Without a stream no key of its ring shapes anything: a checkpoint is not to be compared by them."""
+    if data.ring_bytes is None:
+        data.ring_shard_tokens = data.ring_window = data.ring_val_tokens = data.ring_patience = None
+
+
+def _check_stream(c: Config) -> None:
+    """Raises UserError for the first setting that makes no sense with data.ring_bytes."""
+    d, t = c.data, c.trainer
+    if d.ring_bytes is None:
+        return
+    here = f"data.ring_bytes={d.ring_bytes}"
+    if d.rows != "text" or d.source not in ("hub", "files"):
+        held = d.rows if d.rows != "text" else f"data.source={d.source}"
+        raise UserError(
+            f"{here} streams text of files or of the hub, and this data is {held}: set data.ring_bytes=null, or choose "
+            f"data=text data.path=folder, data=jsonl, data=c4, ..."
+        )
+    if not d.streaming:
+        raise UserError(f"{here} goes with data.streaming=true: set that too, or data.ring_bytes=null")
+    for name in ("ring_shard_tokens", "ring_window", "ring_val_tokens", "ring_patience"):
+        if getattr(d, name) is None:
+            raise UserError(f"data.{name} has no value: set data.{name}=...")
+    if t.max_steps is None or t.max_epochs is not None:
+        raise UserError(
+            f"{here}: how many rows a stream has isn't known, so the run ends by steps: set trainer.max_steps=... and "
+            f"trainer.max_epochs=null"
+        )
+    if c.tokenizer.kind == "char":
+        raise UserError(f"{here}: tokenizer=char is made from all of the text: choose tokenizer=bytes, bpe or gpt2")
+    wrong = {
+        "data.num_samples": (d.num_samples, "null"),
+        "data.val_path": (d.val_path, "null, and data.val_sets to validate on more than the stream's head"),
+        "data.val_train_rows": (d.val_train_rows, "0"),
+        "data.document_start": (d.document_start, "null"),
+        "data.packing": (d.packing, "null"),
+        "data.curriculum.by": (d.curriculum.by, "null"),
+        "data.fim.rate": (d.fim.rate, "0"),
+        "data.batch_warmup.start_size": (d.batch_warmup.start_size, "null"),
+        "trainer.overfit_batches": (t.overfit_batches, "0"),
+    }
+    for key, (value, instead) in wrong.items():
+        if value:
+            raise UserError(f"{key}={value} doesn't go with a stream ({here}): set {key}={instead}")
+
+
+def _check_memory(c: Config) -> None:
+    """Raises UserError where keys of the memory don't go together, or with the method of training."""
+    m, method = c.memory, c.peft.method
+    if m.num_chapters is None:
+        if method == "memory":
+            raise UserError("peft.method=memory needs a memory: choose peft=memory, or set memory=bank too")
+        return
+    missing = [f.name for f in dataclasses.fields(MemoryConfig) if getattr(m, f.name) is None]
+    if missing:
+        raise UserError(f"memory.{missing[0]} has no value: set memory.{missing[0]}=..., or memory=none for no memory")
+    assert m.memory_dim is not None and m.num_heads is not None and m.top_k is not None  # noqa: PT018
+    if m.router != "soft" and m.top_k > m.num_chapters:
+        raise UserError(
+            f"memory.top_k={m.top_k} of memory.num_chapters={m.num_chapters}: a token can't read more chapters than "
+            f"there are; set memory.top_k={m.num_chapters} or less"
+        )
+    if m.memory_dim % m.num_heads:
+        fits = min((d for d in range(1, m.memory_dim + 1) if m.memory_dim % d == 0), key=lambda d: abs(d - m.num_heads))  # type: ignore[operator]
+        raise UserError(
+            f"memory.memory_dim={m.memory_dim} does not divide into memory.num_heads={m.num_heads}: set "
+            f"memory.num_heads={fits} or memory.memory_dim={m.num_heads * max(1, round(m.memory_dim / m.num_heads))}"
+        )
+    _check_memory_layers(m.layers)
+    if method == "memory" and c.tokenizer.add_tokens:
+        raise UserError(
+            "tokenizer.add_tokens with peft=memory: the rows of new tokens are part of the frozen base and would stay "
+            "as they are drawn; choose peft=memory_lora, which trains them"
+        )
+    if c.export.merge:
+        raise UserError("export.merge=true: a memory can't be merged into its base; leave it out (docs/memory.md)")
+    if c.trainer.strategy == "fsdp_tp":
+        raise UserError("trainer.strategy=fsdp_tp can't split a memory: set trainer.strategy=fsdp")
+
+
+def trains_base(c: Config) -> bool:
+    """Whether an entry {name: base} of optimizer.groups asks for the base to be trained beside memory and adapter."""
+    named = any(entry.get("name") == "base" and not entry.get("pattern") for entry in c.optimizer.groups)
+    return named and c.peft.method != "none"
+
+
+def _check_base(c: Config) -> None:
+    """Raises UserError where the base is to be trained and can't be, or would be left out of the export."""
+    if not trains_base(c):
+        return
+    if c.memory.num_chapters is None:
+        raise UserError(
+            "optimizer.groups: {name: base} with peft.method=lora and no memory: the export would be the adapter "
+            "alone, without the trained base; leave the entry out, or train the whole model (peft=none)"
+        )
+    if c.peft.quantization is not None:
+        raise UserError(
+            f"optimizer.groups: {{name: base}} with peft.quantization={c.peft.quantization}: quantised weights can't "
+            f"be trained; leave the entry out, or set peft.quantization=null"
+        )
+
+
+def _check_router(c: Config) -> None:
+    """Raises UserError where the routers' losses can't be those of whole steps."""
+    if c.router.scope == "step" and not isinstance(c.objective, CausalLMConfig):
+        raise UserError(
+            f"router.scope=step with objective={c.objective.name}: only causal_lm and sft read each micro-batch "
+            f"once, with the routers' losses; set router.scope=micro_batch"
+        )
+    if c.router.scope == "step" and c.data.packing == "off":
+        raise UserError(
+            "router.scope=step with data.packing=off: rows are filled up to the longest of their micro-batch, so the "
+            "losses would depend on the split of a step; set router.scope=micro_batch, or another data.packing"
+        )
+
+
+def _check_memory_layers(layers: object) -> None:
+    is_list = isinstance(layers, list) and layers and all(isinstance(i, int) and i >= 0 for i in layers)
+    if not is_list and not (isinstance(layers, str) and re.fullmatch(r"every_[1-9]\d*", layers)):
+        raise UserError(f"memory.layers={layers}: every_4 say, or a list of layers counted from 0, such as [3,7]")
+
+
+def chosen_layers(layers: object, depth: int) -> tuple[int, ...]:
+    """The numbers, counted from 0, of the decoder layers that memory.layers names in a model of `depth` layers.
+
+    Raises:
+        UserError: there is no such layer.
+    """
+    if isinstance(layers, str):
+        step = int(layers.removeprefix("every_"))
+        found = tuple(range(step - 1, depth, step))
+        if not found:
+            raise UserError(
+                f"memory.layers={layers}: the model has only {depth} layers; set memory.layers=[{depth - 1}]"
+            )
+        return found
+    assert isinstance(layers, list)
+    beyond = [index for index in layers if index >= depth]
+    if beyond:
+        raise UserError(
+            f"memory.layers={layers}: there is no layer {beyond[0]}; the model has {depth}, 0 to {depth - 1}"
+        )
+    return tuple(sorted(set(layers)))

@@ -19,25 +19,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lmtrain import secrets
-from lmtrain.config import (
-    effect,
-    environment,
-    explain,
-    interpolations,
-    model_name,
-    places,
-    sections,
-    strangers,
-    trust,
-    yaml_file,
-)  # fmt: skip
+from lmtrain.config import effect, environment, explain, interpolations, places, safe_yaml, sections, trust
 from lmtrain.config.batch import batch_split
-from lmtrain.config.checks import check_pretrained_name, check_values
-from lmtrain.config.folders import conf_dir
-from lmtrain.config.parts import folders_of, parts
-from lmtrain.config.quoting import mended
+from lmtrain.config.checks import check_pretrained_name, check_values, leave_out_ring
+from lmtrain.config.config_files import composed_files, folders_of
+from lmtrain.config.defaults import conf_dir
+from lmtrain.config.override_text import mended, typed_keys
 from lmtrain.config.schema import Config
-from lmtrain.config.stream import leave_out_ring
 from lmtrain.errors import UserError
 from lmtrain.files import read_regular
 
@@ -57,12 +45,14 @@ def settled(
 ) -> tuple[DictConfig, list[str]]:
     """As `compose`; and the overrides that it is composed of, with the option of `data` that a bare data.path chose."""
     folders, search = folders_of(config_dir, config_name)
-    model_name.check(overrides, folders, lambda kept: compose(kept, config_dir, config_name, for_sweep=for_sweep).model)
+    _check_model_name(
+        overrides, folders, lambda kept: compose(kept, config_dir, config_name, for_sweep=for_sweep).model
+    )
     if not for_sweep:
         explain.refuse_sweep_keys(overrides)
     effect.check_suffix(overrides)
     explain.refuse_deleted_groups(overrides, folders)
-    strangers.check_words(overrides)
+    safe_yaml.check_words(overrides)
     overrides = [mended(override) for override in overrides]
     with initialize_config_dir(config_dir=str(folders[0]), version_base="1.3", job_name="lmtrain"):
         try:
@@ -82,13 +72,13 @@ def settled(
             raise UserError(explain.refused(error, folders, overrides, again)) from None
 
     interpolations.resolved(OmegaConf.masked_copy(composed, [str(k) for k in composed if k != "hydra"]))
-    typed = {k: OmegaConf.select(composed, k) for k in trust.CLOSED if k in effect.typed_keys(overrides)}
+    typed = {k: OmegaConf.select(composed, k) for k in trust.CLOSED if k in typed_keys(overrides)}
     trust.refuse_unasked(composed, typed, config_dir or str(conf_dir()))
-    source = effect.inferred_source(overrides, composed)
+    source = effect.inferred_source(overrides, composed, folders)
     if source is not None:
         return settled([f"data={source}", *overrides], config_dir, config_name, for_sweep=for_sweep)
     if config_dir is not None:
-        files = functools.cache(lambda: parts(overrides, config_dir, config_name))
+        files = functools.cache(lambda: composed_files(overrides, config_dir, config_name))
         try:
             environment.refuse(composed, overrides, files)
             places.refuse(composed, overrides, files, config_dir)
@@ -101,10 +91,39 @@ def settled(
     return composed, overrides
 
 
+def _check_model_name(
+    overrides: list[str], folders: list[Path], compose_model: Callable[[list[str]], DictConfig]
+) -> None:
+    """Raises UserError where model.name is set to another than that of the model chosen; of one's own class it is free.
+
+    The name is only shown: whoever sets it meant an option of `model`, or a model of the hub.
+
+    Args:
+        folders: of options.
+        compose_model: the section that some overrides make.
+    """
+    typed = [o.partition("=")[2].strip("'\"") for o in overrides if o.lstrip("+").startswith("model.name=")]
+    if not typed:
+        return
+    name = typed[-1]
+    model = compose_model([o for o in overrides if not o.lstrip("+").startswith("model.name=")])
+    if "_target_" in model or name == model.get("name"):
+        return
+    options = sorted({file.stem for folder in folders for file in (folder / "model").glob("*.yaml")})
+    found = f"model.name={name} changes nothing but what is shown: the model stays {model.get('name')}. "
+    if name in options:
+        raise UserError(f"{found}Choose model={name}")
+    scratch = ", ".join(option for option in options if option not in ("base", "pretrained"))
+    raise UserError(
+        f"{found}For a model of the hub or of a folder set model=pretrained model.name_or_path={name}; from "
+        f"scratch choose one of model={scratch}"
+    )
+
+
 def _refuse_gone(composed: DictConfig, overrides: list[str]) -> None:
     """Raises UserError for a key that only a config.yaml of an earlier version may still have (`sections.complete`)."""
     for key in sections.GONE:
-        if key in _named(overrides) and "_target_" not in composed[key.partition(".")[0]]:
+        if key in typed_keys(overrides) and "_target_" not in composed[key.partition(".")[0]]:
             raise UserError(explain.unknown_key(key, ()))
 
 
@@ -115,14 +134,9 @@ def _complete_own_optimizer(composed: DictConfig) -> None:
         composed.optimizer = OmegaConf.merge(base, {"name": "custom"}, composed.optimizer)
 
 
-def _named(overrides: list[str]) -> set[str]:
-    """The keys that are typed."""
-    return {o.lstrip("+").partition("=")[0] for o in overrides}
-
-
 def _one_warmup(composed: DictConfig, overrides: list[str]) -> None:
     """Steps and ratio are two ways to say one thing: setting one on the command line takes the other's default away."""
-    steps, ratio = (any(o.startswith(f"schedule.warmup_{k}=") for o in overrides) for k in ("steps", "ratio"))
+    steps, ratio = (f"schedule.warmup_{k}" in typed_keys(overrides) for k in ("steps", "ratio"))
     if steps and not ratio:
         composed.schedule.warmup_ratio = None
     if ratio and not steps:
@@ -131,7 +145,7 @@ def _one_warmup(composed: DictConfig, overrides: list[str]) -> None:
 
 def _switched_on(composed: DictConfig, overrides: list[str]) -> None:
     """Setting a key of early stopping or of the average on the command line turns it on, unless it is turned off."""
-    named = _named(overrides)
+    named = typed_keys(overrides)
     for section in ("early_stopping", "ema"):
         prefix = f"callbacks.{section}."
         if f"{prefix}enabled" not in named and any(name.startswith(prefix) for name in named):
@@ -248,7 +262,7 @@ def read(path: Path) -> dict[str, Any]:
 
 def undumped(text: str, where: str) -> DictConfig:
     """What `dump` has written, to be checked; UserError begins with `where`."""
-    tree = yaml_file.parse(text, where)
+    tree = safe_yaml.parse(text, where)
     if not isinstance(tree, dict):
         raise UserError(f"{where} can't be read: it holds no keys")
     try:

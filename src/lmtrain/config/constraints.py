@@ -1,6 +1,7 @@
-"""Annotations of schema fields: what a key shapes, and constraints on its value. Imports no torch.
+"""Annotations of schema fields: what a key shapes, who reads it when, constraints on its value. Imports no torch.
 
     seq_len: Annotated[int, TRAJECTORY, at_least(1)]
+    generate: Annotated[GenerateConfig, ReadBy(("generate",))]
 
 A constraint is called with the key and its value and raises UserError; null passes, where the type allows it.
 """
@@ -10,6 +11,7 @@ import enum
 import math
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from lmtrain.errors import UserError
@@ -36,9 +38,25 @@ class Mark(enum.Enum):
     """More about a key."""
 
     CONTENT = "content"  # it names something (a file, a model): what that holds is compared, not its name
+    TRAINING = "training"  # only training reads it, or what stands in this section
 
 
-CONTENT = Mark.CONTENT
+CONTENT, TRAINING = Mark
+
+
+@dataclass(frozen=True)
+class ReadWhere:
+    """A key or section that is read only where `holds(config)`; typed elsewhere, it is refused."""
+
+    holds: Callable[[Any], bool]
+    instead: str  # what makes it hold: 'set trainer.strategy=deepspeed'
+
+
+@dataclass(frozen=True)
+class ReadBy:
+    """A key or section that only these verbs read, of those that compose a run's config."""
+
+    verbs: tuple[str, ...]
 
 
 def choice(*options: str) -> Constraint:
@@ -84,40 +102,26 @@ def choice_or_class(*options: str) -> Constraint:
     return lambda key, value: None if "." in str(value) else known(key, value)
 
 
-def at_least(least: int) -> Constraint:
+def _number(fits: Callable[[Any], bool], needed: str) -> Constraint:
     def check(key: str, value: Any) -> None:
-        if value is not None and not value >= least:
-            raise UserError(f"{key}={value}: at least {least} is needed")
+        if value is not None and not fits(value):
+            raise UserError(f"{key}={value}: {needed} is needed")
 
     return check
+
+
+def at_least(least: int) -> Constraint:
+    return _number(lambda value: value >= least, f"at least {least}")
 
 
 def between(first: int, last: int) -> Constraint:
-    def check(key: str, value: Any) -> None:
-        if value is not None and not first <= value <= last:
-            raise UserError(f"{key}={value}: a whole number from {first} to {last} is needed")
-
-    return check
+    return _number(lambda value: first <= value <= last, f"a whole number from {first} to {last}")
 
 
-def not_negative(key: str, value: Any) -> None:
-    if value is not None and not 0 <= value < math.inf:
-        raise UserError(f"{key}={value}: a number from 0 up is needed")
-
-
-def above_zero(key: str, value: Any) -> None:
-    if value is not None and not 0 < value < math.inf:
-        raise UserError(f"{key}={value}: a number above 0 is needed")
-
-
-def share(key: str, value: Any) -> None:
-    if value is not None and not 0 <= value < 1:
-        raise UserError(f"{key}={value}: a share from 0 up to (not including) 1 is needed")
-
-
-def up_to_one(key: str, value: Any) -> None:
-    if value is not None and not 0 <= value <= 1:
-        raise UserError(f"{key}={value}: a share from 0 to 1 is needed")
+not_negative = _number(lambda value: 0 <= value < math.inf, "a number from 0 up")
+above_zero = _number(lambda value: 0 < value < math.inf, "a number above 0")
+share = _number(lambda value: 0 <= value < 1, "a share from 0 up to (not including) 1")
+up_to_one = _number(lambda value: 0 <= value <= 1, "a share from 0 to 1")
 
 
 def representable(key: str, value: Any) -> None:
@@ -138,3 +142,12 @@ def name_or_names(key: str, value: Any) -> None:
     names = [value] if isinstance(value, str) else value
     if names is not None and (not isinstance(names, list) or not all(isinstance(name, str) for name in names)):
         raise UserError(f"{key}={value}: a name or a list of names, [a,b], is needed")
+
+
+def two_betas(key: str, value: Any) -> None:
+    if (
+        not isinstance(value, list | tuple)
+        or len(value) != 2
+        or not all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in value)
+    ):
+        raise UserError(f"{key}={value}: two numbers are needed, from 0 up to (not including) 1: [0.9,0.95]")

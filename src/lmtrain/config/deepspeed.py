@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lmtrain.config.schema import Config
-from lmtrain.config.schema_trainer import DeepSpeedConfig, TrainerConfig
+from lmtrain.config.schema import Config, DeepSpeedConfig, TrainerConfig
 from lmtrain.errors import UserError
 
 # What a file may say and the run's config says in its own words, which hold.

@@ -6,13 +6,15 @@ A key set to its default anyway is let through: it says what happens. Imports no
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from lmtrain.config.precision import FP8
+from lmtrain.config import sections
+from lmtrain.config.constraints import TRAINING, ReadBy
+from lmtrain.config.keys import annotations_of, unread
+from lmtrain.config.override_text import typed_keys
 from lmtrain.config.schema import Config
 from lmtrain.config.trust import CLOSED
 from lmtrain.errors import UserError
@@ -26,80 +28,12 @@ _READ_AS = {
     ".txt": "text", ".text": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "jsonl",
     ".tsv": "jsonl", ".parquet": "parquet", ".arrow": "parquet",
 }  # fmt: skip
-_RECORDS = {"sft": "chat_jsonl", "dpo": "preference_jsonl"}  # by objective
+_RECORDS = {"conversations": "chat_jsonl", "pairs": "preference_jsonl"}  # options of `data`, by what the rows are
 
 
-@dataclass(frozen=True)
-class Rule:
-    """Keys that begin with `prefix` are read where `read` holds; `instead` is what makes it hold."""
-
-    prefix: str
-    read: Callable[[Config], bool]
-    instead: str
-
-
-def _from_hub(c: Config) -> bool:
-    return c.data.source == "mixture" or (c.data.source == "hub" and not c.data.path)
-
-
-_HUB = "it names data of the hub, and this data comes from elsewhere: choose data=wikitext or another, or leave it out"
-_OR_RING = "; files are streamed with data.ring_bytes=... beside it"
-RULES = (
-    Rule("trainer.deepspeed", lambda c: c.trainer.strategy == "deepspeed", "set trainer.strategy=deepspeed"),
-    Rule(
-        "trainer.fsdp.tensor_parallel_size",
-        lambda c: c.trainer.strategy == "fsdp_tp",
-        "set trainer.strategy=fsdp_tp",
-    ),
-    Rule("trainer.fsdp", lambda c: c.trainer.strategy in ("fsdp", "fsdp_tp"), "set trainer.strategy=fsdp"),
-    Rule("trainer.fp8_recipe", lambda c: c.trainer.precision == FP8, "set trainer.precision=fp8 too"),
-    Rule("trainer.spike_window", lambda c: c.trainer.spike_factor is not None, "set trainer.spike_factor=2.0 too"),
-    Rule("objective.gamma", lambda c: getattr(c.objective, "loss", None) == "simpo", "set objective.loss=simpo"),
-    Rule("objective.dpop_lambda", lambda c: getattr(c.objective, "loss", None) == "dpop", "set objective.loss=dpop"),
-    Rule(
-        "data.path",
-        lambda c: c.data.source not in ("python_stdlib", "mixture") and "." not in c.data.source,
-        "choose what reads it: data=text, jsonl, parquet, bins, chat_jsonl or preference_jsonl",
-    ),
-    Rule("data.source_options", lambda c: "." in c.data.source, "set data.source=package.module.Class too"),
-    Rule("data.name", _from_hub, _HUB),
-    Rule("data.config_name", _from_hub, _HUB),
-    Rule("data.revision", _from_hub, _HUB),
-    Rule("data.streaming", lambda c: c.data.ring_bytes is not None or _from_hub(c), f"{_HUB}{_OR_RING}"),
-    *(
-        Rule(f"data.ring_{name}", lambda c: c.data.ring_bytes is not None, "set data.ring_bytes too")
-        for name in ("shard_tokens", "window", "val_tokens", "patience")
-    ),
-    Rule("data.curriculum", lambda c: c.data.curriculum.by is not None, "set data.curriculum.by=length too"),
-    Rule("data.fim", lambda c: c.data.fim.rate > 0, "set data.fim.rate=0.5 too"),
-    Rule("data.batch_warmup", lambda c: c.data.batch_warmup.start_size is not None, "set data.batch_warmup.start_size"),
-    Rule("data.val_fraction", lambda c: not c.data.val_path, "data.val_path names what is held out"),
-)
-
-_TRAINING = ("train", "prepare", "inspect", "tune", "verify", "estimate")  # one command line serves them all
-# Keys that only some verbs read: the verbs, or for verbs that read few keys those they read.
-_OF_VERBS = {
-    "run_dir": ("export", "generate", "inspect"),
-    "generate": ("generate",),
-    "inspect": ("inspect",),
-    "tune": ("tune",),
-    "export.checkpoint": ("export",),
-}
-_READS_ONLY = {
-    "generate": ("run_dir", "generate", "seed", *CLOSED),
-    "export": ("run_dir", "export", "seed", *CLOSED),
-}
-_OF_TRAINING = (
-    "optimizer", "schedule", "callbacks", "trainer.max_steps", "trainer.max_epochs", "trainer.max_time",
-    "trainer.val_check_interval", "trainer.save_every_n_steps", "trainer.log_every_n_steps",
-    "trainer.gradient_clip_val",
-)  # fmt: skip
-
-
-def typed_keys(overrides: Sequence[str]) -> dict[str, str]:
-    """Dotted key to the text of its value, of overrides as they are typed."""
-    pairs = (o.lstrip("+").partition("=") for o in overrides if not o.startswith("~"))
-    return {key: value for key, _, value in pairs}
+# One command line serves them all; generate and export take all but a few keys from the run.
+_OF_RUNS = ("train", "prepare", "inspect", "tune", "verify", "estimate")
+_OF_EXPORTS = ("generate", "export")
 
 
 def without_effect(verb: str, overrides: Sequence[str], config: Config, default: Callable[[str], Any]) -> list[str]:
@@ -110,7 +44,8 @@ def without_effect(verb: str, overrides: Sequence[str], config: Config, default:
     """
     messages = []
     for key in typed_keys(overrides):
-        why = _of_another_verb(verb, key) or _without_its_option(key, config)
+        waits = unread(key, config)
+        why = _of_another_verb(verb, key, config) or (waits and f"here: {waits.instead}")
         if why is not None and _value(config, key) != default(key):
             messages.append(f"{key} has no effect {why}")
     return messages
@@ -124,31 +59,22 @@ def refuse(verb: str, overrides: Sequence[str], config: Config, default: Callabl
         raise UserError(message)
 
 
-def _begins(key: str, prefix: str) -> bool:
-    return key == prefix or key.startswith(f"{prefix}.")
-
-
-def _of_another_verb(verb: str, key: str) -> str | None:
-    if verb == "evaluate" and "." in key and any(_begins(key, of_training) for of_training in _OF_TRAINING):
+def _of_another_verb(verb: str, key: str, config: Config) -> str | None:
+    annotations = annotations_of(key, config)
+    if verb == "evaluate" and "." in key and TRAINING in annotations:
         return "in `lmtrain evaluate`, which trains nothing (evaluate.limit=100 takes fewer rows)"
-    if verb in _READS_ONLY:
-        if any(_begins(key, own) for own in _READS_ONLY[verb]):
+    if verb in _OF_EXPORTS:
+        own = ("run_dir", verb, "seed", *CLOSED)
+        if any(key == name or key.startswith(f"{name}.") for name in own):
             return None
-        reads = ", ".join(f"{name}.*" if name == verb else name for name in _READS_ONLY[verb])
+        reads = ", ".join(f"{name}.*" if name == verb else name for name in own)
         return f"in `lmtrain {verb}`, which takes all else from the run itself (it reads {reads})"
-    readers = next((verbs for own, verbs in _OF_VERBS.items() if _begins(key, own)), None)
-    if verb not in _TRAINING or readers is None or verb in readers:
+    readers = next((mark.verbs for mark in annotations if isinstance(mark, ReadBy)), None)
+    if verb not in _OF_RUNS or readers is None or verb in readers:
         return None
     here = "; the folder of this run is run.dir" if key == "run_dir" else ""
     by = " and ".join(f"lmtrain {v}" for v in readers) + (" reads" if len(readers) == 1 else " read")
     return f"in `lmtrain {verb}`: {by} it{here}"
-
-
-def _without_its_option(key: str, config: Config) -> str | None:
-    for rule in RULES:
-        if _begins(key, rule.prefix):
-            return None if rule.read(config) else f"here: {rule.instead}"
-    return None
 
 
 def _value(config: Any, key: str) -> Any:
@@ -179,8 +105,12 @@ def _suffix_there(path: str) -> str:
     return next((suffix for suffix in inside if suffix in _READ_AS), "")
 
 
-def inferred_source(overrides: Sequence[str], tree: DictConfig) -> str | None:
+def inferred_source(overrides: Sequence[str], tree: DictConfig, folders: Sequence[Path]) -> str | None:
     """The option of `data` that reads a typed data.path where none was chosen, or None.
+
+    Args:
+        tree: the composed config, of which no file opens anything that was not typed (trust.py).
+        folders: of options.
 
     Raises:
         UserError: the path doesn't tell.
@@ -195,11 +125,25 @@ def inferred_source(overrides: Sequence[str], tree: DictConfig) -> str | None:
     if any((Path(first).expanduser() / name).is_file() for name in ("train.bin", "meta.json")):
         return "bins"
     option = _READ_AS.get(_suffix_there(first))
-    records = _RECORDS.get(str(tree.objective.name))
+    records = option_holding(sections.rows_trained_on(tree), folders)
     if option is None or (records is not None and option == "text"):
         kinds = records or "text (plain text), jsonl (json, csv), parquet or bins"
         raise UserError(f"data.path={first}: its name doesn't tell what it holds; say it with data={kinds}")
     return records or option
+
+
+def option_holding(rows: str, folders: Sequence[Path]) -> str | None:
+    """The option of `data` that reads a user's file of such rows: chat_jsonl for conversations. None for text.
+
+    Args:
+        rows: as of ObjectiveConfig.rows.
+        folders: of options.
+    """
+    if "." not in rows:
+        return _RECORDS.get(rows)
+    files = (file for folder in folders for file in sorted((folder / "data").glob("*.yaml")) if file.is_file())
+    holding = (f for f in files if f"rows: {rows}" in f.read_text(encoding="utf-8", errors="replace").splitlines())
+    return next((file.stem for file in holding), None)
 
 
 def for_text(overrides: Sequence[str], objective: Callable[[list[str]], str]) -> list[str]:

@@ -17,16 +17,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import Container, DictConfig, ListConfig, Node, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from lmtrain import secrets
-from lmtrain.config.folders import conf_dir
+from lmtrain.config.config_files import ConfigFile, file_of
+from lmtrain.config.defaults import conf_dir
 from lmtrain.config.interpolations import escaped
-from lmtrain.config.parts import Part, file_of
-from lmtrain.config.quoting import mended, quoted
+from lmtrain.config.override_text import flat, leaves, quoted
 from lmtrain.errors import UserError
 from lmtrain.terminal import visible
 
@@ -134,9 +133,8 @@ def note(tree: DictConfig) -> dict[str, Reading]:
 
 def typed(found: Mapping[str, Reading], plain: Mapping[str, Any]) -> dict[str, Reading]:
     """The readings of a config with the values that its types have made of them."""
-    values: dict[str, Any] = {}
-    _flatten("", dict(plain), values)
-    return {key: replace(reading, value=values.get(f".{key}", reading.value)) for key, reading in found.items()}
+    values = dict(flat(dict(plain)))
+    return {key: replace(reading, value=values.get(key, reading.value)) for key, reading in found.items()}
 
 
 def unresolved(tree: Any, kept: Mapping[str, Reading], show: Callable[[str], str], key: str = "") -> Any:
@@ -169,35 +167,17 @@ def hashed(key: str, value: Any, kept: Mapping[str, Reading]) -> Any:
 
 def in_full(plain: Mapping[str, Any], kept: Mapping[str, Reading]) -> list[str]:
     """A word on each value of a config that holds a secret of the environment, typed and not read from there."""
-    found: dict[str, Any] = {}
-    _flatten("", dict(plain), found)
     return [
-        f"{key.lstrip('.')} holds the value of the environment variable {name}: files, pages and loggers get "
+        f"{key} holds the value of the environment variable {name}: files, pages and loggers get "
         f"${{oc.env:{name}}} in its place; written so on the command line too, between single quotes, it stays out of "
         f"the shell's history"
-        for key, value in found.items()
-        if isinstance(value, str) and key.lstrip(".") not in kept
+        for key, value in flat(dict(plain))
+        if isinstance(value, str) and key not in kept
         for name in secrets.names_in(value)
     ]
 
 
-def leaves(overrides: Sequence[str]) -> dict[str, Any]:
-    """Dotted key to value, unresolved, of what overrides set."""
-    found: dict[str, Any] = {}
-    for override in OverridesParser.create().parse_overrides([mended(o) for o in overrides]):
-        if not override.is_delete() and not override.is_sweep_override():
-            _flatten(override.key_or_group, override.value(), found)
-    return found
-
-
-def _flatten(key: str, value: Any, found: dict[str, Any]) -> None:
-    found[key] = value
-    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for name, inner in pairs:
-        _flatten(f"{key}.{name}", inner, found)
-
-
-def refuse(tree: DictConfig, overrides: Sequence[str], composed: Callable[[], Sequence[Part]]) -> None:
+def refuse(tree: DictConfig, overrides: Sequence[str], composed: Callable[[], Sequence[ConfigFile]]) -> None:
     """Raises UserError where a file that nobody vouches for reads the environment.
 
     Args:

@@ -12,9 +12,7 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lmtrain.config import words
-from lmtrain.config.aliases import NEIGHBOURS, OPTIONS
-from lmtrain.config.lightning_arguments import ANSWERS
+from lmtrain.config.aliases import HYDRA_FLAGS, LIGHTNING, NEIGHBOURS, OPTIONS, absent, misspelt, used_here
 from lmtrain.errors import UserError
 
 
@@ -30,9 +28,9 @@ def unknown_key(key: str, valid: Iterable[str]) -> str:
     """The message for a key that isn't there, with the nearest one that is."""
     valid = list(valid)
     argument = key.removeprefix("trainer.")
-    if argument != key and argument in ANSWERS:  # Lightning's
-        return f"there is no key {key!r}; here it is {ANSWERS[argument]} (docs/lightning.md)"
-    here, why = words.used_here(key, valid), words.absent(key)
+    if argument != key and argument in LIGHTNING:  # Lightning's
+        return f"there is no key {key!r}; here it is {LIGHTNING[argument]} (docs/lightning.md)"
+    here, why = used_here(key, valid), absent(key)
     if why is not None:
         return f"there is no key {key!r}: {why}"
     if here is not None and here.partition(" ")[0] == key:
@@ -40,7 +38,7 @@ def unknown_key(key: str, valid: Iterable[str]) -> str:
     if here is not None:
         note = " (accumulation is derived from it, data.micro_batch_size and the devices)"
         return f"there is no key {key!r}; here it is {here}{note if 'accum' in key else ''}"
-    word = words.misspelt(key, valid)
+    word = misspelt(key, valid)
     if word is not None:
         return f"there is no key {key!r}; if {word} was meant: here it is {NEIGHBOURS[word]}"
     candidates = _nearest(key, valid)
@@ -142,14 +140,14 @@ def unreadable(override: str) -> str:
 
 def unknown_flag(flag: str) -> str:
     """The message for --something, as other programs write their settings."""
-    hydras = words.HYDRA_FLAGS.get(flag.partition("=")[0])
+    hydras = HYDRA_FLAGS.get(flag.partition("=")[0])
     if hydras is not None:
         return f"{flag} is no option: {hydras}"
     key = flag.lstrip("-").partition("=")[0].replace("-", "_")
-    why = words.absent(key)
+    why = absent(key)
     if why is not None:
         return f"{flag} is no option: {why}"
-    here, _, with_ = (words.used_here(key, ()) or key).partition(" ")
+    here, _, with_ = (used_here(key, ()) or key).partition(" ")
     example = f"{here}{'' if '=' in here else '=...'} {with_}".strip() if key else "trainer.max_steps=100"
     return f"{flag} is no option: settings are written without dashes, {example} (--help lists options and keys)"
 

@@ -17,8 +17,7 @@ from typing import Any
 
 from lmtrain.config import environment
 from lmtrain.config.constraints import MACHINE, MODEL, PREPARED, RATE, TRAJECTORY, VALIDATION
-from lmtrain.config.keys import keys_in, keys_of, value_of, values
-from lmtrain.config.precision import FP8
+from lmtrain.config.keys import keys_in, keys_of, unread, value_of, values
 from lmtrain.config.schema import Config
 from lmtrain.errors import UserError
 from lmtrain.secrets import same
@@ -47,7 +46,7 @@ def of_model(config: Config) -> dict[str, Any]:
 
 
 @dataclass
-class Change:
+class Difference:
     """An entry that differs from the checkpoint's; `because` are keys that explain it, with both values."""
 
     name: str
@@ -63,7 +62,7 @@ class Change:
         return self.name in allowed or bool(self.because and all(key in allowed for key in self.because))
 
 
-def changes(theirs: dict[str, Any], ours: Fingerprint, before: dict[str, Any], config: Config) -> list[Change]:
+def changes(theirs: dict[str, Any], ours: Fingerprint, before: dict[str, Any], config: Config) -> list[Difference]:
     """What makes `ours` another run than `theirs`, that of a checkpoint of any version.
 
     Args:
@@ -72,7 +71,7 @@ def changes(theirs: dict[str, Any], ours: Fingerprint, before: dict[str, Any], c
     known = theirs if "keys" in theirs else of_earlier_version(theirs)
     now = ours["contents"] if known is theirs else {**ours["contents"], **ours["earlier"]}
     found = [
-        Change(name, then, ours["keys"][name])
+        Difference(name, then, ours["keys"][name])
         for name, then in known["keys"].items()
         if name in ours["keys"] and not same(then, ours["keys"][name])
     ]
@@ -83,8 +82,8 @@ def changes(theirs: dict[str, Any], ours: Fingerprint, before: dict[str, Any], c
 
 
 def _content(
-    name: str, then: Any, now: Any, keys: list[Change], before: dict[str, Any], config: Config
-) -> list[Change]:
+    name: str, then: Any, now: Any, keys: list[Difference], before: dict[str, Any], config: Config
+) -> list[Difference]:
     """The change of a content; none where changed keys say it already."""
     if name == "model":
         if any(change.name.startswith("model.") or _shapes(change.name, config) is MODEL for change in keys):
@@ -97,7 +96,7 @@ def _content(
         k.name for k in keys_in(config) if k.name.startswith(f"{section}.") and (k.by_content or k.shapes is PREPARED)
     ]
     pairs = {k: (before[k], environment.written(k, value_of(config, k), config.kept)) for k in behind if k in before}
-    return [Change(name, then, now, {k: pair for k, pair in pairs.items() if not same(*pair)})]
+    return [Difference(name, then, now, {k: pair for k, pair in pairs.items() if not same(*pair)})]
 
 
 def _shapes(name: str, config: Config) -> Any:
@@ -114,9 +113,7 @@ def not_compared(theirs: dict[str, Any], ours: Fingerprint, config: Config) -> l
         if name not in known["keys"]
         and value is not None
         and not (_shapes(name, config) is MODEL and name.split(".")[0] in told)
-        and not (name.startswith("data.fim.") and config.data.fim.rate == 0)  # off: it shapes nothing
-        and not (name.startswith("data.curriculum.") and config.data.curriculum.by is None)
-        and not (name == "trainer.fp8_recipe" and config.trainer.precision != FP8)
+        and unread(name, config) is None  # else it shapes nothing
         and not name.endswith("._target_")  # which class it is, its section's name tells in checkpoints without it
     ]
 

@@ -13,7 +13,7 @@ from hydra.plugins.completion_plugin import CompletionPlugin, DefaultCompletionP
 from omegaconf.errors import OmegaConfBaseException
 
 from lmtrain.config.compose import compose
-from lmtrain.config.parts import folders_of
+from lmtrain.config.config_files import folders_of
 from lmtrain.errors import UserError
 
 INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")

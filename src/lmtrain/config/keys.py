@@ -9,7 +9,7 @@ import functools
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, get_args, get_origin, get_type_hints
 
-from lmtrain.config.constraints import CONTENT, Constraint, Shapes, representable
+from lmtrain.config.constraints import CONTENT, Constraint, ReadWhere, Shapes, representable
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,17 @@ class Key:
 
 
 @functools.cache
+def _declared(section: type) -> dict[str, tuple[Any, ...]]:
+    """Type and annotations of each field of a config class."""
+    hints = get_type_hints(section, include_extras=True).items()
+    return {
+        name: get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        for name, hint in hints
+        if get_origin(hint) is not ClassVar
+    }
+
+
+@functools.cache
 def keys_of(section: type, prefix: str = "") -> tuple[Key, ...]:
     """All keys of a config class, those of its sections included.
 
@@ -33,14 +44,11 @@ def keys_of(section: type, prefix: str = "") -> tuple[Key, ...]:
     """
     found: list[Key] = []
     absent = {f.name for f in dataclasses.fields(section) if f.default is None}
-    for name, hint in get_type_hints(section, include_extras=True).items():
-        if get_origin(hint) is ClassVar:
-            continue
+    for name, (type_, *marks) in _declared(section).items():
         key = f"{prefix}{name}"
-        if dataclasses.is_dataclass(hint):
-            found += keys_of(hint, f"{key}.")  # type: ignore[arg-type]
+        if dataclasses.is_dataclass(type_):
+            found += keys_of(type_, f"{key}.")  # type: ignore[arg-type]
             continue
-        type_, *marks = get_args(hint) if get_origin(hint) is Annotated else [hint]
         shapes = [mark for mark in marks if isinstance(mark, Shapes)]
         if len(shapes) != 1:
             raise TypeError(
@@ -60,6 +68,23 @@ def keys_in(config: Any, prefix: str = "") -> list[Key]:
         name, value = f"{prefix}{field.name}", getattr(config, field.name)
         found += keys_in(value, f"{name}.") if dataclasses.is_dataclass(value) else [own[name]]
     return found
+
+
+def annotations_of(name: str, config: Any) -> list[Any]:
+    """The annotations of a dotted key and of the sections that it stands in; its own come first."""
+    found: list[Any] = []
+    for part in name.split("."):
+        if not dataclasses.is_dataclass(config):
+            break
+        found[:0] = _declared(type(config)).get(part, ())[1:]  # type: ignore[arg-type]
+        config = getattr(config, part, None)
+    return found
+
+
+def unread(name: str, config: Any) -> ReadWhere | None:
+    """What a key waits for where nothing reads it with this config; None where it is read."""
+    rule = next((mark for mark in annotations_of(name, config) if isinstance(mark, ReadWhere)), None)
+    return None if rule is None or rule.holds(config) else rule
 
 
 def value_of(config: Any, name: str) -> Any:
@@ -86,3 +111,27 @@ def check_constraints(config: Any) -> None:
         for constraint in key.constraints:
             constraint(key.name, value)
         representable(key.name, value)
+
+
+def freeze(config: Any) -> None:
+    """Makes every section of a config read-only, in place. Setting a key then raises AttributeError."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            freeze(value)
+    section: Any = type(config)
+    config.__class__ = _read_only(section)
+
+
+@functools.cache
+def _read_only(section: type) -> type:
+    """A subclass of a config class whose instances can't be changed."""
+
+    def set_once(self: Any, name: str, value: Any) -> None:
+        if name in vars(self):  # not yet where dataclasses.replace makes another
+            raise AttributeError(
+                f"{section.__name__}.{name} can't become {value!r}: the config was resolved and is what runs"
+            )
+        object.__setattr__(self, name, value)
+
+    return type(section.__name__, (section,), {"__setattr__": set_once, "__module__": section.__module__})

@@ -14,8 +14,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from lmtrain.config.environment import is_trusted, leaves, resolved
-from lmtrain.config.parts import Part, file_of
+from lmtrain.config.config_files import ConfigFile, file_of
+from lmtrain.config.environment import is_trusted, resolved
+from lmtrain.config.override_text import leaves
 from lmtrain.errors import UserError
 
 _RUNS = ("run.dir", "run.root", "sweep.root")  # new folders are made there, and none that holds something else is taken
@@ -27,7 +28,9 @@ _OUTSIDE = re.compile(r"^([/~]|file:)|(^|/)\.\.(/|$)")
 Asked = tuple[str, Any, str, Any]  # key, value, and the key whose unresolved value it comes from, with that
 
 
-def refuse(tree: DictConfig, overrides: Sequence[str], composed: Callable[[], Sequence[Part]], config_dir: str) -> None:
+def refuse(
+    tree: DictConfig, overrides: Sequence[str], composed: Callable[[], Sequence[ConfigFile]], config_dir: str
+) -> None:
     """Raises UserError where a file of `config_dir` that nobody vouches for says where to write, or has an address.
 
     Args:

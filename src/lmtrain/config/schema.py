@@ -18,25 +18,27 @@ from lmtrain.config.constraints import (
     MODEL,
     RATE,
     SHOWN,
+    TRAINING,
     TRAJECTORY,
+    VALIDATION,
+    ReadBy,
+    ReadWhere,
+    above_zero,
     at_least,
     between,
     choice,
+    name_of_file,
     name_of_folder,
     not_negative,
     share,
     up_to_one,
 )  # fmt: skip
 from lmtrain.config.schema_data import DataConfig, TokenizerConfig
-from lmtrain.config.schema_trainer import TrainerConfig
-from lmtrain.config.schema_verbs import (
-    EstimateConfig,
-    EvaluateConfig,
-    GenerateConfig,
-    InspectConfig,
-    ReportConfig,
-    TuneConfig,
-)
+
+FP8 = "fp8"
+PRECISIONS = ("auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true", FP8)
+STRATEGIES = ("auto", "ddp", "fsdp", "fsdp_tp", "deepspeed", "ddp_find_unused_parameters_true")
+FP8_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")  # torchao's names
 
 
 @dataclass(kw_only=True)
@@ -53,7 +55,7 @@ class RunConfig:
 
 @dataclass(kw_only=True)
 class ObjectiveConfig:
-    """What every objective has. Each adds options of its own in a subclass: objectives.py, or beside a user's class."""
+    """What every objective has. Each adds options of its own in a subclass: options.py, or beside a user's class."""
 
     rows: ClassVar[str] = "text"  # what it trains on: text, conversations, pairs, or the path of a row format's class
 
@@ -71,7 +73,7 @@ class ObjectiveConfig:
 
 @dataclass(kw_only=True)
 class ModelConfig:
-    """What every model has. models.py adds what one from scratch, a pretrained one and a class of one's own have."""
+    """What every model has. options.py adds what one from scratch, a pretrained one and a class of one's own have."""
 
     name: Annotated[str, SHOWN]
     init: Annotated[str, MODEL, choice("scratch", "pretrained")]
@@ -130,7 +132,7 @@ class RouterConfig:
 
 @dataclass(kw_only=True)
 class OptimizerConfig:
-    """What every optimizer has. optimizers.py adds what each reads besides, a user's class its arguments."""
+    """What every optimizer has. options.py adds what each reads besides, a user's class its arguments."""
 
     name: Annotated[str, TRAJECTORY]
     lr: Annotated[float, RATE, not_negative]
@@ -141,12 +143,74 @@ class OptimizerConfig:
 
 @dataclass(kw_only=True)
 class ScheduleConfig:
-    """What every schedule has. schedule.py adds what each reads besides, a user's class its `Options`."""
+    """What every schedule has. options.py adds what each reads besides, a user's class its `Options`."""
 
     name: Annotated[str, RATE]
     _target_: Annotated[str | None, RATE] = None
     warmup_steps: Annotated[int | None, RATE, not_negative]
     warmup_ratio: Annotated[float | None, RATE, up_to_one]
+
+
+_DEEPSPEED = ReadWhere(lambda c: c.trainer.strategy == "deepspeed", "set trainer.strategy=deepspeed")
+_FSDP = ReadWhere(lambda c: c.trainer.strategy in ("fsdp", "fsdp_tp"), "set trainer.strategy=fsdp")
+_FSDP_TP = ReadWhere(lambda c: c.trainer.strategy == "fsdp_tp", "set trainer.strategy=fsdp_tp")
+_FP8 = ReadWhere(lambda c: c.trainer.precision == FP8, "set trainer.precision=fp8 too")
+_SPIKES = ReadWhere(lambda c: c.trainer.spike_factor is not None, "set trainer.spike_factor=2.0 too")
+
+
+@dataclass(kw_only=True)
+class FsdpConfig:
+    reshard_after_forward: Annotated[bool, MACHINE]
+    cpu_offload: Annotated[bool, MACHINE]
+    copy_per_node: Annotated[bool, MACHINE]
+    reduce_each_micro_batch: Annotated[bool, MACHINE]
+    sharded_checkpoint: Annotated[bool, MACHINE]
+    tensor_parallel_size: Annotated[int, MACHINE, _FSDP_TP]
+
+
+@dataclass(kw_only=True)
+class DeepSpeedConfig:
+    stage: Annotated[int, MACHINE]
+    offload_optimizer: Annotated[str | None, MACHINE]  # cpu or nvme
+    offload_parameters: Annotated[str | None, MACHINE]
+    nvme_path: Annotated[str, MACHINE]
+    config: Annotated[str | None, MACHINE]
+
+
+@dataclass(kw_only=True)
+class TrainerConfig:
+    # Lightning's arguments that go straight to its Trainer, by its own names (docs/lightning.md has all).
+    fast_dev_run: Annotated[bool | int, SHOWN, not_negative]
+    overfit_batches: Annotated[int, TRAJECTORY, not_negative]
+    profiler: Annotated[str | None, SHOWN, choice("simple", "advanced", "pytorch")]
+    detect_anomaly: Annotated[bool, MACHINE]
+    benchmark: Annotated[bool, MACHINE]
+    inference_mode: Annotated[bool, MACHINE]
+    max_steps: Annotated[int | None, RATE, at_least(1), TRAINING]
+    max_epochs: Annotated[int | None, RATE, at_least(1), TRAINING]
+    accelerator: Annotated[str, MACHINE, choice("auto", "cpu", "gpu", "cuda")]
+    devices: Annotated[int | str, MACHINE]
+    num_nodes: Annotated[int, MACHINE, at_least(1)]
+    max_restarts: Annotated[int, SHOWN, not_negative]
+    strategy: Annotated[str, MACHINE, choice(*STRATEGIES)]
+    fsdp: Annotated[FsdpConfig, _FSDP]
+    deepspeed: Annotated[DeepSpeedConfig, _DEEPSPEED]
+    precision: Annotated[str, MODEL, choice(*PRECISIONS)]  # a reference is computed in it too
+    fp8_recipe: Annotated[str, TRAJECTORY, choice(*FP8_RECIPES), _FP8]
+    val_check_interval: Annotated[int | None, SHOWN, at_least(1), TRAINING]
+    val_before_training: Annotated[bool, SHOWN]
+    limit_val_batches: Annotated[int | None, VALIDATION, at_least(1)]
+    log_every_n_steps: Annotated[int, SHOWN, at_least(1), TRAINING]
+    save_every_n_steps: Annotated[int | None, SHOWN, at_least(1), TRAINING]
+    gradient_clip_val: Annotated[float | None, TRAJECTORY, TRAINING]
+    max_bad_steps: Annotated[int, RATE, at_least(1)]
+    spike_factor: Annotated[float | None, RATE]
+    spike_window: Annotated[int, RATE, at_least(1), _SPIKES]
+    float32_matmul_precision: Annotated[str, MACHINE, choice("highest", "high", "medium")]
+    deterministic: Annotated[bool | str, MACHINE, choice("warn")]
+    compile: Annotated[bool | str, MACHINE, choice("auto")]
+    activation_checkpointing: Annotated[bool | str, MACHINE, choice("auto")]
+    num_threads: Annotated[int | None, MACHINE, at_least(1)]
 
 
 @dataclass(kw_only=True)
@@ -206,13 +270,87 @@ class CheckpointConfig:
 
 @dataclass(kw_only=True)
 class ExportConfig:
-    checkpoint: Annotated[str, SHOWN]
+    checkpoint: Annotated[str, SHOWN, ReadBy(("export",))]
     enabled: Annotated[bool, SHOWN]
     dtype: Annotated[str, SHOWN, choice("float32", "bfloat16", "float16")]
     merge: Annotated[bool, SHOWN]
     generation: Annotated[dict[str, Any] | None, SHOWN]  # fields of transformers' GenerationConfig
     push_to: Annotated[str | None, SHOWN]
     push_private: Annotated[bool, SHOWN]
+
+
+@dataclass(kw_only=True)
+class GenerateConfig:
+    prompt: Annotated[str, SHOWN]
+    prompts_file: Annotated[str | None, SHOWN]
+    out: Annotated[str | None, SHOWN]
+    batch_size: Annotated[int, SHOWN, at_least(1)]
+    chat: Annotated[bool | str, SHOWN, choice("auto")]
+    system_prompt: Annotated[str | None, SHOWN]
+    num_samples: Annotated[int, SHOWN, at_least(1)]
+    max_new_tokens: Annotated[int, SHOWN, at_least(1)]
+    temperature: Annotated[float, SHOWN, not_negative]
+    top_k: Annotated[int | None, SHOWN, at_least(1)]
+    checkpoint: Annotated[str, SHOWN]
+
+
+@dataclass(kw_only=True)
+class InspectConfig:
+    split: Annotated[str, SHOWN, choice("train", "val")]
+    samples: Annotated[int, SHOWN, not_negative]
+    tokens: Annotated[int, SHOWN, at_least(1)]
+    text: Annotated[str | None, SHOWN] = None  # shows what tokens read of a memory in its place
+    html: Annotated[str | None, SHOWN]
+
+
+@dataclass(kw_only=True)
+class EvaluateConfig:
+    data: Annotated[str, SHOWN, choice("auto", "run", "named")]
+    checkpoint: Annotated[str, SHOWN]
+    against: Annotated[str | None, SHOWN]
+    reference: Annotated[str | None, SHOWN]
+    name: Annotated[str | None, SHOWN, name_of_file]
+    dir: Annotated[str | None, SHOWN]
+    limit: Annotated[int | None, SHOWN, at_least(1)]
+    context: Annotated[int | None, SHOWN, at_least(2)]
+    stride: Annotated[int | None, SHOWN, at_least(1)]
+    start_token: Annotated[bool, SHOWN]
+    batch_size: Annotated[int, SHOWN, at_least(1)]
+    precision: Annotated[str, SHOWN, choice("float32", "bfloat16")]
+    answers: Annotated[int, SHOWN, not_negative]
+    max_new_tokens: Annotated[int, SHOWN, at_least(1)]
+    metrics: Annotated[list[Any], SHOWN]
+    resamples: Annotated[int, SHOWN, at_least(1)]
+    tasks: Annotated[list[str], SHOWN]
+    task_folder: Annotated[str | None, SHOWN]
+    fewshot: Annotated[int | None, SHOWN, not_negative]
+    chat: Annotated[bool, SHOWN]
+
+
+@dataclass(kw_only=True)
+class EstimateConfig:
+    device: Annotated[str | None, SHOWN]
+    headroom: Annotated[float, SHOWN, share]
+    tokens_per_s: Annotated[float | None, SHOWN, above_zero]
+    mfu: Annotated[float, SHOWN, above_zero]
+
+
+@dataclass(kw_only=True)
+class ReportConfig:
+    enabled: Annotated[bool, SHOWN]
+
+
+@dataclass(kw_only=True)
+class TuneConfig:
+    lr: Annotated[bool, SHOWN]
+    micro_batch_size: Annotated[bool, SHOWN]
+    apply: Annotated[bool, SHOWN]
+    steps: Annotated[int, SHOWN, at_least(20)]
+    min_lr: Annotated[float | None, SHOWN, above_zero]
+    max_lr: Annotated[float | None, SHOWN, above_zero]
+    smoothing: Annotated[float, SHOWN, share]
+    diverged: Annotated[float, SHOWN, above_zero]
+    dir: Annotated[str | None, SHOWN]
 
 
 @dataclass(kw_only=True)
@@ -233,7 +371,7 @@ class SweepConfig:
 class Config:
     kept: ClassVar[Mapping[str, Any]] = {}  # of each config: what it reads of the environment (environment.Reading)
 
-    run_dir: Annotated[str | None, SHOWN]
+    run_dir: Annotated[str | None, SHOWN, ReadBy(("export", "generate", "inspect"))]
     seed: Annotated[int, TRAJECTORY, between(0, 2**32 - 1)]
     run: RunConfig
     objective: ObjectiveConfig
@@ -243,19 +381,19 @@ class Config:
     peft: PeftConfig
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     router: RouterConfig
-    optimizer: OptimizerConfig
-    schedule: ScheduleConfig
+    optimizer: Annotated[OptimizerConfig, TRAINING]
+    schedule: Annotated[ScheduleConfig, TRAINING]
     trainer: TrainerConfig
-    callbacks: CallbacksConfig
+    callbacks: Annotated[CallbacksConfig, TRAINING]
     checkpoint: CheckpointConfig
     logger: Annotated[dict[str, Any], SHOWN]
     export: ExportConfig
-    generate: GenerateConfig
+    generate: Annotated[GenerateConfig, ReadBy(("generate",))]
     evaluate: EvaluateConfig
     estimate: EstimateConfig
-    tune: TuneConfig
+    tune: Annotated[TuneConfig, ReadBy(("tune",))]
     report: ReportConfig
-    inspect: InspectConfig
+    inspect: Annotated[InspectConfig, ReadBy(("inspect",))]
     sweep: SweepConfig
     debug: Annotated[dict[str, Any], SHOWN] = field(default_factory=dict)
 

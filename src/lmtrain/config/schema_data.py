@@ -11,6 +11,7 @@ from lmtrain.config.constraints import (
     SHOWN,
     TRAJECTORY,
     VALIDATION,
+    ReadWhere,
     above_zero,
     at_least,
     between,
@@ -26,7 +27,7 @@ from lmtrain.config.constraints import (
 
 @dataclass(kw_only=True)
 class CurriculumConfig:
-    """How long rows are while the run is young: see config/growth.py."""
+    """How long rows are while the run is young: see config/batch.py."""
 
     by: Annotated[str | None, TRAJECTORY, choice("length")] = None  # None: no curriculum
     start_length: Annotated[int | None, TRAJECTORY, at_least(1)] = None
@@ -36,7 +37,7 @@ class CurriculumConfig:
 
 @dataclass(kw_only=True)
 class BatchWarmupConfig:
-    """How many rows a step has while the run is young: see config/growth.py."""
+    """How many rows a step has while the run is young: see config/batch.py."""
 
     start_size: Annotated[int | None, TRAJECTORY, at_least(1)] = None  # None: data.global_batch_size from the first on
     steps: Annotated[int | None, TRAJECTORY, at_least(1)] = None
@@ -54,38 +55,61 @@ class FillInTheMiddleConfig:
     middle_token: Annotated[str, TRAJECTORY] = "<|fim_middle|>"
 
 
+def _from_hub(c: Any) -> bool:
+    return c.data.source == "mixture" or (c.data.source == "hub" and not c.data.path)
+
+
+_HUB = "it names data of the hub, and this data comes from elsewhere: choose data=wikitext or another, or leave it out"
+_OF_HUB = ReadWhere(_from_hub, _HUB)
+_IS_STREAM = ReadWhere(
+    lambda c: c.data.ring_bytes is not None or _from_hub(c),
+    f"{_HUB}; files are streamed with data.ring_bytes=... beside it",
+)
+_OF_RING = ReadWhere(lambda c: c.data.ring_bytes is not None, "set data.ring_bytes too")
+_OF_FILES = ReadWhere(
+    lambda c: c.data.source not in ("python_stdlib", "mixture") and "." not in c.data.source,
+    "choose what reads it: data=text, jsonl, parquet, bins, chat_jsonl or preference_jsonl",
+)
+_OF_CLASS = ReadWhere(lambda c: "." in c.data.source, "set data.source=package.module.Class too")
+_CUT_OFF = ReadWhere(lambda c: not c.data.val_path, "data.val_path names what is held out")
+_GROWING = ReadWhere(lambda c: c.data.curriculum.by is not None, "set data.curriculum.by=length too")
+_MORE_ROWS = ReadWhere(lambda c: c.data.batch_warmup.start_size is not None, "set data.batch_warmup.start_size")
+_REARRANGED = ReadWhere(lambda c: c.data.fim.rate > 0, "set data.fim.rate=0.5 too")
+
+
 @dataclass(kw_only=True)
 class DataConfig:
     _target_: Annotated[str | None, SHOWN] = None  # a LightningDataModule; None, in older configs: by the kind of rows
     # text, conversations, pairs, or the path of a row format's class: what the rows are taken for
     rows: Annotated[str, PREPARED, CONTENT]
     source: Annotated[str, PREPARED, choice_or_class("hub", "files", "python_stdlib", "bins", "mixture")]
-    name: Annotated[str | None, PREPARED]
-    config_name: Annotated[str | None, PREPARED]
-    revision: Annotated[str | None, PREPARED]
-    path: Annotated[Any, PREPARED, CONTENT, name_or_names]  # a file, folder, glob or address, or a list
+    name: Annotated[str | None, PREPARED, _OF_HUB]
+    config_name: Annotated[str | None, PREPARED, _OF_HUB]
+    revision: Annotated[str | None, PREPARED, _OF_HUB]
+    path: Annotated[Any, PREPARED, CONTENT, name_or_names, _OF_FILES]  # a file, folder, glob or address, or a list
     val_path: Annotated[Any, PREPARED, CONTENT, name_or_names]  # the same, held out for validation
     format: Annotated[str, PREPARED, CONTENT, choice("auto", "text", "jsonl", "json", "csv", "tsv", "parquet", "arrow")]
     train_split: Annotated[str, PREPARED]
     val_split: Annotated[str | None, PREPARED]
-    val_fraction: Annotated[float, PREPARED, share]
+    val_fraction: Annotated[float, PREPARED, share, _CUT_OFF]
     num_samples: Annotated[int | None, PREPARED, at_least(1)]
-    source_options: Annotated[dict[str, Any] | None, PREPARED] = None  # arguments of a class that source names
-    streaming: Annotated[bool, SHOWN]
+    # arguments of a class that source names
+    source_options: Annotated[dict[str, Any] | None, PREPARED, _OF_CLASS] = None
+    streaming: Annotated[bool, SHOWN, _IS_STREAM]
     num_proc: Annotated[int | None, SHOWN, at_least(1)]
     cache_dir: Annotated[str, SHOWN, not_empty]
     seq_len: Annotated[int, TRAJECTORY, at_least(1)]
     global_batch_size: Annotated[int, TRAJECTORY, between(1, 2**31 - 1)]
     micro_batch_size: Annotated[int, MACHINE, at_least(1)]
-    batch_warmup: BatchWarmupConfig = field(default_factory=BatchWarmupConfig)
+    batch_warmup: Annotated[BatchWarmupConfig, _MORE_ROWS] = field(default_factory=BatchWarmupConfig)
     num_workers: Annotated[int, SHOWN, between(0, 512)]
     isolate_documents: Annotated[bool, TRAJECTORY]
     # Validated on beside the validation split: {name: {path or name, ...}}, see data/val_sets.py.
     val_sets: Annotated[dict[str, Any], VALIDATION] = field(default_factory=dict)
     val_train_rows: Annotated[int, VALIDATION, not_negative] = 0
-    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
+    curriculum: Annotated[CurriculumConfig, _GROWING] = field(default_factory=CurriculumConfig)
     # Text for pretraining only.
-    fim: FillInTheMiddleConfig = field(default_factory=FillInTheMiddleConfig)
+    fim: Annotated[FillInTheMiddleConfig, _REARRANGED] = field(default_factory=FillInTheMiddleConfig)
     # a column or a list of columns, joined by column_separator
     text_column: Annotated[Any, PREPARED, name_or_names] = None
     column_separator: Annotated[str | None, PREPARED] = None
@@ -97,10 +121,10 @@ class DataConfig:
     shard_tokens: Annotated[int | None, PREPARED, at_least(1)] = None
     # A stream larger than the disk, see data/stream/.
     ring_bytes: Annotated[int | None, SHOWN, at_least(1)] = None
-    ring_shard_tokens: Annotated[int | None, TRAJECTORY, at_least(1)] = None
-    ring_window: Annotated[int | None, TRAJECTORY, at_least(1)] = None
-    ring_val_tokens: Annotated[int | None, TRAJECTORY, at_least(1)] = None
-    ring_patience: Annotated[float | None, SHOWN, not_negative] = None
+    ring_shard_tokens: Annotated[int | None, TRAJECTORY, at_least(1), _OF_RING] = None
+    ring_window: Annotated[int | None, TRAJECTORY, at_least(1), _OF_RING] = None
+    ring_val_tokens: Annotated[int | None, TRAJECTORY, at_least(1), _OF_RING] = None
+    ring_patience: Annotated[float | None, SHOWN, not_negative, _OF_RING] = None
     # None: the weights of a mixture of text are its shares, whatever the sources' sizes
     mixture_temperature: Annotated[float | None, TRAJECTORY, above_zero] = None
     # [{path or name, config_name, train_split, weight}]
@@ -114,9 +138,8 @@ class DataConfig:
     system_prompt: Annotated[str | None, PREPARED] = None  # put before conversations that have none
     # None: the tokenizer's own; a name of ours; a Jinja file
     chat_template: Annotated[str | None, PREPARED, CONTENT] = None
-    allow_special_text: Annotated[bool | None, PREPARED] = (
-        None  # special tokens written in a row's text are those tokens
-    )
+    # special tokens written in a row's text are those tokens
+    allow_special_text: Annotated[bool | None, PREPARED] = None
     train_on: Annotated[str | None, PREPARED, choice("assistant", "last_assistant", "completion", "all")] = None
     max_length: Annotated[int | None, PREPARED] = None
     max_prompt_length: Annotated[int | None, PREPARED, at_least(1)] = None  # pairs

@@ -4,18 +4,23 @@ Those of lmtrain's own classes are found without importing them; of any other cl
 """
 
 import dataclasses
+import difflib
 import functools
-from typing import Annotated, Any, TypeVar
+import inspect
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 
-from lmtrain.config import model_class, models, optimizers, schedule
 from lmtrain.config.constraints import MODEL, TRAJECTORY, choice
 from lmtrain.config.keys import Key, keys_of
-from lmtrain.config.objectives import OWN
+from lmtrain.config.options import MODELS, OBJECTIVES, OPTIMIZERS, SCHEDULES, CustomModelConfig
 from lmtrain.config.schema import Config, ModelConfig, ObjectiveConfig, OptimizerConfig, ScheduleConfig
-from lmtrain.config.targets import check_allowed, class_named
+from lmtrain.config.targets import check_allowed, class_named, find_class
 from lmtrain.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 T = TypeVar("T")
 
@@ -56,11 +61,21 @@ def names_of(found: dict[str, type[Any]]) -> list[str]:
 @functools.cache
 def all_keys() -> tuple[Key, ...]:
     """The keys of the schema with those of all of lmtrain's own classes."""
-    own = [key for _, options in OWN.values() for key in keys_of(options, "objective.")]  # type: ignore[arg-type]
-    sections = {"model": (*models.OWN.values(), models.CustomModelConfig), "optimizer": optimizers.OWN.values(),
-                "schedule": schedule.OWN.values()}  # fmt: skip
+    own = [key for _, options in OBJECTIVES.values() for key in keys_of(options, "objective.")]  # type: ignore[arg-type]
+    sections = {"model": (*MODELS.values(), CustomModelConfig), "optimizer": OPTIMIZERS.values(),
+                "schedule": SCHEDULES.values()}  # fmt: skip
     own += [key for name, classes in sections.items() for options in classes for key in keys_of(options, f"{name}.")]
     return tuple({key.name: key for key in (*own, *keys_of(Config))}.values())
+
+
+def rows_trained_on(tree: DictConfig) -> str:
+    """What the objective of a composed config trains on; see ObjectiveConfig.rows.
+
+    Raises:
+        UserError: see `classes`.
+    """
+    own = OBJECTIVES.get(str(tree.objective.get("name")))
+    return (own[1] if own else _objective(tree.objective, _allowed(tree))).rows
 
 
 def _allowed(tree: DictConfig) -> list[str]:
@@ -71,12 +86,12 @@ def _allowed(tree: DictConfig) -> list[str]:
 def _objective(section: DictConfig, allow_target: list[str]) -> type[ObjectiveConfig]:
     _check_given("objective", section)
     name, target = section.get("name"), str(section["_target_"])
-    if name in OWN and OWN[name][0] != target:
+    if name in OBJECTIVES and OBJECTIVES[name][0] != target:
         raise UserError(
-            f"objective.name={name} stands for {OWN[name][0]}, and objective._target_ is {target}: choose "
+            f"objective.name={name} stands for {OBJECTIVES[name][0]}, and objective._target_ is {target}: choose "
             f"objective={name}, or objective=custom objective._target_={target}"
         )
-    own = next((options for path, options in OWN.values() if path == target), None)
+    own = next((options for path, options in OBJECTIVES.values() if path == target), None)
     return own or options_beside(str(target), "objective", ObjectiveConfig, allow_target)
 
 
@@ -84,25 +99,25 @@ def _model(section: DictConfig, allow_target: list[str]) -> type[ModelConfig]:
     """The keys of any model and, of a class that `_target_` names, those of its config class."""
     init = section.get("init")
     if "_target_" not in section:
-        choice(*models.OWN)("model.init", str(init))
-        return models.OWN[str(init)]
+        choice(*MODELS)("model.init", str(init))
+        return MODELS[str(init)]
     _check_given("model", section)
     if init != "scratch":
         raise UserError(
             f"model.init={init}: a class that model._target_ names starts from scratch; to train its export on: "
             f"model=pretrained model.name_or_path=<the export> model.trust_remote_code=true"
         )
-    known = {field.name for field in dataclasses.fields(models.CustomModelConfig)}
+    known = {field.name for field in dataclasses.fields(CustomModelConfig)}
     arguments = [str(name) for name in section if name not in known]
-    types = model_class.arguments_of(str(section["_target_"]), arguments, allow_target)
+    types = model_arguments(str(section["_target_"]), arguments, allow_target)
     declared = [(name, Annotated[type_, MODEL]) for name, type_ in types.items()]
-    return dataclasses.make_dataclass("CustomModel", declared, bases=(models.CustomModelConfig,), kw_only=True)
+    return dataclasses.make_dataclass("CustomModel", declared, bases=(CustomModelConfig,), kw_only=True)
 
 
 def _optimizer(section: DictConfig, allow_target: list[str]) -> type[OptimizerConfig]:
     """The keys of any optimizer and the arguments of this one, which its class checks when it is built."""
     if "_target_" not in section:
-        return _named("optimizer", section, optimizers.OWN)
+        return _named("optimizer", section, OPTIMIZERS)
     _check_given("optimizer", section)
     check_allowed("optimizer", section["_target_"], allow_target)
     known = {field.name for field in dataclasses.fields(OptimizerConfig)}
@@ -116,7 +131,7 @@ def _optimizer(section: DictConfig, allow_target: list[str]) -> type[OptimizerCo
 
 def _schedule(section: DictConfig, allow_target: list[str]) -> type[ScheduleConfig]:
     if "_target_" not in section:
-        return _named("schedule", section, schedule.OWN)
+        return _named("schedule", section, SCHEDULES)
     _check_given("schedule", section)
     return options_beside(section["_target_"], "schedule", ScheduleConfig, allow_target)
 
@@ -166,8 +181,8 @@ def options_beside(target: str, section: str, base: type[Any], allow_target: lis
 def complete(tree: DictConfig) -> None:
     """Adds the keys that a config.yaml of an earlier version doesn't have and others tell; takes out those it had."""
     objective, data = tree.get("objective"), tree.get("data")
-    if isinstance(objective, DictConfig) and "_target_" not in objective and objective.get("name") in OWN:
-        objective["_target_"] = OWN[objective.name][0]
+    if isinstance(objective, DictConfig) and "_target_" not in objective and objective.get("name") in OBJECTIVES:
+        objective["_target_"] = OBJECTIVES[objective.name][0]
     for key in GONE:
         section, _, name = key.rpartition(".")
         holder = OmegaConf.select(tree, section)
@@ -176,3 +191,68 @@ def complete(tree: DictConfig) -> None:
     if isinstance(data, DictConfig) and "rows" not in data:
         is_text, is_chat = data.get("conversation_format") is None, data.get("ranking") is None
         data["rows"] = "text" if is_text else "conversations" if is_chat else "pairs"
+
+
+# Types of arguments that are checked, by how they are written.
+PLAIN: dict[str, Any] = {
+    "int": int, "float": float, "bool": bool, "str": str, "int | None": int | None, "float | None": float | None,
+    "bool | None": bool | None, "str | None": str | None,
+}  # fmt: skip
+SET_BY_LMTRAIN = ("vocab_size", "max_position_embeddings", "dropout")  # from keys that every model has
+
+
+def model_class(target: str, allow_target: Sequence[str]) -> "type[PreTrainedModel]":
+    """The class that `target` names.
+
+    Raises:
+        UserError: it is not allowed, can't be imported, is no model that generates, or lacks what training needs.
+    """
+    from torch import nn
+    from transformers import GenerationMixin, PreTrainedModel
+
+    cls = find_class(target, "model", PreTrainedModel, allow_target)
+    lacks = f"model: _target_={target} lacks"
+    if cls.forward is nn.Module.forward:
+        raise UserError(f"{lacks} forward(input_ids, attention_mask, position_ids, ...), which returns its logits")
+    if not issubclass(cls, GenerationMixin):
+        raise UserError(f"{lacks} generate, by which samples are written: derive it from GenerationMixin too")
+    if not cls._no_split_modules:
+        raise UserError(f'{lacks} _no_split_modules, its block classes: _no_split_modules = ["Block"]')
+    config = config_class_of(cls)
+    if config is None:
+        raise UserError(f"{lacks} config_class: set it to a subclass of transformers.PretrainedConfig with its options")
+    missing = [name for name in CustomModelConfig.NEEDED if name not in fields_of(config)]
+    if missing:
+        raise UserError(f"{lacks} {', '.join(missing)} in its config {config.__qualname__}: fields of these names")
+    return cls
+
+
+def config_class_of(cls: "type[PreTrainedModel]") -> "type[PretrainedConfig] | None":
+    return getattr(cls, "config_class", None)
+
+
+def fields_of(config: "type[PretrainedConfig]") -> set[str]:
+    """The fields of a config class, by all the names it has for them."""
+    return {*inspect.signature(config).parameters, *config.attribute_map}
+
+
+def model_arguments(target: str, names: Sequence[str], allow_target: Sequence[str]) -> dict[str, Any]:
+    """The type of each of these keys under `model`, which are arguments of the config class; Any where it says none.
+
+    Raises:
+        UserError: as of `model_class`; a key that the config class doesn't have.
+    """
+    from transformers import PretrainedConfig
+
+    config = config_class_of(model_class(target, allow_target))
+    assert config is not None
+    general, takes = inspect.signature(PretrainedConfig).parameters, inspect.signature(config).parameters
+    fields = [name for name in takes if name not in (*general, *SET_BY_LMTRAIN, "kwargs")]
+    for name in names:
+        if name not in fields:
+            near = difflib.get_close_matches(name, fields, n=1)
+            hint = f"did you mean model.{near[0]}? " if near else ""
+            raise UserError(f"model.{name}: {config.__qualname__} of {target} has no such field; {hint}"
+                            f"it has {', '.join(fields)}")  # fmt: skip
+    types = {name: takes[name].annotation for name in names}
+    return {name: PLAIN.get(getattr(type_, "__name__", str(type_)), Any) for name, type_ in types.items()}

@@ -1,13 +1,40 @@
-"""What goes with which strategy. Imports neither torch nor lightning."""
+"""What goes with which strategy and precision. Imports neither torch nor lightning."""
 
 import re
 
 from lmtrain.config.deepspeed import check_options
-from lmtrain.config.precision import outside_fp8
-from lmtrain.config.schema import Config, TrainerConfig
+from lmtrain.config.schema import FP8, Config, TrainerConfig
 from lmtrain.errors import UserError
 
 SHARING = ("fsdp", "fsdp_tp", "deepspeed")  # a device holds a part of the model, of its gradients or of its state
+_NOT_TRIED = ("fsdp_tp", "deepspeed")  # with fp8
+
+
+def outside_fp8(precision: str) -> str:
+    """What all is computed in but the layers that trainer.precision=fp8 has in 8 bits; others are what they are."""
+    return "bf16-mixed" if precision == FP8 else precision
+
+
+def check_fp8(c: Config) -> None:
+    """Raises UserError for a setting that trainer.precision=fp8 can't work with, or was never tried with."""
+    if c.trainer.precision != FP8:
+        return
+    key, instead = "trainer.precision=fp8", "set trainer.precision=bf16-mixed"
+    if c.trainer.strategy in _NOT_TRIED:
+        raise UserError(
+            f"{key} does not go with trainer.strategy={c.trainer.strategy}: set trainer.strategy=fsdp or ddp, or "
+            f"{instead}"
+        )
+    if c.peft.quantization is not None:
+        raise UserError(
+            f"{key} does not go with peft.quantization={c.peft.quantization}, whose layers multiply in their own way: "
+            f"{instead}, or peft=lora"
+        )
+    if hasattr(c.objective, "reference"):
+        raise UserError(
+            f"{key} does not go with objective={c.objective.name}: what it learns from are small differences of "
+            f"log-probabilities, which 8 bits blur: {instead}"
+        )
 
 
 def spell_out(t: TrainerConfig) -> None:

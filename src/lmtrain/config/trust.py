@@ -12,7 +12,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from lmtrain.config import interpolations, yaml_file
+from lmtrain.config import interpolations, safe_yaml
 from lmtrain.config.keys import value_of
 from lmtrain.errors import UserError
 
@@ -97,7 +97,7 @@ def of_files(paths: Iterable[str]) -> list[str]:
 
 def _opened_by(path: Path) -> dict[str, Any]:
     try:
-        tree = yaml_file.parse(path.read_text(encoding="utf-8"), str(path))
+        tree = safe_yaml.parse(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--trust {path} can't be read: {error}") from None
     found = {}

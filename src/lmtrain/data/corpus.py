@@ -10,9 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from lmtrain.config.growth import step_sizes
-from lmtrain.config.objectives import OWN
-from lmtrain.config.schema import Config, DataConfig
+from lmtrain.config.batch import step_sizes
+from lmtrain.config.defaults import conf_dir
+from lmtrain.config.effect import option_holding
+from lmtrain.config.options import OBJECTIVES
+from lmtrain.config.schema import Config
+from lmtrain.config.schema_data import DataConfig
 from lmtrain.config.targets import building, class_named, lacking
 from lmtrain.data.chat.templates import ChatEncoder
 from lmtrain.data.examples.chat_rows import ChatRows
@@ -145,12 +148,16 @@ def check_rows(config: Config) -> None:
     objective, held = config.objective, config.data.rows
     if objective.rows == held:
         return
-    options = _DATA_OF.get(objective.rows, f"an option of the group data with rows: {objective.rows}")
-    others = [name for name, (_, made) in OWN.items() if made.rows == held]
+    needed, options = objective.rows, _DATA_OF.get(objective.rows)
+    if options is None:
+        option = option_holding(needed, [conf_dir()])
+        options = (
+            f"data={option} data.path=rows.jsonl" if option else f"an option of the group data with rows: {needed}"
+        )
+        needed = f"rows such as data={option} reads" if option else needed
+    others = [name for name, (_, made) in OBJECTIVES.items() if made.rows == held]
     instead = f", or train on it with objective={others[0]}" if others else ""
-    raise UserError(
-        f"objective={objective.name} needs {objective.rows}, and this data holds {held}: choose {options}{instead}"
-    )
+    raise UserError(f"objective={objective.name} needs {needed}, and this data holds {held}: choose {options}{instead}")
 
 
 def row_format(config: Config) -> type[RowEncoder]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset, Sampler
 
-from lmtrain.config.growth import Stages
+from lmtrain.config.batch import Stages
 from lmtrain.data import order
 from lmtrain.data.mixing import Mixture
 from lmtrain.data.order import MicroBatch, Rows

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lmtrain.config.growth import Stages
+from lmtrain.config.batch import Stages
 from lmtrain.data.order import mix64, permute
 from lmtrain.errors import UserError
 

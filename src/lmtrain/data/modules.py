@@ -17,10 +17,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lmtrain.config import compose as rules
-from lmtrain.config.batch import batch_split
-from lmtrain.config.folders import conf_dir
-from lmtrain.config.growth import Stages
-from lmtrain.config.objectives import OWN
+from lmtrain.config.batch import Stages, batch_split
+from lmtrain.config.defaults import conf_dir
+from lmtrain.config.options import OBJECTIVES
 from lmtrain.config.schema import Config
 from lmtrain.config.targets import find_class
 from lmtrain.data.corpus import Corpus, prepare_corpus
@@ -259,7 +258,7 @@ def _config_of(data: str, tokenizer: str, keys: dict[str, Any], seed: int) -> Co
         words += ["tokenizer=hub", f"tokenizer.name_or_path={_written(tokenizer)}"]
     rows = rules.compose(words).data.rows
     # A config holds an objective, too: one that trains on such rows.
-    objective = next((name for name, (_, made) in OWN.items() if made.rows == rows), "causal_lm")
+    objective = next((name for name, (_, made) in OBJECTIVES.items() if made.rows == rows), "causal_lm")
     return rules.check(rules.compose([*words, f"objective={objective}"]))
 
 

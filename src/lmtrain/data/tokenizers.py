@@ -19,7 +19,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from lmtrain.config.schema import TokenizerConfig
+from lmtrain.config.schema_data import TokenizerConfig
 from lmtrain.data import hub
 from lmtrain.data.byte_bpe import training
 from lmtrain.data.byte_bpe.tables import LETTERS

@@ -6,7 +6,8 @@ import re
 from typing import Any, NamedTuple
 
 from lmtrain.config.fingerprint import short_hash
-from lmtrain.config.schema import Config, DataConfig, TokenizerConfig
+from lmtrain.config.schema import Config
+from lmtrain.config.schema_data import DataConfig, TokenizerConfig
 from lmtrain.data import tokenizers
 from lmtrain.data.corpus import Corpus, row_format
 from lmtrain.data.examples.prepare import prepare_examples

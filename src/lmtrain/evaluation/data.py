@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from lmtrain.config.schema import Config, DataConfig, TokenizerConfig
+from lmtrain.config.schema import Config
+from lmtrain.config.schema_data import DataConfig, TokenizerConfig
 from lmtrain.data.chat.templates import ChatEncoder
 from lmtrain.data.examples.chat_rows import ChatRows
 from lmtrain.data.examples.documents import Examples

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 
 from lmtrain.adapters.finetune import build_trainable_model
-from lmtrain.config.models import LoadedModelConfig
-from lmtrain.config.objectives import DPOConfig
+from lmtrain.config.options import DPOConfig, LoadedModelConfig
 from lmtrain.config.schema import Config
 from lmtrain.distributed import process_group as world
 from lmtrain.errors import UserError

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from lmtrain import errors, terminal
-from lmtrain.config.effect import typed_keys
+from lmtrain.config.override_text import typed_keys
 from lmtrain.config.schema import Config
 from lmtrain.data.chat.templates import end_ids, own_template, user_turn
 from lmtrain.distributed.ranks import typed

@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, Pretr
 from transformers.activations import ACT2FN
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from lmtrain.config.models import CustomModelConfig, LoadedModelConfig, ScratchModelConfig
+from lmtrain.config.options import CustomModelConfig, LoadedModelConfig, ScratchModelConfig
 from lmtrain.config.schema import ModelConfig
 from lmtrain.data import hub
 from lmtrain.errors import UserError

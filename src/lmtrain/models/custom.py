@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from lmtrain.config import model_class
-from lmtrain.config.models import CustomModelConfig
+from lmtrain.config.options import CustomModelConfig
+from lmtrain.config.sections import config_class_of, fields_of, model_class
 from lmtrain.config.targets import building
 from lmtrain.errors import UserError
 
@@ -23,10 +23,10 @@ def custom_config(cfg: CustomModelConfig, fields: dict[str, Any], allow_target: 
     Raises:
         UserError: see `model_class.find`; the config class raises; it has no positions, where the config names some.
     """
-    config_class = model_class.config_class(model_class.find(cfg._target_, allow_target))
+    config_class = config_class_of(model_class(cfg._target_, allow_target))
     assert config_class is not None
     positions = cfg.max_position_embeddings
-    if positions is not None and "max_position_embeddings" not in model_class.fields_of(config_class):
+    if positions is not None and "max_position_embeddings" not in fields_of(config_class):
         raise UserError(
             f"model.max_position_embeddings={positions}: {config_class.__qualname__} has no such field; make it null"
         )
@@ -44,7 +44,7 @@ def custom_model(cfg: CustomModelConfig, config: PretrainedConfig, allow_target:
     Raises:
         UserError: its class raises, or it has no body, embeddings or output layer.
     """
-    cls = model_class.find(cfg._target_, allow_target)
+    cls = model_class(cfg._target_, allow_target)
     if not cls.__module__.startswith("transformers."):
         type(config).register_for_auto_class()
         cls.register_for_auto_class("AutoModelForCausalLM")

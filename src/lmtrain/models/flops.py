@@ -7,9 +7,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lmtrain.config.deepspeed import engine_config
-from lmtrain.config.precision import outside_fp8
 from lmtrain.config.schema import Config
-from lmtrain.config.strategies import ranks_per_part
+from lmtrain.config.strategies import outside_fp8, ranks_per_part
 from lmtrain.models.blocks import decoder_blocks
 from lmtrain.models.language_model import auto_chunk_bytes, chunk_bytes_of
 

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lmtrain.config.growth import row_lengths
-from lmtrain.config.precision import FP8
-from lmtrain.config.schema import Config, DataConfig, TrainerConfig
+from lmtrain.config.batch import row_lengths
+from lmtrain.config.schema import FP8, Config, TrainerConfig
+from lmtrain.config.schema_data import DataConfig
 from lmtrain.errors import UserError
 from lmtrain.models.blocks import decoder_blocks
 from lmtrain.models.flops import flops_per_token

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from lmtrain.config.models import ScratchModelConfig
+from lmtrain.config.options import ScratchModelConfig
 from lmtrain.errors import UserError
 
 # What families call these keys; GPT-2's other names are in its config's own attribute_map.

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmtrain.config.objectives import CausalLMConfig
+from lmtrain.config.options import CausalLMConfig
 from lmtrain.data.text.windows import IGNORE
-from lmtrain.objectives.base import LossParts, Objective
-from lmtrain.objectives.parts import RECOMPUTED, Definition
+from lmtrain.objectives.base import Objective
+from lmtrain.objectives.parts import RECOMPUTED, Definition, LossParts
 
 LIKELIHOOD = {
     "loss": Definition(

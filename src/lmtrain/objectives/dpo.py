@@ -7,13 +7,12 @@ of their tokens only. The unit of weight is the pair.
 import torch
 from torch import Tensor
 
-from lmtrain.config.objectives import DPOConfig
+from lmtrain.config.options import DPOConfig
 from lmtrain.config.schema import Config
 from lmtrain.data.corpus import Corpus
 from lmtrain.errors import UserError
 from lmtrain.losses.preferences import LOSSES, REFERENCE_FREE, LossOptions, Pairs, preference_losses
-from lmtrain.objectives.base import LossParts
-from lmtrain.objectives.parts import RECOMPUTED, Definition
+from lmtrain.objectives.parts import RECOMPUTED, Definition, LossParts
 from lmtrain.objectives.start_check import check_start
 from lmtrain.objectives.with_reference import ReferenceObjective
 

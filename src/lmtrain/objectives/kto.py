@@ -9,8 +9,8 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from lmtrain.config.batch import step_sizes
 from lmtrain.config.constraints import MACHINE, TRAJECTORY, above_zero, choice, not_negative
-from lmtrain.config.growth import step_sizes
 from lmtrain.config.schema import Config, ObjectiveConfig
 from lmtrain.data.corpus import Corpus
 from lmtrain.distributed.devices import total

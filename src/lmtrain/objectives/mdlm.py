@@ -27,8 +27,7 @@ from lmtrain.distributed.devices import data_parallel
 from lmtrain.errors import UserError
 from lmtrain.models.denoising import mask_token, set_mask_token
 from lmtrain.objectives import base
-from lmtrain.objectives.base import LossParts
-from lmtrain.objectives.parts import RECOMPUTED, Definition
+from lmtrain.objectives.parts import RECOMPUTED, Definition, LossParts
 
 ATTENTION = "lmtrain_bidirectional"
 GOLDEN = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from lmtrain.config.objectives import SFTConfig
+from lmtrain.config.options import SFTConfig
 from lmtrain.config.schema import Config
 from lmtrain.data.corpus import Corpus
-from lmtrain.objectives.base import LossParts
 from lmtrain.objectives.causal_lm import CausalLM
+from lmtrain.objectives.parts import LossParts
 
 
 class SFT(CausalLM):

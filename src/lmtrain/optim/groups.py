@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lmtrain.config.optimizers import MuonConfig
+from lmtrain.config.options import MuonConfig
 from lmtrain.config.schema import OptimizerConfig
 from lmtrain.errors import UserError
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lmtrain.config.optimizers import AdafactorConfig, AdamW8bitConfig, AdamWConfig, LionConfig, MuonConfig
+from lmtrain.config.options import AdafactorConfig, AdamW8bitConfig, AdamWConfig, LionConfig, MuonConfig
 from lmtrain.config.schema import OptimizerConfig
 from lmtrain.config.targets import build_target, find_class
 from lmtrain.errors import UserError

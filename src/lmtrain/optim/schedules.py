@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-from lmtrain.config.schedule import (
+from lmtrain.config.options import (
     CosineRestartsConfig,
     InverseSqrtConfig,
     PolynomialConfig,

@@ -11,7 +11,7 @@ from typing import Any
 
 from lmtrain import errors
 from lmtrain.config.batch import split_over
-from lmtrain.config.schedule import RangeTestConfig
+from lmtrain.config.options import RangeTestConfig
 from lmtrain.config.schema import Config
 from lmtrain.data.corpus import build_corpus
 from lmtrain.distributed import devices, ranks

@@ -18,8 +18,9 @@ from lmtrain.data.examples.rows import PackedRows
 from lmtrain.data.text.windows import IGNORE, Windows
 from lmtrain.errors import UserError
 from lmtrain.reports.report_page import as_text, asset, document, write_page
-from lmtrain.reports.token_view import Piece, has_colour, legend, marked, pieces, show_chapters, visible
+from lmtrain.reports.token_view import Piece, has_colour, legend, marked, pieces, show_chapters
 from lmtrain.run_folder import trained
+from lmtrain.terminal import visible
 
 _PERCENTILES = (0, 5, 25, 50, 75, 95, 99, 100)
 _BINS, _BAR = 16, 48  # of the histogram: bars, and characters of the longest

@@ -23,11 +23,12 @@ from lmtrain.callbacks.samples import Samples
 from lmtrain.callbacks.step_numbers import StepNumbers
 from lmtrain.callbacks.stopping import Preemption
 from lmtrain.checkpoints.checkpoint_io import FolderCheckpointIO
+from lmtrain.config.batch import check_reached, horizon, rate_factor, row_lengths, step_sizes
 from lmtrain.config.checks import time_limit_seconds
 from lmtrain.config.fingerprint import Fingerprint, fingerprint, short_hash
-from lmtrain.config.growth import check_reached, horizon, rate_factor, row_lengths, step_sizes
-from lmtrain.config.models import over_layers
-from lmtrain.config.schema import Config, DataConfig
+from lmtrain.config.options import over_layers
+from lmtrain.config.schema import Config
+from lmtrain.config.schema_data import DataConfig
 from lmtrain.config.strategies import SHARING
 from lmtrain.config.targets import building, find_class
 from lmtrain.data.corpus import Corpus, build_corpus, fit_to_model

@@ -12,19 +12,18 @@ from rich.text import Text
 from lmtrain import terminal
 from lmtrain.adapters.memory_adapter import describe_memory, memory_of
 from lmtrain.adapters.trainable import adapter_of, describe_adapter
-from lmtrain.config.batch import split_over
-from lmtrain.config.growth import Stages, row_lengths, step_sizes
-from lmtrain.config.precision import FP8
-from lmtrain.config.schema import Config
+from lmtrain.config.batch import Stages, row_lengths, split_over, step_sizes
+from lmtrain.config.schema import FP8, Config
 from lmtrain.distributed import devices
 from lmtrain.files import write_atomic
 from lmtrain.models import flops, fp8
 from lmtrain.models.blocks import decoder_blocks
 from lmtrain.optim.groups import table_rows
 from lmtrain.reports.inspection import row_mask
-from lmtrain.reports.token_view import has_colour, legend, marked, pieces, visible
+from lmtrain.reports.token_view import has_colour, legend, marked, pieces
 from lmtrain.run import plan_time
 from lmtrain.secrets import shown
+from lmtrain.terminal import visible
 
 if TYPE_CHECKING:
     from lmtrain.config.schema import Config
@@ -36,8 +35,9 @@ from typing import TYPE_CHECKING
 from lmtrain.callbacks.step_numbers import has_nvml
 from lmtrain.config import effect
 from lmtrain.config.deepspeed import overruled
-from lmtrain.config.precision import outside_fp8
+from lmtrain.config.override_text import typed_keys
 from lmtrain.config.schema import Config
+from lmtrain.config.strategies import outside_fp8
 from lmtrain.distributed import ranks
 from lmtrain.errors import UserError
 from lmtrain.optim.skipping import can_skip
@@ -254,7 +254,7 @@ def advice(run: "Run") -> list[str]:
         notes.append(f"{c.trainer.deepspeed.config}: of it the run's own config overrules {', '.join(unheard)}")
     notes += for_mixtures(corpus.train, run.total_steps)
     notes += effect.inference_note(ranks.typed(), c)
-    notes += unlikely(c, run.total_steps, os.cpu_count() or 1, effect.typed_keys(ranks.typed()))
+    notes += unlikely(c, run.total_steps, os.cpu_count() or 1, typed_keys(ranks.typed()))
     on_every_rank = sharding.why_on_every_rank(c)
     if run.trainer.world_size > 1 and on_every_rank is not None:
         notes.append(f"each of {run.trainer.world_size} ranks builds the whole model in host memory: {on_every_rank}")

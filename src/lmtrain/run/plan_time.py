@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 
-from lmtrain.config.precision import FP8
-from lmtrain.config.schema import Config
+from lmtrain.config.schema import FP8, Config
 from lmtrain.errors import UserError
 from lmtrain.models import flops
 from lmtrain.run_folder.folder import RunDir

@@ -15,7 +15,7 @@ from lmtrain import errors, terminal
 from lmtrain.checkpoints import store
 from lmtrain.config import compose as rules
 from lmtrain.config import environment
-from lmtrain.config.freeze import freeze
+from lmtrain.config.keys import freeze
 from lmtrain.config.schema import Config
 from lmtrain.distributed import devices
 from lmtrain.distributed import process_group as world

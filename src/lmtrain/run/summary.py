@@ -17,7 +17,7 @@ from lmtrain.callbacks.step_numbers import peak_resident_bytes
 from lmtrain.checkpoints import retention, store
 from lmtrain.config import trust
 from lmtrain.config.effect import TRIAL
-from lmtrain.config.precision import FP8
+from lmtrain.config.schema import FP8
 from lmtrain.distributed.ranks import typed
 from lmtrain.errors import RunError, UserError
 from lmtrain.exports import model_card

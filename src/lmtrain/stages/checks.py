@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from lmtrain.config.schema import Config, DataConfig
+from lmtrain.config.schema import Config
+from lmtrain.config.schema_data import DataConfig
 from lmtrain.errors import UserError
 from lmtrain.stages.definition import REFERENCE, key_of
 from lmtrain.stages.plan import Plan, PlannedEvaluation, PlannedStage

@@ -22,9 +22,9 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
-from lmtrain.config import trust, yaml_file
+from lmtrain.config import safe_yaml, trust
 from lmtrain.config.constraints import name_of_folder
-from lmtrain.config.folders import conf_dir
+from lmtrain.config.defaults import conf_dir
 from lmtrain.config.schema import Config
 from lmtrain.errors import UserError
 from lmtrain.files import read_regular
@@ -90,7 +90,7 @@ def read(path: Path) -> Pipeline:
         UserError: it can't be read, or a stage needs one that isn't there, or itself, by whatever way round.
     """
     try:
-        tree = yaml_file.parse(read_regular(path), str(path))
+        tree = safe_yaml.parse(read_regular(path), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} can't be read: {' '.join(str(error).split())}") from None
     _check_keys(tree, ("stages", "evaluations"), str(path))

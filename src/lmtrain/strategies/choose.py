@@ -12,8 +12,8 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
 from lmtrain.checkpoints import store
-from lmtrain.config.precision import outside_fp8
 from lmtrain.config.schema import Config, TrainerConfig
+from lmtrain.config.strategies import outside_fp8
 from lmtrain.strategies.lightning_private import half_dtype
 
 

@@ -22,7 +22,7 @@ from lmtrain.adapters.trainable import trainable_names
 from lmtrain.checkpoints import sharded as sharded_checkpoint
 from lmtrain.checkpoints import store
 from lmtrain.checkpoints.checkpoint_io import FolderCheckpointIO
-from lmtrain.config.schema_trainer import FsdpConfig
+from lmtrain.config.schema import FsdpConfig
 from lmtrain.distributed import dtensor as layout
 from lmtrain.models import split
 from lmtrain.strategies import sharding

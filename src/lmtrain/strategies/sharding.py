@@ -20,8 +20,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
-from lmtrain.config.schema import Config
-from lmtrain.config.schema_trainer import FsdpConfig
+from lmtrain.config.schema import Config, FsdpConfig
 from lmtrain.distributed import process_group as world
 from lmtrain.models.blocks import decoder_blocks
 from lmtrain.models.language_model import LanguageModel

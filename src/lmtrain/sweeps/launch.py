@@ -19,7 +19,7 @@ from hydra.core.utils import JobReturn
 from hydra.types import HydraContext, RunMode
 
 from lmtrain import errors
-from lmtrain.config.parts import folders_of
+from lmtrain.config.config_files import folders_of
 from lmtrain.sweeps import trial_process
 from lmtrain.sweeps import trials as rows
 from lmtrain.sweeps.plan import Plan

@@ -10,8 +10,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from lmtrain.config import compose as config
 from lmtrain.config import effect, environment, places, trust
-from lmtrain.config.folders import conf_dir
-from lmtrain.config.parts import file_of, parts
+from lmtrain.config.config_files import composed_files, file_of
+from lmtrain.config.defaults import conf_dir
 from lmtrain.config.schema import Config
 from lmtrain.errors import UserError
 from lmtrain.sweeps import search
@@ -71,7 +71,7 @@ def make(verb: str, typed: list[str], config_dir: str | None, config_name: str) 
         space = [f"{key}={text}" for key, text in written.items() if key not in taken]
         swept = search.parse(space, conf_dir())
         if config_dir is not None:
-            file = file_of("sweep.space", written, parts([*fixed, *of_hydra], config_dir, config_name))
+            file = file_of("sweep.space", written, composed_files([*fixed, *of_hydra], config_dir, config_name))
             places.refuse_space([word for o in swept for word in search.choices(o)], file or Path(config_dir))
     checked = _check(fixed, swept, compose)
     first = checked[0]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lmtrain.config.schema import DataConfig
+from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.chat.turns import BadRow, check, drop_first_answers, text_of, tools_of, turns_of
 from lmtrain.errors import UserError
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-from lmtrain.config.schema import DataConfig
+from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.chat.conversations import Format, UnfitColumns, column_of, instruction, values_of
 from lmtrain.data.chat.turns import BadRow, check, drop_first_answers, text_of, tools_of, turns_of
 from lmtrain.errors import UserError

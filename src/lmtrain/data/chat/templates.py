@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from lmtrain.config.schema import DataConfig
+from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.chat.conversations import Completion, Conversation
 from lmtrain.data.chat.jinja_rendering import answers_of, find_template
 from lmtrain.data.chat.rendering import LABELS, ChatTemplate, Rendered, check_tools, unshown

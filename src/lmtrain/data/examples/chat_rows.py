@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from lmtrain.config.schema import Config, DataConfig
+from lmtrain.config.schema import Config
+from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.chat.conversations import Completion, Conversation, UnfitColumns, detect_format, to_sample
 from lmtrain.data.chat.templates import ChatEncoder
 from lmtrain.data.chat.turns import BadRow, Remark, unread

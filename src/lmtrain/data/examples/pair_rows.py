@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from lmtrain.config.schema import Config, DataConfig
+from lmtrain.config.schema import Config
+from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.chat.conversations import Completion, Conversation
 from lmtrain.data.chat.pairs import Pair, detect_pair_format, to_pairs
 from lmtrain.data.chat.turns import BadRow, unread

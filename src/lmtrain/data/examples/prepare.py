@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from lmtrain.config.schema import DataConfig, TokenizerConfig
+from lmtrain.config.schema_data import DataConfig, TokenizerConfig
 from lmtrain.data import tokenizers
 from lmtrain.data.chat.conversations import BadRow
 from lmtrain.data.examples.documents import Examples, earlier_fingerprints

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from lmtrain.config.schema import Config, DataConfig
+from lmtrain.config.schema import Config
+from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.chat.turns import Remark
 from lmtrain.data.examples.documents import Examples
 from lmtrain.data.order import Rows

@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from lmtrain.config.schema import Config, DataConfig
+from lmtrain.config.schema import Config
+from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.chat.conversations import UnfitColumns, column_of
 from lmtrain.data.chat.pairs import answer_turns, prompt_turns
 from lmtrain.data.chat.templates import fit

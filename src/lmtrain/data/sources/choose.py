@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from lmtrain.config.schema import DataConfig
+from lmtrain.config.schema_data import DataConfig
 from lmtrain.config.targets import build_target, building, class_named, lacking
 from lmtrain.data.hub import Unreachable, commit_of
 from lmtrain.data.sources import files, hub, stdlib

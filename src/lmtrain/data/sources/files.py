@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lmtrain.config.schema import DataConfig
+from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.sources import addresses
 from lmtrain.data.sources.addresses import File, Found, size_of
 from lmtrain.data.sources.lines import COMPRESSED, raw_lines, text_blocks, uncompressed_name

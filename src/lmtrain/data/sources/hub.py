@@ -7,7 +7,7 @@ from typing import Any
 
 import huggingface_hub
 
-from lmtrain.config.schema import DataConfig
+from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.hub import endpoint, explain_unreachable, first_line
 from lmtrain.data.sources.tables import check_columns, columns_of, text_of
 from lmtrain.errors import ReadError, UserError, disk_full

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any, Protocol
 
-from lmtrain.config.schema import DataConfig
+from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.sources.choose import open_source
 from lmtrain.data.sources.pieces import is_held_out
 from lmtrain.data.sources.tables import Record

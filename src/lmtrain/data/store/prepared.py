@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lmtrain.config.constraints import PREPARED
 from lmtrain.config.keys import values
-from lmtrain.config.schema import DataConfig, TokenizerConfig
+from lmtrain.config.schema_data import DataConfig, TokenizerConfig
 from lmtrain.data import tokenizers
 from lmtrain.data.store import bins, contents
 from lmtrain.data.store.cache import build_once

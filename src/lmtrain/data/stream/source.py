@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from lmtrain.config.schema import DataConfig
+from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.hub import Unreachable, commit_of, explain_unreachable
 from lmtrain.data.sources import files, hub
 from lmtrain.data.sources.addresses import Address, File

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from lmtrain.config.schema import DataConfig
+from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.byte_bpe.encoder import ByteBPE
 from lmtrain.data.byte_bpe.processes import EncodeProcesses
 from lmtrain.data.sources.pieces import Piece

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lmtrain.config.schema import DataConfig, TokenizerConfig
+from lmtrain.config.schema_data import DataConfig, TokenizerConfig
 from lmtrain.data import tokenizers
 from lmtrain.data.mixing import Mixture, check_weights
 from lmtrain.data.sources import choose as sources

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from lmtrain.config.schema import DataConfig, TokenizerConfig
+from lmtrain.config.schema_data import DataConfig, TokenizerConfig
 from lmtrain.data import tokenizers
 from lmtrain.data.sources import choose as sources
 from lmtrain.data.sources.addresses import is_address

@@ -2,11 +2,14 @@
 
 import json
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-REPO = Path(__file__).resolve().parents[1]
+import pytest
+from _pytest.mark import ParameterSet
+
+REPO = Path(__file__).resolve().parents[2]
 # A model and data small enough that a run is dominated by imports.
 TINY = [
     "tokenizer=bytes",
@@ -21,6 +24,7 @@ TINY = [
     "trainer.log_every_n_steps=1",
     "logger=none",
     "callbacks.samples.max_new_tokens=4",
+    "report.enabled=false",
 ]
 
 Run = Callable[..., subprocess.CompletedProcess[str]]  # what the fixture `lmtrain` gives
@@ -34,3 +38,9 @@ def rows(path: Path) -> list[dict[str, Any]]:
 def lingers(step: int) -> list[str]:
     """Settings of a run that has `step` behind it for a while before it ends, so that it can be interrupted there."""
     return [f"callbacks.extra=[{{_target_: slow.Lingers, step: {step}}}]", "run.allow_target=[slow]"]
+
+
+def thinned(cases: Iterable[Any], every: int) -> list[ParameterSet]:
+    """Parameters that walk the same path: each `every`-th is quick, the others are slow."""
+    marks: list[list[Any]] = [[], [pytest.mark.slow]]
+    return [pytest.param(case, marks=marks[number % every > 0]) for number, case in enumerate(cases)]

@@ -1,6 +1,8 @@
-"""Overrides as Hydra's grammar wants them, where the schema tells what is meant. Imports no torch."""
+"""Overrides as they are typed: their keys and values, and the quotes that Hydra's grammar wants. Imports no torch."""
 
 import re
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
@@ -61,3 +63,26 @@ def _parses(override: str) -> bool:
 def quoted(text: str) -> str:
     """A text between double quotes, as Hydra's grammar reads it back."""
     return '"' + re.sub(r'(\\*)("|$)', lambda m: 2 * m[1] + ('\\"' if m[2] else ""), text) + '"'
+
+
+def typed_keys(overrides: Sequence[str]) -> dict[str, str]:
+    """Dotted key to the text of its value, of overrides as they are typed."""
+    pairs = (o.lstrip("+").partition("=") for o in overrides if not o.startswith("~"))
+    return {key: value for key, _, value in pairs}
+
+
+def leaves(overrides: Sequence[str]) -> dict[str, Any]:
+    """Dotted key to value, unresolved, of what overrides set."""
+    found: dict[str, Any] = {}
+    for override in OverridesParser.create().parse_overrides([mended(o) for o in overrides]):
+        if not override.is_delete() and not override.is_sweep_override():
+            found |= flat(override.value(), override.key_or_group)
+    return found
+
+
+def flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted key (a place in a list is a number) and value of all that stands in plain containers, themselves first."""
+    yield key, value
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, inner in pairs:
+        yield from flat(inner, f"{key}.{name}" if key else str(name))

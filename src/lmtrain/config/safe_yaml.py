@@ -1,7 +1,8 @@
-"""What Hydra would do with a folder of somebody else's configs before anything of lmtrain looks at them.
+"""YAML that somebody else may have written, refused where reading it would do harm, or not what it says.
 
 Hydra imports the package of a `pkg://` entry of hydra.searchpath, and omegaconf copies an alias of YAML wherever it
-stands, so that a file of one kilobyte can stand for a billion values. Both are refused before Hydra reads.
+stands, so that a file of one kilobyte can stand for a billion values. Both are refused before Hydra reads. PyYAML keeps
+the last of two values of a key; a key that stands twice is refused.
 """
 
 import contextlib
@@ -95,3 +96,24 @@ def _files(folder: Path) -> Iterator[Path]:
         below[:] = [name for name in below if not name.startswith(".")]
         files = (Path(place) / name for name in names if name.endswith((".yaml", ".yml")))
         yield from (file for file in files if file.is_file())
+
+
+class _Loader(yaml.SafeLoader):
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                line = key.start_mark.line + 1
+                if key.value in lines:
+                    raise yaml.YAMLError(f"the key {key.value} stands in line {lines[key.value]} and in line {line}")
+                lines[key.value] = line
+        return super().construct_mapping(node, deep)
+
+
+def parse(text: str, where: str) -> Any:
+    """The plain values of a YAML text; UserError, which begins with `where`, for one that can't be read."""
+    check_text(text, where)
+    try:
+        return yaml.load(text, _Loader)  # a safe loader
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: of dates
+        raise UserError(f"{where} can't be read: {' '.join(str(error).split())}") from None

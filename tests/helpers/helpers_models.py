@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from lmtrain.config.models import ScratchModelConfig
-from lmtrain.config.objectives import CausalLMConfig
+from lmtrain.config.options import CausalLMConfig, ScratchModelConfig
 from lmtrain.models.build import build_model
 from lmtrain.models.language_model import LanguageModel
 

@@ -1,6 +1,18 @@
-"""What `lmtrain VERB --help` says about the verb itself: its own keys, out of conf/<verb>/, and examples."""
+"""lmtrain's own defaults: where conf/ lies, and what `lmtrain VERB --help` says of a verb out of it."""
 
 from pathlib import Path
+
+from lmtrain.errors import UserError
+
+
+def conf_dir() -> Path:
+    """The folder of default configs: inside the package once installed, at the top of a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    for folder in (package / "conf", package.parents[1] / "conf"):
+        if (folder / "config.yaml").is_file():
+            return folder
+    raise UserError(f"lmtrain's conf/ is missing (looked beside {package}): reinstall the package.")
+
 
 EXAMPLES = {
     "train": (
@@ -34,7 +46,7 @@ def own_keys(verb: str, conf: Path) -> list[tuple[str, str]]:
     return [("run_dir=outputs/NAME", "a run's folder"), *rows] if verb in _RUN_DIR else rows
 
 
-def of_verb(verb: str, conf: Path) -> str:
+def verb_help(verb: str, conf: Path) -> str:
     """Its own keys and examples, each part with an empty line before it; '' where there is neither."""
     keys = own_keys(verb, conf)
     width = max((len(key) for key, _ in keys), default=0)

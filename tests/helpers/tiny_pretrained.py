@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel
 
-from lmtrain.config.models import LoadedModelConfig
-from lmtrain.config.schema import TokenizerConfig
+from lmtrain.config.options import LoadedModelConfig
+from lmtrain.config.schema_data import TokenizerConfig
 from lmtrain.data import tokenizers
 from lmtrain.models.build import build_model
 

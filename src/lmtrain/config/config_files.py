@@ -1,0 +1,139 @@
+"""The files that a config is composed of: where they are looked for, which section each fills, what each says of a key.
+
+Imports no torch.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.types import RunMode
+
+from lmtrain.config.defaults import conf_dir
+from lmtrain.config.override_text import typed_keys
+from lmtrain.config.safe_yaml import check_folder
+from lmtrain.errors import UserError
+
+
+@dataclass(frozen=True)
+class ConfigFile:
+    """A file of the composition and the section that it fills ('' is the root)."""
+
+    path: Path
+    package: str
+
+    def way_to(self, key: str) -> list[str]:
+        """The names that lead to a dotted key in this file; none where it fills another section."""
+        if not self.package:
+            return key.split(".")
+        inside = key.removeprefix(f"{self.package}.")
+        return [] if inside == key else inside.split(".")
+
+
+def folders_of(config_dir: str | None, config_name: str) -> tuple[list[Path], list[str]]:
+    """Where configs are looked for, first the root's folder; and the override that tells Hydra of the others.
+
+    A `config_dir` adds options to lmtrain's own; if it has a <config_name>.yaml, as a run's folder has, that is the
+    root.
+    """
+    if config_dir is not None and not Path(config_dir).is_dir():
+        raise UserError(f"--config-dir {config_dir}: no such folder")
+    if config_dir is not None:
+        check_folder(Path(config_dir), config_name)
+    folders = [conf_dir(), *([Path(config_dir).resolve()] if config_dir else [])]
+    if (folders[-1] / f"{config_name}.yaml").is_file():
+        folders.reverse()
+    return folders, [f"hydra.searchpath=[file://{folder}]" for folder in folders[1:]]
+
+
+def composed_files(overrides: Sequence[str], config_dir: str | None, config_name: str) -> list[ConfigFile]:
+    """The files that are composed, in order: of two that set a key, the later one wins."""
+    folders, search = folders_of(config_dir, config_name)
+    with initialize_config_dir(config_dir=str(folders[0]), version_base="1.3", job_name="lmtrain"):
+        loader = GlobalHydra.instance().config_loader()
+        found = loader.compute_defaults_list(config_name, [*search, *overrides], RunMode.RUN).defaults
+    composed = []
+    for default in found:
+        path = next((f for d in folders if (f := d / f"{default.config_path}.yaml").is_file()), None)
+        if path is not None:
+            package = "" if default.package in (None, "_global_") else str(default.package)
+            composed.append(ConfigFile(path, package.replace("_global_.", "")))
+    return composed
+
+
+def file_of(key: str, value: Any, composed: Sequence[ConfigFile]) -> Path | None:
+    """The file that gives a key (a place in a list is a number) its unresolved value; None where none says so."""
+    return next((file.path for file in reversed(composed) if _value_in(file, key) == value), None)
+
+
+def _value_in(file: ConfigFile, key: str) -> Any:
+    """What a file of the composition has for a key; None where it says nothing of it."""
+    way = file.way_to(key)
+    if not way:
+        return None
+    try:
+        node = yaml.safe_load(file.path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+    for name in way:
+        if isinstance(node, list) and name.isdigit() and int(name) < len(node):
+            node = node[int(name)]
+        else:
+            node = node.get(name) if isinstance(node, dict) else None
+    return node
+
+
+@dataclass(frozen=True)
+class Origin:
+    """One place that sets a key."""
+
+    where: str  # a file, or the command line
+    line: int | None
+    text: str  # the value as it is written there
+    comment: str  # what the file says about the key
+
+    def __str__(self) -> str:
+        return self.where if self.line is None else f"{self.where}, line {self.line}"
+
+
+def origins(key: str, composed: Sequence[ConfigFile], overrides: Sequence[str]) -> list[Origin]:
+    """All places that set `key`, the one that wins last."""
+    found = [o for file in composed for o in _in_file(key, file)]
+    if key in typed_keys(overrides):
+        found.append(Origin("the command line", None, typed_keys(overrides)[key], ""))
+    return found
+
+
+def _in_file(key: str, file: ConfigFile) -> Iterator[Origin]:
+    way = file.way_to(key)
+    if not way:
+        return
+    text = file.path.read_text(encoding="utf-8")
+    node = yaml.compose(text, Loader=yaml.SafeLoader)
+    line = 0
+    for name in way:
+        pairs = node.value if isinstance(node, yaml.MappingNode) else []
+        pair = next((p for p in pairs if p[0].value == name), None)
+        if pair is None:
+            return
+        line, node = pair[0].start_mark.line, pair[1]
+    if isinstance(node, yaml.MappingNode) and node.value:
+        return  # a section
+    written = text[node.start_mark.index : node.end_mark.index]
+    yield Origin(str(file.path), line + 1, written, _comment(text.splitlines(), line))
+
+
+def _comment(lines: list[str], line: int) -> str:
+    """What stands behind the value, or above it."""
+    _, sign, behind = lines[line].partition(" # ")
+    if sign:
+        return behind.strip()
+    above: list[str] = []
+    while line > 0 and lines[line - 1].lstrip().startswith("# ") and "=" not in lines[line - 1].split()[1]:
+        line -= 1
+        above.insert(0, lines[line].strip().lstrip("# "))
+    return " ".join(above)

@@ -1,0 +1,227 @@
+"""The keys of each choice of a section: objectives, models, optimizers, schedules; checked without torch.
+
+The options of any other objective or schedule stand beside its class, as its `Options`; a class of one's own that is a
+model or an optimizer brings its arguments. sections.py chooses among them.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+from lmtrain.config.constraints import (
+    CONTENT,
+    MACHINE,
+    MODEL,
+    RATE,
+    TRAJECTORY,
+    ReadWhere,
+    above_zero,
+    at_least,
+    choice,
+    not_negative,
+    share,
+    two_betas,
+    up_to_one,
+)
+from lmtrain.config.schema import Config, ModelConfig, ObjectiveConfig, OptimizerConfig, ScheduleConfig
+from lmtrain.errors import UserError
+
+# Those of losses.preferences.LOSSES, which imports torch.
+PREFERENCE_LOSSES = ("sigmoid", "robust", "ipo", "hinge", "dpop", "kto_pair", "apo_zero", "apo_down", "simpo", "orpo")
+REFERENCES = ("auto", "frozen_copy", "adapter_off", "precomputed", "none")
+
+
+def _of_loss(name: str) -> ReadWhere:
+    return ReadWhere(lambda c: c.objective.loss == name, f"set objective.loss={name}")
+
+
+@dataclass(kw_only=True)
+class CausalLMConfig(ObjectiveConfig):
+    label_smoothing: Annotated[float, TRAJECTORY, share]
+    z_loss: Annotated[float, TRAJECTORY, not_negative]
+
+
+@dataclass(kw_only=True)
+class SFTConfig(CausalLMConfig):
+    rows: ClassVar[str] = "conversations"
+
+    neftune_alpha: Annotated[float | None, TRAJECTORY] = None
+
+
+@dataclass(kw_only=True)
+class DPOConfig(ObjectiveConfig):
+    rows: ClassVar[str] = "pairs"
+
+    loss: Annotated[str, TRAJECTORY, choice(*PREFERENCE_LOSSES)]
+    beta: Annotated[float, TRAJECTORY, above_zero]
+    label_smoothing: Annotated[float, TRAJECTORY, share]
+    gamma: Annotated[float, TRAJECTORY, not_negative, _of_loss("simpo")]
+    dpop_lambda: Annotated[float, TRAJECTORY, not_negative, _of_loss("dpop")]
+    sft_weight: Annotated[float, TRAJECTORY, not_negative]
+    length_normalize: Annotated[bool | str, TRAJECTORY, choice("auto")]
+    reference: Annotated[str, MACHINE, choice(*REFERENCES)]
+
+    def check(self, config: Config) -> None:
+        if self.label_smoothing >= 0.5:
+            raise UserError(
+                f"objective.label_smoothing={self.label_smoothing}: below 0.5, or most labels would be wrong"
+            )
+
+    def why_on_every_rank(self) -> str | None:
+        if self.reference == "precomputed":
+            return "objective.reference=precomputed is computed before the model is shared out"
+        return None
+
+
+# objective.name -> the class that trains it, and its options.
+OBJECTIVES: dict[str, tuple[str, type[ObjectiveConfig]]] = {
+    "causal_lm": ("lmtrain.objectives.causal_lm.CausalLM", CausalLMConfig),
+    "sft": ("lmtrain.objectives.sft.SFT", SFTConfig),
+    "dpo": ("lmtrain.objectives.dpo.DPO", DPOConfig),
+}
+
+
+@dataclass(kw_only=True)
+class ScratchModelConfig(ModelConfig):
+    """A family of transformers with a shape; where a family lacks a setting, its key is null."""
+
+    family: Annotated[str | None, MODEL] = None  # a transformers model_type: gpt2, llama, qwen3, qwen3_moe
+    # The fields below are the transformers config's own names.
+    hidden_size: Annotated[int | None, MODEL] = None
+    num_hidden_layers: Annotated[int | None, MODEL] = None
+    num_attention_heads: Annotated[int | None, MODEL] = None
+    num_key_value_heads: Annotated[int | None, MODEL] = None
+    head_dim: Annotated[int | None, MODEL] = None
+    intermediate_size: Annotated[int | None, MODEL] = None
+    hidden_act: Annotated[str | None, MODEL] = None
+    tie_word_embeddings: Annotated[bool | None, MODEL] = None
+    rope_theta: Annotated[float | None, MODEL] = None
+    norm_eps: Annotated[float | None, MODEL] = None
+    initializer_range: Annotated[float | None, MODEL] = None
+    num_experts: Annotated[int | None, MODEL] = None
+    num_experts_per_tok: Annotated[int | None, MODEL] = None
+    moe_intermediate_size: Annotated[int | None, MODEL] = None
+    router_aux_loss_coef: Annotated[float | None, TRAJECTORY] = None
+
+
+@dataclass(kw_only=True)
+class LoadedModelConfig(ModelConfig):
+    """Weights of the hub or of a folder, which bring their shape."""
+
+    name_or_path: Annotated[str | None, MODEL, CONTENT] = None
+    revision: Annotated[str | None, MODEL, CONTENT] = None
+    router_aux_loss_coef: Annotated[float | None, TRAJECTORY] = None
+
+
+@dataclass(kw_only=True)
+class CustomModelConfig(ModelConfig):
+    """A class that `_target_` names, from scratch; the keys beside these are fields of its config class."""
+
+    # What lmtrain reads of its config, under transformers' names: FLOPs, memory and the tiny copy depend on them.
+    NEEDED: ClassVar[tuple[str, ...]] = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+
+    _target_: Annotated[str, MODEL]
+
+
+# model.init -> the keys of a model that no `_target_` names.
+MODELS: dict[str, type[ModelConfig]] = {"scratch": ScratchModelConfig, "pretrained": LoadedModelConfig}
+
+
+def over_layers(config: Config) -> str:
+    """router.over_layers, auto resolved: a loaded model's weight means what its authors meant by it."""
+    if config.router.over_layers != "auto":
+        return config.router.over_layers
+    return "joint" if isinstance(config.model, LoadedModelConfig) else "sum"
+
+
+@dataclass(kw_only=True)
+class LionConfig(OptimizerConfig):
+    betas: Annotated[Any, TRAJECTORY, two_betas]
+
+
+@dataclass(kw_only=True)
+class AdamWConfig(OptimizerConfig):
+    betas: Annotated[Any, TRAJECTORY, two_betas]
+    eps: Annotated[float, TRAJECTORY]
+
+
+@dataclass(kw_only=True)
+class AdamW8bitConfig(OptimizerConfig):
+    betas: Annotated[Any, TRAJECTORY, two_betas]
+    eps: Annotated[float, TRAJECTORY]
+    full_state_pattern: Annotated[str, TRAJECTORY]
+
+
+@dataclass(kw_only=True)
+class AdafactorConfig(OptimizerConfig):
+    beta2_decay: Annotated[float, TRAJECTORY]
+    eps: Annotated[float, TRAJECTORY]
+    min_parameter_rms: Annotated[float, TRAJECTORY]
+    clip_threshold: Annotated[float, TRAJECTORY]
+
+
+@dataclass(kw_only=True)
+class MuonConfig(AdamWConfig):
+    """With those of the AdamW that takes all that is no hidden matrix."""
+
+    momentum: Annotated[float, TRAJECTORY]
+    nesterov: Annotated[bool, TRAJECTORY]
+    ns_steps: Annotated[int, TRAJECTORY]
+    adamw_pattern: Annotated[str, TRAJECTORY]
+
+
+# optimizer.name -> its keys; `optim.optimizers` builds them.
+OPTIMIZERS: dict[str, type[OptimizerConfig]] = {
+    "adamw": AdamWConfig,
+    "adamw_8bit": AdamW8bitConfig,
+    "adafactor": AdafactorConfig,
+    "lion": LionConfig,
+    "muon": MuonConfig,
+}
+
+
+@dataclass(kw_only=True)
+class ToFloorConfig(ScheduleConfig):
+    """Falls to a floor, which it reaches where the run ends."""
+
+    min_lr_ratio: Annotated[float, RATE, up_to_one]
+
+
+@dataclass(kw_only=True)
+class CosineRestartsConfig(ToFloorConfig):
+    num_cycles: Annotated[int, RATE, at_least(1)]
+
+
+@dataclass(kw_only=True)
+class PolynomialConfig(ToFloorConfig):
+    power: Annotated[float, RATE, above_zero]
+
+
+@dataclass(kw_only=True)
+class WarmupStableDecayConfig(ToFloorConfig):
+    decay_ratio: Annotated[float, RATE, above_zero, up_to_one]
+    decay_shape: Annotated[str, RATE, choice("linear", "cosine", "sqrt")]
+
+
+@dataclass(kw_only=True)
+class RangeTestConfig(ScheduleConfig):
+    """Rises by one factor a step to the full rate, for `lmtrain.tune`."""
+
+    min_lr_ratio: Annotated[float, RATE, above_zero, up_to_one]
+
+
+@dataclass(kw_only=True)
+class InverseSqrtConfig(ScheduleConfig):
+    timescale: Annotated[int, RATE, at_least(1)]
+
+
+# schedule.name -> its keys; `optim.schedules.lr_factor` computes them.
+SCHEDULES: dict[str, type[ScheduleConfig]] = {
+    "constant": ScheduleConfig,
+    "linear": ToFloorConfig,
+    "cosine": ToFloorConfig,
+    "cosine_restarts": CosineRestartsConfig,
+    "polynomial": PolynomialConfig,
+    "inverse_sqrt": InverseSqrtConfig,
+    "wsd": WarmupStableDecayConfig,
+    "range_test": RangeTestConfig,
+}
