@@ -60,6 +60,14 @@ def test_a_root_of_ones_own(flag: str, mine: Path) -> None:
     assert shown("-cd", str(mine), flag, "other")["seed"] == 7
 
 
+def test_a_recipe_sets_keys_of_no_group(tmp_path: Path) -> None:
+    """`seed` stands in config.yaml itself: a recipe's counts over its default, and a typed one over the recipe's."""
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "seeded.yaml").write_text("# @package _global_\nseed: 7\n")
+    assert compose(["experiment=seeded"], str(tmp_path)).seed == 7
+    assert compose(["experiment=seeded", "seed=8"], str(tmp_path)).seed == 8
+
+
 def test_what_a_run_would_refuse_is_shown_and_refused() -> None:
     ended = run("train", "data.micro_batch_size=3", "--cfg")
     assert ended.code == 2
