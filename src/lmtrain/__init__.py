@@ -5,7 +5,6 @@ From Python: `lmtrain.compose(overrides)` gives a config, `lmtrain.build(config)
 imported when they are used: `import lmtrain` alone costs nothing.
 """
 
-import importlib
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +22,11 @@ for _name in ("torchao", "torch.utils._pytree"):
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        module = "lmtrain.data.modules" if name.endswith("DataModule") else "lmtrain.run.python"
-        return getattr(importlib.import_module(module), name)
+        if name.endswith("DataModule"):
+            from lmtrain.data import modules
+
+            return getattr(modules, name)
+        from lmtrain.run import python
+
+        return getattr(python, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
