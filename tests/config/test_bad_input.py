@@ -103,6 +103,7 @@ def test_a_neighbours_word_gets_the_one_used_here(override: str, corpus: Path, h
     refuse(corpus, here, [override], NEIGHBOURS[override])
 
 
+@pytest.mark.slow
 def test_the_words_used_here_exist() -> None:
     """Where a neighbour's word leads to is a key, a group or an option."""
     more = (["peft=qlora"], ["objective=dpo", "data=preference"], ["objective=sft", "data=mixture"], ["tokenizer=hub"],
@@ -478,13 +479,8 @@ UNREACHABLE = {
 }
 
 
-@pytest.mark.parametrize(
-    "argv",
-    [
-        pytest.param(argv, id=name, marks=[] if name == "model" else pytest.mark.slow)
-        for argv, name in zip(UNREACHABLE, ("tokenizer", "dataset", "model"), strict=True)
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("argv", UNREACHABLE, ids=["tokenizer", "dataset", "model"])
 def test_process_unreachable_hub(argv: tuple[str, ...], lmtrain: Run, corpus: Path, tmp_path: Path) -> None:
     """Told in seconds, most of which are imports; the libraries' own retries, half a minute, would print lines."""
     before = snapshot(tmp_path)

@@ -126,6 +126,7 @@ def ask(endpoint, home, cache, *jobs, **env):
     return [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
 
 
+@pytest.mark.slow
 def test_a_silent_hub_is_given_up_on(tmp_path):
     """It takes connections and never answers: `datasets` alone would retry for minutes."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -143,6 +144,7 @@ def loopback(tmp_path_factory):
         yield environ["HF_ENDPOINT"]
 
 
+@pytest.mark.slow
 def test_the_hub_by_name_then_without_it(loopback, tmp_path):
     home, cache = tmp_path / "home", tmp_path / "cache"
     wikitext = ("wikitext", {"num_samples": 40}, "gpt2", {})

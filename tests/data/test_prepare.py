@@ -259,7 +259,7 @@ def wait_for_bytes(folder, count):
     raise AssertionError("the child wrote nothing")
 
 
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("end", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_an_interrupted_prepare_leaves_nothing_that_looks_complete(end, tmp_path, data_config, tokenizer_config):
     (tmp_path / "a.txt").write_text(some_text(0, 60_000) * 8)
     cfg, cache = data_config(path=str(tmp_path / "a.txt")), tmp_path / "cache"
@@ -279,6 +279,7 @@ def test_an_interrupted_prepare_leaves_nothing_that_looks_complete(end, tmp_path
     )
 
 
+@pytest.mark.slow
 def test_two_at_once_prepare_it_once(tmp_path, data_config):
     (tmp_path / "a.txt").write_text(some_text(0, 60_000) * 4)
     processes = [child(data_config(path=str(tmp_path / "a.txt"))) for _ in range(2)]
@@ -289,6 +290,7 @@ def test_two_at_once_prepare_it_once(tmp_path, data_config):
     assert sum(err.count("tokenized train") for _, err in outputs) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_is_bounded_for_one_long_document(tmp_path, data_config):
     small = tmp_path / "small.txt"
