@@ -17,12 +17,10 @@ SOURCE = REPO / "src" / "lmtrain"
 
 # From the ground up. A room is a folder or a file of the package; each may import itself and what stands before it.
 ROOMS = [
-    "terminal", "secrets", "errors", "files", "losses", "config", "distributed", "data.hub", "models", "adapters",
-    "optim", "data.cache", "data.contents", "data.child", "data.bpe", "data.folder_key", "data.progress", "data.order",
-    "data.mixing", "data.borders", "data.tokenizers", "data.tokenizer_folder", "data.sources", "data.text",
-    "data.stream", "data.chat",
-    "data.modules", "data.examples", "data.row_numbers",
-    "data.corpus", "data.build_corpus", "data.val_sets",
+    "terminal", "secrets", "errors", "files", "losses", "config", "distributed",
+    "data.hub", "data.order", "data.mixing", "data.byte_bpe", "data.tokenizers", "data.store", "data.sources",
+    "data.text", "data.stream", "data.chat", "data.examples", "data",
+    "models", "adapters", "optim",
     "checkpoints", "strategies", "objectives", "run_folder", "generation", "exports", "reports", "callbacks", "run",
     "planning", "evaluation", "sweeps", "stages", "cli",
 ]  # fmt: skip

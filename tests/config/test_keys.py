@@ -17,8 +17,8 @@ from lmtrain.config.keys import Key, keys_in, keys_of, value_of
 from lmtrain.config.options import MODELS, OBJECTIVES, OPTIMIZERS, SCHEDULES
 from lmtrain.config.schema import Config
 from lmtrain.config.sections import all_keys
-from lmtrain.data.build_corpus import build_corpus
-from lmtrain.data.folder_key import folder_key
+from lmtrain.data.corpus import build_corpus
+from lmtrain.data.store.prepared import folder_key
 from lmtrain.errors import UserError
 from lmtrain.optim.schedules import LRSchedule
 from lmtrain.run import resume

@@ -31,9 +31,10 @@ from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.config.strategies import SHARING
 from lmtrain.config.targets import building, find_class
-from lmtrain.data.build_corpus import build_corpus
-from lmtrain.data.corpus import Corpus, fit_to_model
-from lmtrain.data.modules import FirstRows, Rows, TokenDataModule, check_descriptors
+from lmtrain.data.corpus import Corpus, build_corpus, fit_to_model
+from lmtrain.data.loaders import FirstRows, check_descriptors
+from lmtrain.data.modules import TokenDataModule, module_class
+from lmtrain.data.order import Rows
 from lmtrain.data.tokenizers import plain_text_hash, tokenizer_hash
 from lmtrain.data.val_sets import ValSet, build_val_sets, scored_on
 from lmtrain.distributed import devices, ranks
@@ -131,7 +132,7 @@ def build_datamodule(
     config: Config, corpus: Corpus, total_steps: int, val_sets: dict[str, ValSet] | None = None
 ) -> TokenDataModule:
     check_descriptors(config.data.num_workers)
-    return TokenDataModule(
+    return module_class(config).for_run(
         rows_to_train(config, corpus),
         corpus.val,
         seed=config.seed,

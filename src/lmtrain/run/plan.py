@@ -203,7 +203,7 @@ def groups_table(run: "Run") -> Table:
 
 def first_row(run: "Run") -> tuple[Text, Text]:
     """A decoded part of the first row, and what it shows: text with its documents, or answers with what is learned."""
-    from lmtrain.data.modules import rows_of_step
+    from lmtrain.data.loaders import rows_of_step
 
     c = run.config
     rows = rows_of_step(run.corpus.train, 0, sizes=step_sizes(c.data), seed=c.seed)
