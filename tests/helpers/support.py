@@ -43,4 +43,5 @@ def lingers(step: int) -> list[str]:
 def thinned(cases: Iterable[Any], every: int) -> list[ParameterSet]:
     """Parameters that walk the same path: each `every`-th is quick, the others are slow."""
     marks: list[list[Any]] = [[], [pytest.mark.slow]]
-    return [pytest.param(case, marks=marks[number % every > 0]) for number, case in enumerate(cases)]
+    values = (case if isinstance(case, tuple) else (case,) for case in cases)
+    return [pytest.param(*case, marks=marks[number % every > 0]) for number, case in enumerate(values)]

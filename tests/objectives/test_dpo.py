@@ -33,7 +33,7 @@ from lmtrain.objectives.reference import Choice, FrozenCopy, weights_hash
 from lmtrain.objectives.start_check import check_start
 from lmtrain.run.build import build_datamodule, build_objective
 from lmtrain.strategies.choose import AdapterHalfPrecision
-from support import rows
+from support import rows, thinned
 from tiny_pretrained import save_pretrained
 
 DPO_RUN = [
@@ -135,7 +135,7 @@ STARTS = {
 }
 
 
-@pytest.mark.parametrize("name", STARTS)
+@pytest.mark.parametrize("name", thinned(STARTS, 3))
 def test_every_start_is_at_zero_margin_and_margins_rise(name: str, pairs: Path, llama: Path, tmp_path: Path) -> None:
     if "qlora" in name:
         pytest.importorskip("bitsandbytes")
@@ -174,7 +174,7 @@ def test_a_continued_adapter_is_held_to_itself(pairs: Path, llama: Path, tmp_pat
     assert "the adapter has been trained before" in message(ended.err)
 
 
-@pytest.mark.parametrize("loss", PREFERENCE_LOSSES)
+@pytest.mark.parametrize("loss", thinned(PREFERENCE_LOSSES, 3))
 def test_every_loss_trains(loss: str, pairs: Path, llama: Path, tmp_path: Path) -> None:
     ended = dpo(pairs, llama, tmp_path / "run", *LLAMA, f"objective.loss={loss}", "objective.sft_weight=0.1",
                 "trainer.max_steps=4")  # fmt: skip
@@ -261,7 +261,7 @@ def test_batch_splits_change_nothing(pairs: Path, llama: Path, tmp_path: Path) -
                     assert a[key] == pytest.approx(b[key], rel=1e-5, abs=2e-6), (micro, key)
 
 
-@pytest.mark.parametrize("name", ["full", "lora"])
+@pytest.mark.parametrize("name", thinned(["lora", "full"], 2))
 def test_splits_agree_in_half_precision(name: str, pairs: Path, llama: Path, tmp_path: Path) -> None:
     """Autocast can keep casts of weights from one micro-batch to the next: the reference must not get the policy's."""
     for micro in (8, 2):
@@ -276,7 +276,10 @@ def test_splits_agree_in_half_precision(name: str, pairs: Path, llama: Path, tmp
 
 @pytest.mark.parametrize(
     ("precision", "start"),
-    [("bf16-true", "frozen_copy"), ("bf16-true", "pissa"), ("bf16-true", "continued"), ("16-true", "frozen_copy")],
+    thinned(
+        [("bf16-true", "frozen_copy"), ("bf16-true", "pissa"), ("bf16-true", "continued"), ("16-true", "frozen_copy")],
+        4,
+    ),
 )
 def test_a_copy_is_no_weaker_reference_in_half_precision(
     precision: str, start: str, pairs: Path, llama: Path, tmp_path: Path
@@ -359,7 +362,7 @@ def test_gradients_of_splits_agree(pairs: Path, llama: Path) -> None:
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * b.abs().max().item())
 
 
-@pytest.mark.parametrize(("method", "online"), [("full", "frozen_copy"), ("lora", "adapter_off")])
+@pytest.mark.parametrize(("method", "online"), thinned([("lora", "adapter_off"), ("full", "frozen_copy")], 2))
 def test_precomputed_equals_online_over_an_epoch_with_dropout(
     method: str, online: str, pairs: Path, gpt2: Path, tmp_path: Path
 ) -> None:
@@ -564,7 +567,7 @@ def test_kl_is_zero_where_both_agree_and_never_negative() -> None:
     assert kl[1].item() == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("name", ["full_copy", "lora_dropout", "full_precomputed", "pissa"])
+@pytest.mark.parametrize("name", thinned(["lora_dropout", "full_copy", "full_precomputed", "pissa"], 4))
 def test_a_resumed_run_is_the_same_run(name: str, pairs: Path, llama: Path, tmp_path: Path) -> None:
     argv = [
         *STARTS[name],

@@ -151,6 +151,7 @@ def test_times_cover_their_range_evenly() -> None:
     torch.testing.assert_close(times.diff(), torch.full((99,), 0.0099), rtol=0.01, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_it_learns_shakespeare(tmp_path: Path) -> None:
     """Well below the entropy of single characters, 3.3 nats: so it reads what stands around them."""
     path = HUB / "datasets" / "karpathy" / "tiny_shakespeare"
