@@ -14,7 +14,7 @@ from inprocess import Ended, message, run, train_tiny
 from lmtrain.callbacks.validation import EarlyStopping
 from lmtrain.checkpoints import manifest, retention, store
 from lmtrain.objectives.base import Objective
-from support import TINY
+from support import TINY, thinned
 
 PAIRS = ["objective=dpo", "data=preference_jsonl", "data.chat_template=vicuna", "data.val_fraction=0.2",
          "data.seq_len=512", "model.max_position_embeddings=512", "callbacks.samples.every_n_validations=0",
@@ -164,7 +164,7 @@ def test_a_checkpoint_of_an_earlier_version(earlier_run: Path, corpus: Path, tmp
     assert "model.hidden_size" not in note, "the architecture's hash was compared"
 
 
-@pytest.mark.parametrize("value", ["auto", False])
+@pytest.mark.parametrize("value", thinned(["auto", False], 2))
 def test_a_run_whose_config_has_the_key_fused(value: Any, text_run: Path, corpus: Path, tmp_path: Path) -> None:
     """As earlier versions wrote it; the key is gone."""
     begun = tmp_path / "begun"

@@ -13,7 +13,7 @@ from lmtrain.config import compose
 from lmtrain.errors import UserError
 from lmtrain.stages import definition, plan, state
 from lmtrain.stages import run as stages
-from support import REPO
+from support import REPO, thinned
 
 Tree = dict[str, dict]
 
@@ -103,7 +103,7 @@ WRONG = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("message", WRONG)
+@pytest.mark.parametrize("message", thinned(WRONG, 2))
 def test_mistakes_of_a_later_stage_are_found_before_the_first(tree: Tree, message: str) -> None:
     stage, word = WRONG[message]
     assert message in refused(tree, f"{stage}.{word}")
