@@ -66,7 +66,7 @@ def plain(action: Callable[[], int]) -> int:
     except (UserError, errors.RunError) as error:
         errors.print_error(str(error))
         return error.exit_code
-    except (MemoryError, RuntimeError) as error:
+    except (MemoryError, RuntimeError, SystemError) as error:
         return _out_of_memory(error)
 
 
@@ -121,7 +121,7 @@ def run(verb: str, action: Callable[["Config"], int], argv: list[str] | None = N
     except (UserError, errors.RunError) as error:
         print_from_rank(error)
         return error.exit_code
-    except (MemoryError, RuntimeError) as error:
+    except (MemoryError, RuntimeError, SystemError) as error:
         return _out_of_memory(error)
     except BrokenPipeError:  # who read the output (head, less) has left
         if verb == "train" and not args.cfg:

@@ -42,8 +42,9 @@ def disk_full(error: BaseException) -> bool:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether host memory ran out; torch says so only in its message."""
-    return isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)
+    """Whether host memory ran out. torch says so only in its message, and Python, in C, forgets to say it at all."""
+    unsaid = isinstance(error, SystemError) and "without exception set" in str(error)
+    return unsaid or isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def reason(error: BaseException) -> str:

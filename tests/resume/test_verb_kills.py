@@ -129,9 +129,9 @@ def pipeline_words(corpus: Path, work: Path) -> list[str]:
                      "overrides": ["data=text", f"data.path={corpus}", f"data.val_path={corpus}/file_00.txt"]},
         },
     }  # fmt: skip
-    file = work.parent / "two.yaml"
+    file = work.parent.parent / "two.yaml"  # `fresh` empties the folder between
     file.write_text(yaml.safe_dump(tree))
-    return [f"pipeline={file}", f"run.dir={work}/pipe"]
+    return [f"pipeline={file}", f"run.dir={work}/pipe", "--trust", str(file)]
 
 
 @pytest.fixture(scope="module")
