@@ -15,7 +15,8 @@ import torch
 from lmtrain.config import compose as config
 from lmtrain.config.batch import step_sizes
 from lmtrain.config.schema import Config
-from lmtrain.data.modules import MicroBatch, StepDataset
+from lmtrain.data.loaders import StepDataset
+from lmtrain.data.order import MicroBatch
 from lmtrain.data.text.windows import IGNORE
 from lmtrain.distributed import devices
 from lmtrain.run import build

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from lmtrain.adapters.finetune import build_trainable_model
 from lmtrain.config.compose import check, compose
-from lmtrain.data.build_corpus import build_corpus
+from lmtrain.data.corpus import build_corpus
 from lmtrain.distributed import devices
 from lmtrain.models import flops
 

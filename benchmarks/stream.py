@@ -22,9 +22,8 @@ import lmtrain
 from lmtrain.callbacks.step_numbers import resident_bytes
 from lmtrain.data import order
 from lmtrain.data.stream.head import prepare_head
-from lmtrain.data.stream.producer import Producer
-from lmtrain.data.stream.rows import StreamRows, make_ring
-from lmtrain.data.stream.tokens import Place
+from lmtrain.data.stream.ring import Producer, StreamRows, make_ring
+from lmtrain.data.stream.source import Place
 from lmtrain.files import read_jsonl
 
 SAVE_EVERY = 20  # steps

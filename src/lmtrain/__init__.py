@@ -1,6 +1,7 @@
 """Train language models with PyTorch Lightning, composed by Hydra.
 
-From Python: `lmtrain.compose(overrides)` gives a config, `lmtrain.build(config)` a run (run/python.py). They are
+From Python: `lmtrain.compose(overrides)` gives a config, `lmtrain.build(config)` a run (run/python.py);
+`lmtrain.TextDataModule` and `lmtrain.ChatDataModule` read data for any LightningModule (data/modules.py). They are
 imported when they are used: `import lmtrain` alone costs nothing.
 """
 
@@ -8,9 +9,10 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lmtrain.data.modules import ChatDataModule, TextDataModule
     from lmtrain.run.python import build, compose
 
-__all__ = ["build", "compose"]
+__all__ = ["ChatDataModule", "TextDataModule", "build", "compose"]
 __version__ = "0.1.0"
 
 # transformers imports torchao where it is installed, which warns of kernels that it can't load and nothing here uses.
@@ -20,6 +22,10 @@ for _name in ("torchao", "torch.utils._pytree"):
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
+        if name.endswith("DataModule"):
+            from lmtrain.data import modules
+
+            return getattr(modules, name)
         from lmtrain.run import python
 
         return getattr(python, name)

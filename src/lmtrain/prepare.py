@@ -8,7 +8,7 @@ from lmtrain.config.schema import Config
 from lmtrain.errors import UserError
 
 if TYPE_CHECKING:
-    from lmtrain.data.text.prepared import PreparedData
+    from lmtrain.data.store.prepared import PreparedData
 
 
 def prepare(config: Config) -> int:

@@ -16,8 +16,7 @@ from inprocess import Ended, run, train_tiny
 from lmtrain.config import compose as rules
 from lmtrain.config import schema
 from lmtrain.config.constraints import RATE, TRAJECTORY, above_zero
-from lmtrain.data.build_corpus import build_corpus
-from lmtrain.data.corpus import Corpus
+from lmtrain.data.corpus import Corpus, build_corpus
 from lmtrain.data.examples.unpaired_rows import UnpairedRowEncoder
 from lmtrain.data.text.windows import IGNORE
 from lmtrain.errors import UserError

@@ -7,7 +7,7 @@ import pytest
 from inprocess import message, run, snapshot, train_tiny
 from lmtrain.config.checks import time_limit_seconds
 from lmtrain.config.compose import check, compose
-from lmtrain.data.build_corpus import check_rows
+from lmtrain.data.corpus import check_rows
 from lmtrain.errors import UserError
 from lmtrain.run.plan import unlikely
 from support import TINY

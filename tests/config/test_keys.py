@@ -17,8 +17,8 @@ from lmtrain.config.keys import Key, keys_in, keys_of, value_of
 from lmtrain.config.options import MODELS, OBJECTIVES, OPTIMIZERS, SCHEDULES
 from lmtrain.config.schema import Config
 from lmtrain.config.sections import all_keys
-from lmtrain.data.build_corpus import build_corpus
-from lmtrain.data.folder_key import folder_key
+from lmtrain.data.corpus import build_corpus
+from lmtrain.data.store.prepared import folder_key
 from lmtrain.errors import UserError
 from lmtrain.optim.schedules import LRSchedule
 from lmtrain.run import resume
@@ -209,10 +209,13 @@ def test_a_key_without_a_class_is_noticed() -> None:
     Outer.__annotations__["inner"] = Inner
     with pytest.raises(TypeError, match=r"inner\.forgotten: say in the schema what it shapes"):
         keys_of(Outer)
-    del Inner.__annotations__["forgotten"]
-    Inner.__annotations__["plain"] = int
+
+    @dataclasses.dataclass(kw_only=True)
+    class Plain:
+        plain: int
+
     with pytest.raises(TypeError, match=r"plain: say in the schema"):
-        keys_of.__wrapped__(Inner)
+        keys_of(Plain)
 
 
 def test_a_key_of_several_classes_shapes_the_same_in_all() -> None:

@@ -20,7 +20,7 @@ from lmtrain.callbacks import foreign
 from lmtrain.config import compose as rules
 from lmtrain.config import targets
 from lmtrain.config.targets import build_target, find_class
-from lmtrain.data.sources import own
+from lmtrain.data.sources import choose
 from lmtrain.errors import UserError
 from lmtrain.objectives.base import Objective
 from lmtrain.optim.optimizers import build_optimizer
@@ -285,10 +285,10 @@ def test_a_source_is_a_class_of_an_opened_package_with_its_members(source: str, 
     words = ["data=text", f"data.source={source}", options]
     STARTED.clear()
     with pytest.raises(UserError, match=r"data\.source"):
-        own.open_own(rules.check(rules.compose(words)).data)
+        choose.open_own(rules.check(rules.compose(words)).data)
     assert STARTED == []
     with pytest.raises(UserError, match="it lacks label, settings, resolved, notes, pieces, text_bytes"):
-        own.open_own(rules.check(rules.compose([*words, "data.source=test_targets.NoCallback",
+        choose.open_own(rules.check(rules.compose([*words, "data.source=test_targets.NoCallback",
                                                 "run.allow_target=[test_targets]"])).data)  # fmt: skip
     assert not marker.exists()
     assert RAN == []
@@ -298,7 +298,7 @@ def test_a_sources_arguments_go_by_the_same_rule() -> None:
     word = "data.source_options={number: 1, part: {_target_: subprocess.Popen, args: ls}}"
     words = ["data=text", "data.source=test_targets.Members", word, "run.allow_target=[test_targets]"]
     with pytest.raises(UserError, match=r"data\.source: _target_=subprocess\.Popen is outside"):
-        own.open_own(rules.check(rules.compose(words)).data)
+        choose.open_own(rules.check(rules.compose(words)).data)
     assert RAN == []
 
 

@@ -15,7 +15,7 @@ from lmtrain import cli
 from lmtrain.config import compose as rules
 from lmtrain.config import environment, trust
 from lmtrain.config.schema import Config
-from lmtrain.data.sources.own import open_own
+from lmtrain.data.sources.choose import open_own
 from lmtrain.errors import UserError
 from lmtrain.stages import definition, plan
 from lmtrain.stages import definition as command

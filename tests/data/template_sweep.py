@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from lmtrain.data.chat import named_templates
+from lmtrain.data.chat import jinja_rendering
 from lmtrain.data.chat.conversations import Conversation
-from lmtrain.data.chat.named_templates import NAMED
+from lmtrain.data.chat.jinja_rendering import NAMED
 from lmtrain.data.tokenizers import load_folder, load_or_train
 from loopback_hub import HUB
 from support import REPO
@@ -78,7 +78,7 @@ def trl_template(name: str) -> str:
 
 def every_template() -> dict[str, str]:
     """TRL's, ours, and those of the hub's models."""
-    ours = Path(named_templates.__file__).parent / "jinja"
+    ours = Path(jinja_rendering.__file__).parent / "jinja"
     found = {**trl_templates(), **{f"ours_{n}": (ours / f"{n}.jinja").read_text(encoding="utf-8") for n in NAMED}}
     for file in sorted((HUB / "models").glob("*/*/tokenizer.json")):
         text = load_folder(file.parent).chat_template

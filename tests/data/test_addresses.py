@@ -24,8 +24,7 @@ from lmtrain.data.examples.chat_rows import ChatRows
 from lmtrain.data.examples.prepare import prepare_examples
 from lmtrain.data.sources import addresses, files, lines, tables
 from lmtrain.data.sources.choose import open_source
-from lmtrain.data.stream.source import open_stream
-from lmtrain.data.stream.tokens import Place, endless, shards
+from lmtrain.data.stream.source import Place, cut_shards, endless, open_stream
 from lmtrain.data.text.encode import Encoder
 from lmtrain.data.text.prepare import prepare
 from lmtrain.data.tokenizers import load_or_train
@@ -222,11 +221,11 @@ def test_a_stream_goes_on_anywhere_without_files_that_are_read(
     encoder = Encoder(tokenizer, tokenizer.eos_token_id)
     option = OPTION.get(kind, "jsonl")
     here, there = (open_stream(data_config(option, path=p)) for p in (str(server.folder), f"{server.base}/"))
-    wanted = list(itertools.islice(shards(endless(here, encoder, Place(), Place()), 4001), 10))
+    wanted = list(itertools.islice(cut_shards(endless(here, encoder, Place(), Place()), 4001), 10))
     for after in (0, 4, 8):
         server.asked.clear()
         begin = Place() if after == 0 else wanted[after - 1].end
-        found = list(itertools.islice(shards(endless(there, encoder, Place(), begin), 4001), 2))
+        found = list(itertools.islice(cut_shards(endless(there, encoder, Place(), begin), 4001), 2))
         assert [s.end for s in found] == [s.end for s in wanted[after : after + 2]]
         assert all(np.array_equal(a.ids, b.ids) for a, b in zip(found, wanted[after : after + 2], strict=True))
         read = {path for _, path in server.asked}

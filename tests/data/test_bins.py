@@ -6,8 +6,8 @@ import pickle
 import numpy as np
 import pytest
 
-from lmtrain.data.text import bin_identity, bins
-from lmtrain.data.text.bin_writer import BinWriter, dtype_for
+from lmtrain.data.store import bins
+from lmtrain.data.store.writer import BinWriter, dtype_for
 from lmtrain.errors import RunError, UserError
 
 
@@ -183,7 +183,7 @@ def test_fingerprint_follows_the_tokens_not_the_place(tmp_path):
     for folder in folders:
         folder.mkdir()
     splits = [write(f, [[1, 2, 3], [last]]) for f, last in zip(folders, (4, 4, 5), strict=True)]
-    first, same, other = (bin_identity.sampled_fingerprint([s]) for s in splits)
+    first, same, other = (bins.sampled_fingerprint([s]) for s in splits)
     assert first == same != other
 
 

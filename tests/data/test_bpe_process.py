@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from lmtrain.data import bpe
+from lmtrain.data.byte_bpe import training
 from lmtrain.data.tokenizers import END_OF_TEXT
 from lmtrain.errors import RunError
 from processes import Process, started_by, wait_until_gone
@@ -37,7 +37,7 @@ def test_it_is_the_tokenizer_that_the_library_trains() -> None:
         show_progress=False,
     )
     plain.train_from_iterator(iter(parts), trainer=trainer)
-    assert bpe.train(iter(parts), 600, 2, END_OF_TEXT).to_str() == plain.to_str()
+    assert training.train(iter(parts), 600, 2, END_OF_TEXT).to_str() == plain.to_str()
 
 
 def test_an_error_while_the_text_is_read_comes_through() -> None:
@@ -46,12 +46,12 @@ def test_an_error_while_the_text_is_read_comes_through() -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        bpe.train(text(), 600, 2, END_OF_TEXT)
+        training.train(text(), 600, 2, END_OF_TEXT)
 
 
 def trainers_of(parent: int) -> list[Process]:
     """Processes that train a BPE for another."""
-    return started_by(parent, "lmtrain.data.bpe")
+    return started_by(parent, "lmtrain.data.byte_bpe.training")
 
 
 @LINUX
@@ -63,7 +63,7 @@ def test_a_trainer_that_was_killed_is_said() -> None:
         os.kill(trainer[0].pid, signal.SIGKILL)
 
     with pytest.raises(RunError, match=r"trained the tokenizer ended.*lower tokenizer\.train_characters"):
-        bpe.train(text(), 600, 2, END_OF_TEXT)
+        training.train(text(), 600, 2, END_OF_TEXT)
 
 
 @LINUX

@@ -9,10 +9,11 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from lmtrain.data.byte_bpe import encoder
+from lmtrain.data.byte_bpe.encoder import ByteBPE
+from lmtrain.data.byte_bpe.words import LLAMA3, QWEN2
 from lmtrain.data.sources.pieces import Piece
-from lmtrain.data.text import byte_bpe, encode
-from lmtrain.data.text.byte_bpe import ByteBPE
-from lmtrain.data.text.words import LLAMA3, QWEN2
+from lmtrain.data.text import encode
 
 HUB = Path(__file__).parents[3] / "shared" / "hub" / "models"
 BYTES = pre_tokenizers.ByteLevel
@@ -112,8 +113,8 @@ def test_what_python_and_the_library_sort_differently_is_left_to_the_library(pro
 
 def test_a_character_of_another_kind_is_noticed(prose: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where Python's Unicode is older than the library's, and takes a letter for a sign."""
-    kind_of = byte_bpe.words.kind_of
-    monkeypatch.setattr(byte_bpe.words, "kind_of", lambda c: byte_bpe.words.OTHER if c == "é" else kind_of(c))
+    kind_of = encoder.words.kind_of
+    monkeypatch.setattr(encoder.words, "kind_of", lambda c: encoder.words.OTHER if c == "é" else kind_of(c))
     backend = trained(*PRE_TOKENIZERS["gpt2"], prose)
     assert_alike(fast_of(backend), backend, ["caf\u00e9 caf\u00e9s", "a \u00e9", "plain"])
 
@@ -190,8 +191,8 @@ def test_pairs_of_any_rank() -> None:
 
 
 def test_a_full_table_begins_anew(prose: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(byte_bpe, "_IN_TABLE", 300)
-    monkeypatch.setattr(byte_bpe, "_MANY", 20)
+    monkeypatch.setattr(encoder, "_IN_TABLE", 300)
+    monkeypatch.setattr(encoder, "_MANY", 20)
     vocabulary = {token: n for n, token in enumerate([*sorted(BYTES.alphabet()), "et", "eta"])}
     whole = Tokenizer(models.BPE(vocabulary, [("e", "t")], ignore_merges=True))
     whole.pre_tokenizer = BYTES(add_prefix_space=False)

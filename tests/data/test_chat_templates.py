@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lmtrain.data import tokenizers
 from lmtrain.data.chat.conversations import Completion, Conversation
-from lmtrain.data.chat.named_templates import NAMED
+from lmtrain.data.chat.jinja_rendering import NAMED
 from lmtrain.data.chat.rendering import ChatTemplate
 from lmtrain.data.chat.templates import ChatEncoder, Example, own_template
 from lmtrain.data.chat.turns import BadRow

@@ -11,11 +11,10 @@ import pytest
 
 from chats import write_chats
 from inprocess import message, run
-from lmtrain.data import contents
 from lmtrain.data.examples.chat_rows import ChatRows
 from lmtrain.data.examples.prepare import PreparedExamples, prepare_examples
-from lmtrain.data.text import bin_identity, bins
-from lmtrain.data.text.bin_writer import BinWriter
+from lmtrain.data.store import bins, contents
+from lmtrain.data.store.writer import BinWriter
 from lmtrain.data.text.prepare import prepare
 from lmtrain.errors import UserError
 from lmtrain.run import build
@@ -66,7 +65,7 @@ def test_an_edit_anywhere_in_ready_bins_gives_another_fingerprint(
 ) -> None:
     folder = write_plain(tmp_path / "bins", megabytes * MIB // 4)
     found = lambda: prepare(data_config("bins", path=str(folder)), tokenizer_config("bytes"), False).fingerprint  # noqa: E731
-    sampled = lambda: bin_identity.sampled_fingerprint([bins.open_bins(folder, "train")])  # noqa: E731
+    sampled = lambda: bins.sampled_fingerprint([bins.open_bins(folder, "train")])  # noqa: E731
     names, before = [found()], sampled()
     assert found() == names[0]
     for at in (3 * MIB // 4 + 16, 300_000, 0):
@@ -100,7 +99,7 @@ def test_large_bins_are_read_whole_once(tmp_path: Path, data_config, tokenizer_c
 
 def test_what_was_just_written_is_not_read_again(tmp_path: Path, data_config, tokenizer_config, monkeypatch) -> None:
     monkeypatch.setattr(contents, "REMEMBER_FROM", 1)
-    monkeypatch.setattr(contents, "_sha256", None)
+    monkeypatch.setattr(contents, "_read_all", None)
     (tmp_path / "a.txt").write_text("one line\nand another\n" * 300)
     cfg = data_config(path=str(tmp_path / "a.txt"))
     first = prepare(cfg, tokenizer_config(), progress=False)
@@ -116,7 +115,7 @@ def test_prepared_bins_that_were_changed_are_refused(
     (tmp_path / "a.txt").write_text("".join(f"line {i} of many\n" for i in range(3000)))
     cfg = data_config(path=str(tmp_path / "a.txt"), sample_by="line")
     folder = prepare(cfg, tokenizer_config(), progress=False).folder
-    recorded = bin_identity.recorded_hashes(bins.load_meta(folder))[name]
+    recorded = bins.recorded_hashes(bins.load_meta(folder))[name]
     edit(folder / name, 40)
     now = sha256((folder / name).read_bytes()).hexdigest()
     for again in (cfg, data_config("bins", path=str(folder))):

@@ -10,10 +10,10 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from lmtrain.data.byte_bpe.processes import EncodeProcesses
 from lmtrain.data.sources.pieces import Piece
 from lmtrain.data.text import encode
 from lmtrain.data.text.encode import Encoder
-from lmtrain.data.text.encode_processes import EncodeProcesses
 from lmtrain.errors import RunError
 from processes import Process, started_by, wait_until_gone
 
@@ -39,7 +39,7 @@ def encoder() -> Encoder:
 
 
 def of(parent: int) -> list[Process]:
-    return started_by(parent, "lmtrain.data.text.encode_processes")
+    return started_by(parent, "lmtrain.data.byte_bpe.processes")
 
 
 def test_nothing_is_started_for_a_short_text(monkeypatch: pytest.MonkeyPatch) -> None:

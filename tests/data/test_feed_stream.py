@@ -10,8 +10,8 @@ import pytest
 
 from lmtrain.callbacks.stopping import Preemption
 from lmtrain.callbacks.stream import FeedStream
-from lmtrain.data.stream.rows import Ring, StreamRows
-from lmtrain.data.stream.tokens import Place
+from lmtrain.data.stream.ring import Ring, StreamRows
+from lmtrain.data.stream.source import Place
 from lmtrain.distributed import process_group as world
 from lmtrain.distributed.stop_signals import StopRequest
 from lmtrain.errors import ReadError, RunError, UserError

@@ -11,8 +11,7 @@ import torch
 from inprocess import run, stops_at
 from lmtrain.callbacks.metrics import without_times
 from lmtrain.config.compose import check, compose
-from lmtrain.data.build_corpus import build_corpus
-from lmtrain.data.corpus import Corpus
+from lmtrain.data.corpus import Corpus, build_corpus
 from lmtrain.data.text.fim import FillInTheMiddle
 from lmtrain.data.text.windows import Windows
 from lmtrain.data.val_sets import build_val_sets

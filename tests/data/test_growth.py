@@ -17,8 +17,8 @@ from lmtrain.callbacks.metrics import without_times
 from lmtrain.config.batch import Stages, check_reached, row_lengths, step_sizes
 from lmtrain.config.compose import check, compose
 from lmtrain.data import order
-from lmtrain.data.build_corpus import build_corpus
-from lmtrain.data.modules import StepDataset
+from lmtrain.data.corpus import build_corpus
+from lmtrain.data.loaders import StepDataset
 from lmtrain.errors import UserError
 from lmtrain.planning.trial import config_of
 from lmtrain.run import verify

@@ -11,7 +11,7 @@ import torch
 from chats import pair, write_chats
 from inprocess import train_tiny
 from lmtrain.config.compose import check, compose
-from lmtrain.data.build_corpus import build_corpus
+from lmtrain.data.corpus import build_corpus
 from lmtrain.data.text.windows import IGNORE
 from support import TINY, rows
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from example_files import ExampleWriter
-from lmtrain.data.examples.packing import Packing, pack
-from lmtrain.data.examples.rows import PackedRows, PaddedRows
-from lmtrain.data.examples.store import Examples
+from lmtrain.data.examples.documents import Examples
+from lmtrain.data.examples.rows import PackedRows, Packing, PaddedRows, pack
 from lmtrain.data.text.windows import IGNORE
 
 CAPACITY = 64

@@ -15,7 +15,7 @@ import pytest
 from texts import documents
 
 from lmtrain.data import tokenizers
-from lmtrain.data.text import bins
+from lmtrain.data.store import bins
 from lmtrain.data.text.prepare import prepare
 from lmtrain.errors import RunError, UserError
 

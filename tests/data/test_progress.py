@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from lmtrain.data import progress
+from lmtrain.data.store import progress
 
 
 def test_the_text_of_a_tokenizer_is_shown_with_rate_and_time_left(monkeypatch, capsys) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from lmtrain.data import tokenizers
-from lmtrain.data.text import bins
+from lmtrain.data.store import bins
 from lmtrain.data.text.prepare import prepare
 from lmtrain.errors import UserError
 

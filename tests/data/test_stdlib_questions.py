@@ -6,7 +6,7 @@ import pytest
 from texts import whole
 
 from inprocess import few_modules
-from lmtrain.data.sources import stdlib_questions as questions
+from lmtrain.data.sources import stdlib as questions
 from lmtrain.data.sources.choose import open_source, pieces
 from lmtrain.data.sources.pieces import is_held_out
 from lmtrain.data.sources.stdlib import stdlib_files

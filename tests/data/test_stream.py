@@ -16,15 +16,13 @@ import pytest
 
 from lmtrain.config.batch import Stages
 from lmtrain.config.schema_data import DataConfig
-from lmtrain.data.modules import StepDataset
+from lmtrain.data.loaders import StepDataset
 from lmtrain.data.sources import files
-from lmtrain.data.stream import producer as producing
+from lmtrain.data.stream import ring as producing
 from lmtrain.data.stream import source as reading
 from lmtrain.data.stream.head import Head, prepare_head
-from lmtrain.data.stream.producer import Producer
-from lmtrain.data.stream.rows import Ring, StreamRows
-from lmtrain.data.stream.source import Block, StreamSource, open_stream
-from lmtrain.data.stream.tokens import Place, endless, segments, shards
+from lmtrain.data.stream.ring import Producer, Ring, StreamRows
+from lmtrain.data.stream.source import Block, Place, StreamSource, cut_shards, endless, open_stream, segments
 from lmtrain.data.text.encode import Encoder
 from lmtrain.data.tokenizers import load_or_train
 from lmtrain.errors import ReadError, UserError
@@ -106,11 +104,11 @@ def test_from_any_place_on_it_is_the_text_that_is_prepared(
     read = list(segments(source, encoder, Place()))
     assert np.array_equal(np.concatenate([s.ids for s in read]), wanted)
     assert [s.ends for s in read] == [p.ends for p in prepared if p.characters >= shortest]
-    cut = list(itertools.islice(shards(endless(source, encoder, Place(), Place()), 4999), 1 + len(wanted) // 4999))
+    cut = list(itertools.islice(cut_shards(endless(source, encoder, Place(), Place()), 4999), 1 + len(wanted) // 4999))
     twice = np.concatenate([wanted, wanted])
     assert np.array_equal(np.concatenate([s.ids for s in cut]), twice[: len(cut) * 4999])
     for number in random.Random(0).sample(range(len(cut) - 1), min(8, len(cut) - 1)):
-        after = next(shards(endless(source, encoder, Place(), cut[number].end), 4999))
+        after = next(cut_shards(endless(source, encoder, Place(), cut[number].end), 4999))
         assert np.array_equal(after.ids, cut[number + 1].ids), cut[number].end
         assert np.array_equal(after.document_ends, cut[number + 1].document_ends)
         assert after.end == cut[number + 1].end
@@ -137,7 +135,7 @@ def test_documents_end_in_shards_where_their_last_token_is(
 ) -> None:
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": "x" * n}) for n in (3, 5, 1, 14)))
     stream = endless(open_stream(data_config("jsonl", path=str(tmp_path))), encoder, Place(), Place())
-    first = list(itertools.islice(shards(stream, 10), 3))
+    first = list(itertools.islice(cut_shards(stream, 10), 3))
     # Documents of 4, 6, 2 and 15 tokens, the end of text included.
     assert [s.document_ends.tolist() for s in first] == [[4, 10], [2], [7]]
 

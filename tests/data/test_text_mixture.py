@@ -10,8 +10,7 @@ import pytest
 from inprocess import Ended, message, run, stops_at
 from lmtrain.callbacks.metrics import without_times
 from lmtrain.config.compose import check, compose
-from lmtrain.data.build_corpus import build_corpus
-from lmtrain.data.corpus import Corpus
+from lmtrain.data.corpus import Corpus, build_corpus
 from lmtrain.errors import UserError
 from support import TINY, rows
 

@@ -10,11 +10,10 @@ import torch
 from inprocess import message, run
 from lmtrain.callbacks.metrics import without_times
 from lmtrain.config.compose import check, compose
-from lmtrain.data.build_corpus import build_corpus
-from lmtrain.data.corpus import Corpus
-from lmtrain.data.examples.text_pieces import TextPieces
-from lmtrain.data.text.bin_writer import BinWriter
-from lmtrain.data.text.bins import open_shards
+from lmtrain.data.corpus import Corpus, build_corpus
+from lmtrain.data.examples.documents import TextPieces
+from lmtrain.data.store.bins import open_shards
+from lmtrain.data.store.writer import BinWriter
 from lmtrain.data.text.windows import IGNORE
 from support import TINY, rows
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from lmtrain.data.modules import ValidationDataset
+from lmtrain.data.loaders import ValidationDataset
 
 
 class Numbers:

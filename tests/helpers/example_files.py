@@ -4,9 +4,9 @@ from pathlib import Path
 
 import numpy as np
 
-from lmtrain.data.examples.store import Examples
-from lmtrain.data.text.bin_writer import BinWriter
-from lmtrain.data.text.bins import open_shards
+from lmtrain.data.examples.documents import Examples
+from lmtrain.data.store.bins import open_shards
+from lmtrain.data.store.writer import BinWriter
 
 
 class ExampleWriter:

@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 import pytest
 
 from lmtrain.callbacks.stopping import Preemption
-from lmtrain.data.sources import stdlib, stdlib_questions
+from lmtrain.data.sources import stdlib
 from support import TINY
 
 TWO_STEPS = ["trainer.max_steps=2", "trainer.val_check_interval=1", "trainer.limit_val_batches=1"]
@@ -64,7 +64,7 @@ def few_modules(patch: pytest.MonkeyPatch) -> list[Path]:
     """Makes data=stdlib_questions and stdlib_pairs ask about some modules only, which is quicker; their files."""
     wanted = ("collections/__init__.py", "json/decoder.py", "shutil.py", "string.py", "textwrap.py", "threading.py")
     files = [file for file in stdlib.stdlib_files() if file.as_posix().endswith(wanted)]
-    patch.setattr(stdlib_questions, "stdlib_files", lambda: files)
+    patch.setattr(stdlib, "question_files", lambda: files)
     return files
 
 

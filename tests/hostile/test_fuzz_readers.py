@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lmtrain.checkpoints import manifest, retention, store
-from lmtrain.data.text import bins
+from lmtrain.data.store import bins
 from lmtrain.errors import RunError, UserError
 from lmtrain.files import read_jsonl
 from lmtrain.reports import listing

@@ -21,7 +21,7 @@ from inprocess import Ended, message, run, stops_at, train_tiny
 from lmtrain.config.batch import Stages
 from lmtrain.config.compose import check, compose
 from lmtrain.config.schema import Config
-from lmtrain.data.modules import StepDataset
+from lmtrain.data.loaders import StepDataset
 from lmtrain.distributed import devices
 from lmtrain.errors import FINISHED, PREEMPTED, UserError
 from lmtrain.models import flops, fp8

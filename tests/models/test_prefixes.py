@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM, MistralConfig
 
 from example_files import ExampleWriter
 from helpers_models import FAMILIES, VOCAB, objective, tiny, wrapped
+from lmtrain.data.examples.documents import Examples
 from lmtrain.data.examples.pair_rows import PairRows, common_prompt
-from lmtrain.data.examples.store import Examples
 from lmtrain.models import attention
 from lmtrain.models.documents import Documents, Prefixes
 from lmtrain.models.language_model import LanguageModel

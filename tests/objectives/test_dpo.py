@@ -22,9 +22,9 @@ from lmtrain.checkpoints import store
 from lmtrain.config.batch import Stages
 from lmtrain.config.compose import check, compose
 from lmtrain.config.options import PREFERENCE_LOSSES, REFERENCES
-from lmtrain.data import row_numbers
-from lmtrain.data.build_corpus import build_corpus
-from lmtrain.data.modules import StepDataset
+from lmtrain.data.corpus import build_corpus
+from lmtrain.data.loaders import StepDataset
+from lmtrain.data.store import cache as store_cache
 from lmtrain.errors import RunError, UserError
 from lmtrain.losses.preferences import LOSSES
 from lmtrain.objectives import with_reference
@@ -598,7 +598,7 @@ def test_an_interrupted_reference_goes_on(
     pairs: Path, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a failure in the third of four parts two are not computed again, and the numbers are the same."""
-    monkeypatch.setattr(row_numbers, "PART", 8)
+    monkeypatch.setattr(store_cache, "PART", 8)
     settings = [*LLAMA, "objective.reference=precomputed", "trainer.max_steps=1"]
     assert dpo(pairs, llama, tmp_path / "whole", *settings, f"data.cache_dir={tmp_path / 'whole_cache'}").code == 0
     compute, asked = DPO._reference_of, list[int]()

@@ -12,8 +12,8 @@ from inprocess import Ended, message, run
 from lmtrain.callbacks.metrics import without_times
 from lmtrain.config.batch import Stages
 from lmtrain.config.compose import check, compose
-from lmtrain.data.build_corpus import build_corpus
-from lmtrain.data.modules import StepDataset, ValidationDataset
+from lmtrain.data.corpus import build_corpus
+from lmtrain.data.loaders import StepDataset, ValidationDataset
 from lmtrain.errors import UserError
 from lmtrain.objectives.kto import KTO
 from lmtrain.run.build import build_objective

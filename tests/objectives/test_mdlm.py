@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from helpers_models import VOCAB, wrapped
 from inprocess import run, train_tiny
-from lmtrain.data.modules import ValidationDataset
+from lmtrain.data.loaders import ValidationDataset
 from lmtrain.data.text.windows import empty_window
 from lmtrain.objectives.mdlm import ATTENTION, MDLM, Masked, draw, draw_for
 from loopback_hub import HUB

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from chats import conversation, write_chats
 from inprocess import TWO_STEPS, Ended, message, run
 from lmtrain.config.compose import check, compose
-from lmtrain.data.build_corpus import build_corpus
+from lmtrain.data.corpus import build_corpus
 from lmtrain.data.text.windows import IGNORE
 from lmtrain.models.build import build_model
 from lmtrain.models.language_model import LanguageModel

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from lmtrain.config import compose as config
 from lmtrain.config.batch import Stages
-from lmtrain.data.modules import StepDataset
+from lmtrain.data.loaders import StepDataset
 from lmtrain.distributed import devices
 from lmtrain.run import build
 from lmtrain.run_folder import folder as run_dir

@@ -13,7 +13,7 @@ from runs import assert_equal_runs, environment, kill_at, stable_rows, train
 from test_kill_matrix import SIGKILLED
 
 from inprocess import message, run
-from lmtrain.data.stream.producer import Producer
+from lmtrain.data.stream.ring import Producer
 from lmtrain.data.text import encode
 from lmtrain.files import read_jsonl
 from ranks_again import run_ranks

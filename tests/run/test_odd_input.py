@@ -13,7 +13,7 @@ import pytest
 from inprocess import message, run, train_tiny
 from lmtrain.config.batch import batch_split
 from lmtrain.data.chat import jinja_rendering
-from lmtrain.data.modules import check_descriptors
+from lmtrain.data.loaders import check_descriptors
 from lmtrain.distributed import ranks
 from lmtrain.errors import RunError, UserError
 from lmtrain.files import write_atomic

@@ -16,7 +16,7 @@ from lmtrain.callbacks.metrics import Metrics
 from lmtrain.checkpoints import retention, store
 from lmtrain.checkpoints.checkpoint_io import FolderCheckpointIO
 from lmtrain.config.schema import CheckpointConfig
-from lmtrain.data.tokenizer_folder import file_hashes
+from lmtrain.data.tokenizers import file_hashes
 from lmtrain.errors import RunError
 
 

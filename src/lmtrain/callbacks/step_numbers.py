@@ -14,7 +14,7 @@ import torch
 from lmtrain import terminal
 from lmtrain.config.batch import Stages, row_lengths, step_sizes
 from lmtrain.config.schema import DataConfig
-from lmtrain.data.modules import Rows
+from lmtrain.data.order import Rows
 from lmtrain.errors import first_line
 from lmtrain.objectives.parts import Definition
 

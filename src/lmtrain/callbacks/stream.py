@@ -6,9 +6,8 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lmtrain.data.stream.head import Head
-from lmtrain.data.stream.producer import Producer
-from lmtrain.data.stream.rows import StreamRows
-from lmtrain.data.stream.tokens import Place
+from lmtrain.data.stream.ring import Producer, StreamRows
+from lmtrain.data.stream.source import Place
 from lmtrain.distributed import process_group as world
 from lmtrain.distributed.stop_signals import StopRequest
 from lmtrain.errors import ReadError, UserError

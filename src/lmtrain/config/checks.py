@@ -10,7 +10,7 @@ from lmtrain.config.keys import check_constraints
 from lmtrain.config.options import CausalLMConfig
 from lmtrain.config.schema import Config, MemoryConfig, ScheduleConfig
 from lmtrain.config.schema_data import DataConfig
-from lmtrain.config.strategies import check_fp8, check_strategy, spell_out
+from lmtrain.config.strategies import check_strategy, spell_out
 from lmtrain.config.targets import check_allowed, check_names
 from lmtrain.errors import UserError
 
@@ -34,7 +34,6 @@ def check_values(c: Config) -> None:
     c.objective.check(c)
     _check_pairs(c)
     _check_targets(c)
-    check_fp8(c)
     check_strategy(c)
     _check_stream(c)
 

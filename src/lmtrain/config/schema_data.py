@@ -79,6 +79,7 @@ _REARRANGED = ReadWhere(lambda c: c.data.fim.rate > 0, "set data.fim.rate=0.5 to
 
 @dataclass(kw_only=True)
 class DataConfig:
+    _target_: Annotated[str | None, SHOWN] = None  # a LightningDataModule; None, in older configs: by the kind of rows
     # text, conversations, pairs, or the path of a row format's class: what the rows are taken for
     rows: Annotated[str, PREPARED, CONTENT]
     source: Annotated[str, PREPARED, choice_or_class("hub", "files", "python_stdlib", "bins", "mixture")]

@@ -58,7 +58,8 @@ def ranks_per_part(t: TrainerConfig) -> int:
 
 
 def check_strategy(c: Config) -> None:
-    """Raises UserError for the first setting that can't work with trainer.strategy, with what can."""
+    """Raises UserError for the first setting that doesn't go with trainer.precision or strategy, with what does."""
+    check_fp8(c)
     strategy = c.trainer.strategy
     if strategy not in SHARING:
         return

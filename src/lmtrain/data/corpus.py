@@ -1,15 +1,40 @@
-"""The prepared data of a run: rows to train and validate on, and what is known about them."""
+"""The prepared data of a run: rows to train and validate on, and what is known about them.
 
+Text becomes bins, a mixture of bins or a stream; everything else examples of a row format.
+"""
+
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from lmtrain.config.batch import step_sizes
+from lmtrain.config.defaults import conf_dir
+from lmtrain.config.effect import option_holding
+from lmtrain.config.options import OBJECTIVES
 from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig
-from lmtrain.data.modules import Rows
-from lmtrain.data.stream.head import Head
+from lmtrain.config.targets import building, class_named, lacking
+from lmtrain.data.chat.templates import ChatEncoder
+from lmtrain.data.examples.chat_rows import ChatRows
+from lmtrain.data.examples.documents import TextPieces
+from lmtrain.data.examples.pair_rows import PairRowEncoder
+from lmtrain.data.examples.prepare import PreparedExamples, prepare_examples
+from lmtrain.data.examples.row_counts import Counts, remark_lines, summary
+from lmtrain.data.examples.row_format import RowEncoder
+from lmtrain.data.examples.rows import example_rows
+from lmtrain.data.mixing import Mixture, MixtureSource
+from lmtrain.data.order import Rows
+from lmtrain.data.store.prepared import PreparedData
+from lmtrain.data.store.shards import Shard
+from lmtrain.data.stream.head import Head, prepare_head
+from lmtrain.data.stream.ring import StreamRows, make_ring
+from lmtrain.data.text.fim import fill_in_the_middle, fim_words
+from lmtrain.data.text.mixture import mixture_words, prepare_mixture
+from lmtrain.data.text.prepare import prepare
+from lmtrain.data.text.windows import Windows
 from lmtrain.errors import UserError
 
 
@@ -23,7 +48,7 @@ class PadsAnswers(Protocol):
     def epoch_tokens(self) -> int: ...
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Corpus:
     """Rows to train and validate on, and what is known about them."""
 
@@ -40,8 +65,20 @@ class Corpus:
     end_ids: list[int] | None = None  # that end an answer; None where data is text
     splits: dict[str, Any] = field(default_factory=dict)  # what became of the rows of each
     stream: Head | None = None  # where the training rows are a stream's
-    # What checkpoints of earlier versions call the tokens.
-    earlier_fingerprints: Callable[[], list[str]] = field(kw_only=True)
+    earlier_fingerprints: Callable[[], list[str]]  # what checkpoints of earlier versions call the tokens
+
+    @classmethod
+    def of(cls, prepared: PreparedData, **facts: Any) -> "Corpus":
+        """What is known of a prepared folder, and the other `facts`, which count where both say something."""
+        known = {
+            "tokenizer": prepared.tokenizer,
+            "folder": prepared.folder,
+            "fingerprint": prepared.fingerprint,
+            "notes": prepared.notes,
+            "splits": {**prepared.meta["splits"]},
+            "earlier_fingerprints": prepared.earlier_fingerprints,
+        }
+        return cls(**(known | facts))
 
     def how_to_validate(self, data: DataConfig) -> str:
         """What to set so that there is a validation split, where there is none."""
@@ -80,3 +117,203 @@ def fit_to_model(config: Config, corpus: Corpus, unpacked_because: str | None, m
             f"data.isolate_documents=true: this model can't keep the documents of a row apart ({unpacked_because}): "
             f"set data.{advice}{chosen}"
         )
+
+
+# What comes with lmtrain; data.rows names these, or the class of another row format by its path.
+ROW_FORMATS: dict[str, type[RowEncoder]] = {"conversations": ChatRows, "pairs": PairRowEncoder}
+_DATA_OF = {  # options of the group data that hold such rows
+    "text": "data=text data.path=book.txt, data=wikitext, ...",
+    "conversations": "data=chat_jsonl data.path=chats.jsonl, data=alpaca, ...",
+    "pairs": "data=preference_jsonl data.path=pairs.jsonl, data=hh_rlhf, ...",
+}
+
+
+def build_corpus(config: Config) -> Corpus:
+    """Prepares the data of `config`, or finds it prepared; UserError where it doesn't fit the objective."""
+    check_rows(config)
+    return prepare_corpus(config)
+
+
+def prepare_corpus(config: Config) -> Corpus:
+    """The same for any objective, whatever rows it trains on."""
+    if config.data.rows != "text":
+        return _examples(config, row_format(config))
+    if config.data.ring_bytes is not None:
+        return _stream(config)
+    return _mixture(config) if config.data.source == "mixture" else _text(config)
+
+
+def check_rows(config: Config) -> None:
+    """Raises UserError where the data holds another kind of rows than the objective trains on."""
+    objective, held = config.objective, config.data.rows
+    if objective.rows == held:
+        return
+    needed, options = objective.rows, _DATA_OF.get(objective.rows)
+    if options is None:
+        option = option_holding(needed, [conf_dir()])
+        options = (
+            f"data={option} data.path=rows.jsonl" if option else f"an option of the group data with rows: {needed}"
+        )
+        needed = f"rows such as data={option} reads" if option else needed
+    others = [name for name, (_, made) in OBJECTIVES.items() if made.rows == held]
+    instead = f", or train on it with objective={others[0]}" if others else ""
+    raise UserError(f"objective={objective.name} needs {needed}, and this data holds {held}: choose {options}{instead}")
+
+
+def row_format(config: Config) -> type[RowEncoder]:
+    """The class that data.rows names; UserError where it can't be imported or lacks a method."""
+    rows = config.data.rows
+    if rows in ROW_FORMATS:
+        return ROW_FORMATS[rows]
+    if "." not in rows:
+        raise UserError(f"data.rows={rows} is not known: text, {', '.join(ROW_FORMATS)}, or the path of a class")
+    cls = class_named(rows, "data.rows", config.run.allow_target)
+    missing = lacking(cls, ("group", "encode", "decode", "make_rows", "words", "finish_tokenizer"))
+    if missing:
+        raise UserError(
+            f"data.rows={rows} is no row format: it lacks {', '.join(missing)} "
+            f"(lmtrain.data.examples.row_format.RowEncoder says what they do)"
+        )
+    return cls
+
+
+def _text(config: Config) -> Corpus:
+    prepared = prepare(config.data, config.tokenizer)
+    train, val = prepared.bins("train"), prepared.bins("val")
+    assert train is not None  # prepare refuses data without it
+    make = _windows if config.data.packing is None else _packed
+    rows = make(train.shards, config, config.seed)
+    documents = f" in {train.documents:,} documents" if train.documents is not None else ""
+    if isinstance(rows, Windows):
+        rows.fim = fill_in_the_middle(config.data, rows.shards, prepared.tokenizer, config.seed)
+        words = [fim_words(rows.fim)] if rows.fim is not None else []
+    else:
+        words = [example_rows(rows.examples, config, config.seed)[1]]
+    return Corpus.of(
+        prepared,
+        train=rows,
+        val=make(val.shards, config, None) if val is not None else None,
+        epoch_tokens=len(rows) * config.data.seq_len if isinstance(rows, Windows) else rows.examples.tokens,
+        words=[f"{train.tokens:,} tokens{documents} ({prepared.folder})", *words],
+        val_bytes_per_token=val.bytes_per_token if val is not None else None,
+    )
+
+
+def _stream(config: Config) -> Corpus:
+    """Rows of a stream that a run reads ahead of training; the first tokens of it are the validation split."""
+    make_ring(config, "uint16")  # refuses what no vocabulary fits into before anything is read
+    head = prepare_head(config.data, config.tokenizer)
+    prepared = head.prepared
+    val = prepared.bins("val")
+    assert val is not None  # prepare_head refuses a stream without it
+    ring = make_ring(config, prepared.meta["dtype"])
+    return Corpus.of(
+        prepared,
+        fingerprint=head.fingerprint,
+        train=StreamRows(ring),
+        val=_windows(val.shards, config, None),
+        epoch_tokens=ring.window_rows * ring.seq_len,
+        words=[f"{head.source.label}, a stream of {head.source.parts:,} files or shards: windows of "
+               f"{ring.window_rows:,} rows in a ring of {ring.bytes:,} bytes",
+               f"held out: its first {val.tokens:,} tokens ({prepared.folder})"],
+        val_bytes_per_token=val.bytes_per_token,
+        stream=head,
+        earlier_fingerprints=list,
+    )  # fmt: skip
+
+
+def _windows(shards: list[Shard], config: Config, seed: int | None) -> Windows:
+    return Windows(shards, config.data.seq_len, seed=seed, isolate_documents=config.data.isolate_documents)
+
+
+def _packed(shards: list[Shard], config: Config, seed: int | None) -> Any:
+    """Documents in rows by data.packing, whole where they fit."""
+    return example_rows(TextPieces(shards, config.data.seq_len), config, seed)[0]
+
+
+def _mixture(config: Config) -> Corpus:
+    """Text of several sources: windows of all of them, one source after the other, and the order that mixes them."""
+    if config.data.packing is not None:
+        raise UserError(f"data.packing={config.data.packing}: documents of a mixture are concatenated; set it to null")
+    prepared = prepare_mixture(config.data, config.tokenizer)
+    parts = list(zip(prepared.sources, prepared.parts, strict=True))
+    trained = [part.bins("train") for part in prepared.parts]
+    held_out = [found for part in prepared.parts if (found := part.bins("val")) is not None]
+    shards = [split.shards if split is not None else [] for split in trained]
+    sources = []
+    for (source, part), own in zip(parts, shards, strict=True):
+        with _named(f"data.mixture, {source.label} ({part.folder})"):
+            rows = len(_windows(own, config, config.seed))
+        sources.append(MixtureSource(source.label, rows, source.weights, source.max_epochs))
+    mixture = Mixture(sources, step_sizes(config.data), config.data.mixture_temperature)
+    windows = _windows([shard for own in shards for shard in own], config, config.seed)
+    windows.mixture = mixture
+    windows.fim = fill_in_the_middle(config.data, windows.shards, prepared.parts[0].tokenizer, config.seed)
+    tokens = sum(split.tokens for split in trained if split is not None)
+    val_tokens, val_bytes = sum(s.tokens for s in held_out), [s.bytes for s in held_out]
+    return Corpus.of(
+        prepared.parts[0],
+        fingerprint=prepared.fingerprint,
+        train=windows,
+        val=_windows([shard for split in held_out for shard in split.shards], config, None) if held_out else None,
+        epoch_tokens=len(windows) * config.data.seq_len,
+        words=[f"{tokens:,} tokens of {len(sources)} sources", *mixture_words(parts, mixture),
+         *([fim_words(windows.fim)] if windows.fim is not None else [])],
+        notes=[note for part in prepared.parts for note in part.notes],
+        val_bytes_per_token=sum(filter(None, val_bytes)) / val_tokens if val_bytes and all(val_bytes) else None,
+        splits={name: _summed([p.meta["splits"][name] for p in prepared.parts if name in p.meta["splits"]])
+                for name in ("train", "val")},
+        earlier_fingerprints=list,
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _named(where: str) -> Iterator[None]:
+    """Says which source an error is about."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+
+
+def _summed(splits: list[Any]) -> dict[str, Any]:
+    """Counts of several splits as of one; None where one has none."""
+    return {
+        name: sum(s[name] for s in splits) if all(s[name] is not None for s in splits) else None
+        for name in ("tokens", "documents", "bytes")
+    }
+
+
+def _examples(config: Config, encoder: type[RowEncoder]) -> Corpus:
+    def make(tokenizer: Any, data: DataConfig) -> RowEncoder:
+        with building("data.rows", f"{encoder.__module__}.{encoder.__qualname__}"):
+            return encoder(tokenizer, data)  # type: ignore[call-arg]  # a protocol's own constructor takes nothing
+
+    prepared = prepare_examples(config.data, config.tokenizer, make)
+    train, val = prepared.split("train"), prepared.split("val")
+    assert train is not None  # prepare_examples refuses data without it
+    if len(train) == 0:
+        raise UserError(f"data.mixture={config.data.mixture}: the weights leave no row to train on; raise them")
+    rows, words = encoder.make_rows(train, config, config.seed)
+    return Corpus.of(
+        prepared,
+        train=rows,
+        val=encoder.make_rows(val, config, None)[0] if val is not None else None,
+        epoch_tokens=getattr(rows, "epoch_tokens", train.tokens),
+        words=[*split_words(prepared), words],
+        questions=prepared.meta["questions"],
+        end_ids=ChatEncoder(prepared.tokenizer, config.data).end_of_turn_ids(),
+        splits={**prepared.counts},
+    )
+
+
+def split_words(prepared: PreparedExamples) -> list[str]:
+    """What became of the rows, a line a split."""
+    lines = []
+    for name, counts in prepared.counts.items():
+        lines += [*summary(name, Counts(**counts)), *(f"{name}: {line}" for line in remark_lines(Counts(**counts)))]
+    if prepared.is_weighted:
+        examples = [f"{name} {len(prepared.split(name) or ()):,}" for name in prepared.counts]
+        weights = ", ".join(f"{float(weight):g}" for weight in prepared.weights)
+        lines.append(f"examples in an epoch, by the weights {weights}: {', '.join(examples)}")
+    return [f"rows of {prepared.meta['words']} ({prepared.folder})", *lines]

@@ -1,214 +1,32 @@
-"""The LightningDataModule: loaders whose items are whole optimizer steps (training) or micro-batches (validation)."""
+"""LightningDataModules of text and token bins, and of rows of datasets: in a run, or with any LightningModule.
+
+    data = lmtrain.TextDataModule("text", path="book.txt", tokenizer="bytes", seq_len=256, batch_size=8)
+    lightning.Trainer(max_steps=100).fit(your_module, datamodule=data)
+
+In a run a training batch is a whole optimizer step (`for_run`); alone it is one micro-batch.
+"""
 
 import functools
+import json
 import os
-import resource
-import signal
-import zlib
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any, ClassVar, Self
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from lmtrain.config import compose as rules
 from lmtrain.config.batch import Stages, batch_split
-from lmtrain.data import order
-from lmtrain.data.borders import cut_rows
-from lmtrain.data.mixing import Mixture
+from lmtrain.config.defaults import conf_dir
+from lmtrain.config.options import OBJECTIVES
+from lmtrain.config.schema import Config
+from lmtrain.config.targets import find_class
+from lmtrain.data.corpus import Corpus, prepare_corpus
+from lmtrain.data.loaders import StepDataset, StepSampler, ValidationDataset, check_descriptors, start_worker
+from lmtrain.data.order import MicroBatch, Rows
 from lmtrain.distributed.devices import data_parallel
-from lmtrain.distributed.ranks import end_with_parent
-from lmtrain.distributed.stop_signals import SIGNALS
 from lmtrain.errors import UserError
-
-MicroBatch = dict[str, torch.Tensor]
-
-
-class Rows(Protocol):
-    """What a corpus offers: a number of rows, a micro-batch from (epoch, row) pairs, a row that trains nothing.
-
-    Rows of different lengths, which are padded, also have `lengths`, int64 [rows]; rows of several sources of text
-    `mixture`, which says which of them make up a step. Rows whose loss compares them with others have `coupled` true:
-    they are read from (epoch, row, other row), the other being the one before in the step or, in validation, in all
-    that is validated; of the first it is the last.
-    """
-
-    def __len__(self) -> int: ...
-    def read(self, rows: np.ndarray) -> MicroBatch: ...
-    def empty(self) -> MicroBatch: ...
-
-
-def rows_of_step(
-    rows: Rows,
-    step: int,
-    *,
-    sizes: Stages,
-    seed: int,
-    max_epochs: int | None = None,
-) -> np.ndarray:
-    """The (epoch, row) pairs of a step, int64 [n, 2]: see `order.stream_rows`; `sizes`: the rows of each step."""
-    mixture: Mixture | None = getattr(rows, "mixture", None)
-    if mixture is not None:
-        return mixture.step_rows(step, seed=seed, max_epochs=max_epochs)
-    first, stop = sizes.before(step), sizes.before(step + 1)
-    return order.stream_rows(first, stop, rows=len(rows), seed=seed, max_epochs=max_epochs)
-
-
-class FirstRows:
-    """The first `count` of some rows, the same in every epoch: few enough to be learned by heart."""
-
-    def __init__(self, rows: Rows, count: int) -> None:
-        self.rows, self.count = rows, min(count, len(rows))
-        self.coupled = getattr(rows, "coupled", False)
-        if hasattr(rows, "lengths"):
-            self.lengths = rows.lengths[: self.count]
-
-    def __len__(self) -> int:
-        return self.count
-
-    def read(self, rows: np.ndarray) -> MicroBatch:
-        return self.rows.read(np.concatenate([np.zeros_like(rows[:, :1]), rows[:, 1:]], axis=1))
-
-    def empty(self) -> MicroBatch:
-        return self.rows.empty()
-
-
-def coupled(rows: Rows, chosen: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """(epoch, row, other row), int64 [n, 3], where the rows are `coupled`; else `chosen`, (epoch, row), as they are."""
-    return np.column_stack([chosen, others]) if getattr(rows, "coupled", False) else chosen
-
-
-def validation_places(index: int, micro_batch_size: int, rank: int, world_size: int) -> np.ndarray:
-    """Which of the rows that are validated, counted from 0, are in a rank's `index`-th micro-batch; the last ones may
-    have fewer."""
-    span = micro_batch_size * world_size
-    return np.arange(index * span, (index + 1) * span)[rank::world_size]
-
-
-class StepDataset(Dataset):
-    """Item s is this rank's share of optimizer step s: {"step": s, "rows": hash, "micro_batches": [...]}.
-
-    `rows` is a checksum of the (epoch, row) pairs of the whole step, all ranks: equal when the same data was seen.
-    """
-
-    def __init__(
-        self,
-        rows: Rows,
-        *,
-        seed: int,
-        sizes: Stages,
-        micro_batch_size: int,
-        max_epochs: int | None,
-        rank: int,
-        world_size: int,
-        lengths: Stages | None = None,
-    ) -> None:
-        """
-        Args:
-            sizes: rows of each step.
-            lengths: tokens of a row in each step, into which rows of text are cut; None leaves them whole.
-        """
-        self.rows, self.seed, self.max_epochs = rows, seed, max_epochs
-        self.sizes, self.micro_batch_size, self.lengths = sizes, micro_batch_size, lengths
-        self.rank, self.world_size = rank, world_size
-
-    def row_ids(self, step: int) -> np.ndarray:
-        """(epoch, row) pairs of the whole step, all ranks: int64 [n, 2]."""
-        return rows_of_step(
-            self.rows,
-            step,
-            sizes=self.sizes,
-            seed=self.seed,
-            max_epochs=self.max_epochs,
-        )
-
-    def by_length(self, chosen: np.ndarray) -> np.ndarray:
-        """A step's rows with near lengths together: its gradient is the same sum, and little of it is padding."""
-        lengths = getattr(self.rows, "lengths", None)
-        return chosen if lengths is None else chosen[np.argsort(-lengths[chosen[:, 1]], kind="stable")]
-
-    def shares(self, step: int) -> list[np.ndarray]:
-        """This rank's micro-batches of a step, as what `Rows.read` takes; some may be empty."""
-        chosen = self.row_ids(step)
-        # A last step of one row has no other: it takes that of the step before.
-        if len(chosen) == 1 and step > 0:
-            others = self.row_ids(step - 1)[-1:, 1]
-        else:
-            others = np.roll(chosen[:, 1], 1)
-        chosen = self.by_length(coupled(self.rows, chosen, others))
-        return order.rank_share(chosen, self.rank, self.world_size, self.micro_batch_size)
-
-    def __getitem__(self, step: int) -> dict[str, Any]:
-        chosen, shares = self.row_ids(step), self.shares(step)
-        micro_batches = [self.rows.read(share) if len(share) else self.rows.empty() for share in shares]
-        if self.lengths is not None:
-            micro_batches = [cut_rows(micro_batch, self.lengths.at(step)) for micro_batch in micro_batches]
-        return {"step": step, "rows": f"{zlib.crc32(chosen.tobytes()):08x}", "micro_batches": micro_batches}
-
-
-class StepSampler(Sampler[int]):
-    """Steps start .. total - 1. It reports the length `total`: Lightning counts a resumed run's batches from zero."""
-
-    def __init__(self, start: int, total: int) -> None:
-        self.start, self.total = start, total
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.start, self.total))
-
-    def __len__(self) -> int:
-        return self.total
-
-
-def seen_rows(rows: Rows, micro_batch_size: int, limit: int | None) -> int:
-    """How many of the validation rows are seen."""
-    return len(rows) if limit is None else min(len(rows), limit * micro_batch_size)
-
-
-class ValidationDataset(Dataset):
-    """Item i is this rank's i-th micro-batch of the validation rows, each row once over all ranks.
-
-    `limit` counts micro-batches of one device: how many rows are seen does not depend on the number of ranks. They are
-    spread evenly over the split, the same at every validation.
-    """
-
-    def __init__(self, rows: Rows, *, micro_batch_size: int, limit: int | None, rank: int, world_size: int) -> None:
-        self.rows, self.rank, self.world_size = rows, rank, world_size
-        self.micro_batch_size = micro_batch_size
-        self.total = seen_rows(rows, micro_batch_size, limit)
-        self.batches = -(-self.total // (micro_batch_size * world_size))
-
-    def __len__(self) -> int:
-        return self.batches
-
-    def share(self, index: int) -> np.ndarray:
-        """A micro-batch of this rank, as what `Rows.read` takes; of the last ones some may be empty."""
-        places = validation_places(index, self.micro_batch_size, self.rank, self.world_size)
-        places = places[places < self.total]
-        rows, others = (at % self.total * len(self.rows) // self.total for at in (places, places - 1))
-        return coupled(self.rows, np.stack([np.zeros_like(rows), rows], axis=1), others)
-
-    def __getitem__(self, index: int) -> MicroBatch:
-        share = self.share(index)
-        return self.rows.read(share) if len(share) else self.rows.empty()
-
-
-def check_descriptors(workers: int) -> None:
-    """UserError where this process may not open as many files as loader workers take: they would wait for ever.
-
-    The limit is raised as far as the system lets it be.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = 64 + 16 * workers  # pipes and locks of each, and the tensors that are on their way
-    if not workers or soft == resource.RLIM_INFINITY or soft >= needed:
-        return
-    if hard == resource.RLIM_INFINITY or hard >= needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
-        return
-    raise UserError(
-        f"data.num_workers={workers} needs about {needed} open files, and this shell allows {hard} (ulimit -n): raise "
-        f"that limit, or set data.num_workers={max(0, (hard - 64) // 16)}"
-    )
 
 
 class TokenDataModule(pl.LightningDataModule):
@@ -299,11 +117,155 @@ class TokenDataModule(pl.LightningDataModule):
         )
 
 
-def start_worker(trains: int, _worker: int) -> None:
-    """Workers leave the signals that stop a run to the process `trains`, which saves first, and end with it.
+class CorpusDataModule(TokenDataModule):
+    """What `TextDataModule` and `ChatDataModule` share: rows that keywords name, for any LightningModule.
 
-    Torch's own watch misses a parent that died before the worker had begun: such workers would stay for ever.
+    `setup` prepares them. Batches are micro-batches, dicts of tensors: of text and conversations input_ids and labels,
+    int64 [batch_size, T], where labels[b, t] is the token that follows input_ids[b, t], or -100 where it is not
+    learned; what other rows have stands at `read` of PairRows and UnpairedRows. An epoch is every row once, in an order
+    of its own.
     """
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    end_with_parent(trains, signal.SIGKILL)
+
+    is_text: ClassVar[bool]
+    config: Config | None = None  # None in a run, whose rows are prepared already
+    corpus: Corpus  # once `setup` was called: its tokenizer, folder, what became of the rows
+
+    def __init__(
+        self,
+        data: str,
+        *,
+        tokenizer: str = "gpt2",
+        seq_len: int = 1024,
+        batch_size: int = 8,
+        seed: int = 1337,
+        num_workers: int = 0,
+        **keys: Any,
+    ) -> None:
+        """
+        Args:
+            data: an option of the group `data` (conf/data): text, bins, wikitext, chat_jsonl, alpaca, ...
+            tokenizer: an option of the group `tokenizer` (bytes, bpe, gpt2, ...), or a folder or a name of the hub.
+            seq_len: tokens of a row; of conversations that aren't packed, of the longest.
+            batch_size: rows of a micro-batch on each device.
+            seed: of the order of rows.
+            keys: any other keys of the group `data`: path, val_fraction, packing, chat_template, cache_dir, ...
+
+        Raises:
+            UserError: a key or an option that isn't there, or data of another kind of rows.
+        """
+        config = _config_of(data, tokenizer, {"seq_len": seq_len, "micro_batch_size": batch_size,
+                                              "global_batch_size": batch_size, **keys}, seed)  # fmt: skip
+        if (config.data.rows == "text") is not self.is_text:
+            other = ChatDataModule if self.is_text else TextDataModule
+            raise UserError(f"data={data} holds {config.data.rows}: {other.__name__} reads it")
+        if config.data.ring_bytes is not None:
+            raise UserError("data.ring_bytes: only a run of lmtrain's own reads on in a stream; leave it out")
+        check_descriptors(num_workers)
+        self.config = config
+        super().__init__(
+            None,  # type: ignore[arg-type]  # `setup` makes them
+            None,
+            seed=seed,
+            sizes=Stages.constant(batch_size),
+            micro_batch_size=batch_size,
+            total_steps=0,
+            max_epochs=None,
+            limit_val_batches=None,
+            num_workers=num_workers,
+        )
+
+    @classmethod
+    def for_run(cls, train_rows: Rows, val_rows: Rows | None, **settings: Any) -> Self:
+        """The module of a run, whose rows are prepared already; `settings` are TokenDataModule's."""
+        module = cls.__new__(cls)
+        TokenDataModule.__init__(module, train_rows, val_rows, **settings)
+        return module
+
+    def setup(self, stage: str | None = None) -> None:
+        """Prepares the rows, or finds them prepared; several processes may call it at once."""
+        if self.config is None or self.train_rows is not None:
+            return
+        parts = data_parallel(self.trainer).size if self.trainer is not None else 1
+        self.config.data.global_batch_size = self.micro_batch_size * parts
+        self.sizes = Stages.constant(self.config.data.global_batch_size)
+        self.corpus = prepare_corpus(self.config)
+        self.train_rows, self.val_rows = self.corpus.train, self.corpus.val
+        self.val_sets = {} if self.val_rows is None else {"": self.val_rows}
+        self.total_steps = max(1, len(self.train_rows) // self.sizes.last)
+
+    def train_dataloader(self) -> DataLoader:
+        loader = super().train_dataloader()
+        if self.config is None:
+            return loader
+        assert self.trainer is not None
+        return self._loader(_MicroBatches(loader.dataset), _EpochSampler(self.trainer, self.total_steps))
+
+
+class TextDataModule(CorpusDataModule):
+    """Windows of text, or token bins, as Lightning loaders."""
+
+    is_text = True
+
+
+class ChatDataModule(CorpusDataModule):
+    """Rows of Hugging Face datasets and files (conversations, pairs, unpaired answers) as Lightning loaders."""
+
+    is_text = False
+
+
+class _MicroBatches(Dataset):
+    """The only micro-batch of each step of a StepDataset."""
+
+    def __init__(self, steps: Dataset) -> None:
+        self.steps = steps
+
+    def __getitem__(self, step: int) -> MicroBatch:
+        (micro_batch,) = self.steps[step]["micro_batches"]
+        return dict(micro_batch)
+
+
+class _EpochSampler(Sampler[int]):
+    """The steps of the Trainer's epoch, so that each epoch has an order of its own."""
+
+    def __init__(self, trainer: pl.Trainer, steps: int) -> None:
+        self.trainer, self.steps = trainer, steps
+
+    def __iter__(self) -> Iterator[int]:
+        first = self.trainer.current_epoch * self.steps
+        return iter(range(first, first + self.steps))
+
+    def __len__(self) -> int:
+        return self.steps
+
+
+def module_class(config: Config) -> type[CorpusDataModule]:
+    """The class that data._target_ names; where an older config.yaml names none, by the kind of rows.
+
+    Raises:
+        UserError: it is not allowed, can't be imported, or is no such class.
+    """
+    if config.data._target_ is None:
+        return TextDataModule if config.data.rows == "text" else ChatDataModule
+    return find_class(config.data._target_, "data", CorpusDataModule, config.run.allow_target)
+
+
+def _config_of(data: str, tokenizer: str, keys: dict[str, Any], seed: int) -> Config:
+    words = [f"data={data}", f"seed={seed}", f"model.max_position_embeddings={keys['seq_len']}"]
+    words += [f"data.{key}={_written(value)}" for key, value in keys.items()]
+    if (conf_dir() / "tokenizer" / f"{tokenizer}.yaml").is_file():
+        words.append(f"tokenizer={tokenizer}")
+    else:
+        words += ["tokenizer=hub", f"tokenizer.name_or_path={_written(tokenizer)}"]
+    rows = rules.compose(words).data.rows
+    # A config holds an objective, too: one that trains on such rows.
+    objective = next((name for name, (_, made) in OBJECTIVES.items() if made.rows == rows), "causal_lm")
+    return rules.check(rules.compose([*words, f"objective={objective}"]))
+
+
+def _written(value: Any) -> str:
+    """A value in the words of the command line."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_written(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_written, value)) + "]"
+    return json.dumps(value if value is None or isinstance(value, bool | int | float) else str(value))

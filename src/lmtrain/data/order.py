@@ -10,11 +10,28 @@ tokens costs no memory.
 
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import Protocol
 
 import numpy as np
+import torch
 
 _ROUNDS = 6
 _MASK64 = (1 << 64) - 1
+MicroBatch = dict[str, torch.Tensor]
+
+
+class Rows(Protocol):
+    """What a corpus offers: a number of rows, a micro-batch from (epoch, row) pairs, a row that trains nothing.
+
+    Rows of different lengths, which are padded, also have `lengths`, int64 [rows]; rows of several sources of text
+    `mixture`, which says which of them make up a step. Rows whose loss compares them with others have `coupled` true:
+    they are read from (epoch, row, other row), the other being the one before in the step or, in validation, in all
+    that is validated; of the first it is the last.
+    """
+
+    def __len__(self) -> int: ...
+    def read(self, rows: np.ndarray) -> MicroBatch: ...
+    def empty(self) -> MicroBatch: ...
 
 
 def mix64(*values: int) -> int:

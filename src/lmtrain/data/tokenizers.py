@@ -1,7 +1,8 @@
 """Tokenizers: from the hub or a folder, or made here (a BPE trained on the corpus, raw bytes, characters).
 
 Those made here are fast tokenizers with `<|endoftext|>` as beginning and end of text and no padding token, so a saved
-one loads with AutoTokenizer. The same corpus gives the same tokenizer file, byte for byte.
+one loads with AutoTokenizer. The same corpus gives the same tokenizer file, byte for byte. A run's copy is known by the
+hash of each file (`file_hashes`) and of the ids that it gives (`gives_ids_of`).
 """
 
 import hashlib
@@ -19,9 +20,11 @@ from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from lmtrain.config.schema_data import TokenizerConfig
-from lmtrain.data import bpe, hub
-from lmtrain.data.cache import Facts
+from lmtrain.data import hub
+from lmtrain.data.byte_bpe import training
+from lmtrain.data.byte_bpe.tables import LETTERS
 from lmtrain.errors import UserError, first_line
+from lmtrain.files import open_regular, read_regular
 
 END_OF_TEXT = "<|endoftext|>"
 UNKNOWN = "<|unknown|>"  # characters alone need one: for prompts with a character the corpus never had
@@ -64,7 +67,7 @@ def identity(cfg: TokenizerConfig) -> Identity:
         if not found:
             raise UserError(f"tokenizer.name_or_path={name}: the folder holds no tokenizer.json or vocabulary")
         settings = {"kind": "hub", **_added(cfg)}
-        return Identity(settings, Facts(None).digest(found), folder.resolve().name)
+        return Identity(settings, _digest(found), folder.resolve().name)
     if name.startswith(("/", "./", "../", "~")):
         raise UserError(f"tokenizer.name_or_path={name}: no such folder")
     settings = {"kind": "hub", "name_or_path": name, "revision": cfg.revision, **_added(cfg)}
@@ -73,6 +76,19 @@ def identity(cfg: TokenizerConfig) -> Identity:
         return Identity(settings, hub.commit_of("tokenizer", name, cfg.revision), label)
     except hub.Unreachable as error:
         return Identity(settings, None, label, str(error))
+
+
+def _digest(paths: list[Path]) -> str:
+    """sha256 over the files' contents, in order; their names don't matter."""
+    try:
+        return hashlib.sha256("".join(_sha256(path) for path in paths).encode()).hexdigest()
+    except OSError as error:
+        raise UserError(f"{error.filename} can't be read: {error.strerror}") from None
+
+
+def _sha256(path: Path) -> str:
+    with open_regular(path) as file:
+        return hashlib.sha256(file.read()).hexdigest()
 
 
 def _added(cfg: TokenizerConfig) -> dict[str, Any]:
@@ -249,13 +265,13 @@ def _wrap(backend: Backend, **special: str) -> PreTrainedTokenizerFast:
 
 def _train_bpe(cfg: TokenizerConfig, text: Iterator[str]) -> Backend:
     """UserError where the vocabulary has no room for all bytes."""
-    size, smallest = cfg.vocab_size or 0, len(bpe.ALPHABET) + 1
+    size, smallest = cfg.vocab_size or 0, len(training.ALPHABET) + 1
     if size < smallest:
         raise UserError(
             f"tokenizer.vocab_size={cfg.vocab_size} is too small for a BPE: {smallest - 1} bytes and {END_OF_TEXT} "
             f"take {smallest}; set tokenizer.vocab_size={smallest} or more"
         )
-    return bpe.train(text, size, cfg.min_frequency or 0, END_OF_TEXT)
+    return training.train(text, size, cfg.min_frequency or 0, END_OF_TEXT)
 
 
 def _at_most(text: Iterator[str], characters: int | None) -> Iterator[str]:
@@ -272,24 +288,11 @@ def _at_most(text: Iterator[str], characters: int | None) -> Iterator[str]:
 
 def _bytes() -> Backend:
     """Id b is byte b, id 256 the end of text: a byte-level BPE without merges."""
-    backend = Backend(models.BPE(vocab={c: i for i, c in enumerate(_byte_characters())}, merges=[]))
+    backend = Backend(models.BPE(vocab={LETTERS[byte]: byte for byte in range(256)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([END_OF_TEXT])
     return backend
-
-
-def _byte_characters() -> list[str]:
-    """The character that byte-level tokenizers write for each byte: itself where printable, else one from 256 on."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    shown, next_free = [], 256
-    for byte in range(256):
-        if byte in printable:
-            shown.append(chr(byte))
-        else:
-            shown.append(chr(next_free))
-            next_free += 1
-    return shown
 
 
 def _characters(texts: Callable[[str], Iterator[str]]) -> Backend:
@@ -314,3 +317,25 @@ def numbers(size: int) -> PreTrainedTokenizerFast:
     backend = Backend(models.WordLevel(vocab={str(i): i for i in range(size)}, unk_token="0"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False)
+
+
+def file_hashes(folder: Path) -> dict[str, str]:
+    """sha256 of each file of a saved tokenizer, by name; nothing where there is no such folder.
+
+    Raises:
+        OSError: one can't be read, or is a pipe or the like.
+    """
+    return {path.name: _sha256(path) for path in sorted(folder.iterdir())} if folder.is_dir() else {}
+
+
+def gives_ids_of(folder: Path, known: str) -> bool:
+    """Whether the tokenizer.json of a folder gives the ids of the tokenizer with this hash, of this version or another.
+
+    Raises:
+        OSError, ValueError: it can't be read.
+    """
+    plain = json.loads(read_regular(folder / "tokenizer.json"))
+    if not isinstance(plain, dict):
+        raise ValueError("it holds no JSON object")
+    as_loaded = json.loads(Backend.from_str(json.dumps(plain)).to_str())
+    return known in (ids_hash(plain), ids_hash(as_loaded), plain_hash(plain), plain_hash(as_loaded))

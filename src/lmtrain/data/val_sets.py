@@ -2,21 +2,19 @@
 
 import copy
 import dataclasses
-import difflib
 import re
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from lmtrain.config.fingerprint import short_hash
 from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig, TokenizerConfig
 from lmtrain.data import tokenizers
-from lmtrain.data.build_corpus import row_format
-from lmtrain.data.corpus import Corpus
+from lmtrain.data.corpus import Corpus, row_format
 from lmtrain.data.examples.prepare import prepare_examples
-from lmtrain.data.modules import MicroBatch, Rows, seen_rows
-from lmtrain.data.text import bins
+from lmtrain.data.loaders import SpreadRows, seen_rows
+from lmtrain.data.order import Rows
+from lmtrain.data.sources.records import check_keys
+from lmtrain.data.store import bins
 from lmtrain.data.text.prepare import prepare
 from lmtrain.data.text.windows import Windows
 from lmtrain.errors import UserError
@@ -31,24 +29,6 @@ class ValSet(NamedTuple):
     rows: Rows
     bytes_per_token: float | None  # of text
     fingerprint: str  # names the tokens, as that of a Corpus
-
-
-class SpreadRows:
-    """`count` of some rows, evenly spread over them, as epoch 0 has them."""
-
-    def __init__(self, rows: Rows, count: int) -> None:
-        self.rows, self.count = rows, min(count, len(rows))
-        self.coupled = getattr(rows, "coupled", False)
-
-    def __len__(self) -> int:
-        return self.count
-
-    def read(self, rows: np.ndarray) -> MicroBatch:
-        chosen = rows[:, 1:] * len(self.rows) // self.count
-        return self.rows.read(np.concatenate([np.zeros_like(rows[:, :1]), chosen], axis=1))
-
-    def empty(self) -> MicroBatch:
-        return self.rows.empty()
 
 
 def build_val_sets(config: Config, corpus: Corpus) -> dict[str, ValSet]:
@@ -87,11 +67,7 @@ def _check(name: str, keys: Any) -> None:
         )
     if not isinstance(keys, dict) or not (keys.get("path") or keys.get("name")):
         raise UserError(f"data.val_sets.{name}={keys}: name its data, {{path: file.txt}} or {{name: wikitext}}")
-    for key in keys:
-        if key not in KEYS:
-            near = difflib.get_close_matches(key, KEYS, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise UserError(f"data.val_sets.{name}.{key} is not known{hint} (keys: {', '.join(KEYS)})")
+    check_keys(keys, KEYS, f"data.val_sets.{name}")
 
 
 def _data_of(data: DataConfig, keys: dict[str, Any]) -> DataConfig:
@@ -115,7 +91,7 @@ def _open(config: Config, data: DataConfig, corpus: Corpus) -> ValSet:
             raise UserError("it can't be tokenized as the run's own data: tokenizer.kind=hub names the tokenizer")
         found = bins.open_bins(prepared.folder, "train")
         rows = Windows(found.shards, config.data.seq_len, seed=None, isolate_documents=config.data.isolate_documents)
-        return ValSet(rows, found.bytes / found.tokens if found.bytes else None, prepared.fingerprint)
+        return ValSet(rows, found.bytes_per_token, prepared.fingerprint)
     encoder = row_format(config)
     made = prepare_examples(data, tokenizer, encoder)
     examples = made.split("train")

@@ -14,13 +14,13 @@ from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig, TokenizerConfig
 from lmtrain.data.chat.templates import ChatEncoder
 from lmtrain.data.examples.chat_rows import ChatRows
+from lmtrain.data.examples.documents import Examples
 from lmtrain.data.examples.pair_rows import PairRowEncoder
 from lmtrain.data.examples.prepare import prepare_examples
-from lmtrain.data.examples.store import Examples
 from lmtrain.data.sources import choose as sources
 from lmtrain.data.sources.pieces import Piece
+from lmtrain.data.store import bins
 from lmtrain.data.stream.head import prepare_head
-from lmtrain.data.text import bins
 from lmtrain.data.text.encode import Encoder
 from lmtrain.data.text.mixture import documents_of
 from lmtrain.data.text.prepare import prepare

@@ -1,6 +1,7 @@
 """README.md of an exported folder: a model card with the hub's metadata, from the run's config and its validations."""
 
 import json
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -10,7 +11,6 @@ from huggingface_hub import EvalResult, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from lmtrain import __version__
 from lmtrain.files import read_jsonl, read_regular
 from lmtrain.models.denoising import is_denoising
 from lmtrain.secrets import shown_in
@@ -110,7 +110,7 @@ def _scores(metrics: Path, step: int | None) -> dict[str, Any]:
 
 def _words(config: dict[str, Any], parameters: int, adapter: bool) -> str:
     if not config:
-        return f"A causal language model of {parameters:,} parameters, written by lmtrain {__version__}."
+        return f"A causal language model of {parameters:,} parameters, written by lmtrain {version('lmtrain')}."
     base = _at(config, "model.name_or_path") if _at(config, "model.init") == "pretrained" else None
     objective = str(_at(config, "objective.name"))
     began = f"`{_plain(_hub_name(base) or Path(str(base)).name)}`, " if base else ""
@@ -119,7 +119,7 @@ def _words(config: dict[str, Any], parameters: int, adapter: bool) -> str:
     data = _data_name(config)
     return (
         f"{kind}{began}{'of ' if not began else ''}{parameters:,} parameters, {done} (`{_plain(data)}`) with lmtrain "
-        f"{__version__}."
+        f"{version('lmtrain')}."
     )
 
 

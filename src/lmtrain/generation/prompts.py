@@ -9,7 +9,7 @@ from lmtrain.config.schema import SamplesConfig
 from lmtrain.data.chat.templates import own_template, user_turn
 from lmtrain.data.corpus import Corpus
 from lmtrain.data.examples.prepare import MAX_QUESTIONS
-from lmtrain.data.modules import Rows
+from lmtrain.data.order import Rows
 from lmtrain.errors import UserError
 
 

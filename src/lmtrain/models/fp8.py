@@ -17,12 +17,43 @@ from lmtrain.config.schema import FP8, Config, TrainerConfig
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.errors import UserError
 from lmtrain.models.blocks import decoder_blocks
+from lmtrain.models.feature import Feature
 from lmtrain.models.flops import flops_per_token
 
 MULTIPLE = 16  # of both sides of a matrix that is multiplied in 8 bits
 INSTEAD = "set trainer.precision=bf16-mixed"
 # In names of layers: adapters, the router of a mixture of experts. They are small and decide much.
 _KEPT = ("lora_", ".memory.", ".memory_bank.", ".gate.", ".router.")
+
+
+class Fp8(Feature):
+    """What the run asks of trainer.precision=fp8."""
+
+    def is_on(self, config: Config) -> bool:
+        return config.trainer.precision == FP8
+
+    def check_machine(self, config: Config) -> None:
+        check(config.trainer)
+
+    def change_model(self, model: PreTrainedModel, config: Config) -> None:
+        convert(model, config)
+
+    def restore_model(self, model: PreTrainedModel) -> None:
+        undo(model)  # the export is compared with it, in fp32
+
+    def plan_rows(self, model: PreTrainedModel, config: Config) -> list[tuple[str, str]]:
+        return [("fp8", in_words(model, config))]
+
+    def notes(self, config: Config) -> list[str]:
+        if config.trainer.compile:
+            return []
+        return [
+            "trainer.precision=fp8 without torch.compile rounds to 8 bits in kernels of their own, which mostly takes "
+            "longer than is gained: trainer.compile=true, or trainer.precision=bf16-mixed"
+        ]
+
+    def speed(self, config: Config) -> dict[str, str]:
+        return {"precision": f"{FP8} {config.trainer.fp8_recipe}"}
 
 
 def why_not(t: TrainerConfig) -> str | None:
@@ -52,8 +83,6 @@ def convert(model: PreTrainedModel, config: Config) -> None:
     Raises:
         UserError: no layer gains; see `check`.
     """
-    if config.trainer.precision != FP8:
-        return
     check(config.trainer)
     float8, gains = _torchao(), _gains(config.trainer.fp8_recipe)
     options = recipe(config)

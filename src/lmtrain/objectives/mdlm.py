@@ -20,7 +20,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from lmtrain.config.constraints import TRAJECTORY, above_zero, share
 from lmtrain.config.schema import Config, ObjectiveConfig
 from lmtrain.data.corpus import Corpus
-from lmtrain.data.modules import validation_places
+from lmtrain.data.loaders import validation_places
 from lmtrain.data.order import mix64
 from lmtrain.data.text.windows import IGNORE
 from lmtrain.distributed.devices import data_parallel

@@ -22,9 +22,8 @@ from torch import Tensor, nn
 
 from lmtrain.adapters.memory_adapter import has_been_trained, reads_memory
 from lmtrain.adapters.trainable import adapter_of, base_parameters, trainable_names
-from lmtrain.data import row_numbers
-from lmtrain.data.cache import build_once
-from lmtrain.data.progress import RowProgress
+from lmtrain.data.store.cache import build_once, compute_in_parts, load_numbers, parts_of
+from lmtrain.data.store.progress import RowProgress
 from lmtrain.distributed.dtensor import held, is_part, part, swap
 from lmtrain.errors import UserError
 from lmtrain.strategies.sharding import reshard
@@ -185,7 +184,7 @@ class Precomputed:
         goes on after the last part that was kept.
         """
         folder = self.folder = self.cache_dir / f"reference-{self.key(model)}"
-        parts = row_numbers.parts_of(folder)
+        parts = parts_of(folder)
 
         def is_complete(folder: Path) -> bool:
             return all((folder / f"{name}.npy").exists() for name in splits)
@@ -195,7 +194,7 @@ class Precomputed:
                 progress.say(f"reference log-probabilities of {len(rows):,} {name} pairs, once for this model and data")
                 progress.start(f"{name} pairs", len(rows), doing="reference of")
                 every, of = np.arange(len(rows)), functools.partial(numbers, rows)
-                np.save(temporary / f"{name}.npy", row_numbers.compute(parts / name, every, of, progress))
+                np.save(temporary / f"{name}.npy", compute_in_parts(parts / name, every, of, progress))
 
         if not is_complete(folder):
             progress = RowProgress(True)
@@ -205,4 +204,4 @@ class Precomputed:
                 progress.stop()
             shutil.rmtree(parts, ignore_errors=True)
         for name, rows in splits.items():
-            rows.reference = row_numbers.load(folder / f"{name}.npy")
+            rows.reference = load_numbers(folder / f"{name}.npy")

@@ -17,7 +17,7 @@ from lmtrain.config import compose as rules
 from lmtrain.config import trust
 from lmtrain.config.batch import split_over
 from lmtrain.config.schema import Config
-from lmtrain.data.modules import MicroBatch, Rows
+from lmtrain.data.order import MicroBatch, Rows
 from lmtrain.errors import RunError, UserError
 from lmtrain.files import read_jsonl, write_atomic
 from lmtrain.run.start import start

@@ -13,7 +13,7 @@ from lmtrain import errors
 from lmtrain.config.batch import split_over
 from lmtrain.config.options import RangeTestConfig
 from lmtrain.config.schema import Config
-from lmtrain.data.build_corpus import build_corpus
+from lmtrain.data.corpus import build_corpus
 from lmtrain.distributed import devices, ranks
 from lmtrain.errors import RunError, UserError, reason
 from lmtrain.files import temporary_beside, write_atomic

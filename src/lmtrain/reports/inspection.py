@@ -12,8 +12,7 @@ from rich.text import Text
 from lmtrain import errors, terminal
 from lmtrain.config import trust
 from lmtrain.config.schema import Config
-from lmtrain.data.build_corpus import build_corpus
-from lmtrain.data.corpus import Corpus
+from lmtrain.data.corpus import Corpus, build_corpus
 from lmtrain.data.examples.row_counts import Counts, bad_lines, remark_lines, too_many_lost, too_many_untrained
 from lmtrain.data.examples.rows import PackedRows
 from lmtrain.data.text.windows import IGNORE, Windows

@@ -31,9 +31,10 @@ from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.config.strategies import SHARING
 from lmtrain.config.targets import building, find_class
-from lmtrain.data.build_corpus import build_corpus
-from lmtrain.data.corpus import Corpus, fit_to_model
-from lmtrain.data.modules import FirstRows, Rows, TokenDataModule, check_descriptors
+from lmtrain.data.corpus import Corpus, build_corpus, fit_to_model
+from lmtrain.data.loaders import FirstRows, check_descriptors
+from lmtrain.data.modules import TokenDataModule, module_class
+from lmtrain.data.order import Rows
 from lmtrain.data.tokenizers import plain_text_hash, tokenizer_hash
 from lmtrain.data.val_sets import ValSet, build_val_sets, scored_on
 from lmtrain.distributed import devices, ranks
@@ -42,7 +43,7 @@ from lmtrain.distributed.stop_signals import StopRequest
 from lmtrain.errors import UserError
 from lmtrain.generation.prompts import prompts_of
 from lmtrain.generation.text_metrics import TextMetrics
-from lmtrain.models import flops, fp8
+from lmtrain.models import flops
 from lmtrain.models.blocks import compile_model, enable_activation_checkpointing
 from lmtrain.models.language_model import LanguageModel
 from lmtrain.objectives.base import Objective
@@ -50,6 +51,7 @@ from lmtrain.objectives.guard import StepGuard
 from lmtrain.optim.optimizers import build_optimizer
 from lmtrain.optim.schedules import build_schedule
 from lmtrain.run.build_callbacks import build_callbacks, build_feed, check_monitors
+from lmtrain.run.features import contents_of_features, features_on
 from lmtrain.run.loggers import build_loggers
 from lmtrain.run_folder.folder import RunDir
 from lmtrain.strategies import lightning_private, sharding
@@ -79,7 +81,8 @@ class Run:
 def build(config: Config, run_dir: RunDir, console: Console, started: float) -> Run:
     """Builds every object of a run; UserError for what only data or model can tell."""
     quiet_libraries()
-    fp8.check(config.trainer)
+    for feature in features_on(config):
+        feature.check_machine(config)
     corpus = world.together(lambda: build_corpus(config))
     rows = len(rows_to_train(config, corpus))
     total_steps = horizon(config.trainer.max_steps, config.trainer.max_epochs, rows, step_sizes(config.data))
@@ -129,7 +132,7 @@ def build_datamodule(
     config: Config, corpus: Corpus, total_steps: int, val_sets: dict[str, ValSet] | None = None
 ) -> TokenDataModule:
     check_descriptors(config.data.num_workers)
-    return TokenDataModule(
+    return module_class(config).for_run(
         rows_to_train(config, corpus),
         corpus.val,
         seed=config.seed,
@@ -149,7 +152,8 @@ def build_objective(config: Config, corpus: Corpus, total_steps: int, stop: Stop
     pl.seed_everything(config.seed, verbose=False)
     model = sharding.build(config, lambda: build_language_model(config, tokenizer))
     hf_model = model.model
-    fp8.convert(hf_model, config)
+    for feature in features_on(config):
+        feature.change_model(hf_model, config)
     if config.trainer.activation_checkpointing:
         enable_activation_checkpointing(hf_model)
     if config.trainer.compile:
@@ -194,6 +198,7 @@ def run_fingerprint(config: Config, corpus: Corpus, hf_model: Any) -> Fingerprin
         "tokenizer": tokenizer_hash(corpus.tokenizer),
         "model": {k: v for k, v in architecture.items() if k != "transformers_version"},
         **starting_weights(config, hf_model),
+        **contents_of_features(hf_model, config),
     }
     earlier = {"tokenizer": plain_text_hash(corpus.tokenizer), "model": short_hash(architecture)}
     found = fingerprint(config, contents, earlier)

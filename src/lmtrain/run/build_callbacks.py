@@ -21,7 +21,7 @@ from lmtrain.config import places
 from lmtrain.config.schema import Config, EarlyStoppingConfig
 from lmtrain.config.targets import build_target
 from lmtrain.data.corpus import Corpus
-from lmtrain.data.stream.rows import StreamRows
+from lmtrain.data.stream.ring import StreamRows
 from lmtrain.data.val_sets import ValSet
 from lmtrain.distributed import process_group as world
 from lmtrain.distributed.stop_signals import StopRequest

@@ -1,6 +1,8 @@
 """What a user reads before training: the plan, notes on its settings, and the first row as the model will see it."""
 
 import io
+import os
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,36 +14,27 @@ from rich.text import Text
 from lmtrain import terminal
 from lmtrain.adapters.memory_adapter import describe_memory, memory_of
 from lmtrain.adapters.trainable import adapter_of, describe_adapter
-from lmtrain.config.batch import Stages, row_lengths, split_over, step_sizes
-from lmtrain.config.schema import FP8, Config
-from lmtrain.distributed import devices
-from lmtrain.files import write_atomic
-from lmtrain.models import flops, fp8
-from lmtrain.models.blocks import decoder_blocks
-from lmtrain.optim.groups import table_rows
-from lmtrain.reports.inspection import row_mask
-from lmtrain.reports.token_view import has_colour, legend, marked, pieces
-from lmtrain.run import plan_time
-from lmtrain.secrets import shown
-from lmtrain.terminal import visible
-
-if TYPE_CHECKING:
-    from lmtrain.config.schema import Config
-    from lmtrain.run.build import Run
-import os
-from collections.abc import Collection
-from typing import TYPE_CHECKING
-
 from lmtrain.callbacks.step_numbers import has_nvml
 from lmtrain.config import effect
+from lmtrain.config.batch import Stages, row_lengths, split_over, step_sizes
 from lmtrain.config.deepspeed import overruled
 from lmtrain.config.override_text import typed_keys
 from lmtrain.config.schema import Config
 from lmtrain.config.strategies import outside_fp8
-from lmtrain.distributed import ranks
+from lmtrain.distributed import devices, ranks
 from lmtrain.errors import UserError
+from lmtrain.files import write_atomic
+from lmtrain.models import flops
+from lmtrain.models.blocks import decoder_blocks
+from lmtrain.optim.groups import table_rows
 from lmtrain.optim.skipping import can_skip
+from lmtrain.reports.inspection import row_mask
+from lmtrain.reports.token_view import has_colour, legend, marked, pieces
+from lmtrain.run import plan_time
+from lmtrain.run.features import features_on
+from lmtrain.secrets import shown
 from lmtrain.strategies import sharding
+from lmtrain.terminal import visible
 
 if TYPE_CHECKING:
     from lmtrain.run.build import Run
@@ -118,7 +111,7 @@ def plan_rows(run: "Run", resumed_from: str | None, done: int) -> list[tuple[str
         ("precision", f"{c.trainer.precision}{instead_words(c)} on {run.trainer.world_size} x "
                       f"{devices.device_name(c.trainer.accelerator)}{matmul_words(c)}{compile_words(run)}"
                       f"{', activation checkpointing' if c.trainer.activation_checkpointing else ''}"),
-        *([("fp8", fp8.in_words(model, c))] if c.trainer.precision == FP8 else []),
+        *(row for feature in features_on(c) for row in feature.plan_rows(model, c)),
         *(("no GPU", why) for why in [devices.why_not_used()] if why),
         ("schedule", f"{c.schedule.name}, peak lr {c.optimizer.lr:g}, {c.optimizer.name}"),
         ("run", str(run.dir.path)),
@@ -210,7 +203,7 @@ def groups_table(run: "Run") -> Table:
 
 def first_row(run: "Run") -> tuple[Text, Text]:
     """A decoded part of the first row, and what it shows: text with its documents, or answers with what is learned."""
-    from lmtrain.data.modules import rows_of_step
+    from lmtrain.data.loaders import rows_of_step
 
     c = run.config
     rows = rows_of_step(run.corpus.train, 0, sizes=step_sizes(c.data), seed=c.seed)
@@ -312,12 +305,7 @@ def for_gpus(run: "Run") -> list[str]:
             f"in {c.trainer.precision} experts are multiplied one after the other, waiting for the GPU in each layer: "
             f"trainer.precision=bf16-mixed multiplies them at once"
         )
-    if c.trainer.precision == FP8 and not c.trainer.compile:
-        notes.append(
-            "trainer.precision=fp8 without torch.compile rounds to 8 bits in kernels of their own, which mostly takes "
-            "longer than is gained: trainer.compile=true, or trainer.precision=bf16-mixed"
-        )
-    return notes
+    return [*notes, *(note for feature in features_on(c) for note in feature.notes(c))]
 
 
 def not_measured() -> list[str]:

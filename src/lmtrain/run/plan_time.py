@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 
-from lmtrain.config.schema import FP8, Config
+from lmtrain.config.schema import Config
 from lmtrain.errors import UserError
 from lmtrain.models import flops
+from lmtrain.run.features import features_on
 from lmtrain.run_folder.folder import RunDir
 
 if TYPE_CHECKING:
@@ -29,12 +30,13 @@ def speed_of(config: Config, model: PreTrainedModel, world_size: int) -> dict[st
         "optimizer": c.optimizer.name,
         "seq_len": c.data.seq_len,
         "micro_batch_size": c.data.micro_batch_size,
-        "precision": f"{FP8} {t.fp8_recipe}" if t.precision == FP8 else t.precision,
+        "precision": t.precision,
         "strategy": t.strategy,
         "compile": t.compile,
         "activation_checkpointing": t.activation_checkpointing,
         "devices": f"{world_size} x {t.accelerator}",
         "host": socket.gethostname(),
+        **{name: value for feature in features_on(c) for name, value in feature.speed(c).items()},
     }
 
 

@@ -17,13 +17,12 @@ from lmtrain.callbacks.step_numbers import peak_resident_bytes
 from lmtrain.checkpoints import retention, store
 from lmtrain.config import trust
 from lmtrain.config.effect import TRIAL
-from lmtrain.config.schema import FP8
 from lmtrain.distributed.ranks import typed
 from lmtrain.errors import RunError, UserError
 from lmtrain.exports import model_card
-from lmtrain.models import fp8
 from lmtrain.objectives.parts import RECOMPUTED, Definition
 from lmtrain.reports import report
+from lmtrain.run.features import features_on
 from lmtrain.run.plan_time import speed_of
 from lmtrain.run.provenance import command, longer, provenance
 from lmtrain.run_folder.folder import asked
@@ -86,6 +85,8 @@ def write_summary(run: "Run", status: str, started: float, error: BaseException 
         **provenance(),
         "versions": versions(),
     }
+    for feature in features_on(run.config):
+        summary |= feature.summary(run.objective.model.model, run.config)
     if error is not None:
         summary["error"] = f"{type(error).__name__}: {error}"
     run.dir.write_summary(summary)
@@ -122,8 +123,9 @@ def export(run: "Run") -> list[Path]:
     model: Any = run.objective.model.model
     if sharding.is_sharded(run.objective.model):  # the same weights, in one piece
         model, _, _ = from_run(run.dir, "last", trust.granted(run.config))
-    elif run.config.trainer.precision == FP8:
-        fp8.undo(model)  # the export is compared with it, in fp32
+    else:
+        for feature in features_on(run.config):
+            feature.restore_model(model)
     folders = [(run.dir.export, False)]
     if cfg.merge and adapter_of(model) is not None and not reads_memory(model):
         folders.append((run.dir.export_merged, True))  # last: it changes the model

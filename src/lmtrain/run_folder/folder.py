@@ -216,10 +216,10 @@ def write_config(run: RunDir, config: Config) -> None:
 
 def tokenizer_files(run: RunDir) -> dict[str, str] | None:
     """The hashes of the files of the run's tokenizer; None where they can't be read."""
-    from lmtrain.data import tokenizer_folder
+    from lmtrain.data import tokenizers
 
     try:
-        return tokenizer_folder.file_hashes(run.tokenizer)
+        return tokenizers.file_hashes(run.tokenizer)
     except OSError:
         return None
 

@@ -17,7 +17,7 @@ from lmtrain.config import compose as rules
 from lmtrain.config import trust
 from lmtrain.config.schema import Config
 from lmtrain.config.targets import find_class
-from lmtrain.data import hub, tokenizer_folder, tokenizers
+from lmtrain.data import hub, tokenizers
 from lmtrain.errors import RunError, UserError, first_line
 from lmtrain.models import folder
 from lmtrain.models.folder import is_exported
@@ -80,8 +80,8 @@ def check_tokenizer(run: RunDir, fingerprint: dict[str, Any]) -> None:
     known = fingerprint.get("contents", fingerprint).get("tokenizer")
     told = [c["tokenizer"] for c in retention.manifests(run.checkpoints).values() if c.get("tokenizer")]
     try:
-        found = tokenizer_folder.file_hashes(run.tokenizer)
-        alike = known is None or "tokenizer.json" not in found or tokenizer_folder.gives_ids_of(run.tokenizer, known)
+        found = tokenizers.file_hashes(run.tokenizer)
+        alike = known is None or "tokenizer.json" not in found or tokenizers.gives_ids_of(run.tokenizer, known)
     except Exception as error:  # tokenizers raises Exception itself for what is no tokenizer
         raise UserError(f"{run.tokenizer} can't be read as a tokenizer: {first_line(error)}") from None
     names = sorted(n for n in {*found, *(told[-1] if told else {})} if told and found.get(n) != told[-1].get(n))

@@ -32,7 +32,7 @@ def _told_of(what: str, do: Callable[[], None]) -> None:
 def _check_stage(plan: Plan, one: PlannedStage, begun: bool) -> None:
     c = one.config
     if c.objective.rows != c.data.rows:
-        from lmtrain.data.build_corpus import check_rows
+        from lmtrain.data.corpus import check_rows
 
         check_rows(c)
     one.data = _digests(c.data)
@@ -156,7 +156,7 @@ def _check_template(plan: Plan, one: PlannedStage) -> None:
             f"the tokenizer that {behind[-1].name} trains has no chat template: choose one with data.chat_template "
             f"(alpaca, vicuna and zephyr need no tokens of their own)"
         )
-    from lmtrain.data.chat.named_templates import NAMED
+    from lmtrain.data.chat.jinja_rendering import NAMED
 
     added = {token for s in behind for token in s.config.tokenizer.add_tokens or []}
     missing = [token for token in NAMED.get(templates[0] if templates else "", ()) if token not in added]

@@ -10,7 +10,7 @@ import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from lmtrain.data.cache import Facts
+from lmtrain.data.store.contents import Facts
 from lmtrain.errors import UserError
 from lmtrain.files import read_regular, write_atomic
 from lmtrain.run_folder.folder import RunDir

@@ -100,12 +100,7 @@ def to_sample(row: Mapping[str, Any], format: str, cfg: DataConfig, where: str) 
     """
     if format == "template":
         return _conversation(_template(row, cfg, where), None, cfg, where)
-    columns = FORMATS[format].required + FORMATS[format].optional
-    found = {c.split("|")[0]: column_of(c, row, cfg) for c in columns}
-    values = {c: row[name] for c, name in found.items() if name is not None and row[name] is not None}
-    for column in FORMATS[format].required:
-        if column.split("|")[0] not in values:
-            raise BadRow(where, f"there is no {column.replace('|', ' or ')} (the row has {', '.join(row)})")
+    values = values_of(row, FORMATS[format], cfg, where)
     if format == "text":
         return Completion("", text_of(values["text"], "text", where), where)
     if format == "prompt_completion" and isinstance(values["prompt"], str):
@@ -116,6 +111,20 @@ def to_sample(row: Mapping[str, Any], format: str, cfg: DataConfig, where: str) 
     if _says_something(values.get("system")):
         messages = [{"role": "system", "content": text_of(values["system"], "system", where)}, *messages]
     return _conversation(messages, tools_of(values.get("tools"), where), cfg, where, given)
+
+
+def values_of(row: Mapping[str, Any], format: Format, cfg: DataConfig, where: str, **given: Any) -> dict[str, Any]:
+    """The row's columns under the format's first names, those that are null left out, and what is `given` instead.
+
+    Raises:
+        BadRow: a required one is not there.
+    """
+    found = {c.split("|")[0]: column_of(c, row, cfg) for c in format.required + format.optional}
+    values = {c: row[name] for c, name in found.items() if name is not None and row[name] is not None} | given
+    for column in format.required:
+        if column.split("|")[0] not in values:
+            raise BadRow(where, f"there is no {column.replace('|', ' or ')} (the row has {', '.join(row)})")
+    return values
 
 
 def _conversation(

@@ -1,22 +1,59 @@
-"""Renders messages with a Jinja chat template and finds the tokens that end an answer."""
+"""Jinja chat templates: named ones, how messages are rendered with one, which tokens end an answer, and its sandbox.
+
+The sandbox bounds what one operation of a template may cost; jinja2's own bounds `range` alone. Work in one operation
+of Python's (a power of 400 million digits, a text repeated ten billion times) can't be interrupted by the time limit,
+so it is refused before it begins. transformers makes the sandbox from the class that its module names; that is
+BoundedSandbox from when this module is imported.
+"""
 
 import contextlib
 import re
 import signal
 import threading
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers import PreTrainedTokenizerFast
+from transformers.utils import chat_template_utils
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from lmtrain.data.chat import sandbox  # noqa: F401  the renderer's bounds
 from lmtrain.data.chat.conversations import Conversation
 from lmtrain.data.chat.special_text import special_tokens
 from lmtrain.data.chat.turns import BadRow
 from lmtrain.errors import UserError
+
+ITEMS = 10_000_000  # characters or items that a product may have
+BITS = 10_000  # that a product or power of whole numbers may have
+_WIDE = re.compile(r"%[^%a-zA-Z]*(\*|\d{5})")
+
+
+class BoundedSandbox(ImmutableSandboxedEnvironment):
+    """A sandbox whose `*`, `**` and `%` raise OverflowError for results beyond ITEMS and BITS."""
+
+    intercepted_binops = frozenset({"*", "**", "%"})
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if _too_large(operator, left, right):
+            raise OverflowError(f"the result of {operator} would be too large for a chat template")
+        return super().call_binop(context, operator, left, right)
+
+
+def _too_large(operator: str, left: Any, right: Any) -> bool:
+    if operator == "%":
+        return isinstance(left, str) and bool(_WIDE.search(left))
+    if isinstance(left, int) and isinstance(right, int):
+        bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
+        return bits > BITS
+    items, times = (right, left) if isinstance(left, int) else (left, right)
+    return operator == "*" and isinstance(times, int) and hasattr(items, "__len__") and len(items) * times > ITEMS
+
+
+chat_template_utils.ImmutableSandboxedEnvironment = BoundedSandbox
+
 
 Span = tuple[int, int]  # characters [start, end) of a text
 PATIENCE = 10.0  # seconds for one conversation, a thousand times what long ones need
@@ -200,3 +237,56 @@ def thought_of(turn: dict[str, Any]) -> str:
 def _thought_key(text: str) -> str:
     """What a template calls an answer's thought."""
     return next((key for key in ("thinking", "reasoning") if re.search(rf"message\W+(get\W+)?{key}\b", text)), "")
+
+
+_FOLDER = Path(__file__).parent / "jinja"
+# The tokens that each template writes and that must be one token each, besides beginning and end of text.
+NAMED: dict[str, tuple[str, ...]] = {
+    "alpaca": (),  # Stanford Alpaca; an end of text after each answer
+    "chatml": ("<|im_start|>", "<|im_end|>"),  # OpenAI's ChatML; tool calls as Hermes writes them
+    "gemma": ("<start_of_turn>", "<end_of_turn>"),  # Gemma 1 to 3; the system turn goes into the first user turn
+    "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),  # Llama 3, without its tool calls
+    "mistral": (),  # Mistral 7B Instruct v0.1 to v0.3; the system turn goes into the first user turn
+    "phi3": ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),  # Phi-3
+    "vicuna": (),  # Vicuna 1.1 and later
+    "zephyr": (),  # Zephyr 7B; its <|user|> is plain text, an end of text ends each turn
+}
+
+
+def find_template(name: str | None, tokenizer: PreTrainedTokenizerFast) -> tuple[str, str]:
+    """The Jinja text of data.chat_template, and what messages call it.
+
+    Args:
+        name: None for the tokenizer's own, one of `NAMED`, or a path to a Jinja file.
+
+    Raises:
+        UserError: there is none, or the tokenizer lacks tokens that a named template is made of.
+    """
+    known = ", ".join(sorted(NAMED))
+    if name is None:
+        try:
+            own = tokenizer.get_chat_template()
+            if not isinstance(own, str):
+                raise UserError(
+                    f"{tokenizer.name_or_path}: chat_template of the tokenizer is {own!r:.80}, and no Jinja text: "
+                    f"choose one with data.chat_template ({known}, or a Jinja file)"
+                )
+            return own, "the tokenizer's own"
+        except ValueError:
+            raise UserError(
+                f"the tokenizer has no chat template: choose one with data.chat_template ({known}, or a Jinja file)"
+            ) from None
+    if name not in NAMED:
+        path = Path(name).expanduser()
+        if not path.is_file():
+            raise UserError(f"data.chat_template={name} is neither a file nor one of {known}")
+        return path.read_text(encoding="utf-8"), str(path)
+    vocabulary = tokenizer.get_vocab()
+    missing = [token for token in NAMED[name] if token not in vocabulary]
+    if missing:
+        raise UserError(
+            f"data.chat_template={name} is made of the tokens {' '.join(NAMED[name])}, and the tokenizer has no "
+            f"{' '.join(missing)}: add them with 'tokenizer.add_tokens=[{','.join(missing)}]', or choose a template "
+            f"that needs none (alpaca, zephyr, vicuna)"
+        )
+    return (_FOLDER / f"{name}.jinja").read_text(encoding="utf-8"), name

@@ -12,7 +12,7 @@ from itertools import combinations
 from typing import Any
 
 from lmtrain.config.schema_data import DataConfig
-from lmtrain.data.chat.conversations import Format, UnfitColumns, column_of, instruction
+from lmtrain.data.chat.conversations import Format, UnfitColumns, column_of, instruction, values_of
 from lmtrain.data.chat.turns import BadRow, check, drop_first_answers, text_of, tools_of, turns_of
 from lmtrain.errors import UserError
 
@@ -82,7 +82,8 @@ def to_pairs(row: Mapping[str, Any], format: str, cfg: DataConfig, where: str) -
     Raises:
         BadRow: the answers are equal or one is empty, two conversations share no beginning, see turns.py for turns.
     """
-    values = _values(row, format, cfg, where)
+    filled = {"prompt": _filled(cfg.prompt_template, row, where)} if cfg.prompt_template else {}
+    values = values_of(row, PAIR_FORMATS[format], cfg, where, **filled)
     if format == "ranked":
         return _ranked(values, cfg, where)
     margin = _margin(values, where)
@@ -101,19 +102,6 @@ def to_pairs(row: Mapping[str, Any], format: str, cfg: DataConfig, where: str) -
             where, "chosen and rejected are answers without a prompt: name its column with data.columns.prompt"
         )
     return [_pair(given, chosen_turns, rejected_turns, values, cfg, where, margin)]
-
-
-def _values(row: Mapping[str, Any], format: str, cfg: DataConfig, where: str) -> dict[str, Any]:
-    """The row's columns under the format's first names, those that are null left out."""
-    columns = PAIR_FORMATS[format].required + PAIR_FORMATS[format].optional
-    found = {c.split("|")[0]: column_of(c, row, cfg) for c in columns}
-    values = {c: row[name] for c, name in found.items() if name is not None and row[name] is not None}
-    if cfg.prompt_template:
-        values["prompt"] = _filled(cfg.prompt_template, row, where)
-    for column in PAIR_FORMATS[format].required:
-        if column.split("|")[0] not in values:
-            raise BadRow(where, f"there is no {column.replace('|', ' or ')} (the row has {', '.join(row)})")
-    return values
 
 
 def _needed(format: str, cfg: DataConfig) -> list[str]:

@@ -2,27 +2,79 @@
 
 A conversation goes through its chat template and is then tokenized as one text, without special tokens added: the
 template alone says whether a text begins with one (BOS). A plain text gets the beginning that the tokenizer gives any
-text, and the end of text after its completion.
+text, and the end of text after its completion. Examples longer than data.max_length are shortened, split or dropped.
 """
 
 from bisect import bisect_left, bisect_right
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
 from lmtrain.config.schema_data import DataConfig
-from lmtrain.data.chat import named_templates
 from lmtrain.data.chat.conversations import Completion, Conversation
-from lmtrain.data.chat.fields import LABELS, check_tools, unshown
-from lmtrain.data.chat.jinja_rendering import answers_of
-from lmtrain.data.chat.lengths import Example, fit
-from lmtrain.data.chat.remarks import Remark
-from lmtrain.data.chat.rendering import ChatTemplate, Rendered
+from lmtrain.data.chat.jinja_rendering import answers_of, find_template
+from lmtrain.data.chat.rendering import LABELS, ChatTemplate, Rendered, check_tools, unshown
 from lmtrain.data.chat.special_text import PlainText, special_pattern
-from lmtrain.data.chat.turns import BadRow
+from lmtrain.data.chat.turns import BadRow, Remark
 from lmtrain.errors import UserError
+
+POLICIES = ("truncate_right", "truncate_left", "drop", "split", "raise")
+
+
+@dataclass(frozen=True)
+class Example:
+    """Token ids with whether each is learned (as a target, so never the first), and how many tokens were cut off."""
+
+    input_ids: list[int]
+    trained: list[bool]
+    cut: int = 0
+
+
+def fit(ids: list[int], trained: list[bool], borders: list[int], cfg: DataConfig, where: str) -> list[Example]:
+    """One example, or by data.on_too_long none or several where it is longer than data.max_length.
+
+    Args:
+        borders: rising positions in `ids` where split may cut without harm; elsewhere it cuts only if it must.
+
+    Raises:
+        BadRow: it is longer and on_too_long is raise.
+    """
+    most, policy = cfg.max_length, cfg.on_too_long
+    if most is None or len(ids) <= most:
+        return [Example(ids, trained)]
+    if policy == "truncate_right":
+        return [Example(ids[:most], trained[:most], len(ids) - most)]
+    if policy == "truncate_left":
+        return [_piece(ids, trained, len(ids) - most, len(ids), len(ids) - most)]
+    if policy == "drop":
+        return []
+    if policy == "raise":
+        raise BadRow(
+            where,
+            f"it has {len(ids)} tokens and data.max_length is {most}: raise it, shorten the row, or let long rows "
+            f"be cut with data.on_too_long=truncate_right",
+        )
+    if policy != "split":
+        raise UserError(f"data.on_too_long={policy} is unknown; there are {', '.join(POLICIES)}")
+    return _split(ids, trained, borders, most)
+
+
+def _split(ids: list[int], trained: list[bool], borders: list[int], most: int) -> list[Example]:
+    pieces, start = [], 0
+    while start < len(ids):
+        end = min(start + most, len(ids))
+        if end < len(ids):
+            end = max((border for border in borders if start < border <= end), default=end)
+        pieces.append(_piece(ids, trained, start, end, 0))
+        start = end
+    return pieces
+
+
+def _piece(ids: list[int], trained: list[bool], start: int, end: int, cut: int) -> Example:
+    return Example(ids[start:end], [False, *trained[start + 1 : end]], cut)
+
 
 __all__ = ["ChatEncoder", "Example"]
 
@@ -78,7 +130,7 @@ class ChatEncoder:
 
         Raises:
             BadRow: the template refuses the row, or it is too long and on_too_long is raise.
-            UserError: the template can't tell this conversation's answers from the rest (see chat_rendering.py).
+            UserError: the template can't tell this conversation's answers from the rest (see rendering.py).
         """
         if isinstance(sample, Completion):
             found: list[Encoding] = [(*self._completion(sample), [])]
@@ -135,16 +187,11 @@ class ChatEncoder:
 
     @cached_property
     def _chat(self) -> ChatTemplate:
-        return ChatTemplate(self.tokenizer, *named_templates.find(self.cfg.chat_template, self.tokenizer))
+        return ChatTemplate(self.tokenizer, *find_template(self.cfg.chat_template, self.tokenizer))
 
     def _conversation(self, sample: Conversation) -> list[Encoding]:
         sample, answers = self._masked(sample), [i for i in answers_of(sample.messages) if i >= sample.given]
-        asked = {
-            "assistant": answers,
-            "last_assistant": answers[-1:],
-            "completion": answers[:1],
-            "all": [],
-        }
+        asked = {"assistant": answers, "last_assistant": answers[-1:], "completion": answers[:1], "all": []}
         turns = asked[str(self.cfg.train_on)]
         check_tools(self._chat, sample)
         if self.cfg.train_on == "completion":
@@ -222,7 +269,7 @@ class ChatEncoder:
 
 def own_template(tokenizer: PreTrainedTokenizerFast) -> ChatTemplate | None:
     """The template a tokenizer comes with, as those of trained models do."""
-    return ChatTemplate(tokenizer, *named_templates.find(None, tokenizer)) if tokenizer.chat_template else None
+    return ChatTemplate(tokenizer, *find_template(None, tokenizer)) if tokenizer.chat_template else None
 
 
 def end_ids(tokenizer: PreTrainedTokenizerFast, template: ChatTemplate | None) -> list[int]:

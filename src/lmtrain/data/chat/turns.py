@@ -7,9 +7,16 @@ tool_call_id and reasoning_content where the row has them: what Hugging Face cha
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from lmtrain.data.chat.remarks import Remark
+
+@dataclass(frozen=True)
+class Remark:
+    """What is to be said of a row that is taken; `lost`: a field of it that the model never sees."""
+
+    text: str
+    lost: bool = False
 
 
 class BadRow(Exception):

@@ -6,13 +6,12 @@ from typing import Any
 from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.chat.conversations import Completion, Conversation, UnfitColumns, detect_format, to_sample
-from lmtrain.data.chat.remarks import Remark
 from lmtrain.data.chat.templates import ChatEncoder
-from lmtrain.data.chat.turns import BadRow, unread
+from lmtrain.data.chat.turns import BadRow, Remark, unread
+from lmtrain.data.examples.documents import Examples
 from lmtrain.data.examples.row_format import Encoded
 from lmtrain.data.examples.rows import example_rows
-from lmtrain.data.examples.store import Examples
-from lmtrain.data.modules import Rows
+from lmtrain.data.order import Rows
 
 
 def _without_system(sample: Completion | Conversation, cfg: DataConfig) -> list[Remark]:

@@ -7,14 +7,15 @@ import torch
 
 from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig
-from lmtrain.data.borders import documents_at
 from lmtrain.data.chat.conversations import Completion, Conversation
 from lmtrain.data.chat.pairs import Pair, detect_pair_format, to_pairs
 from lmtrain.data.chat.turns import BadRow, unread
 from lmtrain.data.examples.chat_rows import TemplateRows
+from lmtrain.data.examples.documents import Examples
 from lmtrain.data.examples.row_format import Encoded, Example
-from lmtrain.data.examples.store import Examples
+from lmtrain.data.examples.rows import documents_at
 
+Answer = tuple[np.ndarray, np.ndarray]  # ids int64 [T], and which of them it is scored by, bool [T]
 Tokens = tuple[list[int], list[bool]]  # ids, and which of them the answer is scored by
 _ESTIMATED_FROM = 2000  # pairs read to tell how long prompts are, in a tenth of a second
 
@@ -151,34 +152,12 @@ class PairRows:
             reference int64 [P, 2] (bits of fp64) where there is one. Padded: input_ids [2P, T],
             positions in its 2P * T, and neither position_ids nor cu_seqlens.
         """
-        ids: list[np.ndarray] = []
-        scored: list[np.ndarray] = []
-        before: list[np.ndarray] = []
-        prefixes: list[int] = []
-        starts = [0]
-        for _, row in rows:
-            pair = [self.examples.read(2 * int(row) + i) for i in (0, 1)]
-            shared = common_prompt(*pair) if self.share_prompts else 0
-            for prefix, (tokens, trained) in zip((0, shared), pair, strict=True):
-                start = starts[-1] - prefix  # where token 0 would be, were the prefix there again
-                at = np.flatnonzero(trained)
-                scored.append(start + at)
-                # The token before the first that is not shared is the last of the prompt, in the answer before.
-                before.append(np.where(at > prefix, start + at - 1, starts[-2] + at - 1 if prefix else start + at - 1))
-                ids.append(tokens[prefix:])
-                prefixes.append(prefix)
-                starts.append(start + len(tokens))
-        lengths = np.array([len(at) for at in scored], dtype=np.int64)
-        batch = {
-            "input_ids": torch.from_numpy(np.concatenate(ids))[None],
-            **documents_at(starts[:-1], 1, starts[-1]),
-            "scored": torch.from_numpy(np.concatenate(scored)),
-            "before": torch.from_numpy(np.concatenate(before)),
-            "answer": torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)),
-            "lengths": torch.from_numpy(lengths),
-            "pairs": torch.tensor(len(rows)),
-            "seen": torch.tensor(starts[-1]),
-        }
+        pairs = [(self.examples.read(2 * int(row)), self.examples.read(2 * int(row) + 1)) for _, row in rows]
+        shared = [common_prompt(*pair) if self.share_prompts else 0 for pair in pairs]
+        prefixes = [prefix for with_chosen in shared for prefix in (0, with_chosen)]
+        batch = lay_answers([answer for pair in pairs for answer in pair], prefixes)
+        starts = batch["cu_seqlens"].tolist()
+        batch |= {"pairs": torch.tensor(len(rows)), "seen": torch.tensor(starts[-1])}
         if self.share_prompts:  # also where there are none: a compiled model would have a variant for each
             _add_prefixes(batch, prefixes, starts)
         if self.padded:
@@ -204,11 +183,40 @@ class PairRows:
         return {**batch, "pairs": torch.tensor(0), "seen": torch.tensor(0)}
 
 
-def common_prompt(chosen: tuple[np.ndarray, np.ndarray], rejected: tuple[np.ndarray, np.ndarray]) -> int:
+def common_prompt(chosen: Answer, rejected: Answer) -> int:
     """Tokens that both answers of a pair, (ids, trained) each, begin with and that neither is scored by."""
     most = min(int(trained.argmax()) for _, trained in (chosen, rejected))
     same = chosen[0][:most] == rejected[0][:most]
     return most if same.all() else int(same.argmin())
+
+
+def lay_answers(answers: list[Answer], prefixes: list[int]) -> dict[str, torch.Tensor]:
+    """Answers with their prompts, one after the other without padding; see `PairRows.read` for what it returns.
+
+    prefixes: how many of each answer's first tokens are left out, as the answer before it begins with them.
+    """
+    ids: list[np.ndarray] = []
+    scored: list[np.ndarray] = []
+    before: list[np.ndarray] = []
+    starts = [0]
+    for (tokens, trained), prefix in zip(answers, prefixes, strict=True):
+        start = starts[-1] - prefix  # where token 0 would be, were the prefix there again
+        at = np.flatnonzero(trained)
+        # The token before the first that is not shared is the last of the prompt, in the answer before.
+        held_by = np.where(at > prefix, start, starts[-2] if prefix else start)
+        ids.append(tokens[prefix:])
+        scored.append(start + at)
+        before.append(held_by + at - 1)
+        starts.append(start + len(tokens))
+    lengths = np.array([len(at) for at in scored], dtype=np.int64)
+    return {
+        "input_ids": torch.from_numpy(np.concatenate(ids))[None],
+        **documents_at(starts[:-1], 1, starts[-1]),
+        "scored": torch.from_numpy(np.concatenate(scored)),
+        "before": torch.from_numpy(np.concatenate(before)),
+        "answer": torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)),
+        "lengths": torch.from_numpy(lengths),
+    }
 
 
 def pad_answers(batch: dict[str, torch.Tensor]) -> None:

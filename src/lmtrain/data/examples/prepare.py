@@ -7,21 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerFast
 
 from lmtrain.config.schema_data import DataConfig, TokenizerConfig
-from lmtrain.data import contents, tokenizers
-from lmtrain.data.chat.turns import BadRow
+from lmtrain.data import tokenizers
+from lmtrain.data.chat.conversations import BadRow
+from lmtrain.data.examples.documents import Examples, earlier_fingerprints
 from lmtrain.data.examples.row_counts import Counts, check_lost, check_untrained, short, summary
 from lmtrain.data.examples.row_format import Encoded, Example, RowEncoder
-from lmtrain.data.examples.store import Examples, earlier_fingerprints
-from lmtrain.data.folder_key import folder_key, settings
 from lmtrain.data.order import Repeats
-from lmtrain.data.progress import PrepareProgress
-from lmtrain.data.sources.records import Part, open_parts, split_records
-from lmtrain.data.text import bins
-from lmtrain.data.text.bin_writer import BinWriter
-from lmtrain.data.text.prepared import PreparedData, fill_once, folder_of, new_meta, open_folder
+from lmtrain.data.sources.records import MixturePart, open_parts, split_records
+from lmtrain.data.store import bins, contents
+from lmtrain.data.store.prepared import PreparedData, folder_key, folder_of, new_meta, prepare_folder, settings
+from lmtrain.data.store.progress import PrepareProgress
+from lmtrain.data.store.writer import BinWriter
 from lmtrain.errors import UserError
 
 # Raised when the same rows and settings come to give another folder, so that one made before is not used any more.
@@ -65,26 +63,11 @@ def prepare_examples(
 ) -> PreparedExamples:
     """Tokenizes the rows that `cfg` names into <cache_dir>/<label>-<hash>, or finds them there.
 
-    Safe to call from several processes at once and to kill at any moment.
-
     Raises:
         UserError: no such rows, a bad row (data.on_bad_row=raise), too many rows without a learned token, a template
             that doesn't fit, a cache that can't be written.
         RunError: the disk is full.
     """
-    show = PrepareProgress(progress)
-    try:
-        return _prepare(cfg, tokenizer_cfg, make_encoder, show)
-    finally:
-        show.stop()
-
-
-def _prepare(
-    cfg: DataConfig,
-    tokenizer_cfg: TokenizerConfig,
-    make_encoder: Callable[[Any, DataConfig], RowEncoder],
-    show: PrepareProgress,
-) -> PreparedExamples:
     if tokenizer_cfg.kind == "bpe":
         raise UserError(
             "tokenizer=bpe is trained on text, conversations need a tokenizer that exists: tokenizer=hub "
@@ -102,9 +85,22 @@ def _prepare(
         encoder=encoder.identity,
     )
     target = folder_of(cfg, f"{parts[0].source.label}-{named.label}", key)
-    fill_once(target, lambda folder: _fill(folder, cfg, parts, encoder, tokenizer, key, show), cfg, show)
-    made, notes = tokenizers.load_folder(target / "tokenizer"), [note for part in parts for note in part.source.notes]
-    found = dict(vars(open_folder(target, bins.load_meta(target), made, notes, cfg, show)))
+    notes = [note for part in parts for note in part.source.notes]
+    with PrepareProgress(progress) as show:
+
+        def fill(folder: Path) -> None:
+            questions: list[dict[str, Any]] = []  # of the validation rows
+            meta: Any = new_meta(tokenizer, key)
+            for name, asked in (("train", None), ("val", questions)):
+                split = _write_split(folder, cfg, parts, name, encoder, meta["dtype"], asked, show)
+                if split is not None:
+                    meta["splits"][name] = split
+            encoder.finish_tokenizer(tokenizer)
+            tokenizers.save(tokenizer, folder / "tokenizer")
+            meta |= {"group": encoder.group, "words": encoder.words, "questions": questions}
+            bins.save_meta(meta, folder)
+
+        found = dict(vars(prepare_folder(target, fill, notes, cfg, show)))
     weights = [part.weight for part in parts]
     if any(weight != 1 for weight in weights):
         found["fingerprint"] = contents.fingerprint([found["fingerprint"], [str(weight) for weight in weights]])
@@ -115,33 +111,10 @@ def _prepare(
     return prepared
 
 
-def _fill(
-    folder: Path,
-    cfg: DataConfig,
-    parts: list[Part],
-    encoder: RowEncoder,
-    tokenizer: PreTrainedTokenizerFast,
-    key: dict[str, Any],
-    show: PrepareProgress,
-) -> None:
-    """Fills an empty folder: examples, tokenizer, and meta.json last."""
-    questions: list[dict[str, Any]] = []  # of the validation rows
-    meta: Any = new_meta(tokenizer, key)
-    for name in ("train", "val"):
-        asked = questions if name == "val" else None
-        split = _write_split(folder, cfg, parts, name, encoder, meta["dtype"], asked, show)
-        if split is not None:
-            meta["splits"][name] = split
-    encoder.finish_tokenizer(tokenizer)
-    tokenizers.save(tokenizer, folder / "tokenizer")
-    meta |= {"group": encoder.group, "words": encoder.words, "questions": questions}
-    bins.save_meta(meta, folder)
-
-
 def _write_split(
     folder: Path,
     cfg: DataConfig,
-    parts: list[Part],
+    parts: list[MixturePart],
     name: str,
     encoder: RowEncoder,
     dtype: str,
@@ -153,15 +126,12 @@ def _write_split(
     questions: filled with the first MAX_QUESTIONS of the split, where it is given.
     """
     counts, written = Counts(), [0]
-    writer = BinWriter(folder, name, dtype, _SHARD_TOKENS, masked=True)
     show.start(name, None)
-    try:
+    with BinWriter(folder, name, dtype, _SHARD_TOKENS, masked=True) as writer:
         for part in parts:
             _write_part(part, split_records(part, name) or (), encoder, writer, counts, questions, show)
             written.append(writer.documents)
         split = writer.close()
-    finally:
-        writer.abort()
     if counts.examples == 0:
         _check_empty(counts, cfg, name, parts)
         return None
@@ -170,7 +140,7 @@ def _write_split(
 
 
 def _write_part(
-    part: Part,
+    part: MixturePart,
     rows: Any,
     encoder: RowEncoder,
     writer: BinWriter,
@@ -228,7 +198,7 @@ def _write(group: list[Example], writer: BinWriter, counts: Counts) -> None:
         counts.longest = max(counts.longest, len(ids))
 
 
-def _check_empty(counts: Counts, cfg: DataConfig, name: str, parts: list[Part]) -> None:
+def _check_empty(counts: Counts, cfg: DataConfig, name: str, parts: list[MixturePart]) -> None:
     """Raises UserError where a split that is needed has nothing left to train on."""
     check_untrained(counts, cfg, name)
     if name == "train" and counts.rows == 0:

@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from lmtrain.config.schema_data import DataConfig
-from lmtrain.data.chat.remarks import Remark
+from lmtrain.data.chat.turns import Remark
 from lmtrain.errors import UserError
 
 _SHOWN = 8  # reasons that have a line of their own

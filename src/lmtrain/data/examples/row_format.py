@@ -5,9 +5,9 @@ from typing import Any, Protocol
 
 from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig
-from lmtrain.data.chat.remarks import Remark
-from lmtrain.data.examples.store import Examples
-from lmtrain.data.modules import Rows
+from lmtrain.data.chat.turns import Remark
+from lmtrain.data.examples.documents import Examples
+from lmtrain.data.order import Rows
 
 # Token ids and loss mask; a third entry, a whole number, is kept beside them as the example's label (Examples.labels).
 Example = tuple[list[int], list[bool]] | tuple[list[int], list[bool], int]

@@ -7,15 +7,14 @@ import torch
 
 from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig
-from lmtrain.data.borders import documents_at
 from lmtrain.data.chat.conversations import UnfitColumns, column_of
-from lmtrain.data.chat.lengths import fit
 from lmtrain.data.chat.pairs import answer_turns, prompt_turns
+from lmtrain.data.chat.templates import fit
 from lmtrain.data.chat.turns import BadRow, check, unread
 from lmtrain.data.examples.chat_rows import TemplateRows
-from lmtrain.data.examples.pair_rows import pad_answers
+from lmtrain.data.examples.documents import Examples
+from lmtrain.data.examples.pair_rows import Answer, lay_answers, pad_answers
 from lmtrain.data.examples.row_format import Encoded
-from lmtrain.data.examples.store import Examples
 
 COLUMNS = ("prompt|question|instruction", "completion|response|answer", "label")
 
@@ -125,27 +124,14 @@ class UnpairedRows:
         batch = self.read(np.zeros((1, 2), dtype=np.int64))
         return {**batch, "answers": torch.tensor(0), "seen": torch.tensor(0)}
 
-    def _lay(self, examples: list[tuple[np.ndarray, np.ndarray]]) -> dict[str, torch.Tensor]:
-        starts = np.cumsum([0, *(len(ids) for ids, _ in examples)])
-        at = [np.flatnonzero(trained) for _, trained in examples]
-        lengths = np.array([len(places) for places in at], dtype=np.int64)
-        scored = np.concatenate([start + places for start, places in zip(starts, at, strict=False)])
-        batch = {
-            "input_ids": torch.from_numpy(np.concatenate([ids for ids, _ in examples]))[None],
-            **documents_at(starts[:-1].tolist(), 1, int(starts[-1])),
-            "scored": torch.from_numpy(scored),
-            "before": torch.from_numpy(scored - 1),
-            "answer": torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)),
-            "lengths": torch.from_numpy(lengths),
-        }
+    def _lay(self, answers: list[Answer]) -> dict[str, torch.Tensor]:
+        batch = lay_answers(answers, [0] * len(answers))
         if self.padded:
             pad_answers(batch)
         return batch
 
 
-def _with_completion(
-    prompt: tuple[np.ndarray, np.ndarray], other: tuple[np.ndarray, np.ndarray]
-) -> tuple[np.ndarray, np.ndarray]:
+def _with_completion(prompt: Answer, other: Answer) -> Answer:
     """The prompt of one example with all that follows the prompt of another."""
     (ids, trained), (other_ids, other_trained) = prompt, other
     end, start = int(trained.argmax()), int(other_trained.argmax())

@@ -1,16 +1,20 @@
 """Where text comes from (the hub, files, the standard library, a class of the user): its identity, its two splits."""
 
+import hashlib
+import inspect
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from lmtrain.config.schema_data import DataConfig
-from lmtrain.data.cache import Facts
+from lmtrain.config.targets import build_target, building, class_named, lacking
 from lmtrain.data.hub import Unreachable, commit_of
-from lmtrain.data.sources import files, hub, own, stdlib, stdlib_questions
+from lmtrain.data.sources import files, hub, stdlib
 from lmtrain.data.sources.addresses import size_of
 from lmtrain.data.sources.pieces import Piece, at_least, first, join_rows, plan_cut, split
+from lmtrain.data.store.contents import Facts
 from lmtrain.errors import UserError
 
 
@@ -58,12 +62,12 @@ def open_source(cfg: DataConfig) -> Source:
     except re.error as error:
         raise UserError(f"data.document_start={cfg.document_start!r} is not a regular expression: {error}") from None
     if "." in cfg.source:
-        return own.open_own(cfg)
+        return open_own(cfg)
     if cfg.source == "python_stdlib":
-        return _Stdlib(cfg)
+        return _StdlibSource(cfg)
     if cfg.source == "files" or cfg.path:
-        return _Files(cfg)
-    return _Hub(cfg)
+        return _FileSource(cfg)
+    return _HubSource(cfg)
 
 
 def pieces(source: Source, cfg: DataConfig, name: str) -> Iterator[Piece] | None:
@@ -103,7 +107,7 @@ def expected_bytes(source: Source, cfg: DataConfig, name: str) -> int | None:
     )
 
 
-class _Stdlib:
+class _StdlibSource:
     label = "python_stdlib"
     notes: list[str] = []  # noqa: RUF012
 
@@ -113,13 +117,13 @@ class _Stdlib:
         self.resolved: str | None = Facts(None).digest(self.files)
         self.settings: dict[str, Any] = {"kind": "python_stdlib"}
         if cfg.rows != "text":
-            self.settings["questions"] = stdlib_questions.VERSION
+            self.settings["questions"] = stdlib.VERSION
 
     def records(self, name: str) -> Iterator[tuple[str, dict[str, Any] | str]] | None:
         """Questions about the library: conversations, or pairs of answers; those of "val" about modules of its own."""
         if name == "val" and self.cfg.val_fraction == 0:
             return None
-        return stdlib_questions.rows_of(self.cfg.rows, name == "val", self.cfg.val_fraction)
+        return stdlib.rows_of(self.cfg.rows, name == "val", self.cfg.val_fraction)
 
     def pieces(self, name: str) -> Iterator[Piece] | None:
         return stdlib.stdlib_pieces() if name == "train" else None
@@ -128,7 +132,7 @@ class _Stdlib:
         return sum(f.stat().st_size for f in self.files)
 
 
-class _Files:
+class _FileSource:
     def __init__(self, cfg: DataConfig) -> None:
         if not cfg.path:
             raise UserError("data.path is not set: name a file, a folder, a glob or a list of them, data.path=...")
@@ -161,7 +165,7 @@ class _Files:
         return sum(size or 0 for size in sizes) if plain and None not in sizes else None
 
 
-class _Hub:
+class _HubSource:
     notes: list[str] = []  # noqa: RUF012
 
     def __init__(self, cfg: DataConfig) -> None:
@@ -215,3 +219,47 @@ class _Hub:
 
     def text_bytes(self, name: str) -> int | None:
         return None
+
+
+def open_own(cfg: DataConfig) -> Any:
+    """The object of the class that data.source names, with what the key of prepared data needs.
+
+    Its identity is what the class says it is and the text of the module it stands in: a changed class is read anew.
+
+    Raises:
+        UserError: the class is not allowed, can't be imported or lacks what a source has; its arguments are others, or
+            it raises.
+    """
+    # Composing refused what run.allow_target doesn't open. Of the options nothing but this module's may be built.
+    opened, options = [cfg.source.rpartition(".")[0]], cfg.source_options or {}
+    cls = class_named(cfg.source, "data.source", opened)
+    reads = ["pieces", "text_bytes"] if cfg.rows == "text" else ["records"]
+    missing = lacking(cls, ("label", "settings", "resolved", "notes", *reads))
+    if missing:
+        raise UserError(
+            f"data.source={cfg.source} is no source of {'text' if cfg.rows == 'text' else 'rows'}: it lacks "
+            f"{', '.join(missing)} (lmtrain.data.sources.choose.Source says what they are; those that __init__ sets "
+            f"stand on the class with their type, label: str)"
+        )
+    if "_target_" in options or "_args_" in options:
+        raise UserError("data.source_options: _target_ and _args_ have no meaning here; data.source names the class")
+    source = build_target({"_target_": cfg.source, **options}, "data.source", cls, opened)
+    with building("data.source", cfg.source):  # a property may raise
+        settings = _mapping(source.settings, cfg.source)
+        source.settings = {**settings, "class": cfg.source, "options": options, "code": _code_of(cls)}
+    return source
+
+
+def _mapping(settings: Any, name: str) -> Mapping[str, Any]:
+    if not isinstance(settings, Mapping):
+        raise UserError(f"data.source={name}: its settings are {settings!r}: make them a dict of what shapes its data")
+    return settings
+
+
+def _code_of(cls: type) -> str:
+    """A digest of the module that holds the class."""
+    try:
+        text = inspect.getsource(sys.modules[cls.__module__])
+    except (OSError, TypeError):  # made at run time
+        return ""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from lmtrain.config.schema_data import DataConfig
-from lmtrain.data.cache import Facts
 from lmtrain.data.sources import addresses
 from lmtrain.data.sources.addresses import File, Found, size_of
 from lmtrain.data.sources.lines import COMPRESSED, raw_lines, text_blocks, uncompressed_name
 from lmtrain.data.sources.pieces import Piece, join_rows
-from lmtrain.data.sources.rows import columns_of, text_of
-from lmtrain.data.sources.tables import Record, read_table
+from lmtrain.data.sources.tables import Record, columns_of, read_table, text_of
+from lmtrain.data.store.contents import Facts
 from lmtrain.errors import UserError
 
 FORMATS = {

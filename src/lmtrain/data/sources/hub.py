@@ -9,7 +9,7 @@ import huggingface_hub
 
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.hub import endpoint, explain_unreachable, first_line
-from lmtrain.data.sources.rows import check_columns, columns_of, text_of
+from lmtrain.data.sources.tables import check_columns, columns_of, text_of
 from lmtrain.errors import ReadError, UserError, disk_full
 
 _ROWS = 256  # rows read at a time

@@ -1,8 +1,9 @@
 """Rows with columns (conversations, preferences) from the hub, from files, or from a mixture of both."""
 
 import dataclasses
+import difflib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any, Protocol
 
@@ -16,7 +17,7 @@ _MIXTURE_KEYS = ("path", "val_path", "name", "config_name", "revision", "format"
                  "num_samples", "conversation_format", "columns", "weight")  # fmt: skip
 
 
-class Records(Protocol):
+class RecordSource(Protocol):
     """A source of rows; `settings` and `resolved` are its identity, as of `data.sources.Source`."""
 
     label: str
@@ -29,15 +30,24 @@ class Records(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class MixturePart:
     """One source of a mixture, or the only one: its config and how often its rows are seen in an epoch."""
 
     cfg: DataConfig
-    source: Records
+    source: RecordSource
     weight: Fraction
 
 
-def open_parts(cfg: DataConfig) -> list[Part]:
+def check_keys(entry: dict[str, Any], known: Sequence[str], where: str) -> None:
+    """Raises UserError for the first key of an entry that isn't known; names the nearest that is."""
+    for key in entry:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise UserError(f"{where}.{key} is not known{hint} (keys: {', '.join(known)})")
+
+
+def open_parts(cfg: DataConfig) -> list[MixturePart]:
     """The sources that `cfg` names: one, or those of data.mixture.
 
     Raises UserError for text sources, missing files, unknown keys in the mixture.
@@ -49,14 +59,12 @@ def open_parts(cfg: DataConfig) -> list[Part]:
     questions = cfg.source == "python_stdlib" and cfg.rows in ("conversations", "pairs")
     if cfg.source not in ("hub", "files") and "." not in cfg.source and not questions:
         raise UserError(f"data.source={cfg.source} holds text, not rows: choose data=chat_jsonl data.path=..., say")
-    return [Part(cfg, open_source(cfg), Fraction(1))]  # type: ignore[arg-type]
+    return [MixturePart(cfg, open_source(cfg), Fraction(1))]  # type: ignore[arg-type]
 
 
-def _part(cfg: DataConfig, entry: dict[str, Any], number: int) -> Part:
+def _part(cfg: DataConfig, entry: dict[str, Any], number: int) -> MixturePart:
     where = f"data.mixture[{number}]"
-    unknown = [key for key in entry if key not in _MIXTURE_KEYS]
-    if unknown:
-        raise UserError(f"{where}.{unknown[0]} is not known (keys: {', '.join(_MIXTURE_KEYS)})")
+    check_keys(entry, _MIXTURE_KEYS, where)
     if ("path" in entry) == ("name" in entry):
         raise UserError(f"{where}: give either path (files) or name (a dataset of the hub)")
     weight = entry.get("weight", 1.0)
@@ -64,10 +72,10 @@ def _part(cfg: DataConfig, entry: dict[str, Any], number: int) -> Part:
         raise UserError(f"{where}.weight={weight!r}: a number above 0, how often its rows are seen in an epoch")
     own = {key: value for key, value in entry.items() if key != "weight"}
     part = dataclasses.replace(cfg, **{"source": "files" if "path" in entry else "hub", "mixture": None, **own})
-    return Part(part, open_source(part), Fraction(str(weight)).limit_denominator(10**6))  # type: ignore[arg-type]
+    return MixturePart(part, open_source(part), Fraction(str(weight)).limit_denominator(10**6))  # type: ignore[arg-type]
 
 
-def split_records(part: Part, name: str) -> Iterator[Record] | None:
+def split_records(part: MixturePart, name: str) -> Iterator[Record] | None:
     """The rows of split "train" or "val"; where the source has no validation split, every (1 / val_fraction)-th row.
 
     None where there is to be no validation split. data.num_samples counts rows of the source's own split.

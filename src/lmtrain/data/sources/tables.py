@@ -6,17 +6,17 @@ can't be read and those after it can, a string that says what is wrong with it i
 
 import bisect
 import csv
+import difflib
 import itertools
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lmtrain.data.sources.addresses import File, opened
 from lmtrain.data.sources.lines import BROKEN, data_lines, located_data_lines, open_binary
-from lmtrain.data.sources.rows import check_columns
 from lmtrain.errors import ReadError, UserError
 
 if TYPE_CHECKING:  # 150 MB on disk, and only columnar files need it: imported where one is read
@@ -262,3 +262,46 @@ READERS: dict[str, Callable[[File, list[str] | None], Iterator[Record]]] = {
     "parquet": _parquet,
     "arrow": _arrow,
 }
+
+
+_SHOWN = 50  # columns in a message
+
+
+def columns_of(text_column: Any) -> list[str]:
+    """data.text_column as a list: one column or several."""
+    return [text_column] if isinstance(text_column, str) else [str(c) for c in text_column]
+
+
+def check_columns(wanted: list[str], found: Iterable[str], where: str) -> None:
+    """Raises UserError where a wanted column isn't there; lists the columns that are."""
+    found = list(found)
+    for column in wanted:
+        if column not in found:
+            near = difflib.get_close_matches(column, found, n=1, cutoff=0.5)
+            suggestion = near[0] if near else (found[0] if found else "...")
+            known = ", ".join(found[:_SHOWN]) + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
+            raise UserError(
+                f"{where} has no column {column!r}; it has: {known or 'none'}. Set data.text_column={suggestion}"
+            )
+
+
+def text_of(row: Mapping[str, Any], columns: list[str], separator: str, where: str) -> str:
+    """The text columns of a row, joined; a null adds nothing.
+
+    Raises:
+        UserError: a column isn't there or holds something other than text.
+    """
+    parts = []
+    for column in columns:
+        if column not in row:
+            check_columns(columns, row, where)
+        value = row[column]
+        if value is None:
+            continue
+        if not isinstance(value, str):
+            raise UserError(
+                f"{where}: column {column!r} holds {type(value).__name__} ({str(value)[:60]!r}), not text; "
+                f"set data.text_column to a column of text (this row has: {', '.join(row)})"
+            )
+        parts.append(value)
+    return separator.join(parts)

@@ -7,15 +7,14 @@ from functools import cached_property
 from pathlib import Path
 
 from lmtrain.config.schema_data import DataConfig, TokenizerConfig
-from lmtrain.data import contents, tokenizers
-from lmtrain.data.folder_key import folder_key
-from lmtrain.data.progress import PrepareProgress
-from lmtrain.data.stream.source import StreamSource, open_stream
-from lmtrain.data.stream.tokens import Place, segments
-from lmtrain.data.text import bins
-from lmtrain.data.text.bin_writer import BinWriter
+from lmtrain.data import tokenizers
+from lmtrain.data.store import bins, contents
+from lmtrain.data.store.prepared import PreparedData, folder_key, folder_of, new_meta, prepare_folder
+from lmtrain.data.store.progress import PrepareProgress
+from lmtrain.data.store.writer import BinWriter
+from lmtrain.data.stream.source import Place, StreamSource, open_stream, segments
 from lmtrain.data.text.encode import Encoder, make_encoder
-from lmtrain.data.text.prepared import PreparedData, fill_once, folder_of, new_meta, open_folder
+from lmtrain.data.text.prepare import make_tokenizer
 from lmtrain.errors import UserError
 from lmtrain.files import read_regular
 
@@ -59,40 +58,28 @@ def prepare_head(cfg: DataConfig, tokenizer_cfg: TokenizerConfig, progress: bool
         resolved=named.resolved,
     )
     target = folder_of(cfg, f"{source.label}-stream-{named.label}", key)
-    show = PrepareProgress(progress)
+    with PrepareProgress(progress) as show:
 
-    def fill(folder: Path) -> None:
-        made = tokenizers.load_or_train(
-            tokenizer_cfg,
-            lambda _: _text(source),
-            named,
-            watch=lambda text: show.watch(text, tokenizer_cfg.train_characters),
-        )
-        tokenizers.save(made, folder / "tokenizer")
-        meta = new_meta(tokenizers.load_folder(folder / "tokenizer"), key)
-        _fill(folder, cfg, source, meta, show)
+        def fill(folder: Path) -> None:
+            characters = tokenizer_cfg.train_characters
+            tokenizer = make_tokenizer(folder, tokenizer_cfg, lambda _: _text(source), named, show, characters)
+            _write_head(folder, cfg, source, make_encoder(tokenizer, cfg), new_meta(tokenizer, key), show)
 
-    try:
-        fill_once(target, fill, cfg, show)
-        meta = bins.load_meta(target)
-        begin = Place(**json.loads(read_regular(target / _BEGIN)))
-        prepared = open_folder(target, meta, tokenizers.load_folder(target / "tokenizer"), source.notes, cfg, show)
-        return Head(source, prepared, begin, cfg)
-    finally:
-        show.stop()
+        prepared = prepare_folder(target, fill, source.notes, cfg, show)
+    return Head(source, prepared, Place(**json.loads(read_regular(target / _BEGIN))), cfg)
 
 
 def _text(source: StreamSource) -> Iterator[str]:
     return (block.text for part in range(source.parts) for block in source.rows(part, 0))
 
 
-def _fill(folder: Path, cfg: DataConfig, source: StreamSource, meta: bins.Meta, show: PrepareProgress) -> None:
+def _write_head(
+    folder: Path, cfg: DataConfig, source: StreamSource, encoder: Encoder, meta: bins.Meta, show: PrepareProgress
+) -> None:
     """Writes the first whole segments with at least data.ring_val_tokens tokens, and where they end."""
-    tokenizer, wanted = tokenizers.load_folder(folder / "tokenizer"), cfg.ring_val_tokens or 0
-    encoder = make_encoder(tokenizer, cfg)
-    writer = BinWriter(folder, "val", meta["dtype"], cfg.shard_tokens or 2**30)
+    wanted = cfg.ring_val_tokens or 0
     show.start("the head", None)
-    try:
+    with BinWriter(folder, "val", meta["dtype"], cfg.shard_tokens or 2**30) as writer:
         for segment in segments(source, encoder, Place()):
             last = writer.tokens + len(segment.ids) >= wanted  # what follows of its document is trained on
             writer.append(segment.ids, ends_document=segment.ends or last, text_bytes=segment.text_bytes)
@@ -107,8 +94,6 @@ def _fill(folder: Path, cfg: DataConfig, source: StreamSource, meta: bins.Meta, 
                 f"for validation: name more text, or lower it"
             )
         meta["splits"]["val"] = writer.close()
-    finally:
-        writer.abort()
     (folder / _BEGIN).write_text(json.dumps(begin._asdict()), encoding="utf-8")
     bins.save_meta(meta, folder)
     show.finish()

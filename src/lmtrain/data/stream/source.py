@@ -1,17 +1,24 @@
-"""What a stream is read from, from any place in it: local files or a dataset of the hub, part after part."""
+"""What a stream is read from, from any place in it: files or a dataset of the hub, as text and as token ids.
 
+A stream is read part after part and epoch after epoch, and cut into shards of so many tokens.
+"""
+
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
+
+import numpy as np
 
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.hub import Unreachable, commit_of, explain_unreachable
 from lmtrain.data.sources import files, hub
 from lmtrain.data.sources.addresses import Address, File
 from lmtrain.data.sources.lines import located_lines, text_blocks
-from lmtrain.data.sources.rows import columns_of, text_of
-from lmtrain.data.sources.tables import json_lines_from, parquet_from
-from lmtrain.errors import UserError
+from lmtrain.data.sources.pieces import Piece
+from lmtrain.data.sources.tables import columns_of, json_lines_from, parquet_from, text_of
+from lmtrain.data.text.encode import Encoder
+from lmtrain.errors import ReadError, UserError
 
 _BLOCK = 1 << 20  # characters of a plain text file that is one document, read at a time
 
@@ -46,10 +53,10 @@ class StreamSource(Protocol):
 
 def open_stream(cfg: DataConfig) -> StreamSource:
     """The source that `cfg` names; UserError where there is none."""
-    return _Files(cfg) if cfg.source == "files" or cfg.path else _Hub(cfg)
+    return _FileStream(cfg) if cfg.source == "files" or cfg.path else _HubStream(cfg)
 
 
-class _Files:
+class _FileStream:
     def __init__(self, cfg: DataConfig) -> None:
         self.cfg = cfg
         found, self.notes = files.find_files(cfg.path, cfg.format)
@@ -106,7 +113,7 @@ def _reaches(path: File, characters: int) -> bool:
     return len(next(text_blocks(path, characters), "")) >= characters
 
 
-class _Hub:
+class _HubStream:
     notes: list[str] = []  # noqa: RUF012
 
     def __init__(self, cfg: DataConfig) -> None:
@@ -131,3 +138,123 @@ class _Hub:
             hub.read_rows({split: self.dataset.shard(self.parts, part).skip(start)}, split, self.cfg), start
         )
         return (Block(n, text, True) for n, text in texts if len(text) >= max(1, self.cfg.min_length or 0))
+
+
+class Place(NamedTuple):
+    """A token's place: `skip` tokens after a segment that begins `character` characters into a row of a part.
+
+    inside: whether the segment goes on with a document. How a document is cut into segments from here on depends on
+    nothing before, so reading from a place gives the tokens that reading from the beginning gives.
+    """
+
+    epoch: int = 0
+    part: int = 0
+    row: int = 0
+    character: int = 0
+    inside: bool = False
+    skip: int = 0
+
+
+class StreamSegment(NamedTuple):
+    """Token ids, uint32 [n]; whether a document ends with the last, the place of the first, the text's UTF-8 bytes."""
+
+    ids: np.ndarray
+    ends: bool
+    place: Place
+    text_bytes: int
+
+
+class StreamShard(NamedTuple):
+    """Token ids, uint32 [shard_tokens]; where documents end in it (exclusive, int64); the place of what follows."""
+
+    ids: np.ndarray
+    document_ends: np.ndarray
+    end: Place
+
+
+class _StreamReading:
+    """The pieces of one epoch from a place on, and where the text that has come back from the encoder lay."""
+
+    def __init__(self, source: StreamSource, start: Place) -> None:
+        self.source, self.start = source, start
+        self.blocks: deque[tuple[int, int, int, int]] = deque()  # part, row, first character of it read, how many
+        self.done = 0  # characters of the first block that have come back
+        self.error: ReadError | None = None  # where it broke off
+
+    def pieces(self) -> Iterator[Piece]:
+        """Ends where reading fails too, so that what was read before comes back."""
+        try:
+            yield from self._pieces()
+        except ReadError as error:
+            self.error = error
+
+    def _pieces(self) -> Iterator[Piece]:
+        part, row, character = self.start.part, self.start.row, self.start.character
+        while part < self.source.parts:
+            for block in self.source.rows(part, row):
+                text = block.text[character:]
+                if text:
+                    self.blocks.append((part, block.row, character, len(text)))
+                character = 0
+                yield Piece(text, block.ends)
+            part, row, character = part + 1, 0, 0
+
+    def place(self, inside: bool) -> Place:
+        """Of the next character to come back."""
+        while self.done >= self.blocks[0][3]:
+            self.done -= self.blocks.popleft()[3]
+        part, row, first, _ = self.blocks[0]
+        return Place(self.start.epoch, part, row, first + self.done, inside)
+
+
+def segments(source: StreamSource, encoder: Encoder, start: Place) -> Iterator[StreamSegment]:
+    """One epoch of a stream, or what is left of it from `start` on.
+
+    Raises:
+        ReadError: reading broke, after the whole segments before that.
+    """
+    reading, inside, skip = _StreamReading(source, start), start.inside, start.skip
+    for found in encoder.encode(reading.pieces(), start.inside):
+        place = reading.place(inside)._replace(skip=skip)
+        reading.done, inside = reading.done + found.characters, not found.ends
+        yield StreamSegment(found.ids[skip:], found.ends, place, found.text_bytes)
+        skip = 0
+    if reading.error is not None:
+        raise reading.error
+
+
+def endless(source: StreamSource, encoder: Encoder, begin: Place, start: Place) -> Iterator[StreamSegment]:
+    """The stream from `start` on, epoch after epoch; each begins at `begin`.
+
+    Raises:
+        UserError: there is no text after `begin`.
+    """
+    while True:
+        tokens = 0
+        for segment in segments(source, encoder, start):
+            yield segment
+            tokens += len(segment.ids)
+        if not tokens and start == begin._replace(epoch=start.epoch):
+            raise UserError(f"{source.label} holds no text after what data.ring_val_tokens holds out of it")
+        start = begin._replace(epoch=start.epoch + 1)
+
+
+def cut_shards(stream: Iterator[StreamSegment], shard_tokens: int) -> Iterator[StreamShard]:
+    """Cuts a stream into shards."""
+    parts: list[np.ndarray] = []
+    ends: list[int] = []
+    held = 0
+    for ids, ends_document, place, _ in stream:
+        used = 0
+        while len(ids) - used >= shard_tokens - held:
+            stop = used + shard_tokens - held
+            if ends_document and stop == len(ids):
+                ends.append(shard_tokens)
+            end = place._replace(skip=place.skip + stop)
+            yield StreamShard(np.concatenate([*parts, ids[used:stop]]), np.array(ends, dtype=np.int64), end)
+            parts, ends, held, used = [], [], 0, stop
+        if used < len(ids):
+            parts.append(ids[used:])
+            held += len(ids) - used
+            if ends_document:
+                ends.append(held)

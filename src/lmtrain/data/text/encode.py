@@ -20,9 +20,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from lmtrain.config.schema_data import DataConfig
+from lmtrain.data.byte_bpe.encoder import ByteBPE
+from lmtrain.data.byte_bpe.processes import EncodeProcesses
 from lmtrain.data.sources.pieces import Piece
-from lmtrain.data.text.byte_bpe import ByteBPE
-from lmtrain.data.text.encode_processes import EncodeProcesses
 from lmtrain.errors import UserError
 
 SEGMENT = 1 << 15  # characters; long enough that checking a cut costs little, short enough to feed many threads
@@ -47,7 +47,7 @@ _Found = list[np.ndarray]  # of each segment, uint32 [n]
 _Begun = tuple[list[Segment], Future[_Found]]
 
 
-class Encoded(NamedTuple):
+class EncodedSegment(NamedTuple):
     """Token ids [n] of a segment, and how many UTF-8 bytes and how many characters of text they are."""
 
     ids: np.ndarray
@@ -89,7 +89,7 @@ class Encoder:
         """Whether ByteBPE finds the same ids; a text of less than a part is not worth the start of its processes."""
         return ByteBPE.covers(self.backend)
 
-    def encode(self, pieces: Iterable[Piece], continues: bool = False) -> Iterator[Encoded]:
+    def encode(self, pieces: Iterable[Piece], continues: bool = False) -> Iterator[EncodedSegment]:
         """Token ids of the documents, in order; `continues` where the first piece begins at a segment in a document."""
         begun: deque[_Begun] = deque()  # while the next are read
         fast = False
@@ -136,7 +136,7 @@ class Encoder:
     def _ids(self, text: str) -> list[int]:
         return self.backend.encode(text, add_special_tokens=False).ids
 
-    def _finish_first(self, begun: deque[_Begun]) -> Iterator[Encoded]:
+    def _finish_first(self, begun: deque[_Begun]) -> Iterator[EncodedSegment]:
         part, found = begun.popleft()
         yield from self._finish(part, found.result())
 
@@ -144,11 +144,11 @@ class Encoder:
         encodings = self.backend.encode_batch_fast(_texts(part), add_special_tokens=False)
         return [np.array(e.ids, dtype=np.uint32) for e in encodings]
 
-    def _finish(self, part: list[Segment], found: _Found) -> Iterator[Encoded]:
+    def _finish(self, part: list[Segment], found: _Found) -> Iterator[EncodedSegment]:
         for segment, ids in zip(part, found, strict=True):
             ids = ids[len(self.newline) :] if segment.continues else ids
             ids = np.concatenate([ids, self.eos]) if segment.ends else ids
-            yield Encoded(ids, len(segment.text.encode()), segment.ends, len(segment.text))
+            yield EncodedSegment(ids, len(segment.text.encode()), segment.ends, len(segment.text))
 
 
 def _texts(segments: list[Segment]) -> list[str]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.order import mix64
-from lmtrain.data.text.shards import Shard
+from lmtrain.data.store.shards import Shard
 from lmtrain.errors import UserError
 
 _MARKS = 3  # tokens that a rearranged document has more

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import difflib
 import itertools
 import math
 from collections.abc import Iterator
@@ -10,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from lmtrain.config.schema_data import DataConfig, TokenizerConfig
-from lmtrain.data import contents, tokenizers
-from lmtrain.data.cache import build_once
-from lmtrain.data.folder_key import folder_key, settings
+from lmtrain.data import tokenizers
 from lmtrain.data.mixing import Mixture, check_weights
-from lmtrain.data.progress import PrepareProgress
 from lmtrain.data.sources import choose as sources
+from lmtrain.data.sources.records import check_keys
+from lmtrain.data.store import contents
+from lmtrain.data.store.cache import build_once
+from lmtrain.data.store.prepared import PreparedData, folder_key, folder_of, settings
+from lmtrain.data.store.progress import PrepareProgress
 from lmtrain.data.text.prepare import prepare
-from lmtrain.data.text.prepared import PreparedData, folder_of
 from lmtrain.errors import UserError
 
 _CHANGES = 6  # of a source's share that the plan shows
@@ -72,11 +72,7 @@ def text_sources(cfg: DataConfig) -> list[TextSource]:
 
 def _config(cfg: DataConfig, entry: dict[str, Any], where: str) -> DataConfig:
     """The config of one source: that of the mixture, with what the entry says of its own."""
-    unknown = [key for key in entry if key not in _KEYS]
-    if unknown:
-        near = difflib.get_close_matches(str(unknown[0]), _KEYS, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise UserError(f"{where}.{unknown[0]} is not known{hint} (keys: {', '.join(_KEYS)})")
+    check_keys(entry, _KEYS, where)
     own = {key: value for key, value in entry.items() if key not in _MIXED}
     if ("path" in own) + ("name" in own) + (own.get("source") == "python_stdlib") != 1:
         raise UserError(f"{where}: give one of path (files), name (a dataset of the hub) or source: python_stdlib")
@@ -148,13 +144,10 @@ def _shared_tokenizer(
     def build(folder: Path) -> None:
         tokenizers.save(tokenizers.load_or_train(tokenizer_cfg, texts, named), folder)
 
-    show = PrepareProgress(progress)
-    try:
+    with PrepareProgress(progress) as show:
         if not (target / "tokenizer.json").exists():
             show.say(f"making the tokenizer of {len(opened)} sources: {', '.join(s.label for s, _ in opened)}")
         build_once(target, lambda folder: (folder / "tokenizer.json").exists(), build, show.say)
-    finally:
-        show.stop()
     made = copy.copy(tokenizer_cfg)
     made.kind, made.name_or_path, made.add_tokens = "hub", str(target), None
     made.vocab_size = made.min_frequency = made.train_characters = None

@@ -1,19 +1,34 @@
-"""From source text to a folder of tokenizer and bins, found again by a hash of everything that shaped them."""
+"""From source text to a folder of tokenizer and bins, found again by a hash of everything that shaped them.
+
+Bins that are there already (data=bins) are opened: a folder that lmtrain prepared, or nanoGPT's train.bin and val.bin.
+"""
 
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerFast
+
 from lmtrain.config.schema_data import DataConfig, TokenizerConfig
 from lmtrain.data import tokenizers
-from lmtrain.data.folder_key import folder_key
-from lmtrain.data.progress import PrepareProgress
 from lmtrain.data.sources import choose as sources
-from lmtrain.data.text import bins
-from lmtrain.data.text.bin_writer import BinWriter
+from lmtrain.data.sources.addresses import is_address
+from lmtrain.data.store import bins
+from lmtrain.data.store.contents import Facts
+from lmtrain.data.store.prepared import (
+    PreparedData,
+    folder_key,
+    folder_of,
+    is_complete,
+    new_meta,
+    open_folder,
+    prepare_folder,
+)
+from lmtrain.data.store.progress import PrepareProgress
+from lmtrain.data.store.writer import BinWriter
 from lmtrain.data.text.encode import Encoder, make_encoder
-from lmtrain.data.text.prepared import PreparedData, fill_once, folder_of, is_complete, new_meta, open_folder
-from lmtrain.data.text.ready_bins import open_ready
+from lmtrain.data.tokenizers import Identity
 from lmtrain.errors import UserError
 
 # Raised when the same text and settings come to give other tokens, so that bins made before are not used any more.
@@ -23,50 +38,39 @@ PREPARE_VERSION = 2
 def prepare(cfg: DataConfig, tokenizer_cfg: TokenizerConfig, progress: bool = True) -> PreparedData:
     """Tokenizes the text that `cfg` names into <cache_dir>/<label>-<hash>, or finds it there; opens ready bins.
 
-    Safe to call from several processes at once (one prepares, the others wait) and to kill at any moment (nothing that
-    looks complete is left, and the next call starts over).
-
     Raises:
         UserError: the text, a column, the tokenizer or the bins are missing or wrong, or the cache can't be written.
         RunError: the disk is full.
     """
-    show = PrepareProgress(progress)
-    try:
+    with PrepareProgress(progress) as show:
         if cfg.source == "bins":
             return open_folder(*open_ready(cfg, tokenizer_cfg, show.say), [], cfg, show)
-        return _prepare(cfg, tokenizer_cfg, show)
-    finally:
-        show.stop()
+        source, named = sources.open_source(cfg), tokenizers.identity(tokenizer_cfg)
+        key = folder_key(
+            cfg,
+            tokenizer_cfg,
+            version=PREPARE_VERSION,
+            source=source.settings,
+            made_with=named.settings,
+            resolved={"source": source.resolved, "tokenizer": named.resolved},
+        )
+        target = folder_of(cfg, f"{source.label}-{named.label}", key)
+        if None in key["resolved"].values() and not is_complete(target):
+            target = _prepared_before(target, key, show) or target
+
+        def fill(folder: Path) -> None:
+            tokenizer = _tokenizer_of(folder, cfg, tokenizer_cfg, source, named, show)
+            encoder, meta = make_encoder(tokenizer, cfg), new_meta(tokenizer, key)
+            for name in ("train", "val"):
+                counts = _write_split(folder, cfg, source, name, encoder, meta["dtype"], show)
+                if counts is not None:
+                    meta["splits"][name] = counts
+            bins.save_meta(meta, folder)
+
+        return prepare_folder(target, fill, source.notes, cfg, show)
 
 
-def _prepare(cfg: DataConfig, tokenizer_cfg: TokenizerConfig, show: PrepareProgress) -> PreparedData:
-    source, named = sources.open_source(cfg), tokenizers.identity(tokenizer_cfg)
-    key = _key(cfg, tokenizer_cfg, source, named)
-    target = folder_of(cfg, f"{source.label}-{named.label}", key)
-    if None in key["resolved"].values() and not is_complete(target):
-        earlier = _prepared_before(target, key)
-        if earlier is not None:
-            show.say(f"the hub doesn't answer; using what was prepared from it before: {earlier}")
-            target = earlier
-    fill_once(target, lambda folder: _fill(folder, cfg, tokenizer_cfg, source, named, key, show), cfg, show)
-    tokenizer = tokenizers.load_folder(target / "tokenizer")
-    return open_folder(target, bins.load_meta(target), tokenizer, source.notes, cfg, show)
-
-
-def _key(
-    cfg: DataConfig, tokenizer_cfg: TokenizerConfig, source: sources.Source, named: tokenizers.Identity
-) -> dict[str, Any]:
-    return folder_key(
-        cfg,
-        tokenizer_cfg,
-        version=PREPARE_VERSION,
-        source=source.settings,
-        made_with=named.settings,
-        resolved={"source": source.resolved, "tokenizer": named.resolved},
-    )
-
-
-def _prepared_before(target: Path, key: dict[str, Any]) -> Path | None:
+def _prepared_before(target: Path, key: dict[str, Any], show: PrepareProgress) -> Path | None:
     """The newest folder that differs from `target` only in what an unreachable hub couldn't tell."""
     unknown = [name for name, value in key["resolved"].items() if value is None]
     found = []
@@ -77,38 +81,49 @@ def _prepared_before(target: Path, key: dict[str, Any]) -> Path | None:
         resolved = {**theirs.get("resolved", {}), **dict.fromkeys(unknown)}
         if {**theirs, "resolved": resolved} == key:
             found.append(folder)
-    return max(found, key=lambda f: (f / bins.META).stat().st_mtime_ns, default=None)
+    newest = max(found, key=lambda f: (f / bins.META).stat().st_mtime_ns, default=None)
+    if newest is not None:
+        show.say(f"the hub doesn't answer; using what was prepared from it before: {newest}")
+    return newest
 
 
-def _fill(
+def _tokenizer_of(
     folder: Path,
     cfg: DataConfig,
     tokenizer_cfg: TokenizerConfig,
     source: sources.Source,
-    named: tokenizers.Identity,
-    key: dict[str, Any],
+    named: Identity,
     show: PrepareProgress,
-) -> None:
-    """Fills an empty folder: tokenizer, bins, and meta.json last."""
+) -> PreTrainedTokenizerFast:
     if cfg.num_proc:
         # The tokenizers library starts its threads at first use and asks for their number only then.
         os.environ["RAYON_NUM_THREADS"] = str(cfg.num_proc)
     if tokenizer_cfg.kind == "bpe" and tokenizer_cfg.vocab_size:
         show.say(f"training a BPE of {tokenizer_cfg.vocab_size:,} tokens on {source.label}")
-    made = tokenizers.load_or_train(
-        tokenizer_cfg,
-        lambda name: (p.text for p in sources.pieces(source, cfg, name) or ()),
-        named,
-        watch=lambda text: show.watch(text, _training_bytes(source, cfg, tokenizer_cfg)),
-    )
+
+    def texts(name: str) -> Iterator[str]:
+        return (piece.text for piece in sources.pieces(source, cfg, name) or ())
+
+    return make_tokenizer(folder, tokenizer_cfg, texts, named, show, _training_bytes(source, cfg, tokenizer_cfg))
+
+
+def make_tokenizer(
+    folder: Path,
+    cfg: TokenizerConfig,
+    texts: Callable[[str], Iterator[str]],
+    named: Identity,
+    show: PrepareProgress,
+    total_bytes: int | None,
+) -> PreTrainedTokenizerFast:
+    """The tokenizer that `cfg` names, saved in `folder`/tokenizer and loaded from there as later runs will.
+
+    Args:
+        texts: as of `tokenizers.load_or_train`.
+        total_bytes: about how many bytes of text a BPE is trained on; None where that isn't known.
+    """
+    made = tokenizers.load_or_train(cfg, texts, named, watch=lambda text: show.watch(text, total_bytes))
     tokenizers.save(made, folder / "tokenizer")
-    tokenizer = tokenizers.load_folder(folder / "tokenizer")
-    encoder, meta = make_encoder(tokenizer, cfg), new_meta(tokenizer, key)
-    for name in ("train", "val"):
-        counts = _write_split(folder, cfg, source, name, encoder, meta["dtype"], show)
-        if counts is not None:
-            meta["splits"][name] = counts
-    bins.save_meta(meta, folder)
+    return tokenizers.load_folder(folder / "tokenizer")
 
 
 def _training_bytes(source: sources.Source, cfg: DataConfig, tokenizer_cfg: TokenizerConfig) -> int | None:
@@ -130,15 +145,12 @@ def _write_split(
     pieces = sources.pieces(source, cfg, name)
     if pieces is None:
         return None
-    writer = BinWriter(folder, name, dtype, cfg.shard_tokens or 2**30)
     show.start(name, sources.expected_bytes(source, cfg, name))
-    try:
+    with BinWriter(folder, name, dtype, cfg.shard_tokens or 2**30) as writer:
         for part in encoder.encode(pieces):
             writer.append(part.ids, ends_document=part.ends, text_bytes=part.text_bytes)
             show.advance(part.text_bytes, len(part.ids))
         counts = writer.close()
-    finally:
-        writer.abort()
     if counts["tokens"] > 0:
         show.finish()
         return counts
@@ -150,3 +162,88 @@ def _write_split(
         )
     show.say(f"{source.label}: no text is left for validation (data.val_fraction={cfg.val_fraction})")
     return None
+
+
+def open_ready(
+    cfg: DataConfig, tokenizer_cfg: TokenizerConfig, say: Callable[[str], None]
+) -> tuple[Path, bins.Meta, PreTrainedTokenizerFast]:
+    """The folder, its sidecar (made up where there is none) and the tokenizer of its tokens.
+
+    Raises:
+        UserError: no bins there, made with another tokenizer than the one asked for, or ids it doesn't have.
+    """
+    if not cfg.path or not isinstance(cfg.path, str):
+        raise UserError("data=bins needs data.path=<folder>: one that lmtrain prepared, or with train.bin and val.bin")
+    if is_address(cfg.path):
+        raise UserError(f"data.path={cfg.path}: bins are read from a disk: copy the folder to one and name it there")
+    folder = Path(cfg.path).expanduser()
+    train = bins.open_bins(folder, "train")
+    if train.meta is not None:
+        if any(shard.mask is not None for shard in train.shards):
+            raise UserError(f"{folder} holds examples with a loss mask, and data=bins reads text: name bins of text")
+        tokenizer = tokenizers.load_folder(folder / "tokenizer")
+        known = (tokenizers.tokenizer_hash(tokenizer), tokenizers.plain_text_hash(tokenizer))
+        bins.check_tokenizer(train.meta["tokenizer_hash"], known, folder, f"{folder}/tokenizer")
+        _check_asked(train.meta, tokenizer, tokenizer_cfg, folder)
+        return folder, train.meta, tokenizer
+    return _open_plain(cfg, tokenizer_cfg, folder, train, say)
+
+
+def _check_asked(meta: bins.Meta, own: PreTrainedTokenizerFast, cfg: TokenizerConfig, folder: Path) -> None:
+    """A tokenizer asked for by name must be the bins' own; one that would be made from a corpus is not made again."""
+    if cfg.kind in ("bpe", "char"):
+        return
+    named = tokenizers.identity(cfg)
+    made_with = meta["key"].get("made_with", meta["key"].get("tokenizer"))  # the second in folders made earlier
+    if cfg.kind == "hub" and named.unreachable and made_with == named.settings:
+        return
+    asked = tokenizers.tokenizer_hash(tokenizers.load_or_train(cfg, lambda _: iter(()), named))
+    bins.check_tokenizer(tokenizers.tokenizer_hash(own), (asked,), folder, f"tokenizer {named.label}")
+
+
+def _open_plain(
+    cfg: DataConfig, tokenizer_cfg: TokenizerConfig, folder: Path, train: bins.SplitBins, say: Callable[[str], None]
+) -> tuple[Path, bins.Meta, PreTrainedTokenizerFast]:
+    """nanoGPT's layout. Its meta.pkl is never read: a pickle can run any code."""
+    splits = {"train": train}
+    if bins.has_split(folder, "val"):
+        splits["val"] = bins.open_bins(folder, "val")
+    facts = Facts(cfg.cache_dir)
+    largest = max(
+        facts.of(s.shards[0].path, "largest_token", lambda s=s: bins.largest_token(s))  # type: ignore[misc]
+        for s in splits.values()
+    )
+    tokenizer = _plain_tokenizer(tokenizer_cfg, folder, largest, say)
+    meta = new_meta(tokenizer, {}) | {"dtype": train.dtype}
+    for name, split in splits.items():
+        file: bins.ShardMeta = {"file": split.shards[0].path.name, "tokens": split.tokens, "documents": 0}
+        meta["splits"][name] = {"tokens": split.tokens, "documents": None, "bytes": None, "shards": [file]}
+    return folder, meta, tokenizer
+
+
+def _plain_tokenizer(
+    cfg: TokenizerConfig, folder: Path, largest: int, say: Callable[[str], None]
+) -> PreTrainedTokenizerFast:
+    """The tokenizer asked for, where it can be had without a corpus; else one that writes ids as numbers."""
+    reason = f"tokenizer.kind={cfg.kind} can't be made without the text"
+    tokenizer: PreTrainedTokenizerFast | None = None
+    if (folder / "tokenizer").is_dir():
+        tokenizer, name = tokenizers.load_folder(folder / "tokenizer"), f"{folder}/tokenizer"
+    elif cfg.kind in ("hub", "bytes"):
+        named: Identity = tokenizers.identity(cfg)
+        name = named.label
+        try:
+            tokenizer = tokenizers.load_or_train(cfg, lambda _: iter(()), named)
+        except UserError as error:
+            if not named.unreachable:
+                raise
+            reason = str(error)
+    if tokenizer is None:
+        say(f"{folder} comes without a tokenizer ({reason}): samples will show token ids as numbers")
+        return tokenizers.numbers(largest + 1)
+    if largest >= tokenizers.vocab_size(tokenizer):
+        raise UserError(
+            f"the bins in {folder} hold token id {largest}, but tokenizer {name} has only "
+            f"{tokenizers.vocab_size(tokenizer)} ids: they were made with another one; set tokenizer=... to that one"
+        )
+    return tokenizer

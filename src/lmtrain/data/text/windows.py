@@ -1,12 +1,13 @@
-"""Rows of token bins: window i of `seq_len` tokens with its labels, and the document borders inside it."""
+"""Rows of token bins: window i of `seq_len` tokens with its labels, and where documents begin in a micro-batch."""
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from lmtrain.data.borders import documents_at
 from lmtrain.data.mixing import Mixture
 from lmtrain.data.order import mix64
-from lmtrain.data.text.bins import Shard
+from lmtrain.data.store.bins import Shard
 from lmtrain.data.text.fim import FillInTheMiddle
 from lmtrain.errors import UserError
 
@@ -22,12 +23,7 @@ class Windows:
     """
 
     def __init__(self, shards: list[Shard], seq_len: int, *, seed: int | None, isolate_documents: bool) -> None:
-        self.shards, self.seq_len, self.seed, self.isolate_documents = (
-            shards,
-            seq_len,
-            seed,
-            isolate_documents,
-        )
+        self.shards, self.seq_len, self.seed, self.isolate_documents = (shards, seq_len, seed, isolate_documents)
         self.mixture: Mixture | None = None  # where the shards are of several sources: which rows make up a step
         self.fim: FillInTheMiddle | None = None  # rearranges documents as they are read
         counts = [self._windows_in(s.tokens) for s in shards]
@@ -130,3 +126,31 @@ def _isolate(labels: torch.Tensor, ends: list[np.ndarray]) -> dict[str, torch.Te
         labels[b, torch.from_numpy(borders - 1)] = IGNORE  # the target there is another document's first token
         starts.append(b * seq_len + np.concatenate([[0], borders[borders < seq_len]]))
     return documents_at(np.concatenate(starts), rows, seq_len)
+
+
+def documents_at(starts: Sequence[int] | np.ndarray, rows: int, length: int) -> dict[str, torch.Tensor]:
+    """position_ids [rows, length] and cu_seqlens from the starts of documents, ascending, the first 0."""
+    borders = np.array([*starts, rows * length], dtype=np.int32)
+    positions = np.arange(rows * length) - np.repeat(borders[:-1], np.diff(borders))
+    return {
+        "position_ids": torch.from_numpy(positions.astype(np.int64)).view(rows, length),
+        "cu_seqlens": torch.from_numpy(borders),
+    }
+
+
+def cut_rows(batch: dict[str, torch.Tensor], length: int) -> dict[str, torch.Tensor]:
+    """A micro-batch of `Windows` with each row cut into rows of `length` tokens, in their order.
+
+    Args:
+        batch: of [B, T] tokens; `length` divides T.
+
+    Returns:
+        The same of [B * T / length, length]: the last token of a shorter row still has its label, the token after it.
+        Where there are document borders, the beginning of each row is one.
+    """
+    cut = {name: batch[name].reshape(-1, length) for name in ("input_ids", "labels")}
+    if "cu_seqlens" not in batch:
+        return cut
+    tokens = batch["input_ids"].numel()
+    starts = np.union1d(batch["cu_seqlens"][:-1].numpy(), np.arange(0, tokens, length))
+    return cut | documents_at(starts, tokens // length, length)

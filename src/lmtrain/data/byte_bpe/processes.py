@@ -1,21 +1,68 @@
-"""Byte-level BPEs in processes of their own: in threads of one process most operations would wait for each other.
+"""Processes that do work for this one over their standard input and output, and byte-level BPEs in them.
 
-Such a process reads a tokenizer's JSON, then lists of texts, and writes their token ids.
+A process that reads finds the end of its input when the one that started it is gone, however that ended. Ctrl-C, which
+a terminal sends to both, is left to the one that started it. ByteBPEs run in processes since in threads of one process
+most operations would wait for each other: each reads a tokenizer's JSON, then lists of texts, and writes their ids.
 """
 
 import contextlib
+import os
+import signal
+import struct
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from types import TracebackType
 from typing import IO
 
 import numpy as np
 from tokenizers import Tokenizer
 
-from lmtrain.data import child
-from lmtrain.data.text.byte_bpe import ByteBPE
+from lmtrain.data.byte_bpe.encoder import ByteBPE
 from lmtrain.errors import RunError
+
+_LENGTH = struct.Struct("<Q")
+
+
+def start(module: str, *arguments: str) -> subprocess.Popen[bytes]:
+    """`python -m module arguments`, with pipes to its standard input and from its standard output."""
+    package = str(Path(__file__).resolve().parents[3])
+    path = os.pathsep.join(p for p in (package, os.environ.get("PYTHONPATH")) if p)
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+
+
+def ignore_interrupts() -> None:
+    """In the process itself."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def why(code: int, lower: str) -> str:
+    """How such a process ended. lower: the option that makes it need less memory."""
+    memory = f": out of memory, most likely; lower {lower}" if code == -signal.SIGKILL else ""
+    return f"ended with exit code {code}{memory}"
+
+
+def send(pipe: IO[bytes], raw: bytes) -> None:
+    """Writes its length in bytes (8 bytes, little endian), then the bytes."""
+    pipe.write(_LENGTH.pack(len(raw)))
+    pipe.write(raw)
+    pipe.flush()
+
+
+def receive(pipe: IO[bytes]) -> bytes | None:
+    """What `send` wrote; None at the end of the pipe."""
+    header = pipe.read(_LENGTH.size)
+    if len(header) < _LENGTH.size:
+        return None
+    length = _LENGTH.unpack(header)[0]
+    raw = pipe.read(length)
+    return raw if len(raw) == length else None
 
 
 class EncodeProcesses:
@@ -53,13 +100,13 @@ class EncodeProcesses:
             _send_all(_open(process.stdin), [text.encode() for text in texts])
             if (found := _receive_all(_open(process.stdout))) is not None:
                 return [np.frombuffer(raw, dtype=np.uint32) for raw in found]
-        raise RunError(f"a process that tokenizes text {child.why(process.wait(), 'data.num_proc')}")
+        raise RunError(f"a process that tokenizes text {why(process.wait(), 'data.num_proc')}")
 
     def _process(self) -> subprocess.Popen[bytes]:
         if not hasattr(self._mine, "process"):
-            self._mine.process = child.start(__name__)
+            self._mine.process = start(__name__)
             self._all.append(self._mine.process)
-            child.send(_open(self._mine.process.stdin), self._backend.to_str().encode())
+            send(_open(self._mine.process.stdin), self._backend.to_str().encode())
         process: subprocess.Popen[bytes] = self._mine.process
         return process
 
@@ -70,13 +117,13 @@ def _open(pipe: IO[bytes] | None) -> IO[bytes]:
 
 
 def _send_all(pipe: IO[bytes], parts: list[bytes]) -> None:
-    child.send(pipe, np.array([len(part) for part in parts], dtype=np.int64).tobytes())
-    child.send(pipe, b"".join(parts))
+    send(pipe, np.array([len(part) for part in parts], dtype=np.int64).tobytes())
+    send(pipe, b"".join(parts))
 
 
 def _receive_all(pipe: IO[bytes]) -> list[memoryview] | None:
     """None at the end of the pipe."""
-    lengths, raw = child.receive(pipe), child.receive(pipe)
+    lengths, raw = receive(pipe), receive(pipe)
     if lengths is None or raw is None:
         return None
     ends = np.cumsum(np.frombuffer(lengths, dtype=np.int64)).tolist()
@@ -86,8 +133,8 @@ def _receive_all(pipe: IO[bytes]) -> list[memoryview] | None:
 
 def main() -> None:
     """The process itself; its input ends where the one that started it has no more texts, or is gone."""
-    child.ignore_interrupts()
-    settings = child.receive(sys.stdin.buffer)
+    ignore_interrupts()
+    settings = receive(sys.stdin.buffer)
     if settings is None:
         return
     backend = Tokenizer.from_str(settings.decode())

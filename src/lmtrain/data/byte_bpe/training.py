@@ -14,7 +14,7 @@ from typing import IO
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from lmtrain.data import child
+from lmtrain.data.byte_bpe import processes
 from lmtrain.distributed.ranks import end_with_parent
 from lmtrain.errors import RunError
 
@@ -28,7 +28,7 @@ def train(text: Iterator[str], vocab_size: int, min_frequency: int, end_of_text:
         RunError: the process that trains it was ended by something else, such as a lack of memory.
     """
     asked = json.dumps({"vocab_size": vocab_size, "min_frequency": min_frequency, "end_of_text": end_of_text})
-    process = child.start("lmtrain.data.bpe", asked, str(os.getpid()))
+    process = processes.start("lmtrain.data.byte_bpe.training", asked, str(os.getpid()))
     assert process.stdin is not None
     assert process.stdout is not None
     try:
@@ -44,7 +44,7 @@ def train(text: Iterator[str], vocab_size: int, min_frequency: int, end_of_text:
         process.stdout.close()
         code = process.wait()
     if code != 0:
-        raise RunError(f"the process that trained the tokenizer {child.why(code, 'tokenizer.train_characters')}")
+        raise RunError(f"the process that trained the tokenizer {processes.why(code, 'tokenizer.train_characters')}")
     return Tokenizer.from_str(trained.decode())
 
 
@@ -65,18 +65,18 @@ def _train(text: Iterator[str], vocab_size: int, min_frequency: int, end_of_text
 
 def _write(text: Iterator[str], pipe: IO[bytes]) -> None:
     for part in text:
-        child.send(pipe, part.encode())
+        processes.send(pipe, part.encode())
     pipe.close()
 
 
 def _read(pipe: IO[bytes]) -> Iterator[str]:
-    while (raw := child.receive(pipe)) is not None:
+    while (raw := processes.receive(pipe)) is not None:
         yield raw.decode()
 
 
 def main(asked: str, parent: int) -> None:
     """The process itself. Ctrl-C, which a terminal sends to it too, is left to the one that started it."""
-    child.ignore_interrupts()
+    processes.ignore_interrupts()
     end_with_parent(parent, signal.SIGKILL)
     trained = _train(_read(sys.stdin.buffer), **json.loads(asked))
     sys.stdout.buffer.write(trained.to_str().encode())

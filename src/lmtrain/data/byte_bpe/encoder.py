@@ -1,8 +1,8 @@
 """Byte-level BPE tokenizers over arrays: the ids of the tokenizers library, several times as fast.
 
 Such a tokenizer cuts a text into words by a regular expression and then tokenizes each word by itself. Here the words
-are found by array operations (words.py) and looked up in a table (word_table.py). Those that are not in it are merged
-together (merges.py) and added; words too long for the table the library tokenizes.
+are found by array operations (words.py) and looked up in a table (tables.py). Those that are not in it are merged
+together and added; words too long for the table the library tokenizes.
 
 Python and the library may sort a character differently (they carry tables of different versions of Unicode), so each
 character is tried in both, beside others, before the first text that has it is encoded here.
@@ -15,9 +15,17 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from lmtrain.data.text import words
-from lmtrain.data.text.merges import LETTERS, Merges, is_plain, token_bytes
-from lmtrain.data.text.word_table import LONGEST, WordTable, key_bytes, word_keys
+from lmtrain.data.byte_bpe import words
+from lmtrain.data.byte_bpe.tables import (
+    LETTERS,
+    LONGEST,
+    Merges,
+    WordTable,
+    is_plain,
+    key_bytes,
+    token_bytes,
+    word_keys,
+)
 
 _PROBES = ("{0}", "{0}{0}", "a{0}a", "1{0}1", " {0} ", ".{0}.", "'{0}", "\n{0}\n", "  {0}")
 _END = "\0"  # between texts

@@ -3,12 +3,12 @@
 import os
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import numpy as np
 
-from lmtrain.data.text.bins import ShardMeta, SplitMeta
-from lmtrain.data.text.shards import END_BYTES
+from lmtrain.data.store.bins import ShardMeta, SplitMeta
+from lmtrain.data.store.shards import END_BYTES
 
 _CHUNK = 1 << 20  # bytes
 
@@ -149,15 +149,13 @@ class BinWriter:
     def close(self) -> SplitMeta:
         """Finishes the last shard, synced to disk; returns the counts for meta.json."""
         self._finish_shard()
-        return {
-            "tokens": self.tokens,
-            "documents": self.documents,
-            "bytes": self.bytes,
-            "shards": self.shards,
-        }
+        return {"tokens": self.tokens, "documents": self.documents, "bytes": self.bytes, "shards": self.shards}
 
-    def abort(self) -> None:
-        """Closes the open files without finishing them."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Closes files that are still open, unfinished."""
         for stream in self._open.streams.values() if self._open is not None else ():
             stream.file.close()
         self._open = None

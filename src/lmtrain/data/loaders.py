@@ -1,0 +1,203 @@
+"""Datasets whose items are whole optimizer steps (training) or micro-batches (validation), and their workers."""
+
+import resource
+import signal
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset, Sampler
+
+from lmtrain.config.batch import Stages
+from lmtrain.data import order
+from lmtrain.data.mixing import Mixture
+from lmtrain.data.order import MicroBatch, Rows
+from lmtrain.data.text.windows import cut_rows
+from lmtrain.distributed.ranks import end_with_parent
+from lmtrain.distributed.stop_signals import SIGNALS
+from lmtrain.errors import UserError
+
+
+def rows_of_step(rows: Rows, step: int, *, sizes: Stages, seed: int, max_epochs: int | None = None) -> np.ndarray:
+    """The (epoch, row) pairs of a step, int64 [n, 2]: see `order.stream_rows`; `sizes`: the rows of each step."""
+    mixture: Mixture | None = getattr(rows, "mixture", None)
+    if mixture is not None:
+        return mixture.step_rows(step, seed=seed, max_epochs=max_epochs)
+    first, stop = sizes.before(step), sizes.before(step + 1)
+    return order.stream_rows(first, stop, rows=len(rows), seed=seed, max_epochs=max_epochs)
+
+
+class ChosenRows:
+    """Some of the rows, `chosen` int64 [n], the same in every epoch."""
+
+    def __init__(self, rows: Rows, chosen: np.ndarray) -> None:
+        self.rows, self.chosen = rows, chosen
+        self.coupled = getattr(rows, "coupled", False)
+        if hasattr(rows, "lengths"):
+            self.lengths = rows.lengths[chosen]
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def read(self, rows: np.ndarray) -> MicroBatch:
+        return self.rows.read(np.concatenate([np.zeros_like(rows[:, :1]), self.chosen[rows[:, 1:]]], axis=1))
+
+    def empty(self) -> MicroBatch:
+        return self.rows.empty()
+
+
+class FirstRows(ChosenRows):
+    """The first `count` of some rows: few enough to be learned by heart."""
+
+    def __init__(self, rows: Rows, count: int) -> None:
+        super().__init__(rows, np.arange(min(count, len(rows))))
+
+
+class SpreadRows(ChosenRows):
+    """`count` of some rows, evenly spread over them."""
+
+    def __init__(self, rows: Rows, count: int) -> None:
+        count = min(count, len(rows))
+        super().__init__(rows, np.arange(count) * len(rows) // max(1, count))
+
+
+def coupled(rows: Rows, chosen: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """(epoch, row, other row), int64 [n, 3], where the rows are `coupled`; else `chosen`, (epoch, row), as they are."""
+    return np.column_stack([chosen, others]) if getattr(rows, "coupled", False) else chosen
+
+
+def validation_places(index: int, micro_batch_size: int, rank: int, world_size: int) -> np.ndarray:
+    """Which of the rows that are validated, counted from 0, are in a rank's `index`-th micro-batch; the last ones may
+    have fewer."""
+    span = micro_batch_size * world_size
+    return np.arange(index * span, (index + 1) * span)[rank::world_size]
+
+
+class StepDataset(Dataset):
+    """Item s is this rank's share of optimizer step s: {"step": s, "rows": hash, "micro_batches": [...]}.
+
+    `rows` is a checksum of the (epoch, row) pairs of the whole step, all ranks: equal when the same data was seen.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        *,
+        seed: int,
+        sizes: Stages,
+        micro_batch_size: int,
+        max_epochs: int | None,
+        rank: int,
+        world_size: int,
+        lengths: Stages | None = None,
+    ) -> None:
+        """
+        Args:
+            sizes: rows of each step.
+            lengths: tokens of a row in each step, into which rows of text are cut; None leaves them whole.
+        """
+        self.rows, self.seed, self.max_epochs = rows, seed, max_epochs
+        self.sizes, self.micro_batch_size, self.lengths = sizes, micro_batch_size, lengths
+        self.rank, self.world_size = rank, world_size
+
+    def row_ids(self, step: int) -> np.ndarray:
+        """(epoch, row) pairs of the whole step, all ranks: int64 [n, 2]."""
+        return rows_of_step(self.rows, step, sizes=self.sizes, seed=self.seed, max_epochs=self.max_epochs)
+
+    def by_length(self, chosen: np.ndarray) -> np.ndarray:
+        """A step's rows with near lengths together: its gradient is the same sum, and little of it is padding."""
+        lengths = getattr(self.rows, "lengths", None)
+        return chosen if lengths is None else chosen[np.argsort(-lengths[chosen[:, 1]], kind="stable")]
+
+    def shares(self, step: int) -> list[np.ndarray]:
+        """This rank's micro-batches of a step, as what `Rows.read` takes; some may be empty."""
+        chosen = self.row_ids(step)
+        # A last step of one row has no other: it takes that of the step before.
+        if len(chosen) == 1 and step > 0:
+            others = self.row_ids(step - 1)[-1:, 1]
+        else:
+            others = np.roll(chosen[:, 1], 1)
+        chosen = self.by_length(coupled(self.rows, chosen, others))
+        return order.rank_share(chosen, self.rank, self.world_size, self.micro_batch_size)
+
+    def __getitem__(self, step: int) -> dict[str, Any]:
+        chosen, shares = self.row_ids(step), self.shares(step)
+        micro_batches = [self.rows.read(share) if len(share) else self.rows.empty() for share in shares]
+        if self.lengths is not None:
+            micro_batches = [cut_rows(micro_batch, self.lengths.at(step)) for micro_batch in micro_batches]
+        return {"step": step, "rows": f"{zlib.crc32(chosen.tobytes()):08x}", "micro_batches": micro_batches}
+
+
+class StepSampler(Sampler[int]):
+    """Steps start .. total - 1. It reports the length `total`: Lightning counts a resumed run's batches from zero."""
+
+    def __init__(self, start: int, total: int) -> None:
+        self.start, self.total = start, total
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.start, self.total))
+
+    def __len__(self) -> int:
+        return self.total
+
+
+def seen_rows(rows: Rows, micro_batch_size: int, limit: int | None) -> int:
+    """How many of the validation rows are seen."""
+    return len(rows) if limit is None else min(len(rows), limit * micro_batch_size)
+
+
+class ValidationDataset(Dataset):
+    """Item i is this rank's i-th micro-batch of the validation rows, each row once over all ranks.
+
+    `limit` counts micro-batches of one device: how many rows are seen does not depend on the number of ranks. They are
+    spread evenly over the split, the same at every validation.
+    """
+
+    def __init__(self, rows: Rows, *, micro_batch_size: int, limit: int | None, rank: int, world_size: int) -> None:
+        self.rows, self.rank, self.world_size = rows, rank, world_size
+        self.micro_batch_size = micro_batch_size
+        self.total = seen_rows(rows, micro_batch_size, limit)
+        self.batches = -(-self.total // (micro_batch_size * world_size))
+
+    def __len__(self) -> int:
+        return self.batches
+
+    def share(self, index: int) -> np.ndarray:
+        """A micro-batch of this rank, as what `Rows.read` takes; of the last ones some may be empty."""
+        places = validation_places(index, self.micro_batch_size, self.rank, self.world_size)
+        places = places[places < self.total]
+        rows, others = (at % self.total * len(self.rows) // self.total for at in (places, places - 1))
+        return coupled(self.rows, np.stack([np.zeros_like(rows), rows], axis=1), others)
+
+    def __getitem__(self, index: int) -> MicroBatch:
+        share = self.share(index)
+        return self.rows.read(share) if len(share) else self.rows.empty()
+
+
+def check_descriptors(workers: int) -> None:
+    """UserError where this process may not open as many files as loader workers take: they would wait for ever.
+
+    The limit is raised as far as the system lets it be.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = 64 + 16 * workers  # pipes and locks of each, and the tensors that are on their way
+    if not workers or soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard == resource.RLIM_INFINITY or hard >= needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+        return
+    raise UserError(
+        f"data.num_workers={workers} needs about {needed} open files, and this shell allows {hard} (ulimit -n): raise "
+        f"that limit, or set data.num_workers={max(0, (hard - 64) // 16)}"
+    )
+
+
+def start_worker(trains: int, _worker: int) -> None:
+    """Workers leave the signals that stop a run to the process `trains`, which saves first, and end with it.
+
+    Torch's own watch misses a parent that died before the worker had begun: such workers would stay for ever.
+    """
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    end_with_parent(trains, signal.SIGKILL)

@@ -1,0 +1,157 @@
+"""What takes long and is kept: folders that are complete or absent, and numbers of rows, computed part by part.
+
+A folder is made by one process under a temporary name, while others wait for it. Numbers are kept part by part, so that
+what was interrupted goes on.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+
+import numpy as np
+from filelock import FileLock, Timeout
+
+from lmtrain.data.store.progress import RowProgress
+from lmtrain.errors import UserError
+from lmtrain.files import fsync
+
+PART = 512  # rows whose numbers are kept together
+
+
+def build_once(
+    target: Path, is_complete: Callable[[Path], bool], build: Callable[[Path], None], say: Callable[[str], None]
+) -> None:
+    """Makes the folder `target` by build(temporary folder), unless it is complete already.
+
+    The temporary folder lies beside the target and is renamed when everything in it is on disk, so a writer killed at
+    any moment leaves nothing that looks complete. Writers exclude one another by a lock that dies with its process;
+    temporary folders that nobody holds the lock of are swept.
+    """
+    locks = target.parent / ".locks"
+    try:
+        locks.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(locks / f"{target.name}.lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            if "RANK" not in os.environ:  # ranks of one run wait for each other, which is nobody's news
+                say(f"another process is preparing {target}; waiting for it")
+            lock.acquire()
+    except OSError as error:
+        raise UserError(f"data.cache_dir={target.parent} can't be written: {error.strerror}; set another") from None
+    try:
+        if is_complete(target):
+            return
+        temporary = target.with_name(f"{target.name}.tmp")
+        shutil.rmtree(temporary, ignore_errors=True)  # of a writer that died: nobody else holds our lock
+        shutil.rmtree(target, ignore_errors=True)
+        sweep(target.parent, besides=temporary)
+        with _ends_after_sigterm():
+            try:
+                temporary.mkdir()
+                build(temporary)
+                sync_tree(temporary)
+                os.rename(temporary, target)
+                fsync(target.parent)
+            except BaseException:  # Ctrl-C too
+                shutil.rmtree(temporary, ignore_errors=True)
+                raise
+    finally:
+        lock.release()
+
+
+class _Terminated(BaseException):
+    """SIGTERM came."""
+
+
+@contextlib.contextmanager
+def _ends_after_sigterm() -> Iterator[None]:
+    """A SIGTERM ends the process as it would have, once what is in the `with` has cleaned up."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:  # somebody else's to decide
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise _Terminated
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    except _Terminated:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def sweep(folder: Path, besides: Path) -> None:
+    """Removes temporary folders, besides one, whose writers are gone."""
+    for leftover in folder.glob("*.tmp"):
+        if leftover == besides or not leftover.is_dir():
+            continue
+        lock = FileLock(folder / ".locks" / f"{leftover.name.removesuffix('.tmp')}.lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            continue
+        shutil.rmtree(leftover, ignore_errors=True)
+        lock.release()
+
+
+def sync_tree(folder: Path) -> None:
+    """Forces every file and folder in `folder` to disk."""
+    for path in [*folder.rglob("*"), folder]:
+        fsync(path)
+
+
+def parts_of(folder: Path) -> Path:
+    """Where the parts lie while what `folder` will hold is computed."""
+    return folder.with_name(f"{folder.name}.parts")
+
+
+def compute_in_parts(
+    parts: Path, rows: np.ndarray, numbers: Callable[[np.ndarray], np.ndarray], progress: RowProgress
+) -> np.ndarray:
+    """`numbers` of all rows, [n, ...], those of whole parts from `parts` where an earlier call was interrupted.
+
+    Args:
+        rows: int64 [n]; the same in every call with this folder.
+        numbers: of some of them, in their order.
+
+    Raises:
+        UserError: a part can't be read.
+    """
+    parts.mkdir(parents=True, exist_ok=True)
+    found = []
+    for number, start in enumerate(range(0, len(rows), PART)):
+        some = rows[start : start + PART]
+        path = parts / f"{number:08d}.npy"
+        if not path.exists():
+            _save(path, numbers(some))
+        found.append(load_numbers(path))
+        progress.advance(len(some), 0)
+    progress.finish()
+    return np.concatenate(found)
+
+
+def load_numbers(path: Path) -> np.ndarray:
+    """UserError where it can't be read."""
+    try:
+        return np.asarray(np.load(path))
+    except (OSError, ValueError, EOFError) as error:
+        raise UserError(f"{path} can't be read ({error}): delete {path.parent}, and it is computed again") from None
+
+
+def _save(path: Path, numbers: np.ndarray) -> None:
+    """Whole or not at all."""
+    temporary = path.with_suffix(".tmp.npy")
+    np.save(temporary, numbers)
+    fsync(temporary)
+    temporary.replace(path)
+    fsync(path.parent)

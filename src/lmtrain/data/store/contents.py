@@ -1,0 +1,195 @@
+"""SHA-256 of files: computed while prepared data is written, compared at every start, remembered for large files.
+
+What was found out about a large file is kept beside its size, times and inode (`Facts`): terabytes are read whole once,
+not at every start. Files that changed since are read again, and must hold what was recorded when they were prepared.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from lmtrain.errors import UserError
+
+REMEMBER_FROM = 1 << 24  # bytes; smaller files are hashed again, in milliseconds
+Version = list[int]
+WHOLE = "sha256:"  # what fingerprints begin with; earlier versions' had no such prefix
+_CHUNK = 1 << 20  # bytes
+_SAY_FROM = 1 << 30  # bytes: reading them takes seconds
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+class Facts:
+    """What was found out about large files, kept in <cache_dir>/files.json and forgotten when a file changes."""
+
+    def __init__(self, cache_dir: str | Path | None) -> None:
+        self.store = None if cache_dir is None else Path(cache_dir).expanduser() / "files.json"
+
+    def digest(self, paths: list[Path]) -> str:
+        """sha256 over the files' contents, in order; their names don't matter."""
+        whole = hashlib.sha256()
+        for path in paths:
+            try:
+                whole.update(str(self.of(path, "sha256", lambda p=path: _sha256(p))).encode())  # type: ignore[misc]
+            except OSError as error:
+                raise UserError(f"{path} can't be read: {error.strerror}") from None
+        return whole.hexdigest()
+
+    def of(self, path: Path, name: str, find: Callable[[], Any]) -> Any:
+        """The fact called `name` about a file: remembered, or found by `find()`."""
+        if self.store is None or path.stat().st_size < REMEMBER_FROM:
+            return find()
+        version = version_of(path)
+        known = self.recall([path], name)
+        if path not in known:
+            known[path] = find()
+            self.remember(name, {path: (version, known[path])})
+        return known[path]
+
+    def recall(self, paths: list[Path], name: str) -> dict[Path, Any]:
+        """The fact called `name` about those of the files that have not changed since it was found out."""
+        known = self._load()
+        entries = {path: known.get(str(path.resolve()), {}) for path in paths}
+        return {p: e[name] for p, e in entries.items() if name in e and e["version"] == version_of(p)}
+
+    def remember(self, name: str, found: dict[Path, tuple[Version, Any]]) -> bool:
+        """Keeps the fact called `name` about files of these versions; False where it can't be written."""
+        known = self._load()
+        for path, (version, fact) in found.items():
+            entry = known.get(str(path.resolve()), {})
+            others = entry if entry.get("version") == version else {"version": version}
+            known[str(path.resolve())] = {**others, name: fact}
+        return self._save(known)
+
+    @contextlib.contextmanager
+    def one_process(self) -> Iterator[None]:
+        """One process at a time finds out what takes long; the others wait, and recall it."""
+        assert self.store is not None
+        try:
+            self.store.parent.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(self.store.with_suffix(".lock"))
+            lock.acquire()
+        except OSError:  # a cache that can't be written: each finds out for itself
+            yield
+            return
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def _load(self) -> dict[str, Any]:
+        try:
+            return {} if self.store is None else dict(json.loads(self.store.read_text()))
+        except (OSError, ValueError):
+            return {}
+
+    def _save(self, known: dict[str, Any]) -> bool:
+        if self.store is None:
+            return False
+        temporary = self.store.with_name(f"{self.store.name}.{os.getpid()}.tmp")
+        try:
+            self.store.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(json.dumps(known))
+            os.replace(temporary, self.store)
+            return True
+        except OSError:  # only a shortcut is lost
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            return False
+
+
+def version_of(path: Path) -> Version:
+    """Size, times and inode. The change time can't be set back, so an edit that keeps size and date is noticed too."""
+    stat = path.stat()
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+
+
+def fingerprint(parts: list[Any]) -> str:
+    """One name for everything in `parts`, plain values such as counts and hashes of files."""
+    return WHOLE + hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def check(
+    folder: Path, recorded: dict[str, str | None], cache_dir: str | Path, say: Callable[[str], None]
+) -> dict[str, str]:
+    """The sha256 of each file of a prepared folder, by name.
+
+    Args:
+        recorded: the files, each with the sha256 that was recorded when it was written; None where none was.
+
+    Raises:
+        UserError: a file is missing, or holds something else than what was written.
+    """
+    try:
+        found = _hashes([folder / name for name in recorded], Facts(cache_dir), say)
+    except OSError as error:
+        raise UserError(
+            f"{error.filename} can't be read: {error.strerror}; delete {folder} and prepare the data again"
+        ) from None
+    for name, written in recorded.items():
+        now = found[folder / name]
+        if written is not None and now != written:
+            raise UserError(
+                f"{folder / name} was changed after it was prepared: it was written with sha256 {written[:16]}..., and "
+                f"has {now[:16]}... now. Put the file back, or delete {folder} and prepare the data again"
+            )
+    return {path.name: now for path, now in found.items()}
+
+
+def remember(folder: Path, written: dict[str, str], cache_dir: str | Path) -> None:
+    """Takes note of the sha256 of files that were written just now: they needn't be read to know it."""
+    versions = {name: version_of(folder / name) for name in written}
+    if sum(size for size, *_ in versions.values()) >= REMEMBER_FROM:
+        Facts(cache_dir).remember("sha256", {folder / name: (versions[name], h) for name, h in written.items()})
+
+
+def _hashes(paths: list[Path], facts: Facts, say: Callable[[str], None]) -> dict[Path, str]:
+    if sum(path.stat().st_size for path in paths) < REMEMBER_FROM:
+        return {path: _sha256(path) for path in paths}
+    known = facts.recall(paths, "sha256")
+    if len(known) < len(paths):
+        with facts.one_process():
+            known = facts.recall(paths, "sha256")
+            known |= _read_all([path for path in paths if path not in known], facts, say)
+    return {path: known[path] for path in paths}
+
+
+def _read_all(paths: list[Path], facts: Facts, say: Callable[[str], None]) -> dict[Path, str]:
+    """sha256 of files of any size; what is found is remembered, also where the reading is interrupted later."""
+    total = sum(path.stat().st_size for path in paths)
+    if total >= _SAY_FROM:
+        say(f"reading {total / 1e9:,.1f} GB of token data to know it again: once, until the files change")
+    done, shown = 0, time.monotonic()
+
+    def advance(size: int) -> None:
+        nonlocal done, shown
+        done += size
+        if time.monotonic() - shown >= _SECONDS_BETWEEN_LINES:
+            shown = time.monotonic()
+            say(f"read {done / 1e9:,.1f} of {total / 1e9:,.1f} GB")
+
+    found: dict[Path, Any] = {}
+    try:
+        for path in paths:
+            version = version_of(path)  # before it is read: an edit meanwhile is noticed at the next start
+            found[path] = (version, _sha256(path, advance))
+    finally:
+        kept = facts.remember("sha256", found)
+    if total >= _SAY_FROM and not kept:
+        say(f"{facts.store} can't be written: the files are read again at the next start; set data.cache_dir")
+    return {path: digest for path, (_, digest) in found.items()}
+
+
+def _sha256(path: Path, advance: Callable[[int], None] = lambda _: None) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+            advance(len(chunk))
+    return digest.hexdigest()

@@ -1,0 +1,156 @@
+"""A folder of prepared tokens, of text or of examples: filled once, found again by its key, opened and checked.
+
+The key is computed from every setting that shapes the tokens.
+"""
+
+import functools
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+
+from lmtrain.config.constraints import PREPARED
+from lmtrain.config.keys import values
+from lmtrain.config.schema_data import DataConfig, TokenizerConfig
+from lmtrain.data import tokenizers
+from lmtrain.data.store import bins, contents
+from lmtrain.data.store.cache import build_once
+from lmtrain.data.store.progress import PrepareProgress
+from lmtrain.data.store.writer import dtype_for
+from lmtrain.errors import RunError, disk_full
+from lmtrain.secrets import hashed, shown_in
+
+_LONGEST_LABEL = 200  # a file's name may have 255 bytes, and a lock's and a temporary folder's are longer
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """A folder of bins and its tokenizer; `fingerprint` names the tokens themselves, wherever the folder lies.
+
+    notes: what of the source is not read, a line each.
+    """
+
+    folder: Path
+    meta: bins.Meta
+    tokenizer: PreTrainedTokenizerFast
+    fingerprint: str
+    notes: list[str]
+
+    def bins(self, split: str) -> bins.SplitBins | None:
+        """The split's tokens; None where there is no such split."""
+        return bins.open_bins(self.folder, split) if bins.has_split(self.folder, split) else None
+
+    def earlier_fingerprints(self) -> list[str]:
+        """What checkpoints of earlier versions call the tokens."""
+        return [bins.sampled_fingerprint([bins.open_bins(self.folder, name) for name in self.meta["splits"]])]
+
+
+def settings(section: DataConfig | TokenizerConfig) -> dict[str, Any]:
+    """The keys of the config that shape tokens, but for those that name files: what these hold stands in the key too.
+
+    What is not set is left out, so that a key that comes to the schema makes no new folders by being there.
+    """
+    return {k: v for k, v in values(section, PREPARED, by_content=False).items() if v not in (None, [], {})}
+
+
+def folder_key(data: DataConfig, tokenizer: TokenizerConfig, **contents: Any) -> dict[str, Any]:
+    """The key as it will be read back from JSON.
+
+    Args:
+        contents: what the files, datasets and templates that the config names turned out to hold; a version.
+    """
+    # A secret among them, of a source of the user's own, is not written beside the tokens.
+    key = shown_in({"data": settings(data), "tokenizer": settings(tokenizer), **contents}, hashed)
+    return dict(json.loads(json.dumps(key, sort_keys=True)))
+
+
+def key_hash(key: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+
+
+def folder_of(cfg: DataConfig, label: str, key: dict[str, Any]) -> Path:
+    """Where what has this key is kept, <cache_dir>/<label>-<hash>."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", label)
+    return Path(cfg.cache_dir).expanduser() / f"{name[:_LONGEST_LABEL]}-{key_hash(key)[:12]}"
+
+
+def is_complete(folder: Path) -> bool:
+    return (folder / bins.META).exists()
+
+
+def prepare_folder(
+    target: Path, fill: Callable[[Path], None], notes: list[str], cfg: DataConfig, show: PrepareProgress
+) -> PreparedData:
+    """The folder `target`, made by fill(empty folder), which writes meta.json last, unless it is complete already.
+
+    Safe to call from several processes at once (one fills, the others wait) and to kill at any moment (nothing that
+    looks complete is left, and the next call starts over).
+
+    Raises:
+        UserError: a file is missing, was cut short or changed after it was prepared; the cache can't be written.
+        RunError: the disk is full.
+    """
+    if not is_complete(target):
+        build_once(target, is_complete, functools.partial(_fill_or_explain, fill, show), show.say)
+        written = bins.recorded_hashes(bins.load_meta(target))
+        contents.remember(target, {name: digest for name, digest in written.items() if digest}, cfg.cache_dir)
+    meta = bins.load_meta(target)
+    return open_folder(target, meta, tokenizers.load_folder(target / "tokenizer"), notes, cfg, show)
+
+
+def open_folder(
+    folder: Path,
+    meta: bins.Meta,
+    tokenizer: PreTrainedTokenizerFast,
+    notes: list[str],
+    cfg: DataConfig,
+    show: PrepareProgress,
+) -> PreparedData:
+    """UserError where a file is missing, was cut short or changed after it was prepared."""
+    for name in meta["splits"]:
+        bins.open_bins(folder, name)
+    hashes = contents.check(folder, bins.recorded_hashes(meta), cfg.cache_dir, show.say)
+    return PreparedData(folder, meta, tokenizer, bins.fingerprint(meta, hashes), notes)
+
+
+def new_meta(tokenizer: PreTrainedTokenizerFast, key: dict[str, Any]) -> bins.Meta:
+    """The sidecar of a folder without splits yet."""
+    size = tokenizers.vocab_size(tokenizer)
+    return {
+        "format_version": bins.FORMAT_VERSION,
+        "dtype": dtype_for(size),
+        "vocab_size": size,
+        "tokenizer_hash": tokenizers.tokenizer_hash(tokenizer),
+        "eos_id": tokenizer.eos_token_id,
+        "splits": {},
+        "key": key,
+    }
+
+
+def _fill_or_explain(fill: Callable[[Path], None], show: PrepareProgress, folder: Path) -> None:
+    """Fills a folder; RunError, with what would be needed, where the disk is full."""
+    try:
+        fill(folder)
+    except Exception as error:
+        if disk_full(error):
+            raise RunError(_explain_full(folder, show)) from None
+        raise
+
+
+def _explain_full(folder: Path, show: PrepareProgress) -> str:
+    written = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
+    need = f"more than the {written / 1e6:,.1f} MB written so far"
+    if show.total and show.text_bytes:
+        need = f"about {written * max(1.0, show.total / show.text_bytes) / 1e6:,.1f} MB"
+    free = shutil.disk_usage(folder).free
+    return (
+        f"the disk is full: preparing needs {need} in {folder.parent}, where {free / 1e6:,.1f} MB are left. "
+        f"Free some space, or set data.cache_dir to a folder on another disk; what was written is "
+        f"removed"
+    )

@@ -1,0 +1,265 @@
+"""Rows of a stream: windows of shards that lie in a folder for as long as they are needed, the ring.
+
+A window is to the order of rows what an epoch is to a corpus (order.py): step s takes the rows s * G .. s * G + G - 1,
+window after window, each window's rows permuted by a key of (seed, window). So the order is a pure function of the two,
+and no row is in two windows. A thread (`Producer`) reads the stream ahead of training and writes shards where there is
+room.
+"""
+
+import os
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from lmtrain.config.schema import Config
+from lmtrain.data.store.shards import END_BYTES, Shard, close_files
+from lmtrain.data.stream.head import Head
+from lmtrain.data.stream.source import Place, StreamShard, cut_shards, endless
+from lmtrain.data.text.windows import empty_window, make_batch, read_places
+from lmtrain.errors import ReadError, RunError, UserError, first_line
+
+_POLL_SECONDS = 0.01
+
+
+@dataclass(frozen=True)
+class Ring:
+    """How a stream is cut: shards of so many tokens, windows of so many shards; at most `bytes` of them on disk."""
+
+    bytes: int
+    shard_rows: int
+    window_shards: int
+    seq_len: int
+    global_batch_size: int
+    dtype: str
+    isolate_documents: bool
+
+    @property
+    def shard_tokens(self) -> int:
+        return self.shard_rows * self.seq_len + 1  # and the label of the last
+
+    @property
+    def window_rows(self) -> int:
+        return self.shard_rows * self.window_shards
+
+    def window_of(self, step: int) -> int:
+        """The window in which a step's first row lies."""
+        return step * self.global_batch_size // self.window_rows
+
+    def window_after(self, step: int) -> int:
+        """The window in which a step's last row lies."""
+        return ((step + 1) * self.global_batch_size - 1) // self.window_rows
+
+
+def make_ring(config: Config, dtype: str) -> Ring:
+    """UserError where the ring can't hold the two windows that are read from while one gives way to the next."""
+    d = config.data
+    assert d.ring_bytes is not None
+    assert d.ring_shard_tokens is not None
+    assert d.ring_window is not None
+    shard_rows = (d.ring_shard_tokens - 1) // d.seq_len
+    if shard_rows == 0:
+        raise UserError(
+            f"data.ring_shard_tokens={d.ring_shard_tokens} has no room for one row of data.seq_len={d.seq_len} tokens "
+            f"and the label of its last: set data.ring_shard_tokens={d.seq_len + 1} or more"
+        )
+    ring = Ring(
+        d.ring_bytes, shard_rows, d.ring_window, d.seq_len, d.global_batch_size, dtype, d.isolate_documents
+    )  # fmt: skip
+    needed = 2 * ring.window_shards * ring.shard_tokens * np.dtype(dtype).itemsize
+    if needed > ring.bytes:
+        raise UserError(
+            f"data.ring_bytes={ring.bytes} holds less than two windows, that which is read and the next: they take "
+            f"{needed:,} bytes (2 x data.ring_window={d.ring_window} x data.ring_shard_tokens={d.ring_shard_tokens}, "
+            f"{dtype}). Set data.ring_bytes={needed}, or lower data.ring_window"
+        )
+    # A step and the next lie in two windows; loader workers read two steps ahead each.
+    ahead = max(2, 1 + 2 * d.num_workers) * d.global_batch_size
+    if ahead > ring.window_rows:
+        workers = f" and data.num_workers={d.num_workers}" if d.num_workers else ""
+        raise UserError(
+            f"a window of the ring has {ring.window_rows} rows, and data.global_batch_size={d.global_batch_size}"
+            f"{workers} may need {ahead} at once: raise data.ring_window or data.ring_shard_tokens"
+        )
+    return ring
+
+
+def shard_file(folder: Path, number: int) -> Path:
+    return folder / f"{number:09d}.bin"
+
+
+class StreamRows:
+    """The rows of one window after the other, read by (window, row) pairs as they come to lie in `folder`.
+
+    Reading waits for a shard that isn't there yet. Windows are asked for in order: files of an earlier one are closed.
+    """
+
+    def __init__(self, ring: Ring) -> None:
+        self.ring = ring
+        self.folder: Path | None = None  # of a run that fills it
+        self._window = -1
+        self._shards: dict[int, Shard] = {}
+
+    def __len__(self) -> int:
+        return self.ring.window_rows
+
+    def read(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
+        """A micro-batch from (window, row) pairs [B, 2]: see `make_batch`."""
+        places = []
+        for window, row in rows.tolist():
+            shard, start = divmod(row, self.ring.shard_rows)
+            places.append((self._shard(window, shard), start * self.ring.seq_len))
+        block, ends = read_places(places, self.ring.seq_len, with_ends=self.ring.isolate_documents)
+        return make_batch(block, ends if self.ring.isolate_documents else None)
+
+    def empty(self) -> dict[str, torch.Tensor]:
+        return empty_window(self.ring.seq_len, self.ring.isolate_documents)
+
+    def _shard(self, window: int, number: int) -> Shard:
+        if window > self._window:
+            self._window = window
+            self._shards.clear()
+            close_files()
+        number += window * self.ring.window_shards
+        if number not in self._shards:
+            self._shards[number] = self._open(number)
+        return self._shards[number]
+
+    def _open(self, number: int) -> Shard:
+        if self.folder is None:
+            raise UserError(
+                "only training reads on in a stream (data.ring_bytes): to try its rows set data.ring_bytes=null, "
+                "and of data of the hub data.num_samples=1000"
+            )
+        file = shard_file(self.folder, number)
+        while not file.exists():
+            if not self.folder.exists():
+                raise RunError(f"the stream has ended before shard {number}: {self.folder} is gone")
+            time.sleep(_POLL_SECONDS)
+        docs = file.with_suffix(".docs") if self.ring.isolate_documents else None
+        return Shard(file, self.ring.dtype, self.ring.shard_tokens, docs)
+
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds between attempts to read; doubled each time
+
+
+class Producer:
+    """Shards of a stream in `folder`, from the first of `window`, which begins at `place`, on.
+
+    `error` is what ended it: ReadError where reading failed for `patience` seconds however often it was tried.
+    """
+
+    def __init__(self, head: Head, ring: Ring, folder: Path, window: int, place: Place, patience: float) -> None:
+        self.head, self.ring, self.folder, self.patience = head, ring, folder, patience
+        self.begins = {window: place}  # where windows begin
+        self.error: Exception | None = None
+        self._oldest = window  # the first that is needed
+        self._next = window * ring.window_shards  # the shard to write
+        self._place = place  # where it begins
+        self._bytes: dict[int, int] = {}  # of each shard on disk
+        self._stopped = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="stream", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread, if need be later: in the middle of a download it may take a while."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        self._thread.join(timeout=10)
+
+    def wait_for(self, window: int, seconds: float) -> bool:
+        """Whether all of a window is on disk; waits so long for it, or for an error."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._has(window) or self.error is not None, seconds)
+            return self._has(window)
+
+    def _has(self, window: int) -> bool:
+        return self._next >= (window + 1) * self.ring.window_shards
+
+    def discard_before(self, window: int) -> None:
+        """Removes the shards of earlier windows: all ranks have read them."""
+        if window == self._oldest:
+            return
+        with self._changed:
+            for number in [n for n in self._bytes if n < window * self.ring.window_shards]:
+                file = shard_file(self.folder, number)
+                file.unlink()
+                file.with_suffix(".docs").unlink(missing_ok=True)
+                del self._bytes[number]
+            self.begins = {w: place for w, place in self.begins.items() if w >= window}
+            self._oldest = window
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        failing_since, pause = None, _FIRST_PAUSE
+        while not self._stopped:
+            before = self._next
+            try:
+                self._produce()
+            except ReadError as error:
+                now = time.monotonic()
+                if failing_since is None or self._next > before:
+                    failing_since, pause = now, _FIRST_PAUSE
+                if now - failing_since >= self.patience:
+                    return self._fail(error)
+                with self._changed:
+                    self._changed.wait_for(lambda: self._stopped, pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)
+            except BaseException as error:  # what panics in the Rust of tokenizers is no Exception
+                if not isinstance(error, Exception):
+                    error = RunError(f"the stream can't be tokenized: {type(error).__name__}: {first_line(error)}")
+                return self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        with self._changed:
+            self.error = error
+            self._changed.notify_all()
+
+    def _produce(self) -> None:
+        """Writes shards from `_place` on until it is stopped or can't read."""
+        stream = endless(self.head.source, self.head.encoder, self.head.begin, self._place)
+        for shard in cut_shards(stream, self.ring.shard_tokens):
+            files = self._files(shard)
+            size = sum(len(content) for content in files.values())
+            if not self._wait_for_room(size):
+                return
+            for file, content in files.items():  # the tokens last: then the shard is there
+                temporary = file.with_suffix(".tmp")
+                temporary.write_bytes(content)
+                os.replace(temporary, file)
+            self._written(size, shard.end)
+
+    def _files(self, shard: StreamShard) -> dict[Path, bytes]:
+        file = shard_file(self.folder, self._next)
+        tokens = {file: shard.ids.astype(np.dtype(self.ring.dtype).newbyteorder("<")).tobytes()}
+        if not self.ring.isolate_documents:
+            return tokens
+        return {file.with_suffix(".docs"): shard.document_ends.astype(f"<u{END_BYTES}").tobytes(), **tokens}
+
+    def _wait_for_room(self, size: int) -> bool:
+        """False where it is stopped meanwhile."""
+        with self._changed:
+            while sum(self._bytes.values()) + size > self.ring.bytes and not self._stopped:
+                if self._next < (self._oldest + 2) * self.ring.window_shards:
+                    raise RunError(
+                        f"data.ring_bytes={self.ring.bytes} holds less than two windows with the borders of their "
+                        f"documents (data.isolate_documents=true): raise it, or lower data.ring_window"
+                    )
+                self._changed.wait()
+            return not self._stopped
+
+    def _written(self, size: int, end: Place) -> None:
+        with self._changed:
+            self._bytes[self._next] = size
+            self._next, self._place = self._next + 1, end
+            window, first = divmod(self._next, self.ring.window_shards)
+            if first == 0:
+                self.begins[window] = end
+            self._changed.notify_all()

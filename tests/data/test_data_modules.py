@@ -1,0 +1,160 @@
+"""TextDataModule and ChatDataModule: alone, with a LightningModule that isn't lmtrain's, and in a run."""
+
+import json
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lmtrain
+from lmtrain.data.modules import ChatDataModule, TextDataModule, module_class
+from lmtrain.errors import UserError
+from support import REPO
+
+CHAT = [{"messages": [{"role": "user", "content": f"What is {n}?"}, {"role": "assistant", "content": f"{n}."}]}
+        for n in range(40)]  # fmt: skip
+PAIRS = [{"prompt": f"What is {n}?", "chosen": f"{n}.", "rejected": "No idea."} for n in range(40)]
+
+
+class Plain(pl.LightningModule):
+    """A LightningModule as anybody would write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(nn.Embedding(300, 8), nn.Linear(8, 300))
+        self.batches: list[dict[str, Tensor]] = []
+        self.validated = 0
+
+    def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
+        self.batches.append(batch)
+        logits = self.model(batch["input_ids"])
+        if "labels" not in batch:  # pairs: answers in one row
+            return logits.mean()
+        return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+    def validation_step(self, batch: dict[str, Tensor], _: int) -> None:
+        self.validated += 1
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def trained(data: pl.LightningDataModule, folder: Path, **arguments: Any) -> Plain:
+    module = Plain()
+    trainer = pl.Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, num_sanity_val_steps=0, default_root_dir=folder, **arguments,
+    )  # fmt: skip
+    trainer.fit(module, datamodule=data)
+    return module
+
+
+@pytest.fixture
+def jsonl(tmp_path: Path) -> Any:
+    def write(rows: list[dict[str, Any]]) -> str:
+        path = tmp_path / "rows.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(path)
+
+    return write
+
+
+def text(corpus: Path, folder: Path, **keys: Any) -> TextDataModule:
+    settings = {"tokenizer": "bytes", "seq_len": 32, "batch_size": 4, "cache_dir": str(folder / "cache")}
+    return lmtrain.TextDataModule("text", path=str(corpus), **{**settings, **keys})
+
+
+def test_text_trains_a_module_that_is_not_ours(corpus: Path, tmp_path: Path) -> None:
+    data = text(corpus, tmp_path, val_fraction=0.1)
+    module = trained(data, tmp_path, max_steps=2, val_check_interval=1, limit_val_batches=2)
+    assert module.validated == 4
+    assert len(module.batches) == 2
+    for batch in module.batches:
+        assert batch["input_ids"].shape == batch["labels"].shape == (4, 32)
+        assert torch.equal(batch["input_ids"][:, 1:], batch["labels"][:, :-1])
+    assert data.corpus.tokenizer.decode(module.batches[0]["input_ids"][0])
+
+
+def test_token_bins_are_read_as_they_are(corpus: Path, tmp_path: Path) -> None:
+    prepared = text(corpus, tmp_path)
+    prepared.setup()
+    bins = lmtrain.TextDataModule("bins", path=str(prepared.corpus.folder), tokenizer="bytes", seq_len=32, batch_size=4)
+    one, other = (trained(data, tmp_path, max_steps=2) for data in (text(corpus, tmp_path), bins))
+    assert all(torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(one.batches, other.batches, strict=True))
+
+
+def test_conversations_train_a_module_that_is_not_ours(jsonl: Any, tmp_path: Path) -> None:
+    data = lmtrain.ChatDataModule(
+        "chat_jsonl", path=jsonl(CHAT), tokenizer="bytes", seq_len=128, batch_size=4, chat_template="zephyr",
+        packing="off", val_fraction=0.1, cache_dir=str(tmp_path / "cache"),
+    )  # fmt: skip
+    module = trained(data, tmp_path, max_steps=2)
+    for batch in module.batches:
+        learned = batch["labels"][batch["labels"] != -100]
+        assert len(batch["input_ids"]) == 4
+        assert 0 < len(learned) < batch["labels"].numel() / 2
+    assert data.corpus.splits["train"]["rows"] == 36
+
+
+def test_pairs_train_a_module_that_is_not_ours(jsonl: Any, tmp_path: Path) -> None:
+    data = lmtrain.ChatDataModule(
+        "preference_jsonl", path=jsonl(PAIRS), tokenizer="bytes", seq_len=128, batch_size=4, chat_template="zephyr",
+        cache_dir=str(tmp_path / "cache"),
+    )  # fmt: skip
+    module = trained(data, tmp_path, max_steps=2)
+    assert [int(batch["pairs"]) for batch in module.batches] == [4, 4]
+    assert [int(batch["lengths"].numel()) for batch in module.batches] == [8, 8]
+
+
+def test_an_epoch_is_every_row_once_in_an_order_of_its_own(jsonl: Any, tmp_path: Path) -> None:
+    data = lmtrain.ChatDataModule(
+        "chat_jsonl", path=jsonl(CHAT), tokenizer="bytes", seq_len=128, batch_size=4, chat_template="zephyr",
+        packing="off", val_fraction=0.0, cache_dir=str(tmp_path / "cache"),
+    )  # fmt: skip
+    module = trained(data, tmp_path, max_epochs=2)
+    seen = [sorted(map(tuple, np.concatenate([b["input_ids"].numpy()[:, :40] for b in half])))
+            for half in (module.batches[:10], module.batches[10:])]  # fmt: skip
+    assert len(module.batches) == 20
+    assert seen[0] == seen[1]
+    assert len(set(seen[0])) == 40
+    assert not torch.equal(module.batches[0]["input_ids"][:, :40], module.batches[10]["input_ids"][:, :40])
+
+
+def test_the_pages_module_learns(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (REPO / "docs" / "lightning.md").read_text()
+    (code,) = re.findall(r"```python\n# own_module.py\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "own_module.py").write_text(code)
+    (tmp_path / "book.txt").write_text("".join(path.read_text() for path in sorted(corpus.glob("*.txt"))))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LMTRAIN_CACHE", str(tmp_path / "cache"))
+    made = runpy.run_path(str(tmp_path / "own_module.py"))
+    batch = made["data"].train_rows.read(np.array([[0, row] for row in range(8)]))
+    trained, fresh = (float(module.training_step(batch, 0)) for module in (made["module"], made["Bigrams"](257)))
+    assert trained < fresh - 0.5
+
+
+def test_what_cannot_be_read_is_said(corpus: Path, jsonl: Any, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="data=chat_jsonl holds conversations: ChatDataModule reads it"):
+        lmtrain.TextDataModule("chat_jsonl", path=jsonl(CHAT), tokenizer="bytes")
+    with pytest.raises(UserError, match="data=text holds text: TextDataModule reads it"):
+        lmtrain.ChatDataModule("text", path=str(corpus), tokenizer="bytes")
+    with pytest.raises(UserError, match="did you mean"):
+        text(corpus, tmp_path, val_fracton=0.1)
+
+
+def test_a_config_names_the_module_and_an_older_one_has_it_by_its_rows() -> None:
+    config = lmtrain.compose(["data=text", "data.path=book.txt"])
+    assert module_class(config) is TextDataModule
+    chat = lmtrain.compose(["data=alpaca", "objective=sft", "data.seq_len=256"])
+    assert module_class(chat) is ChatDataModule
+    chat.data._target_ = None  # as in the config.yaml of a run made before
+    assert module_class(chat) is ChatDataModule
+    config.data._target_ = "lmtrain.data.order.Repeats"
+    with pytest.raises(UserError, match="is no CorpusDataModule"):
+        module_class(config)
