@@ -15,7 +15,7 @@ from lmtrain.checkpoints import store
 from lmtrain.exports.hf_folder import logits
 from lmtrain.run_folder import trained
 from lmtrain.run_folder.folder import RunDir
-from support import rows
+from support import rows, thinned
 from tiny_pretrained import SHORT, save_pretrained
 
 IDS = torch.arange(3, 35)[None]
@@ -38,7 +38,7 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_pretrained(tmp_path_factory.mktemp("base") / "tied", tie_word_embeddings=True, initializer_range=0.08)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", thinned(KINDS, 5))
 def test_adapter_and_merged_export_equal_the_live_model(kind: str, corpus: Path, tied: Path, tmp_path: Path) -> None:
     if kind == "qlora":
         pytest.importorskip("bitsandbytes")
@@ -126,7 +126,7 @@ def test_generate_from_a_run_and_from_its_adapter(corpus: Path, tied: Path, tmp_
     assert texts[0].startswith("line")
 
 
-@pytest.mark.parametrize("peft", ["lora", "qlora"])
+@pytest.mark.parametrize("peft", thinned(["lora", "qlora"], 2))
 def test_validations_change_nothing(peft: str, corpus: Path, tied: Path, tmp_path: Path) -> None:
     """Train, validate, train equals train, train, bit for bit."""
     if peft == "qlora":
