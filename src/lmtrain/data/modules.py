@@ -122,7 +122,7 @@ class CorpusDataModule(TokenDataModule):
 
     `setup` prepares them. Batches are micro-batches, dicts of tensors: of text and conversations input_ids and labels,
     int64 [batch_size, T], where labels[b, t] is the token that follows input_ids[b, t], or -100 where it is not
-    learned; what other rows have stands at `read` of PairRows and UnpairedRows. An epoch is every row once, in an order
+    learned; what rows of other kinds have stands at `read` of their class. An epoch is every row once, in an order
     of its own.
     """
 
