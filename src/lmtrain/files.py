@@ -130,5 +130,5 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
             try:
                 row = parse_row(line)
             except ValueError as error:
-                raise UserError(f"{path}, line {number} can't be read: {error}; mend or remove that line") from None
+                raise UserError(f"{path}, line {number} can't be read: {error}; fix or remove that line") from None
             yield row

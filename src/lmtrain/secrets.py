@@ -31,7 +31,7 @@ _read: set[str] = set()  # names of the variables that a config of this process 
 
 
 def note_read(name: str) -> None:
-    """From now on the value of this variable is hidden too, unless it tells no more than who or where one is."""
+    """Hides the value of this variable from now on, unless it tells no more than who or where one is."""
     if not _NO_SECRET.fullmatch(name):
         _read.add(name)
 

@@ -53,7 +53,7 @@ def _check(encoder: ChatEncoder, tokenizer: PreTrainedTokenizerFast, chat: Conve
     refusal = _refusal(encoder, chat)
     if refusal:
         clear = (
-            r"the chat template .* (refuses it: |never shows the model: choose|Ways out: |mend its markers, or choose)"
+            r"the chat template .* (refuses it: |never shows the model: choose|Ways out: |fix its markers, or choose)"
         )
         assert re.search(clear, refusal)
         return False

@@ -179,7 +179,7 @@ def tiles(chapters: Tensor, num_chapters: int) -> tuple[Tensor, Tensor]:
 
 
 def tile_count(rows: int, num_chapters: int) -> int:
-    """As many tiles as any distribution of rows over chapters can need."""
+    """Returns the largest number of tiles that any distribution of rows over chapters can need."""
     return min(rows, rows // TILE + num_chapters)
 
 

@@ -45,7 +45,7 @@ def rows_of(batch: Any) -> int:
 
 
 def tokens_of(batch: Any) -> int:
-    """With padding."""
+    """Counts the tokens of a batch, padding included."""
     return sum(micro_batch["input_ids"].numel() for micro_batch in _micro_batches(batch))
 
 

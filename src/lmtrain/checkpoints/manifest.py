@@ -37,7 +37,7 @@ def unreadable(path: Path, error: OSError) -> RunError:
     """The error of a disk that does not give what may well be there: no damage, so nothing is passed over for it."""
     return RunError(
         f"cannot read {path}: {reason(error)}. That does not mean that it is damaged, so nothing was changed and no "
-        f"other checkpoint was taken: mend the disk or the permissions, then give the same command again"
+        f"other checkpoint was taken: repair the disk or the permissions, then give the same command again"
     )
 
 

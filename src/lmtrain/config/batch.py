@@ -81,7 +81,7 @@ class Stages:
 
     @classmethod
     def growing(cls, first: int, last: int, steps: int) -> "Stages":
-        """From `first` at step 0 to `last` at step `steps`; `first` divides `last`.
+        """Stages that grow from `first` at step 0 to `last` at step `steps`; `first` divides `last`.
 
         Between them stand multiples of `first` that divide `last`, each at least twice the one before.
         """

@@ -83,7 +83,7 @@ def name_of_file(key: str, value: Any) -> None:
 
 
 def name_of_folder(key: str, value: Any) -> None:
-    """As `name_of_file`, in folders of such names."""
+    """Accepts what `name_of_file` does, with folders of such names before it."""
     if value is not None and not re.fullmatch(rf"{_PART}(/{_PART})*", str(value)):
         raise UserError(
             f"{key}={value!r}: use letters (a-z, A-Z), digits, '.', '_', '-', '+' and '/' only, no part "

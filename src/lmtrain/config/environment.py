@@ -51,7 +51,7 @@ def trust(files: Iterable[Path | str]) -> None:
 
 
 def flags() -> list[str]:
-    """For a process that lmtrain starts: the files that the user vouches for."""
+    """Flags that tell a process that lmtrain starts which files the user vouches for."""
     return [word for file in sorted(_trusted) for word in ("--trust", str(file))]
 
 

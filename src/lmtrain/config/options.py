@@ -161,7 +161,7 @@ class AdafactorConfig(OptimizerConfig):
 
 @dataclass(kw_only=True)
 class MuonConfig(AdamWConfig):
-    """With those of the AdamW that takes all that is no hidden matrix."""
+    """Keys of Muon, and of the AdamW that updates every parameter that is no hidden matrix."""
 
     momentum: Annotated[float, TRAJECTORY]
     nesterov: Annotated[bool, TRAJECTORY]

@@ -33,7 +33,7 @@ def granted(config: Any) -> dict[str, Any]:
 
 
 def as_word(grants: Grants) -> str:
-    """For the command line of a process that lmtrain starts."""
+    """The word that hands this to a process that lmtrain starts."""
     return json.dumps(dict(grants))
 
 

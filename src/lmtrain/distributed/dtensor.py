@@ -107,7 +107,7 @@ def as_part_of(local: Tensor, parameter: Tensor) -> Tensor:
 
 
 def part(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """Of a whole tensor what this rank holds of `parameter`."""
+    """Cuts the part that this rank holds of `parameter` out of a full tensor."""
     if not hasattr(parameter, "ds_tensor"):
         return held(like(tensor, parameter))
     zero: Any = parameter

@@ -34,7 +34,7 @@ class StopSignals:
         self._wakeup_fd = -1
 
     def listen(self) -> None:
-        """From now on; the main thread calls it."""
+        """Starts listening; has to be called by the main thread."""
         inbox, self._outbox = socket.socketpair()
         self._outbox.setblocking(False)
         self._wakeup_fd = signal.set_wakeup_fd(self._outbox.fileno(), warn_on_full_buffer=False)

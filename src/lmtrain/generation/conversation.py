@@ -51,7 +51,7 @@ class Talk:
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """With the system turn, if there is one."""
+        """All turns so far, with the system turn first if there is one."""
         return [*([{"role": "system", "content": self.system}] if self.system else []), *self.turns]
 
     def reset(self) -> None:
@@ -115,8 +115,8 @@ class Talk:
         return path
 
 
-HELP = """/reset           begin anew
-/system [TEXT]   set the system turn (without text: none) and begin anew
+HELP = """/reset           start over
+/system [TEXT]   set the system turn (without text: none) and start over
 /save [FILE]     add the conversation to FILE (chat.jsonl), as data=chat_jsonl reads it
 /exit            leave, as Ctrl-D does; Ctrl-C stops an answer"""
 

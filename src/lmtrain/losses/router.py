@@ -41,7 +41,7 @@ def at_least_fp32(logits: Tensor) -> Tensor:
 
 @torch.no_grad()
 def totals(logits: Tensor, top_k: int) -> Totals:
-    """Of the tokens of these logits."""
+    """Sums of the terms over the tokens of these logits."""
     p = probabilities_of(logits)
     choices = p.topk(top_k, dim=-1).indices.flatten()
     chosen = p.new_zeros(p.shape[-1]).scatter_add(0, choices, torch.ones_like(choices, dtype=p.dtype))

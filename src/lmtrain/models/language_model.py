@@ -25,7 +25,7 @@ KNOWN_FAMILIES = ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen
 
 @cache
 def auto_chunk_bytes(device_type: str) -> int:
-    """Of the logits of one chunk: 1.25 GiB on a GPU of 80 GiB."""
+    """Bytes for the logits of one chunk: 1.25 GiB on a GPU of 80 GiB."""
     if device_type != "cuda" or not torch.cuda.is_available():
         return AUTO_CHUNK_BYTES
     return chunk_bytes_of(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)

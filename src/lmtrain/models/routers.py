@@ -123,7 +123,7 @@ class RouterLosses:
         self.chosen: dict[str, Tensor] = {}
 
     def names(self) -> list[str]:
-        """Of the means that are reported."""
+        """Names of the means that are reported."""
         return [f"{self.shown[kind]}/{name}" for kind in self.kinds for name in ("load_balance", *REPORTED)]
 
     def __call__(self, found: Logits) -> tuple[Tensor, dict[str, Tensor]]:

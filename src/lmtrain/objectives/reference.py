@@ -107,7 +107,7 @@ class FrozenCopy:
         self.values = {name: held(p).clone() for name, p in self.parameters.items()}
 
     def replace(self, values: dict[str, Tensor]) -> None:
-        """Takes other first values, whole, for some parameters."""
+        """Replaces recorded initial values with full tensors."""
         for name, value in values.items():
             self.values[name].copy_(part(value.to(self.values[name].device), self.parameters[name]))
 

@@ -40,7 +40,7 @@ class SFT(CausalLM):
 
 
 def token_lengths(batch: dict[str, Tensor]) -> Tensor:
-    """For each token the length of the example it belongs to, int64 [B, T, 1]."""
+    """Length of the example that each token belongs to, int64 [B, T, 1]."""
     rows, length = batch["input_ids"].shape
     if "cu_seqlens" not in batch:
         return torch.full((rows, length, 1), length, device=batch["input_ids"].device)

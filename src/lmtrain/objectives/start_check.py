@@ -222,7 +222,7 @@ def _weights(objective: Trained) -> tuple[list[str], Tensor, Tensor]:
 
 
 def _checksum(tensor: Tensor) -> Tensor:
-    """Of all bits, int64, 0-dim: sums of the values read as integers and of their squares."""
+    """Checksum of all bits, int64, 0-dim: sums of the values read as integers and of their squares."""
     whole = tensor.detach().contiguous().flatten().view(INTEGERS[tensor.element_size()])
     parts = (part.long() for part in whole.split(CHUNK))
     return torch.stack([(part * (part + 1)).sum() for part in parts]).sum()

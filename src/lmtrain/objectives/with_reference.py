@@ -101,7 +101,7 @@ class ReferenceObjective(Objective):
         checkpoint["reference"] = self.reference
 
     def reference_words(self) -> str:
-        """For the plan."""
+        """Describes the reference for the plan."""
         return self.reference + (f" ({self.why_reference})" if self.why_reference else "")
 
     @abstractmethod

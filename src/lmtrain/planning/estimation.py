@@ -119,7 +119,7 @@ def resolve(config: Config) -> None:
 
 
 def vocabulary(config: Config) -> Vocabulary:
-    """Of the tokenizer that the run would have; UserError where only the data tells."""
+    """Vocabulary size of the tokenizer that the run would have; UserError where only the data tells."""
     t = config.tokenizer
     added = list(t.add_tokens or [])
     if t.kind == "bpe" and t.vocab_size:

@@ -100,7 +100,7 @@ class HeatMap:
 
 
 def heat_maps(rows: Iterable[dict[str, Any]]) -> list[HeatMap]:
-    """Of the rows of metrics.jsonl; none where they tell of no router."""
+    """Draws how often routers chose each expert, from rows of metrics.jsonl; none where there is no router."""
     found: dict[str, list[tuple[int, list[float]]]] = {}
     for row in rows:
         for key in TITLES:

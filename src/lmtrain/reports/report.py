@@ -61,7 +61,7 @@ def _reading(file: Path) -> Iterator[None]:
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
-        raise UserError(f"{file} holds what no run has written ({error!r}): mend it, or move it away") from None
+        raise UserError(f"{file} holds what no run has written ({error!r}): fix it, or move it away") from None
 
 
 def told(run: RunDir, name: str | None = None, ended: bool = False) -> Told:

@@ -75,7 +75,7 @@ def write_page(page: str, path: str) -> Path:
 
 
 def asset(name: str) -> str:
-    """A style sheet or a script that lies beside this file."""
+    """A style sheet or a script that stands beside this file."""
     return (files("lmtrain.reports") / name).read_text(encoding="utf-8")
 
 

@@ -155,7 +155,7 @@ def early_stopping(cfg: EarlyStoppingConfig, scored_on: Callable[[str], str | No
 def build_feed(
     config: Config, run_dir: RunDir, corpus: Corpus, stop: StopRequest, total_steps: int
 ) -> FeedStream | None:
-    """Of a stream: an empty ring in the run's folder, and what fills it."""
+    """Builds what feeds a stream: an empty ring in the run's folder, and what fills it."""
     if corpus.stream is None:
         return None
     assert isinstance(corpus.train, StreamRows)

@@ -27,7 +27,7 @@ from lmtrain.strategies import lightning_private
 
 
 class TensorBoard(Joined, TensorBoardLogger):
-    """In <run>/tensorboard."""
+    """TensorBoard event files in <run>/tensorboard."""
 
     params: dict[str, Any]  # of the run, for the hparams page
     _validated: Row | None = None

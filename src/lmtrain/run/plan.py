@@ -266,7 +266,7 @@ def advice(run: "Run") -> list[str]:
 
 
 def for_mixtures(rows: Any, total_steps: int) -> list[str]:
-    """Of a mixture: weights that the run ends before, sources that are seen again and again."""
+    """Notes on a mixture: weights that the run ends before, sources that are seen many times."""
     mixture = getattr(rows, "mixture", None)
     if mixture is None:
         return []

@@ -15,7 +15,7 @@ def provenance() -> dict[str, Any]:
 
 
 def command(verb: str, words: list[str]) -> str:
-    """As it is typed into a shell; secrets in it are read from the environment."""
+    """The command as it is typed into a shell; secrets in it are read from the environment."""
     return shlex.join(["python", "-m", f"lmtrain.{verb}", *map(hide, words)])
 
 

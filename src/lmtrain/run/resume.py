@@ -107,7 +107,7 @@ def check_fingerprint(
     if others:
         tell(
             f"{config.checkpoint.monitor} is measured on other rows than up to step {max(others):,}: scores are "
-            f"not compared with those before; `best` and early stopping begin anew with the next validation"
+            f"not compared with those before; `best` and early stopping start over with the next validation"
         )
     aloud = said_aloud(before, config)
     if aloud:

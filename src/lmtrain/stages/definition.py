@@ -201,7 +201,7 @@ class Typed:
     of: dict[str, list[str]] = field(default_factory=dict)
 
     def folder(self, name: str) -> Path:
-        """Of the pipeline called `name`: run.dir, or run.root/run.name, outputs/<pipeline> unless said otherwise."""
+        """Folder of the pipeline `name`: run.dir, or run.root/run.name, outputs/<pipeline> unless said otherwise."""
         given = {key: text.strip("'\"") for key, text in self.own.items()}
         name_of_folder("run.name", given.get("run.name"))
         if "run.dir" in given:

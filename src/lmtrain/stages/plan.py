@@ -78,12 +78,12 @@ class Plan:
     evaluations: list[PlannedEvaluation]
 
     def identity(self, one: PlannedStage, exports: dict[str, str]) -> str:
-        """Of a stage: its settings, the files it reads, and what the stages it needs have exported."""
+        """What identifies a stage: its settings, the files it reads, and what the stages it needs have exported."""
         inputs = {name: exports[name] for name in one.stage.needs}
         return short_hash([one.settings(self.folder), one.data, inputs])
 
     def identity_of_scores(self, one: PlannedEvaluation, exports: dict[str, str]) -> str:
-        """Of an evaluation: its words and the models it reads."""
+        """What identifies an evaluation: its words and the models it reads."""
         needed = {name: exports[name] for name in one.needs}
         return short_hash([[word.replace(str(self.folder), "") for word in one.words], needed])
 
@@ -165,7 +165,7 @@ def _stage(one: Stage, typed: Typed, folder: Path, config_dir: str | None, file:
 def _evaluation(
     one: Evaluation, typed: Typed, folder: Path, config_dir: str | None, file: Path
 ) -> list[PlannedEvaluation]:
-    """Of each stage it is of; they differ in the model alone, so they are composed once."""
+    """Composes an evaluation once and gives it to each of its stages: they differ in the model alone."""
     scores, found = folder / "evaluations", list[PlannedEvaluation]()
     shared = [*command.of_evaluation(one.name, one.words, typed, folder), f"evaluate.dir={quoted(str(scores))}"]
     composed = ["model.max_position_embeddings=1000000", *shared]  # as lmtrain.evaluate composes them

@@ -38,7 +38,7 @@ class State:
             self.rows = {str(name): Row(**row) for name, row in tree.items()}
         except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(
-                f"{self.path} can't be read ({error}): mend it, or choose another run.name to begin anew"
+                f"{self.path} can't be read ({error}): fix it, or choose another run.name to start over"
             ) from None
 
     def write(self) -> None:
@@ -55,7 +55,7 @@ class State:
 
 
 def export_digest(one: PlannedStage) -> str | None:
-    """Of all that the next stage reads of an export; None where the run has not ended, or exports nothing."""
+    """Hash of all that the next stage reads of an export; None where the run has not ended, or exports nothing."""
     summary = RunDir(one.run).read_summary()
     if summary is None or summary["status"] not in _ENDED:
         return None

@@ -36,7 +36,7 @@ class Placement:
         raise NotImplementedError
 
     def grad_norm(self) -> Tensor:
-        """Of the step just made, before clipping, 0-dim fp32; asked where the strategy steps itself."""
+        """Gradient norm of the step just made, before clipping, 0-dim fp32; asked where the strategy steps itself."""
         raise NotImplementedError
 
 

@@ -151,7 +151,7 @@ def _launch(plan: Plan, words: list[list[str]], number: int) -> list[int | None]
 
 
 def job(verb: str, flags: list[str], _: Any) -> int:
-    """On the machine that the launcher found: the trial as a process of its own, as anywhere."""
+    """Runs the trial as a process of its own on the machine that the launcher found."""
     words = list(HydraConfig.get().overrides.task)
     run_dir = next(w.partition("=")[2].strip("'") for w in words if w.startswith("run.dir="))
     return start(verb, [*words, *flags], Path(f"{run_dir}.log")).wait()

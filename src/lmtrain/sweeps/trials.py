@@ -57,7 +57,7 @@ class Trials:
         try:
             self.rows = [Trial(**row) for row in read_jsonl(self.path)]
         except TypeError as error:
-            raise UserError(f"{self.path} holds a row that is no trial ({error}); mend or remove it") from None
+            raise UserError(f"{self.path} holds a row that is no trial ({error}); fix or remove it") from None
 
     def write(self) -> None:
         write_atomic(self.path, "".join(json.dumps(asdict(row)) + "\n" for row in self.rows))
@@ -81,7 +81,7 @@ def ranked(trials: list[Trial], mode: str) -> list[Trial]:
 
 
 def last_line(trial: Trial) -> str:
-    """Of its error: the exception."""
+    """The last line of its error, which names the exception."""
     return (trial.error or "").strip().rpartition("\n")[2].removeprefix("error: ")
 
 

@@ -38,7 +38,7 @@ def start(module: str, *arguments: str) -> subprocess.Popen[bytes]:
 
 
 def ignore_interrupts() -> None:
-    """In the process itself."""
+    """Runs in the process itself: Ctrl-C is answered by the process that started it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 

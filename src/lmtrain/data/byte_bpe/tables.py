@@ -8,7 +8,7 @@ _MIX = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F], dtype=np.uint64)  # od
 
 
 class KeyTable:
-    """From two 64-bit keys to a number, which is not zero; linear probing, at most half of the rows taken."""
+    """A hash table from two 64-bit keys to a number other than zero: linear probing, at most half of the rows taken."""
 
     def __init__(self) -> None:
         self._rows = np.zeros((1024, 3), dtype=np.uint64)  # key, key, number; number 0: free

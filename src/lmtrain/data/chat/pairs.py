@@ -129,7 +129,7 @@ def _check_prompt(values: dict[str, Any], given: Turns, where: str) -> None:
         raise BadRow(
             where,
             f"chosen and rejected are conversations that don't begin with the prompt of the row, "
-            f"{said[:60] + ('...' if len(said) > 60 else '')!r}: mend it, or leave that column out",
+            f"{said[:60] + ('...' if len(said) > 60 else '')!r}: fix it, or leave that column out",
         )
 
 

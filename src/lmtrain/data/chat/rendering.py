@@ -120,7 +120,7 @@ class ChatTemplate(Template):
             if len(text.marked) != len(answers):
                 raise UserError(
                     f"{conversation.where}: the chat template ({self.label}) marks {len(text.marked)} stretches with "
-                    f"{{% generation %}} where the conversation has {len(answers)} assistant turns: mend its markers, "
+                    f"{{% generation %}} where the conversation has {len(answers)} assistant turns: fix its markers, "
                     f"or choose another with data.chat_template"
                 )
             start, end = text.marked[answers.index(turn)]

@@ -205,7 +205,7 @@ class ChatEncoder:
         return [self._encoded(text, sample) for text in texts]
 
     def _masked(self, sample: Conversation) -> Conversation:
-        """With special tokens in its texts masked, where they are to be read as text; a remark says there are some."""
+        """Masks special tokens in the texts where they are to be read as text; a remark says that there are some."""
         self._note_special_text(" ".join(str(turn.get(key, "")) for turn in sample.messages for key in _SAID))
         if self._plain is None:
             return sample

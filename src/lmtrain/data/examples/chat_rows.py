@@ -36,7 +36,7 @@ class TemplateRows:
     def format_of(
         self, row: dict[str, Any], where: str, cfg: DataConfig, detect: Callable[[Any, DataConfig], str]
     ) -> str:
-        """By the row's columns: files may hold rows of several formats. Raises BadRow where none fits them."""
+        """Chooses the format by the row's columns, as files may hold several kinds. Raises BadRow where none fits."""
         key = (id(cfg), *row)
         if key not in self._formats:
             try:

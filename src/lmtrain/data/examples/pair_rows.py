@@ -130,7 +130,7 @@ class PairRows:
         self.padded = False
 
     def pad(self) -> None:
-        """From now on each answer is a row of its own, with its prompt, padded to the longest of its micro-batch."""
+        """Makes each answer a row of its own, with its prompt, padded to the longest of its micro-batch."""
         self.padded, self.share_prompts = True, False
 
     def __len__(self) -> int:

@@ -157,7 +157,7 @@ def _write_part(
         except BadRow as bad:
             if part.cfg.on_bad_row == "raise" and not bad.skip:
                 raise UserError(
-                    f"{bad.where}: {bad.reason}; mend the row, or set data.on_bad_row=skip to leave such rows out"
+                    f"{bad.where}: {bad.reason}; fix the row, or set data.on_bad_row=skip to leave such rows out"
                 ) from None
             counts.add_bad(bad.reason, bad.where)
             continue

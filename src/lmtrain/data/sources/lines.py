@@ -75,7 +75,7 @@ def raw_lines(path: File) -> Iterator[str]:
 
 
 def located_lines(path: File, start: int = 0) -> Iterator[tuple[int, str]]:
-    """As `raw_lines`, from the line at byte `start` of what is uncompressed on; each with the byte where it begins."""
+    """Yields the lines of `raw_lines` from byte `start` (uncompressed) on, each with the byte where it begins."""
     with open_binary(path) as file, _explained(path):
         _skip(file, start)
         for line in file:

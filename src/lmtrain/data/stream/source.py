@@ -200,7 +200,7 @@ class _StreamReading:
             part, row, character = part + 1, 0, 0
 
     def place(self, inside: bool) -> Place:
-        """Of the next character to come back."""
+        """The place of the next character, to come back to."""
         while self.done >= self.blocks[0][3]:
             self.done -= self.blocks.popleft()[3]
         part, row, first, _ = self.blocks[0]

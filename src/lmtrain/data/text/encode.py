@@ -156,7 +156,7 @@ def _texts(segments: list[Segment]) -> list[str]:
 
 
 def _parts(segments: Iterable[Segment], least: int) -> Iterator[list[Segment]]:
-    """Of `least` characters or somewhat more."""
+    """Joins pieces into parts of `least` characters or somewhat more."""
     part: list[Segment] = []
     size = 0
     for segment in segments:

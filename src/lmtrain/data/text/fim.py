@@ -105,5 +105,5 @@ def fill_in_the_middle(data: DataConfig, shards: list[Shard], tokenizer: Any, se
 
 
 def fim_words(fim: FillInTheMiddle) -> str:
-    """For the plan."""
+    """Describes fill-in-the-middle for the plan."""
     return f"fill-in-the-middle: {fim.rate:.0%} of the documents in a row, {fim.spm_rate:.0%} of those suffix first"

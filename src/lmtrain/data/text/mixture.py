@@ -83,7 +83,7 @@ def _config(cfg: DataConfig, entry: dict[str, Any], where: str) -> DataConfig:
 
 
 def _weights(entry: dict[str, Any], where: str) -> dict[int, float]:
-    """By step: a plain number holds from step 0."""
+    """Weights by the step from which they hold; a plain number holds from step 0."""
     given = entry.get("weight", 1.0)
     weights = given if isinstance(given, dict) else {0: given}
     for step, weight in weights.items():
