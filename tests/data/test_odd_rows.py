@@ -444,7 +444,7 @@ def test_odd_entries_of_a_json_list(read: Any) -> None:
     rows = [messages(U, A), 5, [], None, messages(U, A)]
     content = json.dumps(rows, indent=1).encode()
     line = content[: content.index(b" 5,")].count(b"\n") + 1
-    with pytest.raises(UserError, match=rf"list\.json, entry 1 \(line {line}\): a JSON object .* found 5; mend"):
+    with pytest.raises(UserError, match=rf"list\.json, entry 1 \(line {line}\): a JSON object .* found 5; fix"):
         read(content, "list.json")
     counts = read(content, "list.json", on_bad_row="skip").counts["train"]
     assert (counts["rows"], counts["examples"], sum(counts["bad"].values())) == (5, 2, 3)
