@@ -137,3 +137,12 @@ def test_questions_are_answered_by_files_that_are_there() -> None:
 def test_no_room_has_more_files_than_one_can_look_through() -> None:
     folders = {p.parent for p in SOURCE.rglob("*.py")} - {SOURCE}
     assert {str(f.relative_to(SOURCE)): n for f in folders if (n := len(list(f.glob("*.py")))) > MAX_FILES} == {}
+
+
+def test_one_name_for_one_class() -> None:
+    where: dict[str, list[str]] = {}
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                where.setdefault(node.name, []).append(str(path.relative_to(SOURCE)))
+    assert {name: files for name, files in where.items() if len(files) > 1} == {}

@@ -164,10 +164,10 @@ def test_ranks_are_found_in_the_environment() -> None:
     torchrun = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a",
                 "MASTER_PORT": "1"}  # fmt: skip
     assert ranks.find({}) is None
-    assert ranks.find(torchrun) == ranks.Layout(3, 2, 2, "torchrun")
+    assert ranks.find(torchrun) == ranks.RankLayout(3, 2, 2, "torchrun")
     step = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2", "SLURM_PROCID": "5", "SLURM_LOCALID": "1",
             "SLURM_NODEID": "1", "SLURM_NODELIST": "gpu[07-08]", "SLURM_JOB_ID": "123456"}  # fmt: skip
-    assert ranks.find(step) == ranks.Layout(5, 2, 4, "SLURM")
+    assert ranks.find(step) == ranks.RankLayout(5, 2, 4, "SLURM")
     assert step["MASTER_ADDR"] == "gpu07"
     assert step["MASTER_PORT"] == "18456"
     # The script of an sbatch job is no rank, however many tasks its job has.

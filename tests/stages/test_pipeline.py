@@ -49,7 +49,7 @@ def refused(tree: Tree, *argv: str) -> str:
     return ended.err.removeprefix("error: ").strip()
 
 
-def planned(tree: Tree, *argv: str) -> plan.Plan:
+def planned(tree: Tree, *argv: str) -> plan.PipelinePlan:
     file = write(tree, Path.cwd())
     pipeline = definition.read(file)
     return plan.make(pipeline, definition.sort([f"pipeline={file}", *argv], pipeline), None)

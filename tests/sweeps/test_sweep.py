@@ -16,7 +16,7 @@ from lmtrain.sweeps import plan as plans
 from lmtrain.sweeps import search
 from lmtrain.sweeps import trials as trial_rows
 from lmtrain.sweeps.launch import share_of_gpus
-from lmtrain.sweeps.plan import Plan
+from lmtrain.sweeps.plan import SweepPlan
 from lmtrain.sweeps.trials import Trial
 from support import REPO, TINY, rows
 
@@ -162,7 +162,7 @@ def test_ranks_start_no_sweep(by: str, tmp_path: Path, monkeypatch: pytest.Monke
     assert not list(tmp_path.iterdir())
 
 
-def made(*words: str) -> Plan:
+def made(*words: str) -> SweepPlan:
     return plans.make("train", list(words), None, "config")
 
 
@@ -194,7 +194,7 @@ def test_a_grid_has_every_combination() -> None:
 SPACE = ["optimizer.lr=tag(log,interval(1e-4,1e-2))", "model.num_hidden_layers=int(interval(1,8))", "seed=choice(1,2)"]
 
 
-def searched(plan: Plan, trials: list[Trial], until: int) -> list[Trial]:
+def searched(plan: SweepPlan, trials: list[Trial], until: int) -> list[Trial]:
     """Goes on with a search whose score is known: best at a rate of 1e-3; every fifth trial fails."""
     space = search.distributions(plan.swept)
     while len(trials) < until:

@@ -86,7 +86,7 @@ def _create(path: Path, temporary: Path, layouts: dict[str, shared_file.Layout])
     return True
 
 
-def _copied(piece: shared_file.Piece) -> shared_file.Piece:
+def _copied(piece: shared_file.FilePiece) -> shared_file.FilePiece:
     return piece._replace(values=piece.values.to("cpu", copy=True))
 
 
@@ -94,7 +94,7 @@ def _note(temporary: Path, rank: int) -> Path:
     return temporary / f"rank_{rank}.json"
 
 
-def _write(temporary: Path, found: dict[str, list[shared_file.Piece]], rank: int) -> None:
+def _write(temporary: Path, found: dict[str, list[shared_file.FilePiece]], rank: int) -> None:
     """Writes this rank's pieces, then its note, which says so or what went wrong."""
     try:
         written: Any = {name: shared_file.write(temporary / name, pieces) for name, pieces in found.items()}

@@ -31,7 +31,7 @@ DTYPES = {
 _SAME = "same tensor"  # metadata: names that stand for a tensor written under another (tied weights)
 
 
-class Piece(NamedTuple):
+class FilePiece(NamedTuple):
     """Bytes that this rank writes."""
 
     offset: int  # in the file
@@ -66,23 +66,23 @@ def lay_out(tensors: dict[str, Tensor]) -> Layout:
     return Layout(header, offsets, len(header) + end)
 
 
-def pieces(tensors: dict[str, Tensor], layout: Layout, rank: int) -> list[Piece]:
+def pieces(tensors: dict[str, Tensor], layout: Layout, rank: int) -> list[FilePiece]:
     """What this rank writes: the header and whole tensors on rank 0, of sharded ones each rank its rows.
 
     Every rank must call it with the same names: tensors in parts that are no rows are gathered.
     """
     header = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
-    found = [Piece(0, header)] if rank == 0 else []
+    found = [FilePiece(0, header)] if rank == 0 else []
     for name, offset in layout.offsets.items():
         tensor = tensors[name].detach()
         if isinstance(tensor, DTensor):
             found += _rows(tensor, offset)
         elif rank == 0:
-            found.append(Piece(offset, tensor.contiguous()))
+            found.append(FilePiece(offset, tensor.contiguous()))
     return [piece for piece in found if piece.values.numel()]
 
 
-def _rows(tensor: DTensor, offset: int) -> list[Piece]:
+def _rows(tensor: DTensor, offset: int) -> list[FilePiece]:
     """This rank's rows; parts that are columns are gathered first, and rows that several ranks have are shared out."""
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     assert coordinate is not None
@@ -104,7 +104,7 @@ def _rows(tensor: DTensor, offset: int) -> list[Piece]:
         skip += begin
     mine = (local if tensor.ndim else local.reshape(1))[skip : skip + rows].contiguous()
     row_bytes = tensor.element_size() * tensor.shape[1:].numel()
-    return [Piece(offset + (start + skip) * row_bytes, mine.clone() if gathered else mine)]
+    return [FilePiece(offset + (start + skip) * row_bytes, mine.clone() if gathered else mine)]
 
 
 def _cut(rows: int, parts: int, index: int) -> tuple[int, int]:
@@ -120,7 +120,7 @@ def create(file: Path, layout: Layout) -> None:
         handle.truncate(layout.size)
 
 
-def write(file: Path, found: list[Piece]) -> list[dict[str, Any]]:
+def write(file: Path, found: list[FilePiece]) -> list[dict[str, Any]]:
     """Writes this rank's pieces and syncs them; returns {offset, bytes, sha256} of each."""
     ranges = []
     with file.open("r+b") as handle:

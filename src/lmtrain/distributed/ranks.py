@@ -35,7 +35,7 @@ def typed() -> list[str]:
 
 
 @dataclass(frozen=True)
-class Layout:
+class RankLayout:
     """How the ranks lie on the nodes."""
 
     rank: int
@@ -51,7 +51,7 @@ def started_by(environ: MutableMapping[str, str] = os.environ) -> str | None:
     return "SLURM" if environ.get("SLURM_STEP_NUM_TASKS", "1") not in ("0", "1") else None  # of srun, not of sbatch
 
 
-def find(environ: MutableMapping[str, str] = os.environ) -> Layout | None:
+def find(environ: MutableMapping[str, str] = os.environ) -> RankLayout | None:
     """The ranks this process is one of, None where it was started by itself. SLURM's are given torchrun's variables.
 
     Raises:
@@ -70,7 +70,7 @@ def find(environ: MutableMapping[str, str] = os.environ) -> Layout | None:
         raise RunError(f"the environment says RANK={rank}, WORLD_SIZE={world}, LOCAL_WORLD_SIZE={per_node}: {_UNSET}")
     if world % per_node != 0:
         raise UserError(f"{world} ranks with {per_node} on this node: start the same number on every node")
-    return Layout(rank, world // per_node, per_node, by or "torchrun")
+    return RankLayout(rank, world // per_node, per_node, by or "torchrun")
 
 
 def _number(environ: MutableMapping[str, str], name: str) -> int:

@@ -67,7 +67,7 @@ def chosen(config: Config, own: Config | None) -> tuple[Config, str]:
 
 
 @dataclass
-class Documents:
+class ScoredDocuments:
     """Text as documents of token ids, each `(ids [T], UTF-8 bytes)`; `digest` names the text once it was read."""
 
     config: Config
@@ -122,7 +122,7 @@ def _of_bins(config: Config, tokenizer: Any) -> Iterator[tuple[np.ndarray, int]]
 
 
 @dataclass(frozen=True)
-class Rows:
+class ScoredRows:
     """Conversations (one example each) or pairs (two, the chosen first), tokenized for a model."""
 
     examples: Examples
@@ -131,7 +131,7 @@ class Rows:
     fingerprint: str
 
 
-def rows(config: Config, tokenizer_name: str | Path) -> Rows:
+def rows(config: Config, tokenizer_name: str | Path) -> ScoredRows:
     """The validation split of `config`'s conversations or pairs.
 
     Args:
@@ -147,4 +147,4 @@ def rows(config: Config, tokenizer_name: str | Path) -> Rows:
     if examples is None or len(examples) == 0:
         raise UserError("there is no validation split to evaluate on: name rows with data.val_path=...")
     ends = ChatEncoder(prepared.tokenizer, data).end_of_turn_ids()
-    return Rows(examples, prepared.meta["questions"], ends, prepared.fingerprint)
+    return ScoredRows(examples, prepared.meta["questions"], ends, prepared.fingerprint)

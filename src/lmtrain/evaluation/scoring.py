@@ -116,7 +116,7 @@ def _text(who: Subject, config: Config, chosen: Config) -> Evaluated:
     e = config.evaluate
     context, stride = window_sizes(who, config)
     first = start_ids(who.tokenizer) if e.start_token else []
-    documents, sizes = data.Documents(chosen, e.limit), list[int]()
+    documents, sizes = data.ScoredDocuments(chosen, e.limit), list[int]()
 
     def stretches() -> Iterable[Window]:
         for row, (ids, size) in enumerate(documents.read(who.tokenizer)):
@@ -172,12 +172,12 @@ def _sums(model: LanguageModel, stretches: Iterable[Window], config: Config) -> 
     return (totals[:, 0], totals[:, 1]) if count else (np.zeros(0), np.zeros(0))
 
 
-def _examples(rows: data.Rows, count: int) -> Iterable[Window]:
+def _examples(rows: data.ScoredRows, count: int) -> Iterable[Window]:
     for row in range(count):
         yield Window(*rows.examples.read(row), row)
 
 
-def _conversations(who: Subject, config: Config, chosen: Config, rows: data.Rows) -> Evaluated:
+def _conversations(who: Subject, config: Config, chosen: Config, rows: data.ScoredRows) -> Evaluated:
     e = config.evaluate
     count = min(len(rows.examples), e.limit or len(rows.examples))
     nll, tokens = _sums(who.model, _examples(rows, count), config)
@@ -215,7 +215,7 @@ def _add_answers(
         del scores.whole["exact_match"]
 
 
-def _pairs(who: Subject, config: Config, chosen: Config, rows: data.Rows) -> Evaluated:
+def _pairs(who: Subject, config: Config, chosen: Config, rows: data.ScoredRows) -> Evaluated:
     options = (c.objective for c in (who.own, config) if c is not None)
     objective = next((o for o in options if isinstance(o, DPOConfig)), None)
     if objective is None:

@@ -43,7 +43,7 @@ def generate(config: Config) -> int:
 
 def many(model: Any, tokenizer: Any, config: Config) -> int:
     """Answers of generate.prompts_file in batches: {"prompt", "sample", "text"}, a line each, in order."""
-    g, answers = config.generate, Answers(config.generate.out, config.generate.batch_size)
+    g, answers = config.generate, AnswersFile(config.generate.out, config.generate.batch_size)
     asked = [(prompt, i) for prompt in read_prompts(str(g.prompts_file)) for i in range(g.num_samples)]
     for start in range(answers.done, len(asked), g.batch_size):
         batch = asked[start : start + g.batch_size]
@@ -92,7 +92,7 @@ def _of_json(line: str, where: str) -> str:
     return row["prompt"]
 
 
-class Answers:
+class AnswersFile:
     """JSON lines in a file, or printed where there is none; `done` counts those of an earlier command.
 
     A batch of which a kill left a part is answered again: what is sampled follows from where its batch begins.

@@ -26,7 +26,7 @@ SLIDES = "lmtrain_slides"
 SLIDING = "sliding_attention"  # transformers' name in config.layer_types
 
 
-class Scores(NamedTuple):
+class AttentionScores(NamedTuple):
     """How a query's scores become its weights."""
 
     scaling: float | None  # None: one over the root of the heads' width
@@ -69,7 +69,7 @@ def attention(
     _refuse_what_is_not_done_here(module, query, key, attention_mask, sliding_window, kwargs)
     if sliding_window is not None and sliding_window >= query.shape[2]:
         sliding_window = None
-    scores = Scores(scaling, softcap, s_aux)
+    scores = AttentionScores(scaling, softcap, s_aux)
     if documents is None:
         out = _causal(query, key, value, scores, dropout, sliding_window).transpose(1, 2)
     elif documents.method == "slices":
@@ -129,13 +129,17 @@ def _is_sliding(module: nn.Module) -> bool:
     return index is None or types[index] == SLIDING
 
 
-def _causal(query: Tensor, key: Tensor, value: Tensor, scores: Scores, dropout: float, window: int | None) -> Tensor:
+def _causal(
+    query: Tensor, key: Tensor, value: Tensor, scores: AttentionScores, dropout: float, window: int | None
+) -> Tensor:
     length = query.shape[2]
     mask = None if window is None or window >= length else causal_mask(length, window, query.device)
     return _sdpa(query, key, value, scores, dropout, mask)
 
 
-def _sdpa(query: Tensor, key: Tensor, value: Tensor, scores: Scores, dropout: float, mask: Tensor | None) -> Tensor:
+def _sdpa(
+    query: Tensor, key: Tensor, value: Tensor, scores: AttentionScores, dropout: float, mask: Tensor | None
+) -> Tensor:
     grouped = query.shape[1] != key.shape[1]
     dtype = compute = _autocast_dtype(value)
     # CUDA's kernel for fp32 and those that take a mask have no grouped heads, matmul has none at all.
@@ -165,7 +169,7 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, scores: Scores, dropout: fl
     return out.to(dtype)
 
 
-def _weights(query: Tensor, key: Tensor, scores: Scores, seen: Tensor) -> Tensor:
+def _weights(query: Tensor, key: Tensor, scores: AttentionScores, seen: Tensor) -> Tensor:
     """Attention weights [B, H, T, S] of capped scores, with a sink that takes its share of each query's attention."""
     scaling = query.shape[-1] ** -0.5 if scores.scaling is None else scores.scaling
     exact = torch.promote_types(query.dtype, torch.float32)
@@ -198,7 +202,7 @@ def _slices(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    scores: Scores,
+    scores: AttentionScores,
     dropout: float,
     window: int | None,
     documents: Documents,
@@ -220,7 +224,7 @@ def _slices_with_prefixes(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    scores: Scores,
+    scores: AttentionScores,
     dropout: float,
     window: int | None,
     documents: Documents,

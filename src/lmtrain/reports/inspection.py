@@ -18,7 +18,7 @@ from lmtrain.data.examples.rows import PackedRows
 from lmtrain.data.text.windows import IGNORE, Windows
 from lmtrain.errors import UserError
 from lmtrain.reports.report_page import as_text, asset, document, write_page
-from lmtrain.reports.token_view import Piece, has_colour, legend, marked, pieces, show_chapters
+from lmtrain.reports.token_view import TokenPiece, has_colour, legend, marked, pieces, show_chapters
 from lmtrain.run_folder import trained
 from lmtrain.terminal import visible
 
@@ -31,9 +31,9 @@ class Sample:
     """A row's tokens; `left_out` of them stand where the first of `head` pieces end."""
 
     title: str
-    head: list[Piece]
+    head: list[TokenPiece]
     left_out: int
-    tail: list[Piece]
+    tail: list[TokenPiece]
 
 
 @dataclass
@@ -269,7 +269,7 @@ def _sample_html(sample: Sample) -> str:
     return f"<pre>{''.join(map(_piece, sample.head))}{gap}{''.join(map(_piece, sample.tail))}</pre>"
 
 
-def _piece(piece: Piece) -> str:
+def _piece(piece: TokenPiece) -> str:
     kinds = "l " * piece.learned + "s" * piece.special
     attribute = f' class="{kinds.strip()}"' if kinds else ""
     ids = " ".join(map(str, piece.ids))

@@ -23,7 +23,7 @@ _LONGEST_CHARACTER = 4  # tokens that one character can be spread over: it has a
 
 
 @dataclass(frozen=True)
-class Piece:
+class TokenPiece:
     """A token's text; of several tokens where only together they are a character."""
 
     text: str
@@ -32,10 +32,10 @@ class Piece:
     special: bool
 
 
-def pieces(tokenizer: Any, ids: Sequence[int], learned: Sequence[bool]) -> list[Piece]:
+def pieces(tokenizer: Any, ids: Sequence[int], learned: Sequence[bool]) -> list[TokenPiece]:
     """The tokens' texts, which joined are the text of all."""
     special = set(tokenizer.all_special_ids)
-    found: list[Piece] = []
+    found: list[TokenPiece] = []
     waiting: list[int] = []
     for at, token in enumerate(ids):
         waiting.append(token)
@@ -44,7 +44,7 @@ def pieces(tokenizer: Any, ids: Sequence[int], learned: Sequence[bool]) -> list[
         more = at + 1 < len(ids) and learned[at + 1] == learned[at] and len(waiting) < _LONGEST_CHARACTER
         if text.endswith("\ufffd") and more and not is_special:
             continue
-        found.append(Piece(text, tuple(waiting), bool(learned[at]), is_special))
+        found.append(TokenPiece(text, tuple(waiting), bool(learned[at]), is_special))
         waiting = []
     return found
 
@@ -61,7 +61,7 @@ def has_colour(console: Console) -> bool:
     return console.color_system is not None and not console.no_color
 
 
-def marked(shown: Sequence[Piece], colour: bool) -> Text:
+def marked(shown: Sequence[TokenPiece], colour: bool) -> Text:
     """The pieces in a row, learned ones on green; without colour in ⟦ ⟧, with ╎ between tokens."""
     text, before = Text(), False
     for number, piece in enumerate(shown):

@@ -13,7 +13,7 @@ from lmtrain.config import compose as rules
 from lmtrain.config.batch import split_over
 from lmtrain.config.schema import Config
 from lmtrain.distributed import ranks
-from lmtrain.distributed.ranks import Layout
+from lmtrain.distributed.ranks import RankLayout
 from lmtrain.errors import UserError
 from lmtrain.run_folder import folder as run_dir
 from lmtrain.run_folder.folder import RunDir
@@ -72,7 +72,7 @@ def _session(config: Config, folder: RunDir) -> int:
     return Session(config, folder).run()
 
 
-def _as_rank(config: Config, layout: Layout) -> int:
+def _as_rank(config: Config, layout: RankLayout) -> int:
     """Trains as one rank of torchrun's or SLURM's; the exit code is the same on all where nothing fails."""
     import torch.distributed as dist
 
@@ -96,7 +96,7 @@ def _as_rank(config: Config, layout: Layout) -> int:
     return code
 
 
-def place(config: Config, layout: Layout) -> None:
+def place(config: Config, layout: RankLayout) -> None:
     """Sets devices and nodes to what was started; UserError where the command line says otherwise."""
     from lmtrain.distributed import devices
 

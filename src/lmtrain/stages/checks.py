@@ -8,10 +8,10 @@ from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.errors import UserError
 from lmtrain.stages.definition import REFERENCE, key_of
-from lmtrain.stages.plan import Plan, PlannedEvaluation, PlannedStage
+from lmtrain.stages.plan import PipelinePlan, PlannedEvaluation, PlannedStage
 
 
-def check(plan: Plan, begun: set[str]) -> None:
+def check(plan: PipelinePlan, begun: set[str]) -> None:
     """Raises UserError for the first stage or evaluation that could not be trained on its data.
 
     Notes the rows counted and the files' digests in each stage. Rows are not read again of what is in `begun`.
@@ -29,7 +29,7 @@ def _told_of(what: str, do: Callable[[], None]) -> None:
         raise UserError(f"{what}: {error}") from None
 
 
-def _check_stage(plan: Plan, one: PlannedStage, begun: bool) -> None:
+def _check_stage(plan: PipelinePlan, one: PlannedStage, begun: bool) -> None:
     c = one.config
     if c.objective.rows != c.data.rows:
         from lmtrain.data.corpus import check_rows
@@ -115,7 +115,7 @@ def _read_row(row: dict[str, Any] | str, where: str, data: DataConfig) -> None:
         raise BadRow(where, str(error)) from None
 
 
-def _base(plan: Plan, one: PlannedStage) -> PlannedStage | None:
+def _base(plan: PipelinePlan, one: PlannedStage) -> PlannedStage | None:
     """The stage whose export is the model this one begins with."""
     for word in reversed(one.stage.words):
         match = REFERENCE.search(word)
@@ -124,7 +124,7 @@ def _base(plan: Plan, one: PlannedStage) -> PlannedStage | None:
     return None
 
 
-def lineage(plan: Plan, one: PlannedStage) -> Iterator[PlannedStage]:
+def lineage(plan: PipelinePlan, one: PlannedStage) -> Iterator[PlannedStage]:
     """The stage, the one it begins with, and so on to the first."""
     found: PlannedStage | None = one
     while found is not None:
@@ -141,7 +141,7 @@ def _check_length(c: Config, base: PlannedStage) -> None:
         )
 
 
-def _check_template(plan: Plan, one: PlannedStage) -> None:
+def _check_template(plan: PipelinePlan, one: PlannedStage) -> None:
     """Raises UserError where a chat template is missing, or is made of tokens that no stage has added."""
     data = one.config.data
     if data.rows == "text":

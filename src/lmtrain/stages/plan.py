@@ -70,7 +70,7 @@ class PlannedEvaluation:
 
 
 @dataclass
-class Plan:
+class PipelinePlan:
     pipeline: Pipeline
     folder: Path
     flags: list[str]
@@ -94,7 +94,7 @@ class Plan:
         return [*self.flags, *(["--trust", str(config)] if any(places.addresses(vars(stage.config.data))) else [])]
 
 
-def make(pipeline: Pipeline, typed: Typed, config_dir: str | None) -> Plan:
+def make(pipeline: Pipeline, typed: Typed, config_dir: str | None) -> PipelinePlan:
     """Composes and checks every stage and evaluation.
 
     Raises:
@@ -118,7 +118,7 @@ def make(pipeline: Pipeline, typed: Typed, config_dir: str | None) -> Plan:
             raise UserError(
                 f"evaluation {made.evaluation.name} needs what {made.of} exports: {made.of}.export.enabled=true"
             )
-    return Plan(pipeline, folder, flags, stages, evaluations)
+    return PipelinePlan(pipeline, folder, flags, stages, evaluations)
 
 
 def _default(config_dir: str | None, words: Iterable[str]) -> Callable[[str], object]:

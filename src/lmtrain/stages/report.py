@@ -13,14 +13,14 @@ from lmtrain.errors import UserError
 from lmtrain.files import read_regular, write_atomic
 from lmtrain.run_folder.folder import RunDir
 from lmtrain.secrets import shown
-from lmtrain.stages.plan import Plan, PlannedStage
+from lmtrain.stages.plan import PipelinePlan, PlannedStage
 from lmtrain.stages.state import State
 from lmtrain.terminal import visible
 
 Row = list[str]
 
 
-def show_plan(plan: Plan, statuses: dict[str, str]) -> None:
+def show_plan(plan: PipelinePlan, statuses: dict[str, str]) -> None:
     """Prints what each stage is, on what data and whether it will run; keeps it as plan.txt."""
     what = _table(
         f"pipeline {plan.pipeline.name} in {plan.folder}",
@@ -74,7 +74,7 @@ def _table(title: str, header: list[str], rows: list[Row]) -> Any:
     return made
 
 
-def write(plan: Plan, state: State) -> Path:
+def write(plan: PipelinePlan, state: State) -> Path:
     """Prints the tables and writes report.html and report.json; returns the first."""
     stages, scores = _stages(plan, state), _scores(plan)
     names = [one.name for one in plan.stages]
@@ -91,7 +91,7 @@ def write(plan: Plan, state: State) -> Path:
     return page
 
 
-def _stages(plan: Plan, state: State) -> list[Row]:
+def _stages(plan: PipelinePlan, state: State) -> list[Row]:
     rows = []
     for one in plan.stages:
         summary = RunDir(one.run).read_summary() or {}
@@ -105,7 +105,7 @@ def _stages(plan: Plan, state: State) -> list[Row]:
     return rows
 
 
-def _scores(plan: Plan) -> dict[tuple[str, str], dict[str, float]]:
+def _scores(plan: PipelinePlan) -> dict[tuple[str, str], dict[str, float]]:
     """(evaluation, score) to the value of each stage."""
     found: dict[tuple[str, str], dict[str, float]] = {}
     for one in plan.evaluations:
@@ -126,7 +126,7 @@ def _number(value: Any) -> str:
     return f"{value:.4f}" if isinstance(value, int | float) and math.isfinite(value) else ""
 
 
-def _page(plan: Plan, stages: list[Row], names: list[str], scores: list[Row]) -> str:
+def _page(plan: PipelinePlan, stages: list[Row], names: list[str], scores: list[Row]) -> str:
     style = (files("lmtrain.reports") / "report.css").read_text(encoding="utf-8")
     title = f"pipeline {plan.pipeline.name}"
     links = [

@@ -13,7 +13,7 @@ from lmtrain import errors
 from lmtrain.errors import RunError
 from lmtrain.run.provenance import command
 from lmtrain.stages import checks, report, state
-from lmtrain.stages.plan import Plan, PlannedEvaluation, PlannedStage
+from lmtrain.stages.plan import PipelinePlan, PlannedEvaluation, PlannedStage
 from lmtrain.stages.state import State
 from lmtrain.sweeps.processes import POLL_SECONDS, SIGNALS, end_session, locked, refuse_strange_files, show, start
 from lmtrain.sweeps.trials import quoted
@@ -72,7 +72,7 @@ def last_words(log: Path) -> str:
     return (errors_[-1:] or told[-1:] or [f"see {os.fspath(log)}"])[0].removeprefix("error: ")
 
 
-def run(plan: Plan, typed: list[str]) -> int:
+def run(plan: PipelinePlan, typed: list[str]) -> int:
     """Checks the data of all stages, shows the plan, and runs what is not finished.
 
     Args:
@@ -93,7 +93,7 @@ def run(plan: Plan, typed: list[str]) -> int:
 
 
 class _Pipeline:
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: PipelinePlan) -> None:
         self.plan, self.state = plan, State(plan.folder)
         self.exports: dict[str, str] = {}  # digests of the stages that have finished
         self.state.write()

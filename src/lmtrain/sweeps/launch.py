@@ -22,7 +22,7 @@ from lmtrain import errors
 from lmtrain.config.config_files import folders_of
 from lmtrain.sweeps import trial_process
 from lmtrain.sweeps import trials as rows
-from lmtrain.sweeps.plan import Plan
+from lmtrain.sweeps.plan import SweepPlan
 from lmtrain.sweeps.processes import POLL_SECONDS, SIGNALS, end_session, show, start
 from lmtrain.sweeps.trials import Trial, Trials
 
@@ -40,7 +40,7 @@ class Running:
 class Local:
     """Starts, stops and judges trials; all in the main thread, which a signal interrupts."""
 
-    def __init__(self, plan: Plan, trials: Trials) -> None:
+    def __init__(self, plan: SweepPlan, trials: Trials) -> None:
         self.plan, self.trials = plan, trials
         self.running: list[Running] = []
         self.stopping = 0  # how often the sweep was told to stop
@@ -113,7 +113,7 @@ def share_of_gpus(slot: int, jobs: int) -> str | None:
     return ",".join(gpus[slot * each : (slot + 1) * each]) if jobs > 1 and each else None
 
 
-def run(plan: Plan, trials: Trials, todo: Iterator[Trial]) -> list[Trial]:
+def run(plan: SweepPlan, trials: Trials, todo: Iterator[Trial]) -> list[Trial]:
     """Hands the trials to the launcher, all of a grid at once, of a search sweep.jobs at a time; returns them."""
     size = plan.config.sweep.jobs if plan.config.sweep.method == "optuna" else None
     started: list[Trial] = []
@@ -131,7 +131,7 @@ def run(plan: Plan, trials: Trials, todo: Iterator[Trial]) -> list[Trial]:
     return started
 
 
-def _launch(plan: Plan, words: list[list[str]], number: int) -> list[int | None]:
+def _launch(plan: SweepPlan, words: list[list[str]], number: int) -> list[int | None]:
     """Exit codes of the trials; None for those whose result did not come back."""
     from hydra._internal.callbacks import Callbacks  # Hydra has no public way to run a launcher
 

@@ -20,7 +20,7 @@ Compose = Callable[[list[str]], DictConfig]
 
 
 @dataclass
-class Plan:
+class SweepPlan:
     """`fixed` goes to every trial, `swept` is what they differ in."""
 
     verb: str
@@ -40,7 +40,7 @@ class Plan:
         return [*folder, *name, *environment.flags()]
 
 
-def make(verb: str, typed: list[str], config_dir: str | None, config_name: str) -> Plan:
+def make(verb: str, typed: list[str], config_dir: str | None, config_name: str) -> SweepPlan:
     """Composes a trial with each value of each swept key once.
 
     Raises:
@@ -81,7 +81,7 @@ def make(verb: str, typed: list[str], config_dir: str | None, config_name: str) 
     folder = Path(first.sweep.root) / first.sweep.name if first.sweep.name else Path(tree.hydra.sweep.dir)
     of_trials = [o for o in fixed if not o.startswith(("sweep=", "sweep."))]
     folder = folder.expanduser().absolute()
-    return Plan(verb, typed, of_hydra, config_dir, config_name, of_trials, swept, first, folder)
+    return SweepPlan(verb, typed, of_hydra, config_dir, config_name, of_trials, swept, first, folder)
 
 
 def _refuse_hydras(tree: DictConfig, own: DictConfig) -> None:

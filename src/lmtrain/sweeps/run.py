@@ -16,7 +16,7 @@ from lmtrain.secrets import hide
 from lmtrain.sweeps import launch, search
 from lmtrain.sweeps import plan as plans
 from lmtrain.sweeps import trials as rows
-from lmtrain.sweeps.plan import Plan
+from lmtrain.sweeps.plan import SweepPlan
 from lmtrain.sweeps.processes import locked, refuse_strange_files
 from lmtrain.sweeps.trials import Trial, Trials
 
@@ -66,7 +66,7 @@ def _refuse_ranks() -> None:
         )
 
 
-def _run(plan: Plan, trials: Trials) -> int:
+def _run(plan: SweepPlan, trials: Trials) -> int:
     kept = sum(rows.finished(t, plan.folder, plan.verb) for t in trials.rows)
     if kept:
         print(f"{plan.folder}: {kept} finished trial{'s are' if kept > 1 else ' is'} kept as found")
@@ -76,7 +76,7 @@ def _run(plan: Plan, trials: Trials) -> int:
     return conclude(plan, trials, started)
 
 
-def upcoming(plan: Plan, trials: Trials) -> Iterator[Trial]:
+def upcoming(plan: SweepPlan, trials: Trials) -> Iterator[Trial]:
     """The trials still to be run, each noted as running once it is asked for."""
     fixed = list(map(hide, [*plan.fixed, *plan.flags]))
     if plan.config.sweep.method == "grid":
@@ -103,7 +103,7 @@ def _begin(trials: Trials, trial: Trial) -> Trial:
     return trial
 
 
-def conclude(plan: Plan, trials: Trials, started: list[Trial]) -> int:
+def conclude(plan: SweepPlan, trials: Trials, started: list[Trial]) -> int:
     """Prints how the sweep ended; returns its exit code."""
     ranked = rows.ranked(trials.rows, plan.config.checkpoint.mode)
     if ranked and ranked[0].score is not None:
