@@ -45,6 +45,8 @@ def settled(
 ) -> tuple[DictConfig, list[str]]:
     """As `compose`; and the overrides that it is composed of, with the option of `data` that a bare data.path chose."""
     folders, search = folders_of(config_dir, config_name)
+    typed_words, overrides = overrides, effect.with_model_named(overrides, folders)
+    is_named = overrides != typed_words
     _check_model_name(
         overrides, folders, lambda kept: compose(kept, config_dir, config_name, for_sweep=for_sweep).model
     )
@@ -56,8 +58,8 @@ def settled(
     overrides = [mended(override) for override in overrides]
     with initialize_config_dir(config_dir=str(folders[0]), version_base="1.3", job_name="lmtrain"):
         try:
-            named = lambda groups: str(hydra_compose(config_name, overrides=[*search, *groups]).objective.name)  # noqa: E731
-            overrides = effect.for_text(overrides, named)
+            objective = lambda groups: str(hydra_compose(config_name, overrides=[*search, *groups]).objective.name)  # noqa: E731
+            overrides = effect.for_text(overrides, objective)
             composed = hydra_compose(config_name, overrides=[*search, *overrides], return_hydra_config=for_sweep)
         except OverrideParseException as error:
             raise UserError(explain.unreadable(error.override)) from None
@@ -76,7 +78,7 @@ def settled(
     trust.refuse_unasked(composed, typed, config_dir or str(conf_dir()))
     source = effect.inferred_source(overrides, composed, folders)
     if source is not None:
-        return settled([f"data={source}", *overrides], config_dir, config_name, for_sweep=for_sweep)
+        return settled([f"data={source}", *typed_words], config_dir, config_name, for_sweep=for_sweep)
     if config_dir is not None:
         files = functools.cache(lambda: composed_files(overrides, config_dir, config_name))
         try:
@@ -88,6 +90,8 @@ def settled(
     _complete_own_optimizer(composed)
     _one_warmup(composed, overrides)
     _switched_on(composed, overrides)
+    if is_named and composed.data.get("seq_len") is None:
+        composed.data.seq_len = min(effect.positions_of(composed.model.name_or_path) or effect.ROW, effect.ROW)
     return composed, overrides
 
 

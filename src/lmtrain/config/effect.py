@@ -3,6 +3,7 @@
 A key set to its default anyway is let through: it says what happens. Imports no torch.
 """
 
+import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -14,13 +15,14 @@ from omegaconf import DictConfig, OmegaConf
 from lmtrain.config import sections
 from lmtrain.config.constraints import TRAINING, ReadBy
 from lmtrain.config.keys import annotations_of, unread
-from lmtrain.config.override_text import typed_keys
+from lmtrain.config.override_text import as_typed, typed_keys
 from lmtrain.config.schema import Config
 from lmtrain.config.trust import CLOSED
 from lmtrain.errors import UserError
 
 TRIAL = "LMTRAIN_TRIAL"  # set in a sweep's trials: what has no effect in one may have it in another
 
+ROW = 1024  # tokens of a row of a pretrained model that was named alone, if it takes so many
 _ABSENT = object()
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 # The option of `data` that reads a file with this suffix as text.
@@ -105,6 +107,62 @@ def _suffix_there(path: str) -> str:
     return next((suffix for suffix in inside if suffix in _READ_AS), "")
 
 
+def with_model_named(overrides: Sequence[str], folders: Sequence[Path]) -> list[str]:
+    """The overrides, with `model=` and a folder or a hub name as model=pretrained and its name_or_path.
+
+    A run's folder stands for its export. Options of `model` stay what they are.
+
+    Args:
+        folders: of options.
+
+    Raises:
+        UserError: the name is a path, and there is no such folder; or a run's, which has exported nothing.
+    """
+    found = list[str]()
+    for override in overrides:
+        name = override.removeprefix("model=").strip("'\"")
+        if override.startswith("model=") and _is_a_models_name(name, folders):
+            found += ["model=pretrained", as_typed("model.name_or_path", _weights_of(name))]
+        else:
+            found.append(override)
+    return found
+
+
+def _is_a_models_name(name: str, folders: Sequence[Path]) -> bool:
+    is_option = name != "base" and any((folder / "model" / f"{name}.yaml").is_file() for folder in folders)
+    is_path = name.startswith((".", "/", "~"))
+    return is_path or (not is_option and ("/" in name or (bool(name) and Path(name).is_dir())))
+
+
+def _weights_of(name: str) -> str:
+    """A hub name as it is, a folder's path; of a run the folder of its export."""
+    path = Path(name).expanduser()
+    if not path.is_dir():
+        if name.startswith((".", "/", "~")) or name.count("/") != 1:
+            raise UserError(
+                f"model={name}: there is no such folder, and no name of the hub (owner/model) looks like it"
+            )
+        return name
+    if (path / "config.json").is_file() or (path / "adapter_config.json").is_file():
+        return str(path)
+    if (path / "export" / "config.json").is_file():
+        return str(path / "export")
+    raise UserError(
+        f"model={name}: the folder holds no model (config.json). Of a run, python -m lmtrain.export run_dir={name} "
+        f"writes it"
+    )
+
+
+def positions_of(name_or_path: str) -> int | None:
+    """How many tokens a model in a folder takes, by its config.json; None where it is on the hub or that lacks it."""
+    try:
+        found = json.loads((Path(name_or_path) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    positions = found.get("max_position_embeddings", found.get("n_positions")) if isinstance(found, dict) else None
+    return positions if isinstance(positions, int) and positions > 0 else None
+
+
 def inferred_source(overrides: Sequence[str], tree: DictConfig, folders: Sequence[Path]) -> str | None:
     """The option of `data` that reads a typed data.path where none was chosen, or None.
 
@@ -160,13 +218,20 @@ def for_text(overrides: Sequence[str], objective: Callable[[list[str]], str]) ->
 
 
 def inference_note(overrides: Sequence[str], config: Config) -> list[str]:
-    """What the plan says where the source was told by the path."""
+    """What the plan says where a name chose the model, or a path the reader."""
     typed = typed_keys(overrides)
+    notes = []
+    if getattr(config.model, "name_or_path", None) and typed.get("model") not in (None, "pretrained"):
+        notes.append(
+            f"model={typed['model']} trains {config.model.name_or_path} further, in rows of {config.data.seq_len:,} "
+            f"tokens (data.seq_len)"
+        )
     if "data.path" not in typed or {"data", "data.source", "experiment"} & typed.keys() or not config.data.path:
-        return []
+        return notes
     return [
+        *notes,
         f"data.path={typed['data.path']} chose what reads it, {config.data.source} ({config.data.format}), and "
-        f"is all the data there is; data=... chooses another reader"
+        f"is all the data there is; data=... chooses another reader",
     ]
 
 

@@ -102,6 +102,10 @@ def unknown_option(group: str, option: str, folders: Iterable[Path]) -> str:
     near = [f"{group}={name}" for name in difflib.get_close_matches(plain, options, n=1)]
     meant = OPTIONS.get(f"{group}={option.lower()}") or next(iter(near), None)
     hint = f"did you mean {meant}? " if meant else ""
+    if group == "model":
+        hint += (
+            f"trained weights of the hub are model=pretrained model.name_or_path={option}, or model=owner/{option}; "
+        )
     return f"there is no {group}={option}; {hint}options: {', '.join(options)}"
 
 

@@ -1,0 +1,70 @@
+"""`model=` takes what people call a model: a folder, a run, a hub name; options of conf/model stay what they are."""
+
+from pathlib import Path
+
+import pytest
+
+from inprocess import TWO_STEPS, message, run
+from lmtrain.config.compose import compose
+from lmtrain.config.effect import ROW
+from support import TINY, rows
+from tiny_pretrained import save_pretrained
+
+POSITIONS = 64
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder, in which a model called base lies, and a run with an export."""
+    monkeypatch.chdir(tmp_path)
+    save_pretrained(tmp_path / "base", "gpt2", n_positions=POSITIONS)
+    save_pretrained(tmp_path / "outputs" / "first" / "export", "gpt2", n_positions=POSITIONS)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("typed", "name", "seq_len"),
+    [
+        ("model=Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B", ROW),
+        ("model='Qwen/Qwen3-0.6B'", "Qwen/Qwen3-0.6B", ROW),
+        ("model=base", "base", POSITIONS),
+        ("model=./base", "base", POSITIONS),
+        ("model=outputs/first", "outputs/first/export", POSITIONS),
+    ],
+)
+def test_a_name_or_a_folder(typed: str, name: str, seq_len: int, folder: Path) -> None:
+    made = compose([typed, "data=wikitext"])
+    assert (made.model.init, made.model.name_or_path, made.data.seq_len) == ("pretrained", name, seq_len)
+    assert made.tokenizer.name_or_path == name
+    assert compose([typed, "data.seq_len=32"]).data.seq_len == 32
+    assert compose([f"model={folder}/base"]).model.name_or_path == f"{folder}/base"
+
+
+def test_options_stay_what_they_are(folder: Path) -> None:
+    (folder / "gpt_small").mkdir()
+    assert compose(["model=gpt_small"]).model.init == "scratch"
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("model=gpt2", "model=pretrained model.name_or_path=gpt2"),
+        ("model=./nowhere", "there is no such folder"),
+        ("model=a/b/c", "there is no such folder"),
+        ("model=empty", "python -m lmtrain.export run_dir=empty"),
+    ],
+)
+def test_what_names_no_model(typed: str, said: str, folder: Path) -> None:
+    (folder / "empty").mkdir()
+    ended = run("train", typed)
+    assert ended.code == 2
+    assert said in message(ended.err)
+
+
+def test_a_run_from_a_folder_that_is_named(folder: Path, corpus: Path) -> None:
+    words = [w for w in TINY if not w.startswith(("model", "tokenizer", "data.seq_len"))]
+    ended = run("train", "model=base", f"data.path={corpus}", *words, *TWO_STEPS, "run.dir=second")
+    assert ended.code == 0, ended.err
+    assert len(rows(folder / "second" / "metrics.jsonl")) >= 2
+    plan = " ".join((folder / "second" / "plan.txt").read_text().split())
+    assert f"model=base trains base further, in rows of {POSITIONS} tokens" in plan
