@@ -221,10 +221,10 @@ def inference_note(overrides: Sequence[str], config: Config) -> list[str]:
     """What the plan says where a name chose the model, or a path the reader."""
     typed = typed_keys(overrides)
     notes = []
-    if getattr(config.model, "name_or_path", None) and typed.get("model") not in (None, "pretrained"):
+    weights = getattr(config.model, "name_or_path", None)
+    if weights and typed.get("model") not in (None, "pretrained"):
         notes.append(
-            f"model={typed['model']} trains {config.model.name_or_path} further, in rows of {config.data.seq_len:,} "
-            f"tokens (data.seq_len)"
+            f"model={typed['model']} trains {weights} further, in rows of {config.data.seq_len:,} tokens (data.seq_len)"
         )
     if "data.path" not in typed or {"data", "data.source", "experiment"} & typed.keys() or not config.data.path:
         return notes
