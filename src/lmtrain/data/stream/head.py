@@ -62,7 +62,7 @@ def prepare_head(cfg: DataConfig, tokenizer_cfg: TokenizerConfig, progress: bool
 
         def fill(folder: Path) -> None:
             characters = tokenizer_cfg.train_characters
-            tokenizer = make_tokenizer(folder, tokenizer_cfg, lambda _: _text(source), named, show, characters)
+            tokenizer = make_tokenizer(folder, tokenizer_cfg, lambda _: _text(source), named, show, lambda: characters)
             _write_head(folder, cfg, source, make_encoder(tokenizer, cfg), new_meta(tokenizer, key), show)
 
         prepared = prepare_folder(target, fill, source.notes, cfg, show)

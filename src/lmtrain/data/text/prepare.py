@@ -104,7 +104,9 @@ def _tokenizer_of(
     def texts(name: str) -> Iterator[str]:
         return (piece.text for piece in sources.pieces(source, cfg, name) or ())
 
-    return make_tokenizer(folder, tokenizer_cfg, texts, named, show, _training_bytes(source, cfg, tokenizer_cfg))
+    return make_tokenizer(
+        folder, tokenizer_cfg, texts, named, show, lambda: _training_bytes(source, cfg, tokenizer_cfg)
+    )
 
 
 def make_tokenizer(
@@ -113,15 +115,15 @@ def make_tokenizer(
     texts: Callable[[str], Iterator[str]],
     named: Identity,
     show: PrepareProgress,
-    total_bytes: int | None,
+    total_bytes: Callable[[], int | None],
 ) -> PreTrainedTokenizerFast:
     """The tokenizer that `cfg` names, saved in `folder`/tokenizer and loaded from there as later runs will.
 
     Args:
         texts: as of `tokenizers.load_or_train`.
-        total_bytes: about how many bytes of text a BPE is trained on; None where that isn't known.
+        total_bytes: about how many bytes of text a BPE is trained on, None where that isn't known; asked if one is.
     """
-    made = tokenizers.load_or_train(cfg, texts, named, watch=lambda text: show.watch(text, total_bytes))
+    made = tokenizers.load_or_train(cfg, texts, named, watch=lambda text: show.watch(text, total_bytes()))
     tokenizers.save(made, folder / "tokenizer")
     return tokenizers.load_folder(folder / "tokenizer")
 
