@@ -258,7 +258,7 @@ def test_a_pipeline_of_somebody_else_neither_reads_nor_says_where_to_write(said:
     file = tmp_path / "theirs.yaml"
     file.write_text(f"stages:\n  one:\n    overrides:\n      - data=text\n      - {PIPELINES[said]}\n")
 
-    def made(*typed: str) -> plan.SweepPlan:
+    def made(*typed: str) -> plan.PipelinePlan:
         pipeline = definition.read(file)
         return plan.make(pipeline, command.sort([f"pipeline={file}", *typed], pipeline), None)
 

@@ -157,7 +157,7 @@ def test_what_was_typed_reaches_a_rank_by_its_command_line(tmp_path: Path) -> No
 STAGES = {"stages": {"one": {"overrides": [*SMALL]}}, "evaluations": {"scores": {"of": ["one"], "overrides": []}}}
 
 
-def planned(tree: dict[str, Any], folder: Path, *typed: str) -> plan.SweepPlan:
+def planned(tree: dict[str, Any], folder: Path, *typed: str) -> plan.PipelinePlan:
     (folder / "mine.yaml").write_text(yaml.safe_dump(tree))
     pipeline = definition.read(folder / "mine.yaml")
     words = [f"pipeline={folder / 'mine.yaml'}", f"run.dir={folder / 'out'}", *typed]
