@@ -2,13 +2,16 @@
 
 import io
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
 
 from inprocess import message, run, snapshot
 from lmtrain import __version__, cli
 from lmtrain.config.compose import check, compose
-from lmtrain.config.override_text import as_typed, mended
+from lmtrain.config.override_text import as_typed, bare_or_quoted, mended, written
 from support import REPO
 
 
@@ -126,6 +129,23 @@ def test_a_prompt_with_commas_needs_no_quotes() -> None:
         ("${run.root}", "outputs"),
     ):
         assert check(compose([f"generate.prompt={typed}"])).generate.prompt == meant
+
+
+TEXTS = ["bücher.txt", "日本", "a\\b.txt", "end\\", "a\\'b", 'it\'s "x"', "a b", "a,b", "", "null", "7", "a/b-c.d"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_written_values_are_read_back(text: str) -> None:
+    """By Hydra's grammar, as they were: the name of a file, alone, in a list and in a mapping."""
+
+    def read(words: str) -> Any:
+        found = OverridesParser.create().parse_override(f"key={words}").value()
+        return OmegaConf.to_container(OmegaConf.create([found]))[0]
+
+    for value in (text, [text, 1, None], {"weight": 2.5, "path": text}):
+        assert read(written(value)) == value
+    if text not in ("", "null", "7"):
+        assert read(bare_or_quoted(text)) == text
 
 
 def test_keys_of_a_mapping_may_have_quotes() -> None:

@@ -1,7 +1,8 @@
 """Overrides as they are typed: their keys and values, and the quotes that Hydra's grammar wants. Imports no torch."""
 
+import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -58,6 +59,21 @@ def _parses(override: str) -> bool:
     except HydraException:
         return False
     return True
+
+
+def written(value: Any) -> str:
+    """A value as Hydra's grammar reads it back: texts between quotes, lists and mappings of values, numbers, null."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {written(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(written, value)) + "]"
+    is_plain = value is None or isinstance(value, bool | int | float)
+    return json.dumps(value) if is_plain else quoted(escaped(str(value)))
+
+
+def bare_or_quoted(text: str) -> str:
+    """A text as a person would type it: between quotes only where Hydra's grammar wants them."""
+    return text if re.fullmatch(r"[\w/.+-]+", text, re.ASCII) else quoted(text)
 
 
 def quoted(text: str) -> str:

@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lmtrain.config import interpolations, safe_yaml
 from lmtrain.config.keys import value_of
+from lmtrain.config.override_text import bare_or_quoted, written
 from lmtrain.errors import UserError
 
 # Each with the value that opens nothing.
@@ -134,5 +135,5 @@ def refuse_words(words: Iterable[str], typed: Iterable[str], where: str) -> None
 
 def _typed(key: str, value: Any) -> str:
     if isinstance(value, list):
-        return f"{key}=[{','.join(map(str, value))}]"
-    return f"{key}={json.dumps(value)}"
+        return f"{key}=[{','.join(bare_or_quoted(str(entry)) for entry in value)}]"
+    return f"{key}={written(value)}"

@@ -7,7 +7,6 @@ In a run a training batch is a whole optimizer step (`for_run`); alone it is one
 """
 
 import functools
-import json
 import os
 from collections.abc import Iterator
 from typing import Any, ClassVar, Self
@@ -18,8 +17,10 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lmtrain.config import compose as rules
 from lmtrain.config.batch import Stages, batch_split
+from lmtrain.config.config_files import options_of
 from lmtrain.config.defaults import conf_dir
 from lmtrain.config.options import OBJECTIVES
+from lmtrain.config.override_text import written
 from lmtrain.config.schema import Config
 from lmtrain.config.targets import find_class
 from lmtrain.data.corpus import Corpus, prepare_corpus
@@ -251,21 +252,12 @@ def module_class(config: Config) -> type[CorpusDataModule]:
 
 def _config_of(data: str, tokenizer: str, keys: dict[str, Any], seed: int) -> Config:
     words = [f"data={data}", f"seed={seed}", f"model.max_position_embeddings={keys['seq_len']}"]
-    words += [f"data.{key}={_written(value)}" for key, value in keys.items()]
-    if (conf_dir() / "tokenizer" / f"{tokenizer}.yaml").is_file():
+    words += [f"data.{key}={written(value)}" for key, value in keys.items()]
+    if tokenizer in options_of("tokenizer", [conf_dir()]):
         words.append(f"tokenizer={tokenizer}")
     else:
-        words += ["tokenizer=hub", f"tokenizer.name_or_path={_written(tokenizer)}"]
+        words += ["tokenizer=hub", f"tokenizer.name_or_path={written(tokenizer)}"]
     rows = rules.compose(words).data.rows
     # A config holds an objective, too: one that trains on such rows.
     objective = next((name for name, (_, made) in OBJECTIVES.items() if made.rows == rows), "causal_lm")
     return rules.check(rules.compose([*words, f"objective={objective}"]))
-
-
-def _written(value: Any) -> str:
-    """A value in the words of the command line."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {_written(inner)}" for key, inner in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_written, value)) + "]"
-    return json.dumps(value if value is None or isinstance(value, bool | int | float) else str(value))

@@ -25,10 +25,10 @@ from typing import Any
 from lmtrain.config import safe_yaml, trust
 from lmtrain.config.constraints import name_of_folder
 from lmtrain.config.defaults import conf_dir
+from lmtrain.config.override_text import bare_or_quoted
 from lmtrain.config.schema import Config
 from lmtrain.errors import UserError
 from lmtrain.files import read_regular
-from lmtrain.sweeps.trials import quoted
 
 REFERENCE = re.compile(r"\$\{stage\.([^.}]*)\.?([^}]*)\}")
 FOLDERS = ("export", "export_merged", "run")  # what of a stage can be named
@@ -265,7 +265,7 @@ def resolved(words: tuple[str, ...], folder: Path) -> list[str]:
 
     def path(match: re.Match[str]) -> str:
         run = folder / match[1]
-        return quoted(str(run if match[2] == "run" else run / match[2]))
+        return bare_or_quoted(str(run if match[2] == "run" else run / match[2]))
 
     return [REFERENCE.sub(path, word) for word in words]
 

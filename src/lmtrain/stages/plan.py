@@ -12,11 +12,11 @@ from lmtrain.config import effect, environment, places, trust
 from lmtrain.config.constraints import MACHINE, SHOWN
 from lmtrain.config.fingerprint import short_hash
 from lmtrain.config.keys import keys_in, value_of
+from lmtrain.config.override_text import bare_or_quoted
 from lmtrain.config.schema import Config
 from lmtrain.errors import UserError
 from lmtrain.stages import definition as command
 from lmtrain.stages.definition import REFERENCE, Evaluation, Pipeline, Stage, Typed, needs_of
-from lmtrain.sweeps.trials import quoted
 
 # What is shown of a run decides nothing in the next stage, but for what is exported of it.
 _SHAPES_EXPORT = ("export.enabled", "export.dtype", "export.merge", "export.generation", "checkpoint.monitor")
@@ -167,17 +167,17 @@ def _evaluation(
 ) -> list[PlannedEvaluation]:
     """Composes an evaluation once and gives it to each of its stages: they differ in the model alone."""
     scores, found = folder / "evaluations", list[PlannedEvaluation]()
-    shared = [*command.of_evaluation(one.name, one.words, typed, folder), f"evaluate.dir={quoted(str(scores))}"]
+    shared = [*command.of_evaluation(one.name, one.words, typed, folder), f"evaluate.dir={bare_or_quoted(str(scores))}"]
     composed = ["model.max_position_embeddings=1000000", *shared]  # as lmtrain.evaluate composes them
     own = command.resolved(one.words, folder)
     told = [
         *typed.common,
         *command.resolved(tuple(typed.of.get(one.name, [])), folder),
-        f"evaluate.dir={quoted(str(scores))}",
+        f"evaluate.dir={bare_or_quoted(str(scores))}",
     ]
     config = _composed(f"evaluation {one.name}", "evaluate", composed, own, config_dir, file, told)
     for of in one.of:
-        name, model = f"{one.name}-{of}", quoted(str(folder / of / "export"))
+        name, model = f"{one.name}-{of}", bare_or_quoted(str(folder / of / "export"))
         words = [*shared, f"run_dir={model}", f"evaluate.name={name}"]
         found.append(PlannedEvaluation(one, of, words, config, scores / f"{name}.json"))
     return found

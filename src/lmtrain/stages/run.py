@@ -10,13 +10,13 @@ from types import TracebackType
 from typing import Any
 
 from lmtrain import errors
+from lmtrain.config.override_text import bare_or_quoted
 from lmtrain.errors import RunError
 from lmtrain.run.provenance import command
 from lmtrain.stages import checks, report, state
 from lmtrain.stages.plan import PipelinePlan, PlannedEvaluation, PlannedStage
 from lmtrain.stages.state import State
 from lmtrain.sweeps.processes import POLL_SECONDS, SIGNALS, end_session, locked, refuse_strange_files, show, start
-from lmtrain.sweeps.trials import quoted
 
 
 class Work:
@@ -139,7 +139,7 @@ class _Pipeline:
             kept = state.set_aside(one.run)
             print(f"stage {one.name} has changed, or what it begins with: it runs again (the earlier run is in {kept})")
         row = self.state.begin(one.name, identity)
-        words = [*one.words, f"run.dir={quoted(str(one.run))}"]
+        words = [*one.words, f"run.dir={bare_or_quoted(str(one.run))}"]
         if (one.run / "config.yaml").exists():
             words.append("run.resume=auto")
         else:

@@ -20,6 +20,7 @@ from hydra.types import HydraContext, RunMode
 
 from lmtrain import errors
 from lmtrain.config.config_files import folders_of
+from lmtrain.config.override_text import bare_or_quoted
 from lmtrain.sweeps import trial_process
 from lmtrain.sweeps import trials as rows
 from lmtrain.sweeps.plan import SweepPlan
@@ -136,7 +137,7 @@ def _launch(plan: SweepPlan, words: list[list[str]], number: int) -> list[int | 
     from hydra._internal.callbacks import Callbacks  # Hydra has no public way to run a launcher
 
     hydra_words = [w for w in plan.hydra_words if not w.startswith(("hydra.sweep.dir=", "hydra.sweep.subdir="))]
-    here = [f"hydra.sweep.dir={rows.quoted(str(plan.folder))}", "hydra.sweep.subdir=."]
+    here = [f"hydra.sweep.dir={bare_or_quoted(str(plan.folder))}", "hydra.sweep.subdir=."]
     folders, search_path = folders_of(plan.config_dir, plan.config_name)
     with initialize_config_dir(config_dir=str(folders[0]), version_base="1.3", job_name="lmtrain"):
         loader = GlobalHydra.instance().config_loader()

@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Iterator
 
 from lmtrain import errors
+from lmtrain.config.override_text import bare_or_quoted
 from lmtrain.distributed import ranks
 from lmtrain.errors import UserError
 from lmtrain.run.provenance import command
@@ -116,7 +117,7 @@ def conclude(plan: SweepPlan, trials: Trials, started: list[Trial]) -> int:
         errors.print_error(f"{text} (all of it: {plan.folder / str(trial.number)}.log)")
     if any(t.status == "preempted" for t in started):
         typed = [w for w in plan.typed if not w.startswith("hydra.sweep.dir=")]
-        here = [] if plan.config.sweep.name else [f"hydra.sweep.dir={rows.quoted(str(plan.folder))}"]
+        here = [] if plan.config.sweep.name else [f"hydra.sweep.dir={bare_or_quoted(str(plan.folder))}"]
         print("the sweep was stopped; what ran has saved. Go on with:")
         print(f"  {command(plan.verb, ['-m', *typed, *here, *plan.flags])}", flush=True)
         return errors.PREEMPTED

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lmtrain import errors
+from lmtrain.config.override_text import bare_or_quoted
 from lmtrain.errors import UserError
 from lmtrain.files import read_jsonl, write_atomic
 from lmtrain.run_folder.folder import RunDir
@@ -93,18 +94,11 @@ def in_words(trial: Trial, metric: str) -> str:
 def command(trial: Trial, folder: Path) -> list[str]:
     """The trial's overrides, its folder and whether it continues what lies there."""
     run = folder / str(trial.number)
-    words = [*trial.fixed, *trial.overrides, f"run.dir={quoted(str(run))}"]
+    words = [*trial.fixed, *trial.overrides, f"run.dir={bare_or_quoted(str(run))}"]
     if (run / "config.yaml").exists():
         return [*(w for w in words if not w.startswith("run.resume=")), "run.resume=auto"]
     shutil.rmtree(run, ignore_errors=True)  # what a start that was killed early left is no run
     return words
-
-
-def quoted(text: str) -> str:
-    """A value as Hydra's grammar reads it back."""
-    if re.fullmatch(r"[\w/.+-]+", text):
-        return text
-    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def without_ranks(environ: Mapping[str, str]) -> dict[str, str]:
