@@ -119,12 +119,12 @@ def _one(run: Told) -> list[str]:
         parts += ["<h2>Samples along the training</h2>", *_samples(run)]
     parts.append("<h2>What was set</h2>")
     parts.append(
-        _table(("key", "default", "this run"), run.changed) if run.changed else "<p>Every key has its default.</p>"
+        table(("key", "default", "this run"), run.changed) if run.changed else "<p>Every key has its default.</p>"
     )
     if run.history:
         parts += ["<h2>Starts and stops</h2>", _list(run.history)]
     if run.checkpoints:
-        parts += ["<h2>Checkpoints</h2>", _table(("checkpoint", "size"), run.checkpoints)]
+        parts += ["<h2>Checkpoints</h2>", table(("checkpoint", "size"), run.checkpoints)]
     if run.how_to_use:
         parts += ["<h2>How to use it</h2>", *(f"<pre>{as_text(words)}</pre>" for words in run.how_to_use)]
     return parts
@@ -142,13 +142,13 @@ def _legend(heat: HeatMap) -> str:
 def _several(runs: Sequence[Told]) -> list[str]:
     names = list(dict.fromkeys(name for run in runs for name in run.outcome))
     outcome = [(run.name, *(run.outcome.get(name, "") for name in names)) for run in runs]
-    parts = ["<h2>Outcome, best first</h2>" + _table(("run", *names), outcome)]
+    parts = ["<h2>Outcome, best first</h2>" + table(("run", *names), outcome)]
     defaults = {key: default for run in runs for key, default, _ in run.changed}
     values = [{key: value for key, _, value in run.changed} for run in runs]
     keys = [k for k in sorted(defaults) if len({v.get(k, defaults[k]) for v in values}) > 1]
     rows = [(key, *(v.get(key, defaults[key]) for v in values)) for key in keys]
     heading = "<h2>Where their configs differ</h2>"
-    parts.append(heading + (_table(("key", *(r.name for r in runs)), rows) if rows else "<p>Nowhere.</p>"))
+    parts.append(heading + (table(("key", *(r.name for r in runs)), rows) if rows else "<p>Nowhere.</p>"))
     return parts
 
 
@@ -199,10 +199,10 @@ def _samples(run: Told) -> Iterable[str]:
 def _evaluations(run: Told) -> str:
     names = list(dict.fromkeys(name for _, scores in run.evaluations for name in scores))
     rows = [(name, *(f"{scores[n]:.4f}" if n in scores else "" for n in names)) for name, scores in run.evaluations]
-    return _table(("evaluation", *names), rows)
+    return table(("evaluation", *names), rows)
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     head = "".join(f"<th>{as_text(name)}</th>" for name in header)
     body = "".join("<tr>" + "".join(f"<td>{as_text(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'

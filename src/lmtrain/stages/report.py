@@ -4,18 +4,17 @@ import io
 import json
 import math
 from html import escape
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from lmtrain import terminal
 from lmtrain.errors import UserError
 from lmtrain.files import read_regular, write_atomic
+from lmtrain.reports.report_page import as_text, asset, document, table
 from lmtrain.run_folder.folder import RunDir
 from lmtrain.secrets import shown
 from lmtrain.stages.plan import PipelinePlan, PlannedStage
 from lmtrain.stages.state import State
-from lmtrain.terminal import visible
 
 Row = list[str]
 
@@ -127,28 +126,16 @@ def _number(value: Any) -> str:
 
 
 def _page(plan: PipelinePlan, stages: list[Row], names: list[str], scores: list[Row]) -> str:
-    style = (files("lmtrain.reports") / "report.css").read_text(encoding="utf-8")
     title = f"pipeline {plan.pipeline.name}"
     links = [
         f'<li><a href="{escape(name)}/report.html">{escape(name)}</a>: curves, samples, settings</li>' for name in names
     ]
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{_text(title)}</title><style>{style}</style></head>\n<body>\n<h1>{_text(title)}</h1>\n"
-        + "<h2>Scores of what each stage exported</h2>\n"
-        + _html(["evaluation", "score", *names], scores)
-        + "<h2>Stages</h2>\n"
-        + _html(["stage", "status", "steps", "tokens", "val/loss", "minutes"], stages)
-        + f"<ul>{''.join(links)}</ul>\n</body></html>\n"
-    )
-
-
-def _html(header: list[str], rows: list[Row]) -> str:
-    head = "".join(f"<th>{_text(cell)}</th>" for cell in header)
-    body = "\n".join(f"<tr>{''.join(f'<td>{_text(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    return f'<div class="scroll"><table><tr>{head}</tr>\n{body}</table></div>\n'
-
-
-def _text(text: str) -> str:
-    return escape(visible(text))
+    body = [
+        f"<h1>{as_text(title)}</h1>",
+        "<h2>Scores of what each stage exported</h2>",
+        table(["evaluation", "score", *names], scores),
+        "<h2>Stages</h2>",
+        table(["stage", "status", "steps", "tokens", "val/loss", "minutes"], stages),
+        f"<ul>{''.join(links)}</ul>",
+    ]
+    return document(title, asset("report.css"), body)
