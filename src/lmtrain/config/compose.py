@@ -22,7 +22,7 @@ from lmtrain import secrets
 from lmtrain.config import effect, environment, explain, interpolations, places, safe_yaml, sections, trust
 from lmtrain.config.batch import batch_split
 from lmtrain.config.checks import check_pretrained_name, check_values, leave_out_ring
-from lmtrain.config.config_files import composed_files, folders_of
+from lmtrain.config.config_files import composed_files, folders_of, options_of
 from lmtrain.config.defaults import conf_dir
 from lmtrain.config.override_text import mended, typed_keys
 from lmtrain.config.schema import Config
@@ -113,11 +113,11 @@ def _check_model_name(
     model = compose_model([o for o in overrides if not o.lstrip("+").startswith("model.name=")])
     if "_target_" in model or name == model.get("name"):
         return
-    options = sorted({file.stem for folder in folders for file in (folder / "model").glob("*.yaml")})
+    known = options_of("model", folders)
     found = f"model.name={name} changes nothing but what is shown: the model stays {model.get('name')}. "
-    if name in options:
+    if name in known:
         raise UserError(f"{found}Choose model={name}")
-    scratch = ", ".join(option for option in options if option not in ("base", "pretrained"))
+    scratch = ", ".join(option for option in known if option != "pretrained")
     raise UserError(
         f"{found}For a model of the hub or of a folder set model=pretrained model.name_or_path={name}; from "
         f"scratch choose one of model={scratch}"

@@ -3,7 +3,7 @@
 Imports no torch.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,11 @@ def folders_of(config_dir: str | None, config_name: str) -> tuple[list[Path], li
     if (folders[-1] / f"{config_name}.yaml").is_file():
         folders.reverse()
     return folders, [f"hydra.searchpath=[file://{folder}]" for folder in folders[1:]]
+
+
+def options_of(group: str, folders: Iterable[Path]) -> list[str]:
+    """The options of a group in these folders, sorted; `base` is what options share."""
+    return sorted({f.stem for d in folders for f in (d / group).glob("*.yaml") if f.stem != "base"})
 
 
 def composed_files(overrides: Sequence[str], config_dir: str | None, config_name: str) -> list[ConfigFile]:

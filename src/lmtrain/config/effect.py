@@ -1,4 +1,4 @@
-"""Nothing typed is ignored: keys that nothing reads with the options chosen, and the source of a bare data.path.
+"""What typed words come to: keys that nothing reads are refused, a bare data.path and a model's name choose options.
 
 A key set to its default anyway is let through: it says what happens. Imports no torch.
 """
@@ -13,6 +13,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from lmtrain.config import sections
+from lmtrain.config.config_files import options_of
 from lmtrain.config.constraints import TRAINING, ReadBy
 from lmtrain.config.keys import annotations_of, unread
 from lmtrain.config.override_text import as_typed, typed_keys
@@ -129,9 +130,9 @@ def with_model_named(overrides: Sequence[str], folders: Sequence[Path]) -> list[
 
 
 def _is_a_models_name(name: str, folders: Sequence[Path]) -> bool:
-    is_option = name != "base" and any((folder / "model" / f"{name}.yaml").is_file() for folder in folders)
-    is_path = name.startswith((".", "/", "~"))
-    return is_path or (not is_option and ("/" in name or (bool(name) and Path(name).is_dir())))
+    if name.startswith((".", "/", "~")):
+        return True
+    return name not in options_of("model", folders) and ("/" in name or (bool(name) and Path(name).is_dir()))
 
 
 def _weights_of(name: str) -> str:

@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lmtrain.config.aliases import HYDRA_FLAGS, LIGHTNING, NEIGHBOURS, OPTIONS, absent, misspelt, used_here
+from lmtrain.config.config_files import options_of
 from lmtrain.errors import UserError
 
 
@@ -91,22 +92,18 @@ def other_variant(key: str, folders: Iterable[Path]) -> str | None:
 _ABSENT = object()
 
 
-def _options(group: str, folders: Iterable[Path]) -> list[str]:
-    return sorted({f.stem for d in folders for f in (d / group).glob("*.yaml") if f.stem != "base"})
-
-
 def unknown_option(group: str, option: str, folders: Iterable[Path]) -> str:
     """The message for `group=option` where no such yaml exists."""
-    options = _options(group, folders)
+    known = options_of(group, folders)
     plain = option.lower().replace("-", "_")
-    near = [f"{group}={name}" for name in difflib.get_close_matches(plain, options, n=1)]
+    near = [f"{group}={name}" for name in difflib.get_close_matches(plain, known, n=1)]
     meant = OPTIONS.get(f"{group}={option.lower()}") or next(iter(near), None)
     hint = f"did you mean {meant}? " if meant else ""
     if group == "model":
         hint += (
             f"trained weights of the hub are model=pretrained model.name_or_path={option}, or model=owner/{option}; "
         )
-    return f"there is no {group}={option}; {hint}options: {', '.join(options)}"
+    return f"there is no {group}={option}; {hint}options: {', '.join(known)}"
 
 
 def missing_config(error: MissingConfigException, folders: list[Path], overrides: list[str]) -> str:
@@ -172,7 +169,7 @@ def refuse_deleted_groups(overrides: list[str], folders: list[Path]) -> None:
     for override in overrides:
         group = override[1:].partition("=")[0]
         if override.startswith("~") and any((d / group).is_dir() for d in folders):
-            options = _options(group, folders)
+            options = options_of(group, folders)
             off = f"{group}=none turns it off; " if "none" in options else ""
             raise UserError(f"~{group}: the group {group} can't be left out; {off}options: {', '.join(options)}")
 
@@ -219,7 +216,7 @@ def _wrong_group_value(override: Override, groups: set[str], folders: list[Path]
     group = override.key_or_group
     if group not in groups:
         return None
-    options = ", ".join(_options(group, folders))
+    options = ", ".join(options_of(group, folders))
     if not override.is_sweep_override() and not isinstance(override.value(), str | list):
         return (
             f"{override.input_line}: {group} is a group, set by the name of an option ({options}); "

@@ -145,9 +145,7 @@ class AdamWConfig(OptimizerConfig):
 
 
 @dataclass(kw_only=True)
-class AdamW8bitConfig(OptimizerConfig):
-    betas: Annotated[Any, TRAJECTORY, two_betas]
-    eps: Annotated[float, TRAJECTORY]
+class AdamW8bitConfig(AdamWConfig):
     full_state_pattern: Annotated[str, TRAJECTORY]
 
 

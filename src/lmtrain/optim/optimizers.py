@@ -120,6 +120,6 @@ def _custom(groups: Groups, cfg: OptimizerConfig, allow_target: Sequence[str]) -
     return optimizer
 
 
-def _betas(cfg: AdamWConfig | AdamW8bitConfig | LionConfig) -> tuple[float, float]:
+def _betas(cfg: AdamWConfig | LionConfig) -> tuple[float, float]:
     beta1, beta2 = cfg.betas
     return float(beta1), float(beta2)
