@@ -120,5 +120,7 @@ def test_ranks_and_wandb_keep_secrets_too(server: str, place: Path, lmtrain: Run
     assert CANARY not in done.stdout + done.stderr
     assert holders(place) == []
     (file,) = (place / "one" / "wandb").glob("offline-run*/*.wandb")
-    assert b"oc.env:BOOK_ACCESS" in file.read_bytes()
-    assert b"oc.env:BOOK_" in next(file.parent.glob("files/wandb-metadata.json")).read_bytes()
+    for name in (b"oc.env:BOOK_ACCESS", b"oc.env:BOOK_TOKEN"):
+        assert name in file.read_bytes()
+    for metadata in file.parent.glob("files/wandb-metadata.json"):  # W&B writes none for a run of seconds
+        assert b"oc.env:BOOK_" in metadata.read_bytes()
