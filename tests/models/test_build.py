@@ -103,7 +103,7 @@ def test_gpt2_initialisation():
         assert p.std().item() == pytest.approx(expected, rel=0.05), name
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_moe", "nanochat", "lfm2"])
 def test_llama_initialisation(name):
     model = tiny(name, hidden_size=128, num_hidden_layers=8, initializer_range=0.02, intermediate_size=256)
     scaled = 0
@@ -111,7 +111,7 @@ def test_llama_initialisation(name):
         if p.ndim == 1:
             assert torch.equal(p, torch.ones_like(p))
             continue
-        residual = "o_proj" in n or "down_proj" in n
+        residual = n.endswith(("o_proj.weight", "down_proj", "down_proj.weight", "fc2.weight", "out_proj.weight", "w2.weight"))
         scaled += residual
         expected = 0.02 / math.sqrt(2 * 8) if residual else 0.02
         assert p.std().item() == pytest.approx(expected, rel=0.12 if "gate.weight" in n else 0.05), n
