@@ -1,6 +1,7 @@
 """The main job: compose, check, build, fit, export. `python -m lmtrain.train [overrides]`."""
 
 import sys
+import time
 from typing import TYPE_CHECKING
 
 from lmtrain import cli
@@ -14,9 +15,14 @@ def train(config: "Config") -> int:
     """Trains as `config` says; returns the exit code. Slow imports wait until the screen shows a line."""
     from lmtrain.run.start import start
 
+    if config.budget.minutes is not None:
+        from lmtrain.planning import budget
+
+        budget.settle(config, BEGAN)
     return start(config)
 
 
+BEGAN = time.time()
 main = cli.main_of("train", train)
 
 

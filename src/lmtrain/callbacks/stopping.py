@@ -140,18 +140,30 @@ class BadSteps(pl.Callback):
 
 
 class EndsEarly(pl.Callback):
-    """Writes {"step", "lr", "loss"} of each step to `path`, and ends the run before anything is validated or saved.
+    """Writes {"step", "lr", "loss", "time"} of each step to `path`, and ends the run before anything is validated or
+    saved.
 
     Args:
         path: JSON lines, written by the first rank.
         steps: the last step.
         diverged: ends once the smoothed loss is above this many times its least, or no number; None: never.
         smoothing: of the loss, as in `Smoothed`.
+        seconds: ends so long after the first step, once `fewest` steps are done; None: after `steps` only.
     """
 
-    def __init__(self, path: str, steps: int, diverged: float | None = None, smoothing: float = 0.0) -> None:
+    def __init__(
+        self,
+        path: str,
+        steps: int,
+        diverged: float | None = None,
+        smoothing: float = 0.0,
+        seconds: float | None = None,
+        fewest: int = 1,
+    ) -> None:
         self.path, self.steps, self.diverged = Path(path), steps, diverged
         self.smoothed, self.least = Smoothed(smoothing), math.inf
+        self.seconds, self.fewest = seconds, fewest
+        self.first_step: float | None = None
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
         assert isinstance(pl_module, Objective)
@@ -159,10 +171,15 @@ class EndsEarly(pl.Callback):
         loss, step = numbers["train/loss"], trainer.global_step
         if trainer.is_global_zero:
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": step, "lr": numbers["lr"], "loss": loss}) + "\n")
-        if step >= self.steps or self._has_diverged(loss):
+                file.write(json.dumps({"step": step, "lr": numbers["lr"], "loss": loss, "time": time.time()}) + "\n")
+        if step >= self.steps or self._has_diverged(loss) or self._has_taken_long(step):
             trainer.should_stop = True
             raise StopIteration  # what Lightning's loop ends at; the callbacks that save come after this one
+
+    def _has_taken_long(self, step: int) -> bool:
+        if self.first_step is None:
+            self.first_step = time.time()
+        return self.seconds is not None and step >= self.fewest and time.time() - self.first_step > self.seconds
 
     def _has_diverged(self, loss: float) -> bool:
         if self.diverged is None:

@@ -354,6 +354,11 @@ class TuneConfig:
 
 
 @dataclass(kw_only=True)
+class BudgetConfig:
+    minutes: Annotated[float | None, SHOWN, above_zero]  # trainer.max_steps is chosen so that a run ends by then
+
+
+@dataclass(kw_only=True)
 class SweepConfig:
     method: Annotated[str, SHOWN]  # grid or optuna
     name: Annotated[str | None, SHOWN, name_of_folder]
@@ -395,6 +400,7 @@ class Config:
     report: ReportConfig
     inspect: Annotated[InspectConfig, ReadBy(("inspect",))]
     sweep: SweepConfig
+    budget: Annotated[BudgetConfig, ReadBy(("train",))]
     debug: Annotated[dict[str, Any], SHOWN] = field(default_factory=dict)
 
 

@@ -286,8 +286,8 @@ def _last_line(error: Exception) -> str:
     return lines[-1] if lines else type(error).__name__
 
 
-# The matrices that write into the residual stream, by the names that families have in transformers: GPT-2's; Llama's and
-# its descendants', with stacked experts; OPT's and LFM2's attention; nanochat's and OPT's, LFM2's feed-forward layers.
+# The matrices that write into the residual stream, by the names that families of transformers have for them: GPT-2's;
+# Llama's and its descendants', with stacked experts; OPT's and LFM2's attention; feed-forward layers of nanochat, LFM2.
 RESIDUAL_PROJECTIONS = (
     *("c_proj.weight", "o_proj.weight", "down_proj.weight", "experts.down_proj"),
     *("out_proj.weight", "fc2.weight", "feed_forward.w2.weight"),

@@ -245,6 +245,11 @@ def advice(run: "Run") -> list[str]:
         )
     if unheard := overruled(c):
         notes.append(f"{c.trainer.deepspeed.config}: of it the run's own config overrules {', '.join(unheard)}")
+    if c.budget.minutes is not None:
+        notes.append(
+            f"budget.minutes={c.budget.minutes:g} chose trainer.max_steps={c.trainer.max_steps:,} by the time of some "
+            f"steps on this machine; the run keeps it when it is continued"
+        )
     notes += for_mixtures(corpus.train, run.total_steps)
     notes += effect.inference_note(ranks.typed(), c)
     notes += unlikely(c, run.total_steps, os.cpu_count() or 1, typed_keys(ranks.typed()))
