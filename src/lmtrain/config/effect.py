@@ -29,7 +29,7 @@ _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 # The option of `data` that reads a file with this suffix as text.
 _READ_AS = {
     ".txt": "text", ".text": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "jsonl",
-    ".tsv": "jsonl", ".parquet": "parquet", ".arrow": "parquet",
+    ".tsv": "jsonl", ".parquet": "parquet", ".arrow": "parquet", ".md": "text", ".rst": "text",
 }  # fmt: skip
 _RECORDS = {"conversations": "chat_jsonl", "pairs": "preference_jsonl"}  # options of `data`, by what the rows are
 
@@ -105,7 +105,8 @@ def _suffix_there(path: str) -> str:
     if folder.resolve() == Path(folder.anchor or "/").resolve():
         raise UserError(f"data.path={path} is the whole file system: name the folder that holds the data")
     inside = (suffix_of(p.name) for p in sorted(folder.rglob("*")) if p.is_file() and not p.name.startswith("."))
-    return next((suffix for suffix in inside if suffix in _READ_AS), "")
+    known = [suffix for suffix in inside if suffix in _READ_AS]
+    return next((suffix for suffix in known if suffix not in (".md", ".rst")), next(iter(known), ""))
 
 
 def with_model_named(overrides: Sequence[str], folders: Sequence[Path]) -> list[str]:
@@ -218,16 +219,22 @@ def for_text(overrides: Sequence[str], objective: Callable[[list[str]], str]) ->
     return [instead if o == "data=mixture" else o for o in overrides]
 
 
-def inference_note(overrides: Sequence[str], config: Config) -> list[str]:
-    """What the plan says where a name chose the model, or a path the reader."""
+def inference_note(overrides: Sequence[str], config: Config, proposed: str = "") -> list[str]:
+    """What the plan says where a name chose the model, or a path the reader.
+
+    Args:
+        proposed: what was made of a file that was named alone.
+    """
     typed = typed_keys(overrides)
-    notes = []
+    notes = [proposed] if proposed else []
     weights = getattr(config.model, "name_or_path", None)
     if weights and typed.get("model") not in (None, "pretrained"):
         notes.append(
             f"model={typed['model']} trains {weights} further, in rows of {config.data.seq_len:,} tokens (data.seq_len)"
         )
-    if "data.path" not in typed or {"data", "data.source", "experiment"} & typed.keys() or not config.data.path:
+    if proposed or "data.path" not in typed or {"data", "data.source", "experiment"} & typed.keys():
+        return notes
+    if not config.data.path:
         return notes
     return [
         *notes,

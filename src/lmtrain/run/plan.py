@@ -246,7 +246,7 @@ def advice(run: "Run") -> list[str]:
     if unheard := overruled(c):
         notes.append(f"{c.trainer.deepspeed.config}: of it the run's own config overrules {', '.join(unheard)}")
     notes += for_mixtures(corpus.train, run.total_steps)
-    notes += effect.inference_note(ranks.typed(), c)
+    notes += effect.inference_note(ranks.typed(), c, ranks.proposed())
     notes += unlikely(c, run.total_steps, os.cpu_count() or 1, typed_keys(ranks.typed()))
     on_every_rank = sharding.why_on_every_rank(c)
     if run.trainer.world_size > 1 and on_every_rank is not None:
