@@ -14,7 +14,7 @@ SAFE = """
 data: {path: text.txt, text_column: [title, body], val_sets: {more: {path: text.txt}}}
 optimizer:
   betas: [0.9, 0.95]
-  lr: ${oc.decode:"0.5"}
+  lr: ${oc.select:"optimizer.missing",0.5}
 callbacks:
   early_stopping:
     patience: 3
@@ -87,7 +87,6 @@ def test_what_it_may_not(text: str, said: str) -> None:
     ended = shown(text)
     assert ended.code == 2
     assert said in ended.err
-    assert ended.out == "" or "max_step" in text
 
 
 @pytest.mark.parametrize(

@@ -192,6 +192,22 @@ def inferred_source(overrides: Sequence[str], tree: DictConfig, folders: Sequenc
     return records or option
 
 
+EPOCHS = {"text": 20, "rows": 3}  # at most, of a file of the user's where no length is typed: more rarely helps
+_LENGTHS = ("trainer.max_steps", "trainer.max_epochs", "trainer.overfit_batches", "trainer.fast_dev_run", "experiment",
+            "debug", "data.streaming", "data.ring_bytes")  # fmt: skip
+
+
+def epochs_at_most(overrides: Sequence[str], option: str) -> list[str]:
+    """The override that ends a run on a user's file after some epochs, where nothing typed says how long it is.
+
+    Args:
+        option: of `data`, that reads the file.
+    """
+    if set(_LENGTHS) & typed_keys(overrides).keys():
+        return []
+    return [f"trainer.max_epochs={EPOCHS['text' if option in set(_READ_AS.values()) else 'rows']}"]
+
+
 def option_holding(rows: str, folders: Sequence[Path]) -> str | None:
     """The option of `data` that reads a user's file of such rows: chat_jsonl for conversations. None for text.
 
@@ -232,6 +248,8 @@ def inference_note(overrides: Sequence[str], config: Config, proposed: str = "")
         notes.append(
             f"model={typed['model']} trains {weights} further, in rows of {config.data.seq_len:,} tokens (data.seq_len)"
         )
+    if typed.get("trainer.max_epochs") is None and config.trainer.max_epochs in EPOCHS.values() and "data" not in typed:
+        notes.append(_ends(config))
     if proposed or "data.path" not in typed or {"data", "data.source", "experiment"} & typed.keys():
         return notes
     if not config.data.path:
@@ -241,6 +259,14 @@ def inference_note(overrides: Sequence[str], config: Config, proposed: str = "")
         f"data.path={typed['data.path']} chose what reads it, {config.data.source} ({config.data.format}), and "
         f"is all the data there is; data=... chooses another reader",
     ]
+
+
+def _ends(config: Config) -> str:
+    t = config.trainer
+    return (
+        f"no length was given: the run ends after {t.max_epochs} epochs, or trainer.max_steps={t.max_steps} where that "
+        f"is earlier; trainer.max_epochs=... or trainer.max_steps=... changes it"
+    )
 
 
 def check_suffix(overrides: Sequence[str]) -> None:

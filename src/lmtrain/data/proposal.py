@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lmtrain.config.effect import suffix_of
+from lmtrain.config.effect import epochs_at_most, suffix_of
 from lmtrain.config.first_words import Proposal
 from lmtrain.config.override_text import typed_keys, written
 from lmtrain.data.chat.conversations import FORMATS
@@ -28,11 +28,19 @@ _RECIPES = {  # kind of rows: what it is called, the overrides with a model that
 
 
 def propose(paths: Sequence[str], typed: Sequence[str]) -> Proposal:
-    """Objective, reader and columns for these files, as overrides that leave alone what is typed.
+    """Objective, reader, columns and length for these files, as overrides that leave alone what is typed.
 
     Raises:
         UserError: the files are not there, or hold nothing to train on.
     """
+    found = _propose(paths, typed)
+    option = typed_keys(found.overrides).get("data")
+    epochs = epochs_at_most([*found.overrides, *typed], option) if option is not None else []
+    ends = f"; at most {epochs[0].partition('=')[2]} epochs ({epochs[0]}), as no length was given" if epochs else ""
+    return Proposal([*found.overrides, *epochs], f"{found.says}{ends}")
+
+
+def _propose(paths: Sequence[str], typed: Sequence[str]) -> Proposal:
     path: Any = list(paths) if len(paths) > 1 else paths[0]
     own = [f"data.path={written(path)}"]
     keys = typed_keys(typed)
