@@ -109,7 +109,11 @@ def run(verb: str, action: Callable[["Config"], int], argv: list[str] | None = N
             return _complete(args.shell_completion)
         if args.cfg:
             _drop_job(args.overrides)
+        terminal.be_quiet(False)
         terminal.status.say("reading the config")
+        alone = ranks.started_by() is None and "LMTRAIN_TRIAL" not in os.environ
+        if verb == "train" and alone and not args.cfg and "run.quiet=true" not in words:
+            terminal.say_in_log("lmtrain train: reading the config, then the data; the plan follows")
         from lmtrain.config import effect, environment
 
         environment.trust(args.trust)
@@ -130,6 +134,7 @@ def run(verb: str, action: Callable[["Config"], int], argv: list[str] | None = N
             terminal.status.stop()
             print(config.to_yaml(composed), end="", flush=True)
         checked = config.check(composed)  # after --cfg has shown what a run would refuse
+        terminal.be_quiet(checked.run.quiet)
         effect.refuse(verb, read.typed, checked, lambda key: _default(args, key))
         terminal.status.stop()
         return errors.FINISHED if args.cfg else action(checked)

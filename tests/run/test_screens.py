@@ -70,6 +70,58 @@ def test_lines_in_a_pipe_carry_elapsed_and_left() -> None:
     assert duration(3725.9) == "1:02:05"
 
 
+def test_a_long_run_has_a_dozen_lines_in_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, out = [0.0], io.StringIO()
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    lines = PlainLines(Console(width=40, file=out), 1000, every_seconds=10)
+    lines.on_train_start(SimpleNamespace(global_step=0), None)  # type: ignore[arg-type]
+    for step in range(10, 1001, 10):
+        now[0] += 42.0
+        lines.listen(ROW | {"step": step})
+        if step % 250 == 0:
+            lines.listen({"step": step, "val/loss": 2.5})
+    shown = out.getvalue().splitlines()
+    assert len(shown) <= 12 + 4 + 3
+    assert all(line.startswith("step ") and line.endswith(" left") for line in shown)
+
+
+def test_validations_stay_above_the_bar_and_an_interrupted_one_leaves_a_single_bar() -> None:
+    out = io.StringIO()
+    console = Console(width=80, file=out, color_system=None, force_terminal=True)
+    bar = RichBar(console, 1000)
+    loop = SimpleNamespace(epoch_loop=SimpleNamespace(val_loop=SimpleNamespace(max_batches=[3])))
+    trainer: Any = SimpleNamespace(global_step=0, fit_loop=loop)
+    bar.on_train_start(trainer, None)  # type: ignore[arg-type]
+    bar.listen(ROW)
+    bar.listen({"step": 250, "val/loss": 2.5})
+    assert "step  250  loss 2.3457  val 2.5000\n" in out.getvalue()
+    bar.on_validation_start(trainer, None)  # type: ignore[arg-type]
+    assert bar.progress is not None
+    progress = bar.progress
+    bar.on_exception(trainer, None, KeyboardInterrupt())  # type: ignore[arg-type]
+    assert [task.description for task in progress.tasks] == ["train"]
+
+
+def test_a_quiet_run_prints_its_result_alone(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    ended = train_tiny(corpus, "run.quiet=true", "run.name=a")
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out.startswith("finished at step 2, val/loss ")
+    assert ended.out.count("\n") == 1
+    assert (tmp_path / "outputs" / "a" / "plan.txt").read_text().count("plan")
+
+
+def test_a_log_is_short(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("COLUMNS")
+    ended = train_tiny(corpus, "run.name=a", "callbacks.samples.max_new_tokens=64", "trainer.max_steps=8")
+    assert ended.code == 0, ended.err
+    lines = ended.out.splitlines()
+    assert len(lines) < 80
+    assert not [line for line in lines if line.strip() == "left"]
+    assert sum(line.startswith("sample at step ") for line in lines) == 8
+
+
 def test_a_run_keeps_its_plan_and_where_it_was_made(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,9 @@ from lmtrain.config.schema import Config
 from lmtrain.config.trust import CLOSED
 from lmtrain.errors import UserError
 
-TRIAL = "LMTRAIN_TRIAL"  # set in a sweep's trials: what has no effect in one may have it in another
+# Set in a sweep's trials ("1") and a pipeline's stages ("stage"): what has no effect in one may have it in another, and
+# they don't all print what they have in common.
+TRIAL = "LMTRAIN_TRIAL"
 
 ROW = 1024  # tokens of a row of a pretrained model that was named alone, if it takes so many
 _ABSENT = object()

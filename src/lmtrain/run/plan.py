@@ -18,6 +18,7 @@ from lmtrain.callbacks.step_numbers import has_nvml
 from lmtrain.config import effect
 from lmtrain.config.batch import Stages, row_lengths, split_over, step_sizes
 from lmtrain.config.deepspeed import overruled
+from lmtrain.config.effect import TRIAL
 from lmtrain.config.override_text import typed_keys
 from lmtrain.config.schema import Config
 from lmtrain.config.strategies import outside_fp8
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from lmtrain.run.build import Run
 
 _SHOWN = 160  # tokens of the first row
+_LINES = 6  # of it in a log
 _SI = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -66,9 +68,21 @@ def show(run: "Run", resumed_from: str | None, done: int, notes: list[str]) -> N
     parts += [Text(f"note: {shown(note)}", style="yellow") for note in [*notes, *advice(run)]]
     text, legend = first_row(run)
     panels = [Panel(Group(*parts), title="plan", title_align="left"), Panel(text, title=legend, title_align="left")]
-    run.console.print(*panels, sep="\n")
+    if os.environ.get(TRIAL):
+        length = f"{run.config.model.name}, {run.total_steps:,} steps{f', {resumed_from}' if resumed_from else ''}"
+        run.console.print(f"{length}; its plan: {run.dir.plan}", soft_wrap=True, highlight=False)
+    elif run.console.is_terminal:
+        run.console.print(*panels, sep="\n")
+    else:
+        run.console.print(panels[0], Panel(_clipped(text), title=legend, title_align="left"), sep="\n")
     if run.trainer.is_global_zero:
         write_atomic(run.dir.plan, as_text(panels))
+
+
+def _clipped(text: Text) -> Text:
+    """The first lines, for a log; plan.txt has all."""
+    lines = text.split("\n", allow_blank=True)
+    return text if len(lines) <= _LINES else Text("\n").join([*lines[:_LINES], Text("...")])
 
 
 def as_text(panels: list[Panel]) -> str:

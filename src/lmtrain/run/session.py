@@ -70,6 +70,7 @@ class Session:
     def _build(self) -> Run:
         """Builds everything and finds the checkpoint to continue from, before anything is written to the folder."""
         config, notes = self.config, self.notes
+        terminal.be_quiet(config.run.quiet)
         devices.set_threads(config.trainer.num_threads, int(config.trainer.devices))
         # Read whole to be checked: once.
         self.checkpoint = world.from_first(lambda: resume.find(config, self.folder, notes.append))

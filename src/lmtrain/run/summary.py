@@ -1,6 +1,7 @@
 """How a run ended: summary.json, the table on the screen, the export."""
 
 import contextlib
+import os
 import platform
 import time
 from importlib.metadata import PackageNotFoundError, version
@@ -15,6 +16,7 @@ from lmtrain.callbacks.progress import duration
 from lmtrain.callbacks.step_numbers import peak_resident_bytes
 from lmtrain.checkpoints import retention, store
 from lmtrain.config import trust
+from lmtrain.config.effect import TRIAL
 from lmtrain.errors import RunError, UserError
 from lmtrain.exports import model_card
 from lmtrain.objectives.parts import RECOMPUTED, Definition
@@ -146,12 +148,23 @@ def export(run: "Run") -> list[Path]:
 
 def show(run: "Run", summary: dict[str, Any], exported: list[Path]) -> None:
     """A small table: loss, best step, tokens/s, memory, time, where curves and exports are; then what to type next."""
+    val = run.metrics.last_val
+    if os.environ.get(TRIAL) or run.config.run.quiet:
+        if os.environ.get(TRIAL) == "1":  # the sweep says it
+            return
+        numbers = [f"val/loss {val['val/loss']:.4f}"] if "val/loss" in val else []
+        print(
+            ", ".join(
+                [f"{summary['status'].replace('_', ' ')} at step {summary['step']:,}", *numbers, str(run.dir.path)]
+            ),
+            flush=True,
+        )
+        return
     table = Table(
         title=f"{summary['status'].replace('_', ' ')} at step {summary['step']:,}", title_justify="left", box=None
     )
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    val = run.metrics.last_val
     if "train/loss" in run.metrics.last_train:
         table.add_row("train/loss", f"{run.metrics.last_train['train/loss']:.4f}")
     for key in ("val/loss", "val/perplexity", "val/bits_per_byte", "val/rewards/accuracy", "val/rewards/margin"):

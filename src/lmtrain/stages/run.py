@@ -51,7 +51,7 @@ class Work:
         if self.stopping:
             return errors.PREEMPTED
         shown = log.stat().st_size if log.exists() else 0
-        self.process = start(verb, words, log)
+        self.process = start(verb, words, log, "stage")
         if self.stopping:  # the signal came while the process was made
             self.process.terminate()
         while self.process.poll() is None:

@@ -24,6 +24,7 @@ class PrepareProgress:
                 TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[counts]}"), TimeElapsedColumn(),
                 console=self.console, transient=True,
             )  # fmt: skip
+            terminal.status.stop()  # two that draw on one screen show each other's escapes
             self.bar.start()
         self.text_bytes = self.tokens = 0
         self.total: int | None = None
