@@ -154,8 +154,8 @@ def _model_of(verb: str, word: str, rest: list[str]) -> str:
     if " " in word:
         model = newest_run() or "outputs/NAME"
         raise UserError(f"which model? {command} {model}{f' {chr(34)}{word}{chr(34)}' if verb == 'generate' else ''}")
-    near = _nearest(path)
-    hint = f"did you mean {command} {near}{after}?" if near else "python -m lmtrain.runs lists the runs there are"
+    nearest = _nearest(path)
+    hint = f"did you mean {command} {nearest}{after}?" if nearest else "python -m lmtrain.runs lists the runs there are"
     raise UserError(f"{word}: no such folder, and a name of the hub is owner/model; {hint}")
 
 

@@ -167,8 +167,9 @@ def nothing_to_do(folder: RunDir) -> str:
     summary = folder.read_summary() or {}
     asked, step = summary.get("asked") or {}, summary.get("step", 0)
     epochs = asked.get("max_epochs")
-    by_epochs = epochs is not None and asked.get("max_steps") != step
-    key = f"trainer.max_epochs={2 * epochs}" if by_epochs else f"trainer.max_steps={2 * step}"
+    key = f"trainer.max_steps={2 * step}"
+    if epochs is not None and asked.get("max_steps") != step:
+        key = f"trainer.max_epochs={2 * epochs}"
     return (
         f"{folder.path} is finished: nothing to do after {step:,} steps. To train it further, the same command with "
         f"{key}; for a new run, another run.name"

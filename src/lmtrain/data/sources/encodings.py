@@ -64,7 +64,7 @@ class Decoder:
         self.reopen = reopen
         self.encoding = "utf-8"
         self.was_ascii = True
-        self._decoder = codecs.getincrementaldecoder("utf-8")()
+        self._decoder: codecs.IncrementalDecoder = codecs.getincrementaldecoder("utf-8")()
 
     def decode(self, part: bytes, final: bool = False) -> str:
         """The text of the next part; UnicodeDecodeError where its encoding can't be told."""

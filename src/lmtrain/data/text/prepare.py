@@ -69,7 +69,7 @@ def prepare(cfg: DataConfig, tokenizer_cfg: TokenizerConfig, progress: bool = Tr
             bins.save_meta(meta, folder)
 
         prepared = prepare_folder(target, fill, source.notes, cfg, show)
-        reading = getattr(source, "notes_of_reading", list)()
+        reading: list[str] = getattr(source, "notes_of_reading", list)()
         return dataclasses.replace(prepared, notes=[*prepared.notes, *reading]) if reading else prepared
 
 
