@@ -19,8 +19,8 @@ from lmtrain.distributed.ranks import print_from_rank
 from lmtrain.errors import UserError
 
 if TYPE_CHECKING:
-    from lmtrain.config import first_words
     from lmtrain.config.schema import Config
+    from lmtrain.first_words import words
 
 VERBS = {
     "train": "train a model: compose, check, train, export",
@@ -109,12 +109,8 @@ def run(verb: str, action: Callable[["Config"], int], argv: list[str] | None = N
             return _complete(args.shell_completion)
         if args.cfg:
             _drop_job(args.overrides)
-        terminal.be_quiet(False)
-        terminal.status.say("reading the config")
-        alone = ranks.started_by() is None and "LMTRAIN_TRIAL" not in os.environ
-        if verb == "train" and alone and not args.cfg and "run.quiet=true" not in words:
-            terminal.say_in_log("lmtrain train: reading the config, then the data; the plan follows")
-        from lmtrain.config import effect, environment
+        _say_that_it_runs(verb, args, words)
+        from lmtrain.config import environment
 
         environment.trust(args.trust)
         if args.info:
@@ -124,18 +120,7 @@ def run(verb: str, action: Callable[["Config"], int], argv: list[str] | None = N
         read = _read_words(verb, args, words)
         if args.multirun:
             return _sweep(verb, args)
-        from lmtrain.config import compose as config
-        from lmtrain.config import named_file
-
-        composed = config.compose(args.overrides, args.config_dir, args.config_name)
-        if read.config is not None:
-            named_file.refuse(composed, args.overrides, read.typed, read.config)
-        if args.cfg:
-            terminal.status.stop()
-            print(config.to_yaml(composed), end="", flush=True)
-        checked = config.check(composed)  # after --cfg has shown what a run would refuse
-        terminal.be_quiet(checked.run.quiet)
-        effect.refuse(verb, read.typed, checked, lambda key: _default(args, key))
+        checked = _composed(verb, args, read)
         terminal.status.stop()
         return errors.FINISHED if args.cfg else action(checked)
     except (UserError, errors.RunError) as error:
@@ -159,36 +144,63 @@ def run(verb: str, action: Callable[["Config"], int], argv: list[str] | None = N
         terminal.status.stop()
 
 
-def _read_words(verb: str, args: argparse.Namespace, words: list[str]) -> "first_words.Read":
+def _say_that_it_runs(verb: str, args: argparse.Namespace, words: list[str]) -> None:
+    """One line at once, on a terminal until something else is printed, in a log for good."""
+    terminal.be_quiet(False)
+    terminal.status.say("reading the config")
+    alone = ranks.started_by() is None and "LMTRAIN_TRIAL" not in os.environ
+    if verb == "train" and alone and not args.cfg and "run.quiet=true" not in words:
+        terminal.say_in_log("lmtrain train: reading the config, then the data; the plan follows")
+
+
+def _composed(verb: str, args: argparse.Namespace, read: "words.Read") -> "Config":
+    """The checked config; with --cfg it is printed as soon as it is composed."""
+    from lmtrain.config import compose as config
+    from lmtrain.config import effect
+    from lmtrain.first_words import config_file
+
+    composed = config.compose(args.overrides, args.config_dir, args.config_name)
+    if read.config is not None:
+        config_file.refuse(composed, args.overrides, read.typed, read.config)
+    if args.cfg:
+        terminal.status.stop()
+        print(config.to_yaml(composed), end="", flush=True)
+    checked = config.check(composed)  # after --cfg has shown what a run would refuse
+    terminal.be_quiet(checked.run.quiet)
+    effect.refuse(verb, read.typed, checked, lambda key: _default(args, key))
+    return checked
+
+
+def _read_words(verb: str, args: argparse.Namespace, argv: list[str]) -> "words.Read":
     """Puts the overrides that bare words stand for in the place of these, and notes what was made of them."""
-    from lmtrain.config import first_words
     from lmtrain.config.config_files import folders_of
+    from lmtrain.first_words import words
 
     folders, _ = folders_of(args.config_dir, args.config_name)
 
-    def propose(paths: Sequence[str], typed: Sequence[str]) -> first_words.Proposal:
-        from lmtrain.data import proposal
+    def propose(paths: Sequence[str], typed: Sequence[str]) -> words.Proposal:
+        from lmtrain.first_words import proposal
 
         return proposal.propose(paths, typed)
 
     def of_file(path: Path, typed: Sequence[str]) -> list[str]:
-        from lmtrain.config import named_file
+        from lmtrain.first_words import config_file
 
-        tree = named_file.parsed(path)
-        if named_file.is_whole(tree):
+        tree = config_file.parsed(path)
+        if config_file.is_whole(tree):
             args.config_dir, args.config_name = str(path.parent), path.stem
             return []
         groups = sorted({d.name for folder in folders for d in folder.iterdir() if d.is_dir()})
-        return named_file.as_words(tree, path, groups, typed)
+        return config_file.as_words(tree, path, groups, typed)
 
-    read = first_words.read(verb, args.overrides, folders, propose, of_file)
+    read = words.read(verb, args.overrides, folders, propose, of_file)
     if read.config is not None and args.multirun:
         raise UserError(
             f"-m {read.config}: a sweep takes a config as an experiment: put it into DIR/experiment/, and type "
             f"--config-dir DIR experiment={read.config.stem}"
         )
     args.overrides = read.overrides
-    ranks.note_typed([new for word in words for new in read.instead.get(word, [word])], read.says)
+    ranks.note_typed([new for word in argv for new in read.instead.get(word, [word])], read.says)
     return read
 
 
@@ -331,26 +343,16 @@ where a value comes from: python -m lmtrain.explain data.seq_len [overrides]
 verbs: {", ".join(VERBS)}"""
 
 
-_VERBS_OF_OTHERS = {  # Lightning's, transformers', TRL's, litgpt's and axolotl's commands
-    "fit": "train", "pretrain": "train", "run": "train", "preprocess": "prepare", "tokenize": "prepare",
-    "sft": "train objective=sft", "dpo": "train objective=dpo", "kto": "train objective=kto",
-    "finetune": "train model=OWNER/MODEL data.path=FILE", "finetune_full": "train model=OWNER/MODEL data.path=FILE",
-    "finetune_lora": "train model=OWNER/MODEL peft=lora data.path=FILE", "validate": "evaluate", "test": "evaluate",
-    "eval": "evaluate", "predict": "generate", "sample": "generate", "inference": "generate", "serve": "chat",
-    "resume": "train run.name=NAME", "merge": "export export.merge=true", "convert": "export",
-    "merge-lora": "export export.merge=true", "list": "runs", "ls": "runs", "sweep": "train -m", "help": "--help",
-    "env": "doctor", "config": "train --cfg",
-}  # fmt: skip
-
-
 def _no_verb(word: str, rest: list[str]) -> str:
     """The message for a first word that is no verb, with the command that was probably meant."""
     import difflib
 
+    from lmtrain.config.aliases import VERBS as THEIRS
+
     if Path(word).exists() or "=" in word or word.startswith("-"):
         return f"which verb? to train: lmtrain train {shlex.join([word, *rest])} (lmtrain --help lists the others)"
-    if word in _VERBS_OF_OTHERS:
-        return f"there is no verb {word!r}; here it is: lmtrain {_VERBS_OF_OTHERS[word]} {shlex.join(rest)}".rstrip()
+    if word in THEIRS:
+        return f"there is no verb {word!r}; here it is: lmtrain {THEIRS[word]} {shlex.join(rest)}".rstrip()
     near = difflib.get_close_matches(word, VERBS | OTHERS, n=1)
     hint = f"; did you mean lmtrain {shlex.join([near[0], *rest])}?" if near else ""
     return f"there is no verb {word!r}{hint} ({', '.join(VERBS | OTHERS)})"

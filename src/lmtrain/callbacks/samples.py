@@ -97,7 +97,7 @@ class Samples(pl.Callback):
             if self.console.is_terminal:
                 self.console.print(Panel(self._shown(prompt, text), title=title, title_align="left"))
             elif not os.environ.get(TRIAL):
-                line = f"{title}: {_on_a_line(prompt.shown)} | {_on_a_line(text)}"
+                line = f"{title} | {_on_a_line(prompt.shown)} | {_on_a_line(text)}"
                 self.console.print(line, soft_wrap=True, highlight=False, markup=False)
         self._log(trainer, step)
 

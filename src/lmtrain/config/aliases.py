@@ -18,8 +18,8 @@ def _tables(text: str) -> dict[str, dict[str, str]]:
 
 
 _TABLES = _tables(Path(__file__).with_suffix(".txt").read_text(encoding="utf-8"))
-NEIGHBOURS, OPTIONS, WITHOUT, HYDRA_FLAGS, LIGHTNING = (
-    _TABLES[name] for name in ("keys", "options", "without", "hydra_flags", "lightning")
+NEIGHBOURS, OPTIONS, WITHOUT, HYDRA_FLAGS, LIGHTNING, VERBS = (
+    _TABLES[name] for name in ("keys", "options", "without", "hydra_flags", "lightning", "verbs")
 )
 
 # Sections of other projects, or ours, under which a word of the table keeps its meaning: data.block_size.

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from lmtrain.config.effect import epochs_at_most, suffix_of
-from lmtrain.config.first_words import Proposal
 from lmtrain.config.override_text import typed_keys, written
 from lmtrain.data.chat.conversations import FORMATS
 from lmtrain.data.chat.pairs import PAIR_FORMATS
@@ -15,16 +16,12 @@ from lmtrain.data.sources.addresses import is_address
 from lmtrain.data.sources.lines import COMPRESSED, open_binary
 from lmtrain.data.sources.tables import read_table
 from lmtrain.errors import UserError
+from lmtrain.first_words.words import Proposal
 
 ROWS = 20  # that are looked at
-MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"  # what learns from conversations where no model is named
 _BINS = ("train.bin", "meta.json")
-_LABELLED = ("prompt|question|instruction", "completion|response|answer", "label")
-_RECIPES = {  # kind of rows: what it is called, the overrides with a model that is typed, and those without one
-    "chat_jsonl": ("conversations", ["objective=sft"], ["experiment=sft_smollm2_lora"]),
-    "preference_jsonl": ("pairs of answers", ["objective=dpo"], ["experiment=dpo_smollm2_lora"]),
-    "unpaired_jsonl": ("answers with a label", ["objective=kto"], ["objective=kto", f"model={MODEL}", "peft=lora"]),
-}
+_FORMATS = {"pairs": PAIR_FORMATS, "conversations": FORMATS}
+_ANY_TEXT = ("text", "template")  # formats of conversations that fit text for pretraining, too
 
 
 def propose(paths: Sequence[str], typed: Sequence[str]) -> Proposal:
@@ -76,22 +73,22 @@ def _refuse_binary(path: Path) -> None:
 def _of_rows(rows: list[dict[str, Any]], named: str, own: list[str], typed: Sequence[str], format: str) -> Proposal:
     columns = list(dict.fromkeys(name for row in rows for name in row))
     keys = typed_keys(typed)
-    kind = None if "data.text_column" in keys else kind_of(columns, rows)
-    if kind is None:
+    recipe = None if "data.text_column" in keys else recipe_of(columns, rows)
+    if recipe is None:
         return _text(rows, columns, named, own, keys, format)
-    what, with_model, alone = _RECIPES[kind]
+    what, kind = recipe["what"], recipe["data"]
     shown = f"{named} holds {what} (columns {', '.join(columns[:6])})"
     if {"objective", "experiment"} & keys.keys():
         return Proposal(own, f"{shown}, read as the objective wants")
     if "model" in keys or "model.name_or_path" in keys:
         scratch = _from_scratch(keys.get("model", ""))
         extra = [o for o in scratch if o.partition("=")[0] not in keys]
-        overrides = [*with_model, f"data={kind}", *extra, *own]
+        overrides = [*recipe["with_model"], f"data={kind}", *extra, *own]
         return Proposal(overrides, f"{shown}: {' '.join(overrides[:-1])}")
-    choices = [o for o in alone if o.partition("=")[0] not in keys]
+    choices = [o for o in recipe["alone"] if o.partition("=")[0] not in keys]
     return Proposal(
         [*choices, f"data={kind}", *own],
-        f"{shown}: {' '.join(choices)}, which trains {MODEL} with LoRA; model=... names another",
+        f"{shown}: {' '.join(choices)} (SmolLM2-135M-Instruct with LoRA); model=... names another model",
     )
 
 
@@ -103,16 +100,18 @@ def _from_scratch(model: str) -> list[str]:
     return ["tokenizer=bytes", *own] if model.endswith("_nano") else own
 
 
-def kind_of(columns: Sequence[str], rows: Sequence[dict[str, Any]]) -> str | None:
-    """The option of `data` that reads rows with these columns; None for text."""
-    has = lambda wanted: all(any(name in columns for name in c.split("|")) for c in wanted)  # noqa: E731
-    if has(_LABELLED) and all(row.get("label") in (True, False) for row in rows):
-        return "unpaired_jsonl"
-    if any(has(format.required) for format in PAIR_FORMATS.values()):
-        return "preference_jsonl"
-    if any(has(format.required) for name, format in FORMATS.items() if name not in ("text", "template")):
-        return "chat_jsonl"
-    return None
+def recipe_of(columns: Sequence[str], rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """The entry of recipes.yaml for rows with these columns; None for text."""
+    recipes = yaml.safe_load(Path(__file__).with_name("recipes.yaml").read_text(encoding="utf-8"))
+    return next((recipe for recipe in recipes if _fits(recipe, columns, rows)), None)
+
+
+def _fits(recipe: dict[str, Any], columns: Sequence[str], rows: Sequence[dict[str, Any]]) -> bool:
+    formats = _FORMATS.get(recipe.get("formats", ""), {})
+    wanted = [format.required for name, format in formats.items() if name not in _ANY_TEXT] or [recipe["columns"]]
+    has = any(all(any(name in columns for name in c.split("|")) for c in one) for one in wanted)
+    flag = recipe.get("true_or_false")
+    return has and (flag is None or all(row.get(flag) in (True, False) for row in rows))
 
 
 def _text(
