@@ -37,6 +37,11 @@ def _sign(character: str) -> str:
     return f"\\u{ord(character):04x}"
 
 
+def counted(number: int, noun: str) -> str:
+    """1 -> '1 row', 1200 -> '1,200 rows'."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def lenient() -> None:
     """Lets standard output write what its encoding (latin-1) has no sign for as \\u....; a pipe gets line by line."""
     for stream in (sys.stdout, sys.stderr):

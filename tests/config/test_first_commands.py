@@ -259,7 +259,14 @@ def plain(value: Any) -> Any:
     return list(value) if isinstance(value, list | tuple) else value
 
 
-@pytest.mark.parametrize("command", COMPOSED)
+# These walk the same way as others.
+ALIKE = ("notes.rst", "docs/", "alpaca.json", "completions.jsonl", "questions.csv", "data.text_column=title",
+         "optimizer=adamw", "experiment=sft_smollm2", "export.dtype=bfloat16",
+         "model=llama_nano trainer.max_steps=5")  # fmt: skip
+QUICK = [pytest.param(c, marks=[pytest.mark.slow] * c.endswith(ALIKE)) for c in COMPOSED]
+
+
+@pytest.mark.parametrize("command", QUICK)
 def test_does_what_was_meant(command: str, typed: Said) -> None:
     config, ended = typed(command)
     assert ended.code == 0, ended.err

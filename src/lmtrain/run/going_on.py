@@ -29,7 +29,7 @@ def say_how_to_go_on(run: "Run") -> None:
         run.console.print(f"{stopped}.")
         return
     words = [w for w in typed() if not w.startswith(("run.resume=", "run.dir="))]
-    run.console.print(f"{stopped}. Go on with:")
+    run.console.print(f"{stopped}. Continue with:")
     print(f"  {command('train', [*words, f'run.dir={run.dir.path}', 'run.resume=auto'])}", flush=True)
 
 

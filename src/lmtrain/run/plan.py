@@ -35,7 +35,7 @@ from lmtrain.run import plan_time
 from lmtrain.run.features import features_on
 from lmtrain.secrets import shown
 from lmtrain.strategies import sharding
-from lmtrain.terminal import visible
+from lmtrain.terminal import counted, visible
 
 if TYPE_CHECKING:
     from lmtrain.run.build import Run
@@ -69,7 +69,9 @@ def show(run: "Run", resumed_from: str | None, done: int, notes: list[str]) -> N
     text, legend = first_row(run)
     panels = [Panel(Group(*parts), title="plan", title_align="left"), Panel(text, title=legend, title_align="left")]
     if os.environ.get(TRIAL):
-        length = f"{run.config.model.name}, {run.total_steps:,} steps{f', {resumed_from}' if resumed_from else ''}"
+        length = (
+            f"{run.config.model.name}, {counted(run.total_steps, 'step')}{f', {resumed_from}' if resumed_from else ''}"
+        )
         run.console.print(f"{length}; its plan: {run.dir.plan}", soft_wrap=True, highlight=False)
     elif run.console.is_terminal:
         run.console.print(*panels, sep="\n")
@@ -111,7 +113,7 @@ def plan_rows(run: "Run", resumed_from: str | None, done: int) -> list[tuple[str
         ("tokenizer", f"{c.tokenizer.kind}, {len(corpus.tokenizer):,} tokens"),
         ("batch", f"{split} = {tokens_per_step:,} tokens a step"),
         *growth_rows(c),
-        ("length", f"{run.total_steps:,} steps{f' x {tokens_per_step:,}' if len(sizes.values) == 1 else ''}"
+        ("length", f"{counted(run.total_steps, 'step')}{f' x {tokens_per_step:,}' if len(sizes.values) == 1 else ''}"
                    f" = {si(tokens)} tokens = {tokens / corpus.epoch_tokens:.2f} "
                    f"{'epochs' if corpus.stream is None else 'windows'} of {si(corpus.epoch_tokens)}"),
         ("time", plan_time.words(run, tokens - per_row * sizes.before(done), per_token)),
@@ -202,7 +204,7 @@ def validation_words(run: "Run") -> str:
     seen = len(rows) if limit is None else min(len(rows), limit * c.data.micro_batch_size)
     every = c.trainer.val_check_interval or run.total_steps
     first = "before the first step, " if c.trainer.val_before_training else ""
-    return f"{seen:,} of {len(rows):,} rows, {first}every {every:,} steps and after the last"
+    return f"{seen:,} of {counted(len(rows), 'row')}, {first}every {counted(every, 'step')} and after the last"
 
 
 def groups_table(run: "Run") -> Table:

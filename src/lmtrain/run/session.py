@@ -101,7 +101,7 @@ class Session:
             if said and found == said:
                 return  # as it was written, maybe by another version of the libraries
             if said:
-                self.notes.append(f"{self.folder.tokenizer} was changed since {self.checkpoint.name}: written anew")
+                self.notes.append(f"{self.folder.tokenizer} was changed since {self.checkpoint.name}: rewritten")
         run_dir.write_tokenizer(self.folder, tokenizer)
 
     def _fit(self, run: Run) -> int:

@@ -18,6 +18,7 @@ from lmtrain.errors import RunError, UserError, disk_full, reason
 from lmtrain.files import read_regular, temporary_beside, write_atomic
 from lmtrain.run_folder import lock as run_lock
 from lmtrain.secrets import shown_in
+from lmtrain.terminal import counted
 
 
 class RunDir:
@@ -171,8 +172,8 @@ def nothing_to_do(folder: RunDir) -> str:
     if epochs is not None and asked.get("max_steps") != step:
         key = f"trainer.max_epochs={2 * epochs}"
     return (
-        f"{folder.path} is finished: nothing to do after {step:,} steps. To train it further, the same command with "
-        f"{key}; for a new run, another run.name"
+        f"{folder.path} is finished: nothing to do after {counted(step, 'step')}. To train it further, the same "
+        f"command with {key}; for a new run, another run.name"
     )
 
 

@@ -198,6 +198,6 @@ class _Pipeline:
 
     def _stopped(self, code: int, typed: list[str]) -> int:
         if code == errors.PREEMPTED:
-            print("the pipeline was stopped; what ran has saved. Go on with:")
+            print("the pipeline was stopped; what ran has saved. Continue with:")
             print(f"  {command('pipeline', typed)}", flush=True)
         return code
