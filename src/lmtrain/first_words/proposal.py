@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from lmtrain.config.effect import epochs_at_most, suffix_of
-from lmtrain.config.override_text import typed_keys, written
+from lmtrain.config.override_text import bare_or_quoted, typed_keys, written
 from lmtrain.data.chat.conversations import FORMATS
 from lmtrain.data.chat.pairs import PAIR_FORMATS
 from lmtrain.data.sources import files
@@ -39,7 +39,7 @@ def propose(paths: Sequence[str], typed: Sequence[str]) -> Proposal:
 
 def _propose(paths: Sequence[str], typed: Sequence[str]) -> Proposal:
     path: Any = list(paths) if len(paths) > 1 else paths[0]
-    own = [f"data.path={written(path)}"]
+    own = [f"data.path={bare_or_quoted(path) if isinstance(path, str) else written(path)}"]
     keys = typed_keys(typed)
     named = ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
     first = Path(paths[0]).expanduser()
@@ -129,5 +129,5 @@ def _text(
         )
     others = [c for c in columns if c != longest]
     also = f"; not read: {', '.join(others[:6])}" if others else ""
-    column = [] if longest == "text" else [f"data.text_column={written(longest)}"]
+    column = [] if longest == "text" else [f"data.text_column={bare_or_quoted(longest)}"]
     return Proposal([f"data={option}", *column, *own], f"{named} holds text in the column {longest}{also}")
