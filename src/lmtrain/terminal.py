@@ -65,6 +65,13 @@ def say_in_log(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
+def say_once(line: str) -> None:
+    """A line on standard error, on a terminal too, in place of what is waited for."""
+    if isinstance(sys.stderr, io.TextIOWrapper):
+        status.stop()
+        print(visible(line), file=sys.stderr, flush=True)
+
+
 class Status:
     """One line on a terminal that says what is waited for, until something else is printed; nothing in a pipe or log.
 

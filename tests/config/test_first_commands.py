@@ -252,6 +252,7 @@ ANSWERED: dict[str, tuple[str, ...]] = {
     "evaluate outputs/first/config.yaml": ("lmtrain.evaluate", "outputs/first"),
     "export Qwen/Qwen3-0.6B": ("python -m lmtrain.export outputs/NAME",),
     "export base": ("is no run",),
+    "pipeline laptop": ("python -m lmtrain.pipeline pipeline=laptop",),
 }  # fmt: skip
 
 

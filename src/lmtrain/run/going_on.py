@@ -38,7 +38,7 @@ def next_commands(run: "Run", status: str) -> list[str]:
     here = near(run.dir.path)
     chats = run.config.data.rows != "text" and own_template(run.corpus.tokenizer) is not None
     first = command("chat", [here]) if chats else command("generate", [here, _prompt(run)])
-    lines = [first, command("evaluate", [here])]
+    lines = [first, *([command("evaluate", [here])] if run.corpus.val is not None else [])]
     if status != "stopped_early":  # more steps are not what it lacks
         lines.append(f"the same command with {' '.join([*_resumes(run, here), *longer(run)])}")
     return lines
