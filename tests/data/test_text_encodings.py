@@ -88,3 +88,4 @@ def test_the_plan_counts_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert ended.code == 0, ended.err
     plan = " ".join((tmp_path / "outputs/a/plan.txt").read_text().replace("│", " ").split())
     assert "1 file is not UTF-8, read as told: old.txt (cp1252)" in plan
+    assert "validation has 5 rows: small differences of val/loss are noise" in plan

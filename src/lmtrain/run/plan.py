@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 _SHOWN = 160  # tokens of the first row
 _LINES = 6  # of it in a log
+_FEW = 10  # validation rows: below, scores are called noise
 _SI = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -272,6 +273,11 @@ def advice(run: "Run") -> list[str]:
     if corpus.val is None:
         notes.append(
             f"there is no validation split: no val/loss, no best checkpoint ({corpus.how_to_validate(c.data)})"
+        )
+    elif len(corpus.val) < _FEW:
+        notes.append(
+            f"validation has {counted(len(corpus.val), 'row')}: small differences of val/loss are noise, and so is "
+            f"which checkpoint is `best` (generate.checkpoint=last takes the last one; data.val_path names more rows)"
         )
     if c.data.rows != "text" and leaves_out_bos(corpus.tokenizer):
         notes.append(
