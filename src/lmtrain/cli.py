@@ -186,6 +186,8 @@ def _read_words(verb: str, args: argparse.Namespace, argv: list[str]) -> "words.
     def of_file(path: Path, typed: Sequence[str]) -> list[str]:
         from lmtrain.first_words import config_file
 
+        if path.resolve().parent in [(folder / "experiment").resolve() for folder in folders]:
+            return [f"experiment={path.stem}"]
         tree = config_file.parsed(path)
         if config_file.is_whole(tree):
             args.config_dir, args.config_name = str(path.parent), path.stem

@@ -8,7 +8,9 @@ import pytest
 from inprocess import Ended, message, run
 from lmtrain.config import compose as config
 from lmtrain.config import keys
-from support import TINY
+from support import REPO, TINY
+
+CONF = REPO / "conf"
 
 SAFE = """
 data: {path: text.txt, text_column: [title, body], val_sets: {more: {path: text.txt}}}
@@ -75,6 +77,8 @@ def test_a_run_of_it(folder: Path) -> None:
         ("hydra: {searchpath: ['file:///tmp']}", "keys of Hydra's own"),
         ("callbacks: {extra: [{_target_: os.system}]}", "os.system"),
         ("defaults: [base]", "--config-dir"),
+        ("experiment: ../../tmp/other", "is no name of an option"),
+        ("model: '${oc.env:HOME}'", "is no name of an option"),
         ("trainer: {max_step: 3}", "did you mean trainer.max_steps"),
         ("trainer: {max_steps: 3, max_steps: 4}", "stands in line"),
         ("[1, 2]", "holds no keys"),
@@ -101,6 +105,12 @@ def test_what_it_may_not(text: str, said: str) -> None:
 def test_what_the_user_opens(text: str, typed: list[str]) -> None:
     ended = shown(text, *typed)
     assert ended.code == 0, ended.err
+
+
+def test_one_of_ours_is_an_experiment() -> None:
+    ended = run("train", str(CONF / "experiment" / "sft_smollm2_lora.yaml"), "--cfg", "data.path=chats.jsonl")
+    assert ended.code == 0, ended.err
+    assert "method: lora" in ended.out
 
 
 def test_a_sweep_takes_experiments() -> None:

@@ -4,6 +4,7 @@ The file is an experiment, with or without `# @package _global_`: its groups cho
 do what an experiment may (config/trust.py). Keys of other programs are all answered in one message.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -82,13 +83,21 @@ def _of_defaults(entries: Any, groups: Sequence[str], path: Path) -> Iterator[st
                 f"{path}: the entry {entry!r} of its defaults is not understood in a file that is named alone: write "
                 f"`- override /group: option`, or give the folder of your configs with --config-dir"
             )
-        yield f"{group}={option}"
+        yield _choice(group, option, path)
+
+
+def _choice(group: str, option: str, path: Path) -> str:
+    """group=option, where the option is a name; a path would lead out of the folders of configs."""
+    is_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)*", option, re.ASCII) and ".." not in option.split("/")
+    if not is_name and (group != "model" or "$" in option):
+        raise UserError(f"{path}: {group}: {option} is no name of an option")
+    return f"{group}={option if is_name else quoted(option)}"
 
 
 def _of_keys(tree: Mapping[Any, Any], known: Mapping[str, str], groups: Sequence[str], path: Path) -> Iterator[str]:
     for dotted, value in _leaves(tree, known):
         if dotted in groups and isinstance(value, str):
-            yield f"{dotted}={value}"
+            yield _choice(dotted, value, path)
         elif dotted in groups and value is None:
             continue  # an empty section
         else:
