@@ -47,8 +47,8 @@ OTHERS = {  # commands with a command line of their own
 }
 
 
-FLAGS = ("--help", "--cfg", "--info", "--multirun", "--config-dir", "--config-name", "--shell-completion", "--version",
-         "--trust")  # fmt: skip
+FLAGS = ("--help", "--cfg", "--info", "--multirun", "--config", "--config-dir", "--config-name", "--shell-completion",
+         "--version", "--trust")  # fmt: skip
 
 
 def main_of(verb: str, action: Callable[["Config"], int]) -> Callable[..., int]:
@@ -335,6 +335,7 @@ keys used most:
   optimizer.lr=6e-4          peak learning rate
 
   --cfg                      print the composed config with every key and its default
+  --config FILE.yaml         a file of settings, which may also stand alone: python -m lmtrain.{verb} FILE.yaml
   --config-dir DIR           a folder of your own configs, laid out like conf/
   --trust FILE               a yaml that may say what only you may: run.allow_target, what it reads, where it writes
   --info                     Hydra's account of where configs come from (--info defaults, searchpath, ...)

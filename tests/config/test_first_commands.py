@@ -178,6 +178,7 @@ COMPOSED: dict[str, dict[str, Any]] = {
     "train my.yaml": {"model.name": "llama_nano", "data.path": "my_book.txt", "optimizer.lr": 1e-3,
                       "trainer.max_steps": 7},
     "train --config my.yaml trainer.max_steps=9": {"trainer.max_steps": 9, "data.seq_len": 128},
+    "train experiment.yaml my_book.txt": {"data.path": "my_book.txt", "model.name": "llama_nano"},
     "train experiment.yaml": {"model.name": "llama_nano", "optimizer.name": "lion", "trainer.max_steps": 8},
     "train experiment.yaml optimizer=adamw": {"optimizer.name": "adamw", "model.name": "llama_nano"},
     # a model by name

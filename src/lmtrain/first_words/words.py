@@ -77,16 +77,19 @@ def read(
     if verb in OF_MODELS:
         instead = _of_model(verb, bare, typed)
         return Read(overrides := [*typed, *(o for new in instead.values() for o in new)], overrides, instead)
-    if len(bare) == 1 and bare[0].endswith(CONFIGS) and Path(bare[0]).expanduser().is_file():
-        path = Path(bare[0]).expanduser()
-        kept = [o for o in file_words(path, typed) if o.lstrip("+").partition("=")[0] not in typed_keys(typed)]
-        return Read([*kept, *typed], typed, config=path)
-    for word in bare:
+    configs = [Path(w).expanduser() for w in bare if w.endswith(CONFIGS) and Path(w).expanduser().is_file()]
+    data = [w for w in bare if Path(w).expanduser() not in configs[:1]]
+    for word in data:
         if not _is_data(word):
             raise UserError(_no_data(verb, word, bare, folders))
-    found = propose(bare, typed)
-    instead = {word: found.overrides if word == bare[0] else [] for word in bare}
-    return Read([*found.overrides, *typed], [*found.overrides, *typed], instead, found.says)
+    of_file = list[str]()
+    if configs:
+        keys = typed_keys(typed)
+        of_file = [o for o in file_words(configs[0], typed) if o.lstrip("+").partition("=")[0] not in keys]
+    found = propose(data, [*of_file, *typed]) if data else Proposal([], "")
+    instead = {word: found.overrides if word == data[0] else [] for word in data}
+    typed = [*found.overrides, *typed]
+    return Read([*of_file, *typed], typed, instead, found.says, next(iter(configs), None))
 
 
 def _is_data(word: str) -> bool:
@@ -190,7 +193,7 @@ def _no_data(verb: str, word: str, bare: list[str], folders: Sequence[Path]) -> 
         return _python(command, word, path, recipe, folders)
     if path.suffix in CONFIGS:
         if path.is_file():
-            return f"{word}: a config stands alone, with key=value beside it: {command} {word} trainer.max_steps=100"
+            return f"{word}: one config at a time, with data and key=value: {command} {word} trainer.max_steps=100"
         if recipe in options_of("experiment", folders):
             return f"{word}: no such file; a recipe of that name is {command} experiment={recipe}"
     if path.exists():
