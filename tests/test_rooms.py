@@ -23,7 +23,7 @@ ROOMS = [
     "data.text", "data.stream", "data.chat", "data.examples", "data",
     "models", "adapters", "optim",
     "checkpoints", "strategies", "objectives", "run_folder", "generation", "exports", "reports", "callbacks", "run",
-    "planning", "evaluation", "sweeps", "stages", "cli",
+    "planning", "evaluation", "sweeps", "stages", "first_words", "cli",
 ]  # fmt: skip
 VERBS = [
     "train",

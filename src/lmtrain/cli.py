@@ -8,7 +8,8 @@ import importlib
 import os
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from lmtrain import errors, terminal
@@ -19,6 +20,7 @@ from lmtrain.errors import UserError
 
 if TYPE_CHECKING:
     from lmtrain.config.schema import Config
+    from lmtrain.first_words import words
 
 VERBS = {
     "train": "train a model: compose, check, train, export",
@@ -45,8 +47,8 @@ OTHERS = {  # commands with a command line of their own
 }
 
 
-FLAGS = ("--help", "--cfg", "--info", "--multirun", "--config-dir", "--config-name", "--shell-completion", "--version",
-         "--trust")  # fmt: skip
+FLAGS = ("--help", "--cfg", "--info", "--multirun", "--config", "--config-dir", "--config-name", "--shell-completion",
+         "--version", "--trust")  # fmt: skip
 
 
 def main_of(verb: str, action: Callable[["Config"], int]) -> Callable[..., int]:
@@ -62,12 +64,22 @@ def plain(action: Callable[[], int]) -> int:
     """Runs a command that reads no config; returns the exit code. A mistake is one message."""
     terminal.lenient()
     try:
-        return action()
+        code = action()
+        sys.stdout.flush()
+        return code
     except (UserError, errors.RunError) as error:
         errors.print_error(str(error))
         return error.exit_code
+    except BrokenPipeError:
+        return _reader_left()
     except (MemoryError, RuntimeError, SystemError) as error:
         return _out_of_memory(error)
+
+
+def _reader_left() -> int:
+    """Whoever read the output (head, less) wants no more of it: what Python would flush at the end goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return errors.FINISHED
 
 
 def _out_of_memory(error: BaseException) -> int:
@@ -97,25 +109,18 @@ def run(verb: str, action: Callable[["Config"], int], argv: list[str] | None = N
             return _complete(args.shell_completion)
         if args.cfg:
             _drop_job(args.overrides)
-        terminal.status.say("reading the config")
-        from lmtrain.config import effect, environment
+        _say_that_it_runs(verb, args, words)
+        from lmtrain.config import environment
 
         environment.trust(args.trust)
         if args.info:
             return _show_info(args)
         if any(word.startswith("pipeline=") for word in args.overrides):
             raise UserError(f"pipelines are run by `lmtrain pipeline`, and `lmtrain {verb}` is one stage: leave it out")
+        read = _read_words(verb, args, words)
         if args.multirun:
             return _sweep(verb, args)
-        from lmtrain.config import compose as config
-        from lmtrain.config import environment
-
-        composed = config.compose(args.overrides, args.config_dir, args.config_name)
-        if args.cfg:
-            terminal.status.stop()
-            print(config.to_yaml(composed), end="", flush=True)
-        checked = config.check(composed)  # after --cfg has shown what a run would refuse
-        effect.refuse(verb, args.overrides, checked, lambda key: _default(args, key))
+        checked = _composed(verb, args, read)
         terminal.status.stop()
         return errors.FINISHED if args.cfg else action(checked)
     except (UserError, errors.RunError) as error:
@@ -123,11 +128,10 @@ def run(verb: str, action: Callable[["Config"], int], argv: list[str] | None = N
         return error.exit_code
     except (MemoryError, RuntimeError, SystemError) as error:
         return _out_of_memory(error)
-    except BrokenPipeError:  # who read the output (head, less) has left
+    except BrokenPipeError:
         if verb == "train" and not args.cfg:
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return errors.FINISHED
+        return _reader_left()
     except KeyboardInterrupt:
         errors.print_error("interrupted (Ctrl-C); what was complete is kept, the same command starts again")
         return 130
@@ -138,6 +142,70 @@ def run(verb: str, action: Callable[["Config"], int], argv: list[str] | None = N
         return errors.FAILED
     finally:
         terminal.status.stop()
+
+
+def _say_that_it_runs(verb: str, args: argparse.Namespace, words: list[str]) -> None:
+    """One line at once, on a terminal until something else is printed, in a log for good."""
+    terminal.be_quiet(False)
+    terminal.status.say("reading the config")
+    alone = ranks.started_by() is None and "LMTRAIN_TRIAL" not in os.environ
+    if verb == "train" and alone and not args.cfg and "run.quiet=true" not in words:
+        terminal.say_in_log("lmtrain train: reading the config, then the data; the plan follows")
+
+
+def _composed(verb: str, args: argparse.Namespace, read: "words.Read") -> "Config":
+    """The checked config; with --cfg it is printed as soon as it is composed."""
+    from lmtrain.config import compose as config
+    from lmtrain.config import effect
+    from lmtrain.first_words import config_file
+
+    composed = config.compose(args.overrides, args.config_dir, args.config_name)
+    if read.config is not None:
+        config_file.refuse(composed, args.overrides, read.typed, read.config)
+    if args.cfg:
+        terminal.status.stop()
+        print(config.to_yaml(composed), end="", flush=True)
+    checked = config.check(composed)  # after --cfg has shown what a run would refuse
+    terminal.be_quiet(checked.run.quiet)
+    effect.refuse(verb, read.typed, checked, lambda key: _default(args, key))
+    return checked
+
+
+def _read_words(verb: str, args: argparse.Namespace, argv: list[str]) -> "words.Read":
+    """Puts the overrides that bare words stand for in the place of these, and notes what was made of them."""
+    from lmtrain.config.config_files import folders_of
+    from lmtrain.first_words import words
+
+    folders, _ = folders_of(args.config_dir, args.config_name)
+
+    def propose(paths: Sequence[str], typed: Sequence[str]) -> words.Proposal:
+        from lmtrain.first_words import proposal
+
+        return proposal.propose(paths, typed)
+
+    def of_file(path: Path, typed: Sequence[str]) -> list[str]:
+        from lmtrain.first_words import config_file
+
+        if path.resolve().parent in [(folder / "experiment").resolve() for folder in folders]:
+            return [f"experiment={path.stem}"]
+        tree = config_file.parsed(path)
+        if config_file.is_whole(tree):
+            args.config_dir, args.config_name = str(path.parent), path.stem
+            return []
+        groups = sorted({d.name for folder in folders for d in folder.iterdir() if d.is_dir()})
+        return config_file.as_words(tree, path, groups, typed)
+
+    read = words.read(verb, args.overrides, folders, propose, of_file)
+    if read.config is not None and args.multirun:
+        raise UserError(
+            f"-m {read.config}: a sweep takes a config as an experiment: put it into DIR/experiment/, and type "
+            f"--config-dir DIR experiment={read.config.stem}"
+        )
+    args.overrides = read.overrides
+    if read.says and verb == "train" and "run.quiet=true" not in argv:
+        terminal.say_once(read.says)
+    ranks.note_typed([new for word in argv for new in read.instead.get(word, [word])], read.says)
+    return read
 
 
 def _sweep(verb: str, args: argparse.Namespace) -> int:
@@ -215,6 +283,7 @@ def parse(verb: str, argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--shell-completion", "-sc")
     parser.add_argument("--version", action="store_true")
     parser.add_argument("--trust", action="append", default=[])
+    parser.add_argument("--config")
     if verb == "generate":
         parser.add_argument("--prompt")
     parser.add_argument("overrides", nargs="*")
@@ -222,7 +291,9 @@ def parse(verb: str, argv: list[str]) -> argparse.Namespace:
     if unknown:
         from lmtrain.config import explain as overrides
 
-        raise UserError(overrides.unknown_flag(unknown[0]))
+        raise UserError(overrides.unknown_flags(unknown, argv, verb))
+    if args.config is not None:
+        args.overrides.insert(0, args.config)
     if args.trust:
         from lmtrain.config import trust
 
@@ -264,6 +335,7 @@ keys used most:
   optimizer.lr=6e-4          peak learning rate
 
   --cfg                      print the composed config with every key and its default
+  --config FILE.yaml         a file of settings, which may also stand alone: python -m lmtrain.{verb} FILE.yaml
   --config-dir DIR           a folder of your own configs, laid out like conf/
   --trust FILE               a yaml that may say what only you may: run.allow_target, what it reads, where it writes
   --info                     Hydra's account of where configs come from (--info defaults, searchpath, ...)
@@ -274,6 +346,21 @@ keys used most:
 where a value comes from: python -m lmtrain.explain data.seq_len [overrides]
 
 verbs: {", ".join(VERBS)}"""
+
+
+def _no_verb(word: str, rest: list[str]) -> str:
+    """The message for a first word that is no verb, with the command that was probably meant."""
+    import difflib
+
+    from lmtrain.config.aliases import VERBS as THEIRS
+
+    if Path(word).exists() or "=" in word or word.startswith("-"):
+        return f"which verb? to train: lmtrain train {shlex.join([word, *rest])} (lmtrain --help lists the others)"
+    if word in THEIRS:
+        return f"there is no verb {word!r}; here it is: lmtrain {THEIRS[word]} {shlex.join(rest)}".rstrip()
+    near = difflib.get_close_matches(word, VERBS | OTHERS, n=1)
+    hint = f"; did you mean lmtrain {shlex.join([near[0], *rest])}?" if near else ""
+    return f"there is no verb {word!r}{hint} ({', '.join(VERBS | OTHERS)})"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -291,12 +378,7 @@ def main(argv: list[str] | None = None) -> int:
         return run("train", lambda _: errors.FINISHED, argv)
     verb, rest = argv[0], argv[1:]
     if verb not in VERBS | OTHERS:
-        import difflib
-
-        near = difflib.get_close_matches(verb, VERBS | OTHERS, n=1)
-        errors.print_error(
-            f"there is no verb {verb!r}{f'; did you mean {near[0]!r}?' if near else ''} ({', '.join(VERBS)})"
-        )
+        errors.print_error(_no_verb(verb, rest))
         return errors.WRONG_INPUT
     job = importlib.import_module(f"lmtrain.{verb}").main
     if verb in ("train", "evaluate") and ranks.started_by() is not None:

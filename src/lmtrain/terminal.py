@@ -37,11 +37,39 @@ def _sign(character: str) -> str:
     return f"\\u{ord(character):04x}"
 
 
+def counted(number: int, noun: str) -> str:
+    """1 -> '1 row', 1200 -> '1,200 rows'."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def lenient() -> None:
-    """Lets standard output write what its encoding (latin-1) has no sign for as \\u...."""
+    """Lets standard output write what its encoding (latin-1) has no sign for as \\u....; a pipe gets line by line."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+            stream.reconfigure(errors="backslashreplace", line_buffering=True)
+
+
+_quiet = False
+LOG_WIDTH = 120  # of what is written to a pipe or a file, where COLUMNS doesn't say
+
+
+def be_quiet(quiet: bool) -> None:
+    """Whether consoles made from now on print nothing: run.quiet."""
+    global _quiet
+    _quiet = quiet
+
+
+def say_in_log(line: str) -> None:
+    """A line on standard error at once, where that is no terminal: whoever reads along sees that something runs."""
+    if isinstance(sys.stderr, io.TextIOWrapper) and not sys.stderr.isatty():
+        print(line, file=sys.stderr, flush=True)
+
+
+def say_once(line: str) -> None:
+    """A line on standard error, on a terminal too, in place of what is waited for."""
+    if isinstance(sys.stderr, io.TextIOWrapper):
+        status.stop()
+        print(visible(line), file=sys.stderr, flush=True)
 
 
 class Status:
@@ -57,7 +85,7 @@ class Status:
 
     def say(self, text: str) -> None:
         """Shows `text` at once, with a sign that turns; in place of what it showed before."""
-        if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb" or os.environ.get("RANK", "0") != "0":
+        if _quiet or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb" or os.environ.get("RANK", "0") != "0":
             return
         self._text = visible(text)
         self._draw("-")
@@ -110,7 +138,10 @@ def console(**options: Any) -> "Console":
 
     in_notebook = type(sys.stdout).__module__.startswith("ipykernel")
     fixed = {"force_jupyter": False, **({"force_terminal": False} if in_notebook else {})}
-    return Safe(**{**fixed, **options})
+    made = Safe(**{**fixed, **options, "quiet": (_quiet and "file" not in options) or bool(options.get("quiet"))})
+    if not made.is_terminal and "width" not in options and "COLUMNS" not in os.environ:
+        made.width = LOG_WIDTH
+    return made
 
 
 def quiet_libraries() -> None:

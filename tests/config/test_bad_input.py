@@ -214,7 +214,8 @@ def test_the_plan_says_when_a_run_stops_early(corpus: Path, here: Path) -> None:
 
 
 def test_too_little_text_to_validate_on(corpus: Path, here: Path) -> None:
-    refuse(corpus, here, ["data.val_fraction=0.0005"], "val_00000.bin holds", "data.val_fraction")
+    (here / "small.txt").write_text("a few words " * 25)
+    refuse(corpus, here, ["data.path=small.txt"], "val_00000.bin holds", "data.val_fraction")
 
 
 IMPOSSIBLE_SPLITS = {
@@ -235,7 +236,7 @@ def test_an_impossible_batch_split_gets_the_nearest_that_works(argv: tuple[str],
 
 FILES = {
     "empty.txt": b"",
-    "latin.txt": b"fine\ncaf\xe9 au lait\n",
+    "latin.txt": b"f\xc3\xafne\ncaf\xe9 au lait\n",
     "short.txt": b"ab",
     "malformed.jsonl": b'{"text": "a"}\n\n{"text": "broken\n',
     "no_object.jsonl": b'{"text": "a"}\n[1, 2]\n',
@@ -430,7 +431,7 @@ def test_a_wrong_sweep_starts_no_job(corpus: Path, here: Path) -> None:
 
 def test_a_misspelt_verb(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["trian", "model=gpt_nano"]) == 2
-    assert "did you mean 'train'?" in message(capsys.readouterr().err)
+    assert "did you mean lmtrain train model=gpt_nano?" in message(capsys.readouterr().err)
 
 
 OTHER_VERBS = {

@@ -68,9 +68,10 @@ def test_a_mistyped_run_folder_asks_no_hub(tmp_path: Path, monkeypatch: pytest.M
     assert time.perf_counter() - began < 30
 
 
-def test_a_reader_that_leaves_is_no_error() -> None:
+@pytest.mark.parametrize("words", [["train", "--cfg"], ["explain"]])
+def test_a_reader_that_leaves_is_no_error(words: list[str]) -> None:
     """As in `... --cfg | head -1`."""
-    command = [sys.executable, "-m", "lmtrain.train", "--cfg"]
+    command = [sys.executable, "-m", f"lmtrain.{words[0]}", *words[1:]]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0)
     assert process.stdout is not None
     process.stdout.close()

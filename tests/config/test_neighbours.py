@@ -293,6 +293,22 @@ rl_beta -> objective.beta
 merge_lora -> export.merge
 offload_params -> trainer.fsdp.cpu_offload
 activation_checkpointing -> trainer.activation_checkpointing
+# LLaMA-Factory
+stage -> objective
+finetuning_type -> peft
+template -> data.chat_template
+cutoff_len -> data.seq_len
+max_samples -> data.num_samples
+dataset_dir -> data.path
+eval_dataset -> data.val_path
+val_size -> data.val_fraction
+lora_target -> peft.target_modules
+pref_beta -> objective.beta
+pref_loss -> objective.loss
+adapter_name_or_path -> peft.adapter
+quantization_bit -> peft=qlora
+neat_packing -> data.packing
+flash_attn -> model.attention
 """
 PAIRS = [tuple(line.split(" -> ")) for line in WORDS.splitlines() if " -> " in line]
 
@@ -336,10 +352,10 @@ def test_the_arguments_of_transformers_that_people_set_are_answered(valid: list[
 TYPED = {  # through the command line
     "data.block_size=128": "here it is data.seq_len",
     "trainer.max_time=1": "here it is run.time_limit",
-    "lora_r=8": "here it is peft.r (with peft=lora)",
+    "lora_r=8": "here it is peft.r=8 (with peft=lora)",
     "--report_to=wandb": "logger=...",
     "--fast-dev-run": "debug=fast",
-    "--lora_r=8": "peft.r=... (with peft=lora)",
+    "--lora_r=8": "peft.r=8 (with peft=lora)",
     "model=GPT_small": "did you mean model=gpt_small?",
     "model=GPT2": "did you mean model=gpt_small?",
     "trainer.limit_val_batches=0.5": "it counts micro-batches",

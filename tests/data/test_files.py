@@ -138,7 +138,7 @@ BAD_FILES = {
     "a column missing in one row": (
         "a.jsonl", b'{"text": "a"}\n\n{"body": "b"}\n', r"line 3 has no column 'text'; it has: body.*text_column=body",
     ),
-    "not UTF-8": ("a.txt", b"fine\nGr\xfc\xdfe\n", r"a\.txt, line 2: not UTF-8 .*Gr\\xfc\\xdfe"),
+    "not UTF-8": ("a.txt", b"f\xc3\xa4r\nGr\xfc\xdfe\n", r"a\.txt, line 2: not UTF-8 .*Gr\\xfc\\xdfe"),
     "not UTF-8 in lines": ("a.jsonl", b'{"text": "\xff"}\n', r"a\.jsonl, line 1: not UTF-8"),
     "not parquet": ("a.parquet", b"PAR1 no, not really", r"a\.parquet can't be read as parquet"),
     "not Arrow": ("a.arrow", b"ARROW1 no, not really either", r"a\.arrow can't be read as Arrow"),

@@ -6,7 +6,17 @@ import re
 import pytest
 from texts import whole
 
-from lmtrain.data.sources.pieces import Piece, at_least, first, join_rows, plan_cut, split
+from lmtrain.data.sources.pieces import (
+    Piece,
+    at_least,
+    enough,
+    first,
+    is_held_out,
+    join_rows,
+    plan_cut,
+    share_to_hold_out,
+    split,
+)
 
 
 def cut_up(documents, seed=0):
@@ -71,6 +81,32 @@ def test_planning_reads_no_more_than_it_needs():
             yield Piece("text", True)
 
     assert plan_cut(endless(), 0.01) is None
+
+
+@pytest.mark.parametrize(
+    ("fraction", "there", "held_out"),
+    [
+        (0.02, 10_000, 200),
+        (0.02, 1000, 20),
+        (0.02, 500, 20),
+        (0.02, 100, 10),
+        (0.02, 50, 5),
+        (0.02, 49, 0),
+        (0.3, 9, 2),
+    ],
+)
+def test_a_few_rows_are_no_validation_split(fraction, there, held_out):
+    share = enough(fraction, there)
+    assert sum(is_held_out(index, share) for index in range(there)) == held_out
+
+
+@pytest.mark.parametrize(
+    ("documents", "share"),
+    [(["a" * 2_000_000], 0.01), (["a" * 1_000_000], 0.02), (["a" * 100_000], 0.1), (["a" * 50] * 100, 0.1),
+     (["a" * 50] * 5000, 0.01), (["a" * 50_000] * 100, 0.01), (["a"] * 7, 0.01)],
+)  # fmt: skip
+def test_more_of_a_small_text_is_held_out(documents, share):
+    assert share_to_hold_out(cut_up(documents), 0.01) == pytest.approx(share)
 
 
 def test_wikitext_pattern_is_the_one_in_conf(data_config):

@@ -45,8 +45,8 @@ SHRINK = [
 
 
 def overrides(words: list[str]) -> list[str]:
-    """What stands after the module's name, without flags."""
-    return [w for w in words if not w.startswith("-")]
+    """What stands after the module's name, without flags and bare words."""
+    return [w for w in words if not w.startswith("-") and "=" in w]
 
 
 def test_there_are_commands() -> None:

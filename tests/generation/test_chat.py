@@ -89,10 +89,20 @@ def test_an_answer_comes_word_by_word_and_an_interrupted_turn_is_forgotten(folde
     assert talk.turns[0]["role"] == "user"
 
 
-def test_a_model_without_a_template_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ended = typed(monkeypatch, "chat", "", f"run_dir={save_pretrained(tmp_path / 'plain')}")
-    assert ended.code == 2
-    assert "no chat template" in message(ended.err)
+def test_a_model_without_a_template_continues_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_pretrained(tmp_path / "base", "gpt2")
+    saved = tmp_path / "texts.jsonl"
+    lines = ["the king", "/system Be brief.", "/reset", "the queen", f"/save {saved}"]
+    ended = typed(monkeypatch, "chat", "\n".join(lines), str(tmp_path / "base"), *GREEDY)
+    assert ended.code == 0, ended.err
+    assert ended.out.startswith("this model has no chat template: it continues each text")
+    model, tokenizer = trained.load(str(tmp_path / "base"), "last", {})
+    written = sample_text(
+        model, tokenizer, "the queen", max_new_tokens=12, temperature=0.0, end_ids=end_ids(tokenizer, None)
+    )
+    assert rows(saved) == [{"text": f"the queen {written.strip()}"}]
+    refused = typed(monkeypatch, "chat", "", str(tmp_path / "base"), "generate.system_prompt=Hi")
+    assert "no chat template" in message(refused.err)
 
 
 @pytest.mark.parametrize("form", ["txt", "jsonl", "-"])

@@ -260,6 +260,6 @@ def test_a_resumed_run_writes_a_changed_tokenizer_anew(text_run: Path, corpus: P
     file.write_text("{}")
     ended = again(corpus, text_run, tmp_path)
     assert ended.code == 0, ended.err
-    assert "was changed since step_00000002: written anew" in " ".join(ended.out.split())
+    assert "was changed since step_00000002: rewritten" in " ".join(ended.out.split())
     assert file.read_bytes() == before
     assert run("export", f"run_dir={tmp_path}/run", "export.checkpoint=step_00000002").code == 0

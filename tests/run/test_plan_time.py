@@ -23,9 +23,9 @@ def test_the_speed_of_an_earlier_run_counts(corpus: Path, tmp_path: Path, monkey
             path = tmp_path / "outputs" / "first" / "summary.json"
             path.write_text(json.dumps(json.loads(path.read_text()) | {"tokens_per_s": 4.0}))  # 192 tokens a step
     outputs = tmp_path / "outputs"
-    assert "no run of this kind" in time_of(outputs / "first" / "plan.txt")
+    assert "no earlier run of this model" in time_of(outputs / "first" / "plan.txt")
     assert "about 8.0 minutes at 4 tokens/s, the speed of first" in time_of(outputs / "same" / "plan.txt")
-    assert "no run of this kind" in time_of(outputs / "other" / "plan.txt")
+    assert "no earlier run of this model" in time_of(outputs / "other" / "plan.txt")
 
 
 @pytest.mark.parametrize(("seconds", "said"), [(0.2, "1 s"), (89, "89 s"), (90, "1.5 minutes"), (5400, "1.5 hours"),

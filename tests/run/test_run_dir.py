@@ -59,6 +59,17 @@ def test_a_finished_run_says_so_and_changes_nothing(corpus: Path, here: Path) ->
     assert snapshot(here) == before
 
 
+@pytest.mark.parametrize("length", ["trainer.max_steps=1", "trainer.max_epochs=100", "trainer.max_steps=2 seed=1337"])
+def test_a_finished_run_that_is_asked_for_no_more_steps_is_left_as_it_is(length: str, corpus: Path, here: Path) -> None:
+    assert train_tiny(corpus, "run.name=first", "logger=tensorboard").code == 0
+    before = {name: content for name, (_, content) in snapshot(here).items()}
+    again = train_tiny(corpus, "run.name=first", "logger=tensorboard", *length.split())
+    assert (again.code, again.err) == (0, "")
+    assert "is finished: nothing to do after 2 steps" in again.out
+    assert "trainer.max_steps=4" in again.out
+    assert {name: content for name, (_, content) in snapshot(here).items()} == before
+
+
 def test_a_named_run_continues(corpus: Path, here: Path) -> None:
     """The same command with more steps; what is there already stays, and each step stands once."""
     assert train_tiny(corpus, "run.name=first", "schedule=constant").code == 0

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shlex
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,10 @@ from rich.console import Console
 
 from inprocess import train_tiny
 from lmtrain.callbacks.progress import PlainLines, RichBar, duration
-from lmtrain.run.provenance import git_state, longer
+from lmtrain.config import compose
+from lmtrain.run.going_on import longer
+from lmtrain.run.provenance import git_state
+from support import TINY
 
 ROW = {"step": 250, "train/loss": 2.34567, "lr": 6e-4, "tokens_per_s": 12345.6, "grad_norm": 1.0}
 SCREENS = {  # after 100 s at 2.5 steps a second, without the bar's own signs
@@ -66,6 +70,58 @@ def test_lines_in_a_pipe_carry_elapsed_and_left() -> None:
     assert duration(3725.9) == "1:02:05"
 
 
+def test_a_long_run_has_a_dozen_lines_in_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, out = [0.0], io.StringIO()
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    lines = PlainLines(Console(width=40, file=out), 1000, every_seconds=10)
+    lines.on_train_start(SimpleNamespace(global_step=0), None)  # type: ignore[arg-type]
+    for step in range(10, 1001, 10):
+        now[0] += 42.0
+        lines.listen(ROW | {"step": step})
+        if step % 250 == 0:
+            lines.listen({"step": step, "val/loss": 2.5})
+    shown = out.getvalue().splitlines()
+    assert len(shown) <= 12 + 4 + 3
+    assert all(line.startswith("step ") and line.endswith(" left") for line in shown)
+
+
+def test_validations_stay_above_the_bar_and_an_interrupted_one_leaves_a_single_bar() -> None:
+    out = io.StringIO()
+    console = Console(width=80, file=out, color_system=None, force_terminal=True)
+    bar = RichBar(console, 1000)
+    loop = SimpleNamespace(epoch_loop=SimpleNamespace(val_loop=SimpleNamespace(max_batches=[3])))
+    trainer: Any = SimpleNamespace(global_step=0, fit_loop=loop)
+    bar.on_train_start(trainer, None)  # type: ignore[arg-type]
+    bar.listen(ROW)
+    bar.listen({"step": 250, "val/loss": 2.5})
+    assert "step  250  loss 2.3457  val 2.5000\n" in out.getvalue()
+    bar.on_validation_start(trainer, None)  # type: ignore[arg-type]
+    assert bar.progress is not None
+    progress = bar.progress
+    bar.on_exception(trainer, None, KeyboardInterrupt())  # type: ignore[arg-type]
+    assert [task.description for task in progress.tasks] == ["train"]
+
+
+def test_a_quiet_run_prints_its_result_alone(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    ended = train_tiny(corpus, "run.quiet=true", "run.name=a")
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out.startswith("finished at step 2, val/loss ")
+    assert ended.out.count("\n") == 1
+    assert (tmp_path / "outputs" / "a" / "plan.txt").read_text().count("plan")
+
+
+def test_a_log_is_short(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("COLUMNS")
+    ended = train_tiny(corpus, "run.name=a", "callbacks.samples.max_new_tokens=64", "trainer.max_steps=8")
+    assert ended.code == 0, ended.err
+    lines = ended.out.splitlines()
+    assert len(lines) < 80
+    assert not [line for line in lines if line.strip() == "left"]
+    assert sum(line.startswith("sample at step ") for line in lines) == 8
+
+
 def test_a_run_keeps_its_plan_and_where_it_was_made(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,9 +147,10 @@ def test_a_run_keeps_its_plan_and_where_it_was_made(
     for words in ("wall time", "best", "val/loss ", " at step ", "peak memory", "tokens/s", "report.html"):
         assert words in ended.out
     following = [line.strip() for line in ended.out.partition("next:\n")[2].splitlines()]
-    folder = f"{tmp_path}/outputs/a"
-    assert following[0] == f"python -m lmtrain.generate run_dir={folder} --prompt 'Once upon a time'"
-    assert following[-1].endswith(f" run.name=a run.dir={folder} run.resume=auto trainer.max_steps=4")
+    verb, prompt = shlex.split(following[0])[2:4], shlex.split(following[0])[4]
+    assert verb == ["lmtrain.generate", "outputs/a"]
+    assert set(prompt.split()[1:-1]) <= {word for file in corpus.glob("*.txt") for word in file.read_text().split()}
+    assert following[1:] == ["python -m lmtrain.evaluate outputs/a", "the same command with trainer.max_steps=4"]
     (tmp_path / "file").write_text("x")
     subprocess.run(["git", "add", "file"], check=True)
     state = git_state()
@@ -107,8 +164,19 @@ def test_outside_a_repository_there_is_no_commit(tmp_path: Path, monkeypatch: py
     assert git_state() is None
 
 
-def test_the_command_for_a_longer_run_replaces_the_length() -> None:
-    typed = ["data.path=a b.txt", "trainer.max_steps=10", "run.resume=none", "run.dir=x"]
-    assert longer(typed, "/r", "trainer.max_steps", 20) == (
-        "python -m lmtrain.train 'data.path=a b.txt' run.dir=/r run.resume=auto trainer.max_steps=20"
-    )
+@pytest.mark.parametrize(
+    ("length", "wanted"),
+    [
+        (["trainer.max_steps=2"], ["trainer.max_steps=4"]),
+        (["trainer.max_steps=null", "trainer.max_epochs=1"], ["trainer.max_epochs=2"]),
+        (["trainer.max_steps=9", "trainer.max_epochs=1"], ["trainer.max_epochs=2"]),
+        (["trainer.max_steps=5", "trainer.max_epochs=1"], ["trainer.max_epochs=2", "trainer.max_steps=null"]),
+        (["trainer.max_steps=3", "trainer.max_epochs=1"], ["trainer.max_steps=6", "trainer.max_epochs=null"]),
+    ],
+)
+def test_what_ended_a_run_makes_it_longer(length: list[str], wanted: list[str]) -> None:
+    config = compose.check(compose.compose([*TINY, *length]))
+    steps = 4 if "max_epochs=1" in length[-1] else 2
+    steps = 3 if "trainer.max_steps=3" in length else steps
+    run = SimpleNamespace(config=config, total_steps=steps, corpus=SimpleNamespace(train=range(4 * 6)))
+    assert longer(run) == wanted  # type: ignore[arg-type]

@@ -103,7 +103,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "waiting").read_text()), 0)
     out = (tmp_path / "stdout").read_text()
-    assert out.count("Go on with:") == 1
+    assert out.count("Continue with:") == 1
     assert "sweep.name=mine" in out.splitlines()[-1]
 
     (tmp_path / "mended").touch()

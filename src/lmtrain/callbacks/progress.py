@@ -1,5 +1,6 @@
 """Progress of training on the screen: a rich bar on a terminal, plain lines elsewhere."""
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -31,12 +32,13 @@ _SHOWN = (  # (key of a row, label, format)
     ("tokens_per_s", "tok/s", "{:,.0f}"),
     ("mfu", "mfu", "{:.1%}"),
 )
+LINES = 12  # of a run in a log, besides those of validations
 _SECONDS_BETWEEN_UPDATES = 0.2  # of the bar's position; the eye sees no more and the step pays less
 
 
 def parts(row: Row) -> list[str]:
     """The row's main numbers, the most important first."""
-    return [f"{label} {form.format(row[key])}" for key, label, form in _SHOWN if key in row]
+    return [f"{label} {form.format(row[key])}" for key, label, form in _SHOWN if row.get(key) is not None]
 
 
 def describe(row: Row) -> str:
@@ -82,6 +84,10 @@ class RichBar(pl.Callback):
 
     def listen(self, row: Row) -> None:
         self.latest.update(row)
+        if "val/loss" in row and self.progress is not None:  # stays above the bar
+            step = f"step {row['step']:>{len(str(self.total_steps))}}"
+            numbers = describe({**self.latest, "lr": None, "tokens_per_s": None, "mfu": None})
+            self.console.print(f"{step}  {numbers}", soft_wrap=True, highlight=False)
         if self.progress is not None and self.train is not None:
             self.progress.update(self.train, completed=row["step"])
 
@@ -125,6 +131,9 @@ class RichBar(pl.Callback):
 
     def _stop(self) -> None:
         if self.progress is not None:
+            if self.val is not None:  # a run that is interrupted while it validates leaves one bar
+                self.progress.remove_task(self.val)
+                self.val = None
             self.progress.stop()
             self.progress = None
 
@@ -149,11 +158,19 @@ class PlainLines(pl.Callback):
 
     def listen(self, row: Row) -> None:
         now = time.perf_counter()
-        last = row["step"] == self.total_steps
-        if "val/loss" in row or last or now - self._printed >= self.every_seconds:
+        last = row["step"] == self.total_steps and self.every_seconds < math.inf
+        if "val/loss" in row or last or now - self._printed >= self._pause(row["step"], now - self._began):
             self._printed = now
             step = f"step {row['step']:>{len(str(self.total_steps))}}/{self.total_steps}"
-            self.console.print(f"{step}  {describe(row)}  {self._times(row['step'], now - self._began)}")
+            line = f"{step}  {describe(row)}  {self._times(row['step'], now - self._began)}"
+            self.console.print(line, soft_wrap=True, highlight=False)
+
+    def _pause(self, step: int, seconds: float) -> float:
+        """Seconds between lines: as asked for, and more in a run of which that would be more than LINES."""
+        done = step - self._first
+        if done <= 0 or self.every_seconds == 0:
+            return self.every_seconds
+        return max(self.every_seconds, seconds / done * (self.total_steps - self._first) / LINES)
 
     def _times(self, step: int, seconds: float) -> str:
         """How long it has trained, and at this rate will."""

@@ -1,6 +1,7 @@
 """Text the model writes while it trains: shown, logged, kept in samples.jsonl, scored where there are references."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from lmtrain.callbacks.records import Joined
+from lmtrain.config.effect import TRIAL
 from lmtrain.config.schema import SamplesConfig
 from lmtrain.distributed import process_group as world
 from lmtrain.generation.prompts import Prompt
@@ -92,7 +94,11 @@ class Samples(pl.Callback):
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
             title = f"{'answer' if self.end_ids else 'sample'} at step {step}"
-            self.console.print(Panel(self._shown(prompt, text), title=title, title_align="left"))
+            if self.console.is_terminal:
+                self.console.print(Panel(self._shown(prompt, text), title=title, title_align="left"))
+            elif not os.environ.get(TRIAL):
+                line = f"{title} | {_on_a_line(prompt.shown)} | {_on_a_line(text)}"
+                self.console.print(line, soft_wrap=True, highlight=False, markup=False)
         self._log(trainer, step)
 
     def _shown(self, prompt: Prompt, text: str) -> Text:
@@ -114,3 +120,9 @@ class Samples(pl.Callback):
                         logger.experiment.add_text(f"sample/{i}", f"```\n{self._shown(prompt, text).plain}\n```", step)
                 else:
                     logger.log_texts(columns, rows)
+
+
+def _on_a_line(text: str, characters: int = 160) -> str:
+    """The beginning of a text, for a log; samples.jsonl has all of it."""
+    words = " ".join(text.split())
+    return words if len(words) <= characters else f"{words[:characters]}..."

@@ -123,7 +123,7 @@ class BadSteps(pl.Callback):
             (self.folder / f"{name}.json").write_text(json.dumps(report, indent=2))
         raise RunError(
             f"{in_a_row} updates in a row were skipped (loss or gradient not finite, or a loss spike), {total} in all, "
-            f"from step {start} on. Its micro-batch {worst} and row ids lie in {self.folder / name}.pt and .json. "
+            f"from step {start} on. Its micro-batch {worst} and row ids are in {self.folder / name}.pt and .json. "
             f"Run that very step again: same command with debug=replay debug.step={start}. What helps most often: a "
             f"lower optimizer.lr, a longer schedule.warmup_steps, trainer.precision=32-true, objective.z_loss=1e-4"
         )

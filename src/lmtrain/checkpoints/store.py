@@ -112,7 +112,7 @@ def newest_complete(folder: Path, tell: Callable[[str], None] = print) -> Path |
         raise UserError(
             f"no checkpoint in {folder} can be continued, all are damaged: {listed}. Nothing was removed. To start "
             f"over, choose another run.name (or run.dir); to continue, put an undamaged copy of one back in its place, "
-            f"or name the folder of one that lies elsewhere: run.resume=<folder>"
+            f"or name the folder of one that is somewhere else: run.resume=<folder>"
         )
     return None
 

@@ -18,8 +18,8 @@ def _tables(text: str) -> dict[str, dict[str, str]]:
 
 
 _TABLES = _tables(Path(__file__).with_suffix(".txt").read_text(encoding="utf-8"))
-NEIGHBOURS, OPTIONS, WITHOUT, HYDRA_FLAGS, LIGHTNING = (
-    _TABLES[name] for name in ("keys", "options", "without", "hydra_flags", "lightning")
+NEIGHBOURS, OPTIONS, WITHOUT, HYDRA_FLAGS, LIGHTNING, VERBS = (
+    _TABLES[name] for name in ("keys", "options", "without", "hydra_flags", "lightning", "verbs")
 )
 
 # Sections of other projects, or ours, under which a word of the table keeps its meaning: data.block_size.
@@ -68,3 +68,39 @@ def absent(key: str) -> str | None:
     if not all(part in _SECTIONS for part in sections):
         return None
     return WITHOUT.get(last, f"here it is {LIGHTNING[last]}" if last in LIGHTNING and last not in NEIGHBOURS else None)
+
+
+_ALIKE = (  # keys whose values other projects write the same way
+    "optimizer.lr", "optimizer.weight_decay", "schedule.warmup_steps", "schedule.warmup_ratio", "data.seq_len",
+    "data.micro_batch_size", "trainer.max_steps", "trainer.max_epochs", "trainer.gradient_clip_val", "peft.r",
+    "peft.alpha", "peft.dropout", "model.num_hidden_layers", "model.num_attention_heads", "model.hidden_size",
+    "trainer.log_every_n_steps", "trainer.save_every_n_steps", "data.val_fraction", "data.name", "run.name",
+    "data.num_samples", "data.text_column", "data.path", "data.val_path", "run.dir",
+    "trainer.devices", "trainer.num_nodes",
+    "generate.prompt", "generate.max_new_tokens", "generate.temperature", "objective.beta", "run.root",
+)  # fmt: skip
+_SWITCHES = {  # what a switch of theirs that is on is here
+    "bf16": "trainer.precision=bf16-mixed", "fp16": "trainer.precision=16-mixed", "compile": "trainer.compile=true",
+    "torch_compile": "trainer.compile=true", "gradient_checkpointing": "trainer.activation_checkpointing=true",
+    "activation_checkpointing": "trainer.activation_checkpointing=true", "resume": "run.resume=auto",
+    "trust_remote_code": "model.trust_remote_code=true", "use_cpu": "trainer.accelerator=cpu",
+    "packing": "data.packing=best_fit_decreasing", "sample_packing": "data.packing=best_fit_decreasing",
+}  # fmt: skip
+
+
+def with_value(name: str, here: str, value: object) -> str:
+    """What `name: value` of another project is here: key=value where the value means the same, else the key alone.
+
+    Args:
+        here: as of `used_here`.
+    """
+    key, _, rest = here.partition(" ")
+    if key == "model.name_or_path" and isinstance(value, str) and value:
+        return f"model={value}"
+    if name.rpartition(".")[2] in _SWITCHES and value in (True, None, "true", "True"):
+        return _SWITCHES[name.rpartition(".")[2]]
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if key in _ALIKE and isinstance(value, int | float | str) and not isinstance(value, bool) and value != "":
+        return f"{key}={value} {rest}".strip()
+    return here

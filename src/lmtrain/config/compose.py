@@ -78,7 +78,8 @@ def settled(
     trust.refuse_unasked(composed, typed, config_dir or str(conf_dir()))
     source = effect.inferred_source(overrides, composed, folders)
     if source is not None:
-        return settled([f"data={source}", *typed_words], config_dir, config_name, for_sweep=for_sweep)
+        found = [f"data={source}", *effect.epochs_at_most(typed_words, source)]
+        return settled([*found, *typed_words], config_dir, config_name, for_sweep=for_sweep)
     if config_dir is not None:
         files = functools.cache(lambda: composed_files(overrides, config_dir, config_name))
         try:

@@ -17,18 +17,19 @@ def conf_dir() -> Path:
 EXAMPLES = {
     "train": (
         "python -m lmtrain.train",
-        "python -m lmtrain.train run.name=book data.path=book.txt model=gpt_small",
+        "python -m lmtrain.train book.txt run.name=book model=gpt_small",
+        "python -m lmtrain.train settings.yaml trainer.max_steps=500",
         "python -m lmtrain.train experiment=sft_smollm2_lora data.path=chats.jsonl",
     ),
     "prepare": ("python -m lmtrain.prepare data=wikitext tokenizer=gpt2",),
     "inspect": (
         "python -m lmtrain.inspect objective=sft data=chat_jsonl data.path=chats.jsonl inspect.html=rows.html",
     ),
-    "export": ("python -m lmtrain.export run_dir=outputs/book export.checkpoint=last export.dtype=bfloat16",),
+    "export": ("python -m lmtrain.export outputs/book export.checkpoint=last export.dtype=bfloat16",),
     "generate": (
-        'python -m lmtrain.generate run_dir=outputs/book --prompt "Once upon a time, there"',
-        "python -m lmtrain.generate run_dir=outputs/book generate.prompt=Once generate.num_samples=3",
-        "cat prompt.txt | python -m lmtrain.generate run_dir=outputs/book --prompt -",
+        'python -m lmtrain.generate outputs/book "Once upon a time, there"',
+        "python -m lmtrain.generate outputs/book generate.prompt=Once generate.num_samples=3",
+        "cat prompt.txt | python -m lmtrain.generate outputs/book --prompt -",
     ),
     "tune": ("python -m lmtrain.tune data.path=book.txt", "python -m lmtrain.tune data.path=book.txt tune.apply=true"),
     "verify": ("python -m lmtrain.verify model=gpt_nano trainer.devices=2 trainer.accelerator=cpu",),

@@ -21,7 +21,9 @@ from lmtrain.config.schema import Config
 from lmtrain.config.trust import CLOSED
 from lmtrain.errors import UserError
 
-TRIAL = "LMTRAIN_TRIAL"  # set in a sweep's trials: what has no effect in one may have it in another
+# Set in a sweep's trials ("1") and a pipeline's stages ("stage"): what has no effect in one may have it in another, and
+# they don't all print what they have in common.
+TRIAL = "LMTRAIN_TRIAL"
 
 ROW = 1024  # tokens of a row of a pretrained model that was named alone, if it takes so many
 _ABSENT = object()
@@ -29,7 +31,7 @@ _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 # The option of `data` that reads a file with this suffix as text.
 _READ_AS = {
     ".txt": "text", ".text": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "jsonl",
-    ".tsv": "jsonl", ".parquet": "parquet", ".arrow": "parquet",
+    ".tsv": "jsonl", ".parquet": "parquet", ".arrow": "parquet", ".md": "text", ".rst": "text",
 }  # fmt: skip
 _RECORDS = {"conversations": "chat_jsonl", "pairs": "preference_jsonl"}  # options of `data`, by what the rows are
 
@@ -105,7 +107,8 @@ def _suffix_there(path: str) -> str:
     if folder.resolve() == Path(folder.anchor or "/").resolve():
         raise UserError(f"data.path={path} is the whole file system: name the folder that holds the data")
     inside = (suffix_of(p.name) for p in sorted(folder.rglob("*")) if p.is_file() and not p.name.startswith("."))
-    return next((suffix for suffix in inside if suffix in _READ_AS), "")
+    known = [suffix for suffix in inside if suffix in _READ_AS]
+    return next((suffix for suffix in known if suffix not in (".md", ".rst")), next(iter(known), ""))
 
 
 def with_model_named(overrides: Sequence[str], folders: Sequence[Path]) -> list[str]:
@@ -191,6 +194,22 @@ def inferred_source(overrides: Sequence[str], tree: DictConfig, folders: Sequenc
     return records or option
 
 
+EPOCHS = {"text": 20, "rows": 3}  # at most, of a file of the user's where no length is typed: more rarely helps
+_LENGTHS = ("trainer.max_steps", "trainer.max_epochs", "trainer.overfit_batches", "trainer.fast_dev_run", "experiment",
+            "debug", "data.streaming", "data.ring_bytes")  # fmt: skip
+
+
+def epochs_at_most(overrides: Sequence[str], option: str) -> list[str]:
+    """The override that ends a run on a user's file after some epochs, where nothing typed says how long it is.
+
+    Args:
+        option: of `data`, that reads the file.
+    """
+    if set(_LENGTHS) & typed_keys(overrides).keys():
+        return []
+    return [f"trainer.max_epochs={EPOCHS['text' if option in set(_READ_AS.values()) else 'rows']}"]
+
+
 def option_holding(rows: str, folders: Sequence[Path]) -> str | None:
     """The option of `data` that reads a user's file of such rows: chat_jsonl for conversations. None for text.
 
@@ -218,22 +237,38 @@ def for_text(overrides: Sequence[str], objective: Callable[[list[str]], str]) ->
     return [instead if o == "data=mixture" else o for o in overrides]
 
 
-def inference_note(overrides: Sequence[str], config: Config) -> list[str]:
-    """What the plan says where a name chose the model, or a path the reader."""
+def inference_note(overrides: Sequence[str], config: Config, proposed: str = "") -> list[str]:
+    """What the plan says where a name chose the model, or a path the reader.
+
+    Args:
+        proposed: what was made of a file that was named alone.
+    """
     typed = typed_keys(overrides)
-    notes = []
+    notes = [proposed] if proposed else []
     weights = getattr(config.model, "name_or_path", None)
     if weights and typed.get("model") not in (None, "pretrained"):
         notes.append(
             f"model={typed['model']} trains {weights} further, in rows of {config.data.seq_len:,} tokens (data.seq_len)"
         )
-    if "data.path" not in typed or {"data", "data.source", "experiment"} & typed.keys() or not config.data.path:
+    if typed.get("trainer.max_epochs") is None and config.trainer.max_epochs in EPOCHS.values() and "data" not in typed:
+        notes.append(_ends(config))
+    if proposed or "data.path" not in typed or {"data", "data.source", "experiment"} & typed.keys():
+        return notes
+    if not config.data.path:
         return notes
     return [
         *notes,
         f"data.path={typed['data.path']} chose what reads it, {config.data.source} ({config.data.format}), and "
         f"is all the data there is; data=... chooses another reader",
     ]
+
+
+def _ends(config: Config) -> str:
+    t = config.trainer
+    return (
+        f"no length was given: the run ends after {t.max_epochs} epochs, or trainer.max_steps={t.max_steps} where that "
+        f"is earlier; trainer.max_epochs=... or trainer.max_steps=... changes it"
+    )
 
 
 def check_suffix(overrides: Sequence[str]) -> None:

@@ -1,7 +1,8 @@
 """Explains a rejected override: the nearest valid key, the word used here for a neighbour's, the options of a group."""
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lmtrain.config.aliases import HYDRA_FLAGS, LIGHTNING, NEIGHBOURS, OPTIONS, absent, misspelt, used_here
+from lmtrain.config.aliases import HYDRA_FLAGS, LIGHTNING, NEIGHBOURS, OPTIONS, absent, misspelt, used_here, with_value
 from lmtrain.config.config_files import options_of
 from lmtrain.errors import UserError
 
@@ -25,8 +26,12 @@ def flatten(tree: Mapping[Any, Any], prefix: str = "") -> Iterable[str]:
             yield from flatten(value, f"{prefix}{key}.")
 
 
-def unknown_key(key: str, valid: Iterable[str]) -> str:
-    """The message for a key that isn't there, with the nearest one that is."""
+def unknown_key(key: str, valid: Iterable[str], value: Any = None) -> str:
+    """The message for a key that isn't there, with the nearest one that is.
+
+    Args:
+        value: what it was set to, which the answer repeats where it means the same.
+    """
     valid = list(valid)
     argument = key.removeprefix("trainer.")
     if argument != key and argument in LIGHTNING:  # Lightning's
@@ -38,7 +43,8 @@ def unknown_key(key: str, valid: Iterable[str]) -> str:
         return f"{key} has no meaning with the {key.partition('.')[0]} chosen here (--cfg prints the keys that have)"
     if here is not None:
         note = " (accumulation is derived from it, data.micro_batch_size and the devices)"
-        return f"there is no key {key!r}; here it is {here}{note if 'accum' in key else ''}"
+        set_ = here if value is None else with_value(key, here, value)
+        return f"there is no key {key!r}; here it is {set_}{note if 'accum' in key else ''}"
     word = misspelt(key, valid)
     if word is not None:
         return f"there is no key {key!r}; if {word} was meant: here it is {NEIGHBOURS[word]}"
@@ -139,18 +145,61 @@ def unreadable(override: str) -> str:
     )
 
 
-def unknown_flag(flag: str) -> str:
-    """The message for --something, as other programs write their settings."""
-    hydras = HYDRA_FLAGS.get(flag.partition("=")[0])
+def unknown_flags(unknown: Sequence[str], argv: Sequence[str], verb: str) -> str:
+    """The message for --something, as other programs write their settings; of several, the command they mean.
+
+    Args:
+        unknown: those that lmtrain lacks, as typed.
+        argv: all that was typed; an unknown flag's value may follow it.
+    """
+    flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+    hydras = next((f"{flag} is no option: {HYDRA_FLAGS[flag]}" for flag in flags if flag in HYDRA_FLAGS), None)
     if hydras is not None:
-        return f"{flag} is no option: {hydras}"
-    key = flag.lstrip("-").partition("=")[0].replace("-", "_")
-    why = absent(key)
-    if why is not None:
-        return f"{flag} is no option: {why}"
-    here, _, with_ = (used_here(key, ()) or key).partition(" ")
-    example = f"{here}{'' if '=' in here else '=...'} {with_}".strip() if key else "trainer.max_steps=100"
-    return f"{flag} is no option: settings are written without dashes, {example} (--help lists options and keys)"
+        return hydras
+    settings, left_out = list[str](), list[str]()
+    words = list(argv)
+    for at, word in enumerate(words):
+        flag, equals, value = word.partition("=")
+        if flag not in flags or not word.startswith("-"):
+            continue
+        after = words[at + 1] if at + 1 < len(words) else "-"
+        given = value if equals else None if after.startswith("-") or "=" in after else after
+        key = flag.lstrip("-").replace("-", "_")
+        if absent(key) is not None:
+            left_out.append(f"{flag} is no option: {absent(key)}")
+        elif key:
+            settings.append(_setting(key, given))
+    if not settings and left_out:
+        return left_out[0]
+    if len(settings) > 1:
+        why = "".join(f"; {line}" for line in left_out)
+        return (
+            f"{', '.join(flags)} are no options: settings are written without dashes, key=value: "
+            f"python -m lmtrain.{verb} {_as_command(settings)}{why}"
+        )
+    example = settings[0] if settings else "trainer.max_steps=100"
+    return (
+        f"{flags[0] if flags else unknown[0]} is no option: settings are written without dashes, {example} "
+        f"(--help lists options and keys)"
+    )
+
+
+def _as_command(settings: Sequence[str]) -> str:
+    """Settings side by side, with the options that some go with."""
+    bare = [re.sub(r" \(.*\)", "", setting) for setting in settings]
+    needed = [match[1] for setting in settings if (match := re.search(r"\(with ([\w/]+=\w+)", setting))]
+    return " ".join(dict.fromkeys([*needed, *bare]))
+
+
+def _setting(key: str, value: str | None) -> str:
+    """key=value for a flag of another program; key=... where its value is not ours."""
+    here = used_here(key, ()) or key
+    found = with_value(key, here, value)
+    name, _, rest = found.partition(" ")
+    if "=" in name:
+        return found
+    known = here == key and "." in key and value is not None  # Lightning's command line: --trainer.max_steps 5
+    return f"{name}={value if known else '...'} {rest}".strip()
 
 
 def refuse_sweep_keys(overrides: list[str]) -> None:
@@ -208,7 +257,7 @@ def refused(
         if OmegaConf.select(base, f"{key.split('.')[0]}.name", default=None) == "custom":
             return f"there is no key {key!r} yet: write +{key}=... to add it"
         valid = flatten(OmegaConf.to_container(base, resolve=False))  # type: ignore[arg-type]
-        return other_variant(key, folders) or unknown_key(key, [*valid, *sorted(groups)])
+        return other_variant(key, folders) or unknown_key(key, [*valid, *sorted(groups)], override.value())
     return _on_one_line(error)
 
 

@@ -49,6 +49,7 @@ class RunConfig:
     resume: Annotated[str | None, SHOWN]  # none, auto or a checkpoint; None: auto for a named run, else none
     allow_change: Annotated[list[str], SHOWN]  # fingerprint entries that may differ on resume
     schedule_on_resume: Annotated[str, RATE, choice("keep", "rescale")]
+    quiet: Annotated[bool, SHOWN]
     time_limit: Annotated[str | None, SHOWN]  # HH:MM:SS, measured from the start of the process
     allow_target: Annotated[list[str], SHOWN]  # package names whose classes `_target_` may name besides the known ones
 

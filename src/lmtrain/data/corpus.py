@@ -36,6 +36,7 @@ from lmtrain.data.text.mixture import mixture_words, prepare_mixture
 from lmtrain.data.text.prepare import prepare
 from lmtrain.data.text.windows import Windows
 from lmtrain.errors import UserError
+from lmtrain.terminal import counted
 
 
 @runtime_checkable
@@ -183,7 +184,7 @@ def _text(config: Config) -> Corpus:
     assert train is not None  # prepare refuses data without it
     make = _windows if config.data.packing is None else _packed
     rows = make(train.shards, config, config.seed)
-    documents = f" in {train.documents:,} documents" if train.documents is not None else ""
+    documents = f" in {counted(train.documents, 'document')}" if train.documents is not None else ""
     if isinstance(rows, Windows):
         rows.fim = fill_in_the_middle(config.data, rows.shards, prepared.tokenizer, config.seed)
         words = [fim_words(rows.fim)] if rows.fim is not None else []
@@ -257,7 +258,7 @@ def _mixture(config: Config) -> Corpus:
         train=windows,
         val=_windows([shard for split in held_out for shard in split.shards], config, None) if held_out else None,
         epoch_tokens=len(windows) * config.data.seq_len,
-        words=[f"{tokens:,} tokens of {len(sources)} sources", *mixture_words(parts, mixture),
+        words=[f"{tokens:,} tokens of {counted(len(sources), 'source')}", *mixture_words(parts, mixture),
          *([fim_words(windows.fim)] if windows.fim is not None else [])],
         notes=[note for part in prepared.parts for note in part.notes],
         val_bytes_per_token=sum(filter(None, val_bytes)) / val_tokens if val_bytes and all(val_bytes) else None,

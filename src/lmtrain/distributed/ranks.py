@@ -14,6 +14,7 @@ from lmtrain import errors
 from lmtrain.errors import RunError, UserError
 
 TYPED = "LMTRAIN_TYPED"  # the environment variable that tells ranks the command line their parent was given
+PROPOSED = "LMTRAIN_PROPOSED"  # and the one that tells them what was made of a file's name
 TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets
 
 
@@ -21,10 +22,18 @@ _UNSET = "this is no rank of torchrun's or SLURM's; unset them to train in one p
 _here: list[str] | None = None  # what the command line of this process was given
 
 
-def note_typed(argv: list[str]) -> None:
-    """Keeps the words that a verb was given, for messages that repeat them."""
+def note_typed(argv: list[str], says: str = "") -> None:
+    """Keeps the words that a verb was given, for messages that repeat them; and what was made of a file's name."""
     global _here
     _here = list(argv)
+    os.environ.pop(PROPOSED, None)
+    if says:
+        os.environ[PROPOSED] = says
+
+
+def proposed() -> str:
+    """What a file that was named alone is trained as, in a line; '' where none was."""
+    return os.environ.get(PROPOSED, "")
 
 
 def typed() -> list[str]:

@@ -33,20 +33,15 @@ class Streamer(TextStreamer):
 
 
 class Talk:
-    """Turns so far, and the model that answers.
-
-    Raises:
-        UserError: the tokenizer has no chat template.
-    """
+    """Turns so far, and the model that answers. One without a chat template continues each text that it is given."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, settings: GenerateConfig, seed: int) -> None:
         refuse_denoising(model, "a chat")
-        template = own_template(tokenizer)
-        if template is None:
-            raise UserError("the tokenizer has no chat template, so there are no turns: use python -m lmtrain.generate")
         self.model, self.tokenizer, self.settings, self.seed = model.eval(), tokenizer, settings, seed
-        self.template, self.system = template, settings.system_prompt
-        self.end_ids = end_ids(tokenizer, template)
+        self.template, self.system = own_template(tokenizer), settings.system_prompt
+        if self.template is None and self.system:
+            raise UserError("generate.system_prompt: the tokenizer has no chat template, so there are no turns")
+        self.end_ids = end_ids(tokenizer, self.template)
         self.turns: list[dict[str, str]] = []
 
     @property
@@ -76,6 +71,9 @@ class Talk:
 
     def _prompt(self, say: Callable[[str], None]) -> list[int]:
         room = positions(self.model) - self.settings.max_new_tokens
+        if self.template is None:
+            text: list[int] = self.tokenizer(self.turns[-1]["content"])["input_ids"]
+            return text[-max(1, room) :]
         while True:
             try:
                 rendered = self.template.prompt(self.messages, None, "chat")
@@ -104,12 +102,20 @@ class Talk:
             )
         return str(self.tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True)).strip()
 
+    def _rows(self) -> list[dict[str, Any]]:
+        """The conversation, or the texts that were continued, a row each."""
+        if self.template is not None:
+            return [{"messages": self.messages}]
+        texts = zip(self.turns[::2], self.turns[1::2], strict=True)
+        return [{"text": f"{given['content']} {answer['content']}"} for given, answer in texts]
+
     def save(self, file: str) -> Path:
         """Adds the conversation to a file of JSON lines, as data=chat_jsonl reads them; UserError where it can't."""
         path = Path(file).expanduser().absolute()
         try:
             with path.open("a", encoding="utf-8") as out:
-                out.write(json.dumps({"messages": self.messages}, ensure_ascii=False) + "\n")
+                for row in self._rows():
+                    out.write(json.dumps(row, ensure_ascii=False) + "\n")
         except OSError as error:
             raise UserError(f"{path} can't be written: {reason(error)}") from None
         return path
@@ -121,11 +127,16 @@ HELP = """/reset           start over
 /exit            leave, as Ctrl-D does; Ctrl-C stops an answer"""
 
 
+HELP_OF_TEXT = """this model has no chat template: it continues each text that you type
+/save [FILE]     add the texts and what follows them to FILE (chat.jsonl)
+/exit            leave, as Ctrl-D does; Ctrl-C stops a text"""
+
+
 def chat(config: Config) -> int:
     """Reads lines until the end of input and answers each; lines that begin with / are commands."""
     quiet_libraries()
     talk = Talk(*trained.load_asked(config), config.generate, config.seed)
-    print(HELP, flush=True)
+    print(HELP if talk.template is not None else HELP_OF_TEXT, flush=True)
     while True:
         try:
             line = input("\n> " if sys.stdin.isatty() else "").strip()
@@ -147,6 +158,8 @@ def turn(talk: Talk, line: str) -> None:
     if command == "/reset":
         talk.reset()
         print("(a new conversation)")
+    elif command == "/system" and talk.template is None:
+        print("(there are no turns: this model continues text)")
     elif command == "/system":
         talk.system = rest.strip() or None
         talk.reset()
@@ -154,7 +167,7 @@ def turn(talk: Talk, line: str) -> None:
     elif command == "/save":
         print(f"(written: {talk.save(rest.strip() or 'chat.jsonl')})")
     elif command.startswith("/"):
-        print(HELP)
+        print(HELP if talk.template is not None else HELP_OF_TEXT)
     elif line:
         talk.ask(line, lambda text: print(text, end="", flush=True), lambda words: print(f"({words})"))
         print()

@@ -54,7 +54,7 @@ def parameter_groups(
     trainable, n_frozen = _trainable(named_parameters)
     if not trainable:
         raise UserError(
-            f"the model has no trainable parameter ({n_frozen} are frozen): nothing would be learnt; "
+            f"the model has no trainable parameter ({n_frozen} are frozen): nothing would be learned; "
             f"unfreeze some of them, or train an adapter on top"
         )
     rules = [_rule(entry, index, cfg) for index, entry in enumerate(cfg.groups)]

@@ -208,8 +208,8 @@ def tune(config: Config) -> int:
         raise UserError("lmtrain.tune starts the ranks of one node itself: start it without torchrun and srun")
     if config.tune.apply and (run_dir.locate(config) / "config.yaml").exists():
         raise UserError(
-            f"{run_dir.locate(config)} holds a run already, whose rate and micro-batch stay: go on with it by "
-            f"python -m lmtrain.train, or choose another run.name"
+            f"{run_dir.locate(config)} holds a run already, which keeps its learning rate and micro-batch: continue "
+            f"it with python -m lmtrain.train, or choose another run.name"
         )
     found = look(config)
     for line in found.tried:

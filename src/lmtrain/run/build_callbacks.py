@@ -1,5 +1,7 @@
 """Builds a run's callbacks in the order they run, and checks that the metrics they monitor exist."""
 
+import math
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +20,7 @@ from lmtrain.callbacks.stopping import BadSteps, Preemption
 from lmtrain.callbacks.stream import FeedStream
 from lmtrain.callbacks.validation import EarlyStopping, Validation
 from lmtrain.config import places
+from lmtrain.config.effect import TRIAL
 from lmtrain.config.schema import Config, EarlyStoppingConfig
 from lmtrain.config.targets import build_target
 from lmtrain.data.corpus import Corpus
@@ -189,5 +192,7 @@ def progress_bar(config: Config, console: Console, total_steps: int) -> RichBar 
     if style == "rich":
         return RichBar(console, total_steps)
     if style == "plain":
-        return PlainLines(console, total_steps, config.callbacks.progress.plain_every_seconds)
+        # A sweep of many trials shows validations alone.
+        every = math.inf if os.environ.get(TRIAL) == "1" else config.callbacks.progress.plain_every_seconds
+        return PlainLines(console, total_steps, every)
     return None

@@ -18,6 +18,7 @@ from lmtrain.callbacks.step_numbers import has_nvml
 from lmtrain.config import effect
 from lmtrain.config.batch import Stages, row_lengths, split_over, step_sizes
 from lmtrain.config.deepspeed import overruled
+from lmtrain.config.effect import TRIAL
 from lmtrain.config.override_text import typed_keys
 from lmtrain.config.schema import Config
 from lmtrain.config.strategies import outside_fp8
@@ -34,12 +35,14 @@ from lmtrain.run import plan_time
 from lmtrain.run.features import features_on
 from lmtrain.secrets import shown
 from lmtrain.strategies import sharding
-from lmtrain.terminal import visible
+from lmtrain.terminal import counted, visible
 
 if TYPE_CHECKING:
     from lmtrain.run.build import Run
 
 _SHOWN = 160  # tokens of the first row
+_LINES = 6  # of it in a log
+_FEW = 10  # validation rows: below, scores are called noise
 _SI = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -66,9 +69,23 @@ def show(run: "Run", resumed_from: str | None, done: int, notes: list[str]) -> N
     parts += [Text(f"note: {shown(note)}", style="yellow") for note in [*notes, *advice(run)]]
     text, legend = first_row(run)
     panels = [Panel(Group(*parts), title="plan", title_align="left"), Panel(text, title=legend, title_align="left")]
-    run.console.print(*panels, sep="\n")
+    if os.environ.get(TRIAL):
+        length = (
+            f"{run.config.model.name}, {counted(run.total_steps, 'step')}{f', {resumed_from}' if resumed_from else ''}"
+        )
+        run.console.print(f"{length}; its plan: {run.dir.plan}", soft_wrap=True, highlight=False)
+    elif run.console.is_terminal:
+        run.console.print(*panels, sep="\n")
+    else:
+        run.console.print(panels[0], Panel(_clipped(text), title=legend, title_align="left"), sep="\n")
     if run.trainer.is_global_zero:
         write_atomic(run.dir.plan, as_text(panels))
+
+
+def _clipped(text: Text) -> Text:
+    """The first lines, for a log; plan.txt has all."""
+    lines = text.split("\n", allow_blank=True)
+    return text if len(lines) <= _LINES else Text("\n").join([*lines[:_LINES], Text("...")])
 
 
 def as_text(panels: list[Panel]) -> str:
@@ -97,7 +114,7 @@ def plan_rows(run: "Run", resumed_from: str | None, done: int) -> list[tuple[str
         ("tokenizer", f"{c.tokenizer.kind}, {len(corpus.tokenizer):,} tokens"),
         ("batch", f"{split} = {tokens_per_step:,} tokens a step"),
         *growth_rows(c),
-        ("length", f"{run.total_steps:,} steps{f' x {tokens_per_step:,}' if len(sizes.values) == 1 else ''}"
+        ("length", f"{counted(run.total_steps, 'step')}{f' x {tokens_per_step:,}' if len(sizes.values) == 1 else ''}"
                    f" = {si(tokens)} tokens = {tokens / corpus.epoch_tokens:.2f} "
                    f"{'epochs' if corpus.stream is None else 'windows'} of {si(corpus.epoch_tokens)}"),
         ("time", plan_time.words(run, tokens - per_row * sizes.before(done), per_token)),
@@ -188,7 +205,7 @@ def validation_words(run: "Run") -> str:
     seen = len(rows) if limit is None else min(len(rows), limit * c.data.micro_batch_size)
     every = c.trainer.val_check_interval or run.total_steps
     first = "before the first step, " if c.trainer.val_before_training else ""
-    return f"{seen:,} of {len(rows):,} rows, {first}every {every:,} steps and after the last"
+    return f"{seen:,} of {counted(len(rows), 'row')}, {first}every {counted(every, 'step')} and after the last"
 
 
 def groups_table(run: "Run") -> Table:
@@ -251,7 +268,7 @@ def advice(run: "Run") -> list[str]:
             f"steps on this machine; the run keeps it when it is continued"
         )
     notes += for_mixtures(corpus.train, run.total_steps)
-    notes += effect.inference_note(ranks.typed(), c)
+    notes += effect.inference_note(ranks.typed(), c, ranks.proposed())
     notes += unlikely(c, run.total_steps, os.cpu_count() or 1, typed_keys(ranks.typed()))
     on_every_rank = sharding.why_on_every_rank(c)
     if run.trainer.world_size > 1 and on_every_rank is not None:
@@ -261,6 +278,11 @@ def advice(run: "Run") -> list[str]:
     if corpus.val is None:
         notes.append(
             f"there is no validation split: no val/loss, no best checkpoint ({corpus.how_to_validate(c.data)})"
+        )
+    elif len(corpus.val) < _FEW:
+        notes.append(
+            f"validation has {counted(len(corpus.val), 'row')}: small differences of val/loss are noise, and so is "
+            f"which checkpoint is `best` (generate.checkpoint=last takes the last one; data.val_path names more rows)"
         )
     if c.data.rows != "text" and leaves_out_bos(corpus.tokenizer):
         notes.append(

@@ -48,7 +48,7 @@ def words(run: "Run", tokens: float, flops_per_token: float) -> str:
         return f"about {span(tokens / speed)} at {speed:,.0f} tokens/s, the speed of {before.path.name}"
     peak = flops.peak_flops(torch.device(run.config.trainer.accelerator), "bf16-mixed")
     if peak is None:
-        return "shown after the first steps: no run of this kind is beside this one"
+        return "estimated after the first steps (no earlier run of this model and batch here to compare with)"
     mfu = run.config.estimate.mfu
     hoped = mfu * peak * run.trainer.world_size / flops_per_token
     return f"about {span(tokens / hoped)} at {hoped:,.0f} tokens/s, were {mfu:.0%} of the peak reached (estimate.mfu)"

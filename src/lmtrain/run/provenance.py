@@ -19,12 +19,6 @@ def command(verb: str, words: list[str]) -> str:
     return shlex.join(["python", "-m", f"lmtrain.{verb}", *map(hide, words)])
 
 
-def longer(words: list[str], run_dir: str, key: str, value: int) -> str:
-    """The command that goes on with a finished run to a later end."""
-    kept = [w for w in words if not w.startswith(("run.resume=", "run.dir=", f"{key}="))]
-    return command("train", [*kept, f"run.dir={run_dir}", "run.resume=auto", f"{key}={value}"])
-
-
 def git_state() -> dict[str, Any] | None:
     """{commit, dirty} of the repository that the working folder is in; dirty: tracked files differ from the commit."""
     try:

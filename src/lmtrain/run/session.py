@@ -23,7 +23,7 @@ from lmtrain.errors import RunError
 from lmtrain.exports import hf_folder
 from lmtrain.exports.export import check_upload, push
 from lmtrain.objectives.routing import hold_to
-from lmtrain.run import build, build_callbacks, failures, loggers, plan, resume, summary
+from lmtrain.run import build, build_callbacks, failures, going_on, loggers, plan, resume, summary
 from lmtrain.run.build import Run
 from lmtrain.run_folder import folder as run_dir
 from lmtrain.run_folder import lock
@@ -38,6 +38,7 @@ class Session:
         self.started = time.time()
         self.notes: list[str] = []  # what the plan says besides
         self.checkpoint: Path | None = None  # where it continues
+        self.is_done = False  # it has trained for as many steps before
 
     def run(self) -> int:
         """Trains in `folder`; returns the exit code."""
@@ -53,6 +54,9 @@ class Session:
 
     def train(self, run: Run) -> int:
         """Trains what `build` gave; returns the exit code."""
+        if self.is_done:
+            run.console.print(run_dir.nothing_to_do(self.folder), soft_wrap=True, highlight=False)
+            return errors.FINISHED
         world.from_first(lambda: self._write_what_runs(run.corpus.tokenizer))
         return self._fit(run)
 
@@ -66,6 +70,7 @@ class Session:
     def _build(self) -> Run:
         """Builds everything and finds the checkpoint to continue from, before anything is written to the folder."""
         config, notes = self.config, self.notes
+        terminal.be_quiet(config.run.quiet)
         devices.set_threads(config.trainer.num_threads, int(config.trainer.devices))
         # Read whole to be checked: once.
         self.checkpoint = world.from_first(lambda: resume.find(config, self.folder, notes.append))
@@ -82,6 +87,9 @@ class Session:
             resume.fit_schedule(run, saved["schedule_steps"], notes.append)
             run.objective.continue_from(saved)
         after = store.step_of(self.checkpoint) if self.checkpoint is not None else 0
+        self.is_done = world.from_first(lambda: after >= run.total_steps and run_dir.has_ended(self.folder, after))
+        if self.is_done:
+            return run
         world.together(lambda: loggers.start_loggers(run.trainer.loggers, after, notes.append))
         return run
 
@@ -93,7 +101,7 @@ class Session:
             if said and found == said:
                 return  # as it was written, maybe by another version of the libraries
             if said:
-                self.notes.append(f"{self.folder.tokenizer} was changed since {self.checkpoint.name}: written anew")
+                self.notes.append(f"{self.folder.tokenizer} was changed since {self.checkpoint.name}: rewritten")
         run_dir.write_tokenizer(self.folder, tokenizer)
 
     def _fit(self, run: Run) -> int:
@@ -129,7 +137,7 @@ class Session:
             raise error
         if status == "preempted":
             summary.write_summary(run, status, self.started)
-            summary.say_how_to_go_on(run)
+            going_on.say_how_to_go_on(run)
             return errors.PREEMPTED
         try:
             failures.refuse_lost_model(run)

@@ -17,14 +17,14 @@ from lmtrain.callbacks.step_numbers import peak_resident_bytes
 from lmtrain.checkpoints import retention, store
 from lmtrain.config import trust
 from lmtrain.config.effect import TRIAL
-from lmtrain.distributed.ranks import typed
 from lmtrain.errors import RunError, UserError
 from lmtrain.exports import model_card
 from lmtrain.objectives.parts import RECOMPUTED, Definition
 from lmtrain.reports import report
 from lmtrain.run.features import features_on
+from lmtrain.run.going_on import next_commands
 from lmtrain.run.plan_time import speed_of
-from lmtrain.run.provenance import command, longer, provenance
+from lmtrain.run.provenance import provenance
 from lmtrain.run_folder.folder import asked
 
 if TYPE_CHECKING:
@@ -146,27 +146,25 @@ def export(run: "Run") -> list[Path]:
     ]
 
 
-def say_how_to_go_on(run: "Run") -> None:
-    """The command that continues this run, after its checkpoint was written; of a sweep or a pipeline, they say it."""
-    step = run.trainer.global_step
-    saved = "the checkpoint is written" if step > 0 else "there is no checkpoint yet"
-    stopped = f"stopped by {run.preemption.stop.why()} at step {step:,} of {run.total_steps:,}; {saved}"
-    if os.environ.get(TRIAL):
-        run.console.print(f"{stopped}.")
-        return
-    words = [w for w in typed() if not w.startswith(("run.resume=", "run.dir="))]
-    run.console.print(f"{stopped}. Go on with:")
-    print(f"  {command('train', [*words, f'run.dir={run.dir.path}', 'run.resume=auto'])}", flush=True)
-
-
 def show(run: "Run", summary: dict[str, Any], exported: list[Path]) -> None:
     """A small table: loss, best step, tokens/s, memory, time, where curves and exports are; then what to type next."""
+    val = run.metrics.last_val
+    if os.environ.get(TRIAL) or run.config.run.quiet:
+        if os.environ.get(TRIAL) == "1":  # the sweep says it
+            return
+        numbers = [f"val/loss {val['val/loss']:.4f}"] if "val/loss" in val else []
+        print(
+            ", ".join(
+                [f"{summary['status'].replace('_', ' ')} at step {summary['step']:,}", *numbers, str(run.dir.path)]
+            ),
+            flush=True,
+        )
+        return
     table = Table(
         title=f"{summary['status'].replace('_', ' ')} at step {summary['step']:,}", title_justify="left", box=None
     )
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    val = run.metrics.last_val
     if "train/loss" in run.metrics.last_train:
         table.add_row("train/loss", f"{run.metrics.last_train['train/loss']:.4f}")
     for key in ("val/loss", "val/perplexity", "val/bits_per_byte", "val/rewards/accuracy", "val/rewards/margin"):
@@ -185,15 +183,5 @@ def show(run: "Run", summary: dict[str, Any], exported: list[Path]) -> None:
         table.add_row("export", f"{folder}  ({model_card.reader(folder)} reads it)")
     run.console.print(table)
     run.console.print("next:")
-    for line in next_commands(run):
+    for line in next_commands(run, summary["status"]):
         run.console.print(f"  {line}", soft_wrap=True, highlight=False, markup=False)
-
-
-def next_commands(run: "Run") -> list[str]:
-    """What people type after a run: text from it, its scores, and to go on with it."""
-    here = f"run_dir={run.dir.path}"
-    lines = [command("generate", [here, "--prompt", "Once upon a time"]), command("evaluate", [here])]
-    t = run.config.trainer
-    by_epochs = t.max_steps is None
-    key, end = ("trainer.max_epochs", t.max_epochs) if by_epochs else ("trainer.max_steps", t.max_steps)
-    return [*lines, longer(typed(), str(run.dir.path), key, 2 * int(end or 1))]

@@ -18,6 +18,7 @@ from lmtrain.errors import RunError, UserError, disk_full, reason
 from lmtrain.files import read_regular, temporary_beside, write_atomic
 from lmtrain.run_folder import lock as run_lock
 from lmtrain.secrets import shown_in
+from lmtrain.terminal import counted
 
 
 class RunDir:
@@ -152,8 +153,28 @@ def is_finished(config: Config) -> bool:
         or summary.get("asked") != asked(config)
     ):
         return False
-    print(f"{folder.path} is finished: nothing to do. More steps: trainer.max_steps; a new run: run.name")
+    print(nothing_to_do(folder))
     return True
+
+
+def has_ended(folder: RunDir, step: int) -> bool:
+    """Whether a run has ended, and said so, with the checkpoint of this step."""
+    summary = folder.read_summary()
+    return summary is not None and summary["status"] in ("finished", "stopped_early") and summary["step"] == step
+
+
+def nothing_to_do(folder: RunDir) -> str:
+    """What is said of a finished run, with the length that would train it further."""
+    summary = folder.read_summary() or {}
+    asked, step = summary.get("asked") or {}, summary.get("step", 0)
+    epochs = asked.get("max_epochs")
+    key = f"trainer.max_steps={2 * step}"
+    if epochs is not None and asked.get("max_steps") != step:
+        key = f"trainer.max_epochs={2 * epochs}"
+    return (
+        f"{folder.path} is finished: nothing to do after {counted(step, 'step')}. To train it further, the same "
+        f"command with {key}; for a new run, another run.name"
+    )
 
 
 def foreign_files(run: RunDir) -> list[Path]:

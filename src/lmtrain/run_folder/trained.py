@@ -88,7 +88,7 @@ def check_tokenizer(run: RunDir, fingerprint: dict[str, Any]) -> None:
     if not alike or (told and found not in told):
         raise UserError(
             f"{run.tokenizer} is not the tokenizer that the model was trained with ({', '.join(names) or 'its ids'} "
-            f"changed): put the files back as they were, or let the run write them anew by continuing it with "
+            f"changed): put the files back as they were, or let the run rewrite them by continuing it with "
             f"lmtrain.train run.dir={run.path} run.resume=auto"
         )
 

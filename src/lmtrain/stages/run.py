@@ -51,7 +51,7 @@ class Work:
         if self.stopping:
             return errors.PREEMPTED
         shown = log.stat().st_size if log.exists() else 0
-        self.process = start(verb, words, log)
+        self.process = start(verb, words, log, "stage")
         if self.stopping:  # the signal came while the process was made
             self.process.terminate()
         while self.process.poll() is None:
@@ -198,6 +198,6 @@ class _Pipeline:
 
     def _stopped(self, code: int, typed: list[str]) -> int:
         if code == errors.PREEMPTED:
-            print("the pipeline was stopped; what ran has saved. Go on with:")
+            print("the pipeline was stopped; what ran has saved. Continue with:")
             print(f"  {command('pipeline', typed)}", flush=True)
         return code

@@ -63,11 +63,15 @@ def locked(folder: Path, what: str, root: str) -> Iterator[None]:
         yield
 
 
-def start(verb: str, words: list[str], log: Path) -> subprocess.Popen[bytes]:
+def start(verb: str, words: list[str], log: Path, part_of: str = "1") -> subprocess.Popen[bytes]:
     """`python -m lmtrain.VERB words`, printing to `log`: in a session of its own, ended with this process, and no rank
-    where this one is."""
+    where this one is.
+
+    Args:
+        part_of: of what, as TRIAL says it.
+    """
     parent = os.getpid()
-    environ = without_ranks(os.environ) | {TRIAL: "1"}
+    environ = without_ranks(os.environ) | {TRIAL: part_of}
     with log.open("ab") as output:
         return subprocess.Popen(
             [sys.executable, "-u", "-m", f"lmtrain.{verb}", *words],

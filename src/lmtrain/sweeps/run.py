@@ -118,7 +118,7 @@ def conclude(plan: SweepPlan, trials: Trials, started: list[Trial]) -> int:
     if any(t.status == "preempted" for t in started):
         typed = [w for w in plan.typed if not w.startswith("hydra.sweep.dir=")]
         here = [] if plan.config.sweep.name else [f"hydra.sweep.dir={bare_or_quoted(str(plan.folder))}"]
-        print("the sweep was stopped; what ran has saved. Go on with:")
+        print("the sweep was stopped; what ran has saved. Continue with:")
         print(f"  {command(plan.verb, ['-m', *typed, *here, *plan.flags])}", flush=True)
         return errors.PREEMPTED
     return errors.FAILED if failed and not plan.config.sweep.allow_failures else errors.FINISHED

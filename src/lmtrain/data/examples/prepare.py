@@ -101,6 +101,7 @@ def prepare_examples(
             bins.save_meta(meta, folder)
 
         found = dict(vars(prepare_folder(target, fill, notes, cfg, show)))
+        found["notes"] += [note for part in parts for note in getattr(part.source, "notes_of_reading", list)()]
     weights = [part.weight for part in parts]
     if any(weight != 1 for weight in weights):
         found["fingerprint"] = contents.fingerprint([found["fingerprint"], [str(weight) for weight in weights]])

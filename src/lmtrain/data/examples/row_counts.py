@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.chat.turns import Remark
 from lmtrain.errors import UserError
+from lmtrain.terminal import counted
 
 _SHOWN = 8  # reasons that have a line of their own
 _KINDS = 100  # reasons that are told apart
@@ -113,18 +114,21 @@ def remark_lines(counts: Counts) -> list[str]:
     lines = []
     if counts.split:
         lines.append(
-            f"{counts.split:,} conversations became {counts.split_into:,} examples, for the chat template writes "
-            f"earlier turns otherwise once a conversation goes on: each answer is learned from the text that the model "
-            f"sees when it gives it"
+            f"{counted(counts.split, 'conversation')} became {counts.split_into:,} examples: the chat template renders "
+            f"earlier turns differently once a conversation goes on, so each answer is trained on the text that the "
+            f"model sees when it gives it"
         )
-    return lines + [f"{n:,} rows: {text}; first {counts.remarks_at[text]}" for text, n in counts.remarks.items()]
+    return lines + [
+        f"{counted(n, 'row')}: {text}; first {counts.remarks_at[text]}" for text, n in counts.remarks.items()
+    ]
 
 
 def summary(name: str, counts: Counts) -> list[str]:
     """What became of a split's rows: a line of numbers, then one for each reason why rows were skipped."""
     share = counts.trained / max(1, counts.tokens)
     words = [
-        f"{name}: {counts.rows:,} rows -> {counts.examples:,} examples, {counts.tokens:,} tokens, {share:.0%} learned"
+        f"{name}: {counted(counts.rows, 'row')} -> {counted(counts.examples, 'example')}, {counts.tokens:,} tokens, "
+        f"{share:.0%} learned"
     ]
     for number, what in ((counts.shortened, "shortened"), (counts.dropped, "too long and dropped"),
                          (counts.untrained, "without a learned token, left out"),
@@ -139,12 +143,12 @@ def bad_lines(counts: Counts) -> list[tuple[str, str]]:
     """("12 rows skipped", "first FILE, line 3: why") for each reason, the most frequent first; the rarest together."""
     ranked = sorted(counts.bad.items(), key=lambda item: -item[1])
     lines = [
-        (f"{number:,} row{'s' if number > 1 else ''} skipped", f"first {counts.bad_at[kind]}: {counts.bad_first[kind]}")
+        (f"{counted(number, 'row')} skipped", f"first {counts.bad_at[kind]}: {counts.bad_first[kind]}")
         for kind, number in ranked[:_SHOWN]
     ]
     rest = [number for _, number in ranked[_SHOWN:]]
     if rest:
-        lines.append((f"{sum(rest):,} rows skipped", f"for {len(rest):,} other reasons"))
+        lines.append((f"{counted(sum(rest), 'row')} skipped", f"for {counted(len(rest), 'other reason')}"))
     return lines
 
 

@@ -13,7 +13,8 @@ from lmtrain.config.targets import build_target, building, class_named, lacking
 from lmtrain.data.hub import Unreachable, commit_of
 from lmtrain.data.sources import files, hub, stdlib
 from lmtrain.data.sources.addresses import size_of
-from lmtrain.data.sources.pieces import Piece, at_least, first, join_rows, plan_cut, split
+from lmtrain.data.sources.lines import encoding_notes
+from lmtrain.data.sources.pieces import Piece, at_least, first, join_rows, plan_cut, share_to_hold_out, split
 from lmtrain.data.store.contents import Facts
 from lmtrain.errors import UserError
 
@@ -83,8 +84,9 @@ def pieces(source: Source, cfg: DataConfig, name: str) -> Iterator[Piece] | None
     assert train is not None
     if cfg.val_fraction == 0:
         return train if name == "train" else None
-    cut = plan_cut(_filtered(source, cfg, "train") or iter(()), cfg.val_fraction)
-    return at_least(split(train, cfg.val_fraction, cut, held_out=name == "val"), 1)
+    share = share_to_hold_out(_filtered(source, cfg, "train") or iter(()), cfg.val_fraction)
+    cut = plan_cut(_filtered(source, cfg, "train") or iter(()), share)
+    return at_least(split(train, share, cut, held_out=name == "val"), 1)
 
 
 def _filtered(source: Source, cfg: DataConfig, name: str) -> Iterator[Piece] | None:
@@ -157,6 +159,10 @@ class _FileSource:
 
     def records(self, name: str) -> Iterator[tuple[str, dict[str, Any] | str]] | None:
         return files.read_records(self.splits[name]) if name in self.splits else None
+
+    def notes_of_reading(self) -> list[str]:
+        """For the plan, once the files were read: which are in another encoding than UTF-8."""
+        return encoding_notes(path for part in self.splits.values() for path, _ in part)
 
     def text_bytes(self, name: str) -> int | None:
         part = self.splits.get(name, [])

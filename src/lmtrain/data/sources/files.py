@@ -10,7 +10,7 @@ from typing import Any
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.sources import addresses
 from lmtrain.data.sources.addresses import File, Found, size_of
-from lmtrain.data.sources.lines import COMPRESSED, raw_lines, text_blocks, uncompressed_name
+from lmtrain.data.sources.lines import COMPRESSED, decoded_blocks, raw_lines, uncompressed_name
 from lmtrain.data.sources.pieces import Piece, join_rows
 from lmtrain.data.sources.tables import Record, columns_of, read_table, text_of
 from lmtrain.data.store.contents import Facts
@@ -19,6 +19,8 @@ from lmtrain.errors import UserError
 FORMATS = {
     ".txt": "text",
     ".text": "text",
+    ".md": "text",
+    ".rst": "text",
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".json": "json",
@@ -28,9 +30,10 @@ FORMATS = {
     ".arrow": "arrow",
 }
 _ALIKE = (["json", "jsonl"], ["csv", "tsv"])  # formats that one folder may hold together
+_MARKUP = (".md", ".rst")  # of a folder they are read where it holds no other data: a README describes data
 _NOT_DATA = ("dataset_info.json", "state.json")  # beside the Arrow files of datasets' save_to_disk
 _LOCAL = ("file://", "local://")  # addresses of files on this machine, read as their paths
-_BLOCK = 1 << 20  # characters of text read at a time
+_BLOCK = 1 << 20  # bytes of text read at a time
 _NAMED = 5  # files that are named where more are not read
 
 
@@ -70,6 +73,7 @@ def _expand(part: str, wanted: str, key: str) -> tuple[list[tuple[File, str]], l
         return [(p, _format_of(p, wanted)) for p in full], [p for p in found if size_of(p) == 0]
     files = [(p, _suffix_format(p)) for p in found if p.name not in _NOT_DATA and not p.name.startswith("cache-")]
     known = [(p, f) for p, f in files if f is not None and wanted in ("auto", f) and size_of(p) != 0]
+    known = [(p, f) for p, f in known if Path(uncompressed_name(p)).suffix.lower() not in _MARKUP] or known
     if not known:
         raise UserError(
             f"{key}={part} holds no {'file with a known suffix' if wanted == 'auto' else f'{wanted} file'} "
@@ -157,7 +161,7 @@ def read_pieces(files: list[tuple[File, str]], cfg: DataConfig) -> Iterator[Piec
         return
     for path, format in files:
         if format == "text" and cfg.sample_by == "document":
-            yield from (Piece(block, False) for block in text_blocks(path, _BLOCK))
+            yield from (Piece(block, False) for block in decoded_blocks(path, _BLOCK))
             yield Piece("", True)
         else:
             yield from (Piece(_of_characters(row, path), True) for row in read_rows(path, format, cfg))

@@ -59,6 +59,33 @@ def first(pieces: Iterable[Piece], num_documents: int) -> Iterator[Piece]:
             return
 
 
+FEW = 20  # rows or documents: where fewer would be held out, up to MOST of the data are
+FEW_CHARACTERS = 20_000  # the same of a text that is cut: some twenty rows
+MOST = 0.1
+
+
+def enough(fraction: float, there: int, few: int = FEW) -> float:
+    """The share to hold out of so many rows: `fraction`, or more where it comes to one or a few, which only show noise.
+
+    Nothing is held out where `fraction` doesn't come to a whole one.
+    """
+    if not 1 <= there * fraction + 1e-9 < few:
+        return fraction
+    return max(fraction, min(MOST, few / there))
+
+
+def share_to_hold_out(pieces: Iterable[Piece], fraction: float) -> float:
+    """`fraction`, or of a small corpus a larger share (`enough`). Reads no more than it needs to."""
+    documents = length = 0
+    for piece in pieces:
+        length += len(piece.text)
+        documents += piece.ends
+        if length * fraction >= FEW_CHARACTERS:
+            return fraction
+    in_documents = documents >= math.ceil(1 / fraction)
+    return enough(fraction, documents) if in_documents else enough(fraction, length, FEW_CHARACTERS)
+
+
 def plan_cut(pieces: Iterable[Piece], fraction: float) -> int | None:
     """How to hold out `fraction` of a corpus: None for whole documents, else the character at which to cut its text.
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
@@ -9,7 +10,7 @@ from typing import Any, Protocol
 
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.sources.choose import open_source
-from lmtrain.data.sources.pieces import is_held_out
+from lmtrain.data.sources.pieces import FEW, enough, is_held_out
 from lmtrain.data.sources.tables import Record
 from lmtrain.errors import UserError
 
@@ -78,7 +79,8 @@ def _part(cfg: DataConfig, entry: dict[str, Any], number: int) -> MixturePart:
 def split_records(part: MixturePart, name: str) -> Iterator[Record] | None:
     """The rows of split "train" or "val"; where the source has no validation split, every (1 / val_fraction)-th row.
 
-    None where there is to be no validation split. data.num_samples counts rows of the source's own split.
+    Of few rows a larger share is held out (`pieces.enough`). None where there is to be no validation split.
+    data.num_samples counts rows of the source's own split.
     """
     own = _first(part.source.records("val"), part.cfg.num_samples)
     if own is not None:
@@ -86,7 +88,9 @@ def split_records(part: MixturePart, name: str) -> Iterator[Record] | None:
     train = _first(part.source.records("train"), part.cfg.num_samples)
     if part.cfg.val_fraction == 0 or train is None:
         return train if name == "train" else None
-    return _held_out(train, part.cfg.val_fraction, name == "val")
+    looked_at = _first(part.source.records("train"), part.cfg.num_samples) or ()
+    there = sum(1 for _ in itertools.islice(looked_at, math.ceil(FEW / part.cfg.val_fraction)))
+    return _held_out(train, enough(part.cfg.val_fraction, there), name == "val")
 
 
 def _first(rows: Iterator[Record] | None, number: int | None) -> Iterator[Record] | None:

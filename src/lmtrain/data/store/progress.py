@@ -24,6 +24,7 @@ class PrepareProgress:
                 TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[counts]}"), TimeElapsedColumn(),
                 console=self.console, transient=True,
             )  # fmt: skip
+            terminal.status.stop()  # two that draw on one screen show each other's escapes
             self.bar.start()
         self.text_bytes = self.tokens = 0
         self.total: int | None = None
@@ -88,7 +89,7 @@ class PrepareProgress:
             return f"{self.tokens:,} tokens, {self.tokens / seconds:,.0f} tokens/s"
         speed = self.text_bytes / 1e6 / seconds
         words = [
-            f"{self.text_bytes / 1e6:,.1f} MB",
+            _size(self.text_bytes),
             *([f"{self.tokens:,} tokens"] if self.tokens else []),
             f"{speed:.1f} MB/s",
         ]
@@ -96,6 +97,10 @@ class PrepareProgress:
             words[0] = f"{self.text_bytes / 1e6:,.1f} of {self.total / 1e6:,.1f} MB"
             words.append(f"{(self.total - self.text_bytes) / 1e6 / speed:,.0f} s left")
         return ", ".join(words)
+
+
+def _size(size: float) -> str:
+    return f"{size / 1e6:,.1f} MB" if size >= 1e5 else f"{size / 1e3:,.1f} kB"
 
 
 class RowProgress(PrepareProgress):

@@ -97,7 +97,7 @@ def fill_in_the_middle(data: DataConfig, shards: list[Shard], tokenizer: Any, se
     if missing:
         raise UserError(
             f"data.fim.rate={fim.rate}: the tokenizer has no {' '.join(map(str, missing))}: add with 'tokenizer."
-            f"add_tokens=[{','.join(map(str, missing))}]' (and prepare bins anew), or name its own with "
+            f"add_tokens=[{','.join(map(str, missing))}]' (and prepare the bins again), or name its own with "
             f"data.fim.prefix_token, suffix_token and middle_token"
         )
     prefix, suffix, middle = (vocabulary[name] for name in names)

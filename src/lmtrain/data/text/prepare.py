@@ -3,6 +3,7 @@
 Bins that are there already (data=bins) are opened: a folder that lmtrain prepared, or nanoGPT's train.bin and val.bin.
 """
 
+import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -67,7 +68,9 @@ def prepare(cfg: DataConfig, tokenizer_cfg: TokenizerConfig, progress: bool = Tr
                     meta["splits"][name] = counts
             bins.save_meta(meta, folder)
 
-        return prepare_folder(target, fill, source.notes, cfg, show)
+        prepared = prepare_folder(target, fill, source.notes, cfg, show)
+        reading: list[str] = getattr(source, "notes_of_reading", list)()
+        return dataclasses.replace(prepared, notes=[*prepared.notes, *reading]) if reading else prepared
 
 
 def _prepared_before(target: Path, key: dict[str, Any], show: PrepareProgress) -> Path | None:

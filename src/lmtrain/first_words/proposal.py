@@ -1,0 +1,133 @@
+"""What files named alone on the command line are trained as: looks at their names and first rows. Imports no torch."""
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lmtrain.config.effect import epochs_at_most, suffix_of
+from lmtrain.config.override_text import bare_or_quoted, typed_keys, written
+from lmtrain.data.chat.conversations import FORMATS
+from lmtrain.data.chat.pairs import PAIR_FORMATS
+from lmtrain.data.sources import files
+from lmtrain.data.sources.addresses import is_address
+from lmtrain.data.sources.lines import COMPRESSED, open_binary
+from lmtrain.data.sources.tables import read_table
+from lmtrain.errors import UserError
+from lmtrain.first_words.words import Proposal
+
+ROWS = 20  # that are looked at
+_BINS = ("train.bin", "meta.json")
+_FORMATS = {"pairs": PAIR_FORMATS, "conversations": FORMATS}
+_ANY_TEXT = ("text", "template")  # formats of conversations that fit text for pretraining, too
+
+
+def propose(paths: Sequence[str], typed: Sequence[str]) -> Proposal:
+    """Objective, reader, columns and length for these files, as overrides that leave alone what is typed.
+
+    Raises:
+        UserError: the files are not there, or hold nothing to train on.
+    """
+    found = _propose(paths, typed)
+    option = typed_keys(found.overrides).get("data")
+    epochs = epochs_at_most([*found.overrides, *typed], option) if option is not None else []
+    ends = f"; at most {epochs[0].partition('=')[2]} epochs ({epochs[0]}), as no length was given" if epochs else ""
+    return Proposal([*found.overrides, *epochs], f"{found.says}{ends}")
+
+
+def _propose(paths: Sequence[str], typed: Sequence[str]) -> Proposal:
+    path: Any = list(paths) if len(paths) > 1 else paths[0]
+    own = [f"data.path={bare_or_quoted(path) if isinstance(path, str) else written(path)}"]
+    keys = typed_keys(typed)
+    named = ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
+    first = Path(paths[0]).expanduser()
+    if {"data", "data.source", "data.format"} & keys.keys() or is_address(paths[0]):
+        return Proposal(own, f"{named}: data.path")
+    if any((first / name).is_file() for name in _BINS):
+        return Proposal(["data=bins", *own], f"{named} holds token bins: data=bins")
+    if first.is_file() and suffix_of(paths[0]) not in files.FORMATS:
+        _refuse_binary(first)
+        return Proposal(["data=text", "data.format=text", *own], f"{named} is read as plain text (data.format=text)")
+    found, _ = files.find_files(path, "auto")
+    file, format = found[0]
+    if format == "text":
+        many = f" ({len(found):,} files)" if len(found) > 1 else ""
+        chosen = [] if {"objective", "experiment"} & keys.keys() else ["data=text"]
+        return Proposal([*chosen, *own], f"{named} is plain text{many}, read by data=text")
+    rows = [row for _, row in itertools.islice(read_table(file, format), ROWS) if isinstance(row, dict)]
+    if not rows:
+        raise UserError(f"{file} holds no row that can be read: python -m lmtrain.inspect data.path={file} shows why")
+    return _of_rows(rows, named, own, typed, format)
+
+
+def _refuse_binary(path: Path) -> None:
+    with open_binary(path) as file:
+        start = file.read(4096)
+    if b"\0" in start and not start.startswith((b"\xff\xfe", b"\xfe\xff")):
+        known = ", ".join([*files.FORMATS, *COMPRESSED])
+        raise UserError(f"{path} is neither text nor a table that lmtrain reads (known: {known})")
+
+
+def _of_rows(rows: list[dict[str, Any]], named: str, own: list[str], typed: Sequence[str], format: str) -> Proposal:
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    keys = typed_keys(typed)
+    recipe = None if "data.text_column" in keys else recipe_of(columns, rows)
+    if recipe is None:
+        return _text(rows, columns, named, own, keys, format)
+    what, kind = recipe["what"], recipe["data"]
+    shown = f"{named} holds {what} (columns {', '.join(columns[:6])})"
+    if {"objective", "experiment"} & keys.keys():
+        return Proposal(own, f"{shown}, read as the objective wants")
+    if "model" in keys or "model.name_or_path" in keys:
+        scratch = _from_scratch(keys.get("model", ""))
+        extra = [o for o in scratch if o.partition("=")[0] not in keys]
+        overrides = [*recipe["with_model"], f"data={kind}", *extra, *own]
+        return Proposal(overrides, f"{shown}: {' '.join(overrides[:-1])}")
+    choices = [o for o in recipe["alone"] if o.partition("=")[0] not in keys]
+    return Proposal(
+        [*choices, f"data={kind}", *own],
+        f"{shown}: {' '.join(choices)} (SmolLM2-135M-Instruct with LoRA); model=... names another model",
+    )
+
+
+def _from_scratch(model: str) -> list[str]:
+    """What a model that starts from scratch lacks for conversations: a tokenizer that exists, and a template."""
+    if not model or "/" in model or model == "pretrained" or Path(model).is_dir():
+        return []
+    own = ["data.seq_len=${model.max_position_embeddings}", "data.chat_template=alpaca"]
+    return ["tokenizer=bytes", *own] if model.endswith("_nano") else own
+
+
+def recipe_of(columns: Sequence[str], rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """The entry of recipes.yaml for rows with these columns; None for text."""
+    recipes = yaml.safe_load(Path(__file__).with_name("recipes.yaml").read_text(encoding="utf-8"))
+    return next((recipe for recipe in recipes if _fits(recipe, columns, rows)), None)
+
+
+def _fits(recipe: dict[str, Any], columns: Sequence[str], rows: Sequence[dict[str, Any]]) -> bool:
+    formats = _FORMATS.get(recipe.get("formats", ""), {})
+    wanted = [format.required for name, format in formats.items() if name not in _ANY_TEXT] or [recipe["columns"]]
+    has = any(all(any(name in columns for name in c.split("|")) for c in one) for one in wanted)
+    flag = recipe.get("true_or_false")
+    return has and (flag is None or all(row.get(flag) in (True, False) for row in rows))
+
+
+def _text(
+    rows: list[dict[str, Any]], columns: list[str], named: str, own: list[str], keys: dict[str, str], format: str
+) -> Proposal:
+    """The longest column of text."""
+    option = "parquet" if format in ("parquet", "arrow") else "jsonl"
+    if "data.text_column" in keys:
+        return Proposal([f"data={option}", *own], f"{named}: text of the column {keys['data.text_column']}")
+    sizes = {c: sum(len(row[c]) for row in rows if isinstance(row.get(c), str)) for c in columns}
+    longest = max(sizes, key=lambda c: (sizes[c], c == "text"), default=None)
+    if longest is None or sizes[longest] == 0:
+        raise UserError(
+            f"{named} has no column of text (columns: {', '.join(columns)}): name one with data.text_column=..."
+        )
+    others = [c for c in columns if c != longest]
+    also = f"; not read: {', '.join(others[:6])}" if others else ""
+    column = [] if longest == "text" else [f"data.text_column={bare_or_quoted(longest)}"]
+    return Proposal([f"data={option}", *column, *own], f"{named} holds text in the column {longest}{also}")

@@ -1,0 +1,245 @@
+"""Bare words on the command line: a run or a hub name for the verbs that read a model, data or a config for the others.
+
+`chat outputs/first` is `chat run_dir=outputs/first`, and `train my_book.txt` is `train data.path=my_book.txt`. A word
+that is neither is answered with the command that was probably meant. Imports no torch.
+"""
+
+import difflib
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lmtrain.config.aliases import used_here
+from lmtrain.config.config_files import options_of
+from lmtrain.config.explain import unreadable
+from lmtrain.config.override_text import as_typed, bare_or_quoted, typed_keys
+from lmtrain.config.sections import all_keys
+from lmtrain.errors import UserError
+
+OF_MODELS = ("chat", "evaluate", "generate", "export")  # their first word is a run, a folder or a hub name
+CONFIGS = (".yaml", ".yml")
+SHORT_NAMES = {  # models of the hub that people name without their owner
+    "gpt2": "openai-community/gpt2", "gpt2-medium": "openai-community/gpt2-medium",
+    "gpt2-large": "openai-community/gpt2-large", "gpt2-xl": "openai-community/gpt2-xl",
+    "distilgpt2": "distilbert/distilgpt2", "openai-gpt": "openai-community/openai-gpt",
+}  # fmt: skip
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
+_KEY = re.compile(r"[~+]*[\w./@-]+", re.ASCII)  # what stands before the = of an override
+_GROUPS = ("experiment", "model", "objective", "data", "peft", "optimizer", "tokenizer", "schedule", "debug", "sweep")
+
+
+@dataclass
+class Proposal:
+    """What a file of data is trained as: overrides, and one line that says so."""
+
+    overrides: list[str]
+    says: str
+
+
+@dataclass
+class Read:
+    """A command line with its bare words read."""
+
+    overrides: list[str]  # all, those of a config file first
+    typed: list[str]  # without those of a config file
+    instead: dict[str, list[str]] = field(default_factory=dict)  # bare word: the overrides it stands for
+    says: str = ""
+    config: Path | None = None  # a yaml that was named
+
+
+def is_bare(word: str) -> bool:
+    """Whether a word is neither key=value nor ~key; a text that holds = somewhere is bare."""
+    key, sign, _ = word.partition("=")
+    return not word.startswith("~") and (not sign or not _KEY.fullmatch(key))
+
+
+def read(
+    verb: str,
+    words: Sequence[str],
+    folders: Sequence[Path],
+    propose: Callable[[Sequence[str], Sequence[str]], Proposal],
+    file_words: Callable[[Path, Sequence[str]], list[str]],
+) -> Read:
+    """The overrides that the words of a verb stand for.
+
+    Args:
+        folders: of options.
+        propose: what files of data are trained as, given the other words.
+        file_words: the overrides of a yaml, given the other words.
+
+    Raises:
+        UserError: a word is nothing that the verb takes; the message has the command that was probably meant.
+    """
+    bare, typed = [w for w in words if is_bare(w)], [w for w in words if not is_bare(w)]
+    if not bare:
+        return Read(list(words), list(words))
+    if verb in OF_MODELS:
+        instead = _of_model(verb, bare, typed)
+        return Read(overrides := [*typed, *(o for new in instead.values() for o in new)], overrides, instead)
+    configs = [Path(w).expanduser() for w in bare if w.endswith(CONFIGS) and Path(w).expanduser().is_file()]
+    data = [w for w in bare if Path(w).expanduser() not in configs[:1]]
+    for word in data:
+        if not _is_data(word):
+            raise UserError(_no_data(verb, word, bare, folders))
+    of_file = list[str]()
+    if configs:
+        keys = typed_keys(typed)
+        of_file = [o for o in file_words(configs[0], typed) if o.lstrip("+").partition("=")[0] not in keys]
+    found = propose(data, [*of_file, *typed]) if data else Proposal([], "")
+    instead = {word: found.overrides if word == data[0] else [] for word in data}
+    typed = [*found.overrides, *typed]
+    return Read([*of_file, *typed], typed, instead, found.says, next(iter(configs), None))
+
+
+def _is_data(word: str) -> bool:
+    if "://" in word:
+        return True
+    path = Path(word).expanduser()
+    if path.is_dir():
+        return not _holds_model(path)
+    return path.is_file() and path.suffix not in (".py", *CONFIGS)
+
+
+def _holds_model(path: Path) -> bool:
+    return any((path / name).is_file() for name in ("config.yaml", "config.json", "adapter_config.json"))
+
+
+def _of_model(verb: str, bare: list[str], typed: list[str]) -> dict[str, list[str]]:
+    """The first word as run_dir, the second as the prompt of `generate`."""
+    first, *rest = bare
+    keys = typed_keys(typed)
+    if "run_dir" in keys:
+        first, rest = keys["run_dir"].strip("'\""), bare
+        found = {}
+    else:
+        found = {first: [as_typed("run_dir", _model_of(verb, first, rest))]}
+    if verb == "generate" and len(rest) == 1 and "generate.prompt" not in keys:
+        return {**found, rest[0]: [as_typed("generate.prompt", rest[0])]}
+    if rest:
+        raise UserError(_too_many(verb, first, rest))
+    return found
+
+
+def _too_many(verb: str, model: str, rest: list[str]) -> str:
+    said = f"{rest[0]!r} is one word too many: "
+    if verb == "evaluate" and Path(rest[0]).is_file():
+        return f"{said}python -m lmtrain.evaluate {model} data.val_path={rest[0]} scores the model on that file"
+    if verb == "generate":
+        return f'{said}put the prompt between quotes, python -m lmtrain.generate {model} "{" ".join(rest)}"'
+    if verb == "chat":
+        return f"{said}python -m lmtrain.chat {model} begins a conversation, and what you say is typed there"
+    return f"{said}python -m lmtrain.{verb} takes one model, and key=value for the rest"
+
+
+def _model_of(verb: str, word: str, rest: list[str]) -> str:
+    """The word, if it is a folder or can be a name of the hub."""
+    path = Path(word).expanduser()
+    if path.is_dir():
+        if verb == "export" and not (path / "config.yaml").is_file():
+            raise UserError(f"{word} is no run (it has no config.yaml): lmtrain.export writes the model of a run")
+        return str(path) if word.startswith("~") else word
+    command = f"python -m lmtrain.{verb}"
+    after = f' "{rest[0]}"' if rest else ""
+    if path.is_file():
+        holding = next((p for p in path.absolute().parents if _holds_model(p)), None)
+        near = f"{command} {holding}{after}" if holding else f"{command} outputs/NAME{after}"
+        raise UserError(f"{word} is a file; a run or a model is named by its folder: {near}")
+    named = next((root / word for root in (Path("outputs"),) if (root / word).is_dir()), None)
+    if named is not None:
+        raise UserError(f"there is no folder {word}; the run is {named}: {command} {named}{after}")
+    if verb == "export" and _HUB_NAME.fullmatch(word) and not path.parent.is_dir():
+        raise UserError(f"{word} is no folder of a run: lmtrain.export takes a run, {command} outputs/NAME")
+    if _HUB_NAME.fullmatch(word) and not path.parent.is_dir():
+        return word
+    if word in SHORT_NAMES and verb != "export":
+        raise UserError(f"there is no folder {word}; the model of the hub is {command} {SHORT_NAMES[word]}{after}")
+    if " " in word:
+        model = newest_run() or "outputs/NAME"
+        raise UserError(f"which model? {command} {model}{f' {chr(34)}{word}{chr(34)}' if verb == 'generate' else ''}")
+    nearest = _nearest(path)
+    hint = f"did you mean {command} {nearest}{after}?" if nearest else "python -m lmtrain.runs lists the runs there are"
+    raise UserError(f"{word}: no such folder, and a name of the hub is owner/model; {hint}")
+
+
+def newest_run(root: Path = Path("outputs")) -> str | None:
+    """The run below `root` that changed last."""
+    runs = [p.parent for p in root.glob("*/config.yaml")]
+    newest = max(runs, key=lambda p: p.stat().st_mtime, default=None)
+    return None if newest is None else str(newest)
+
+
+def _nearest(path: Path) -> str | None:
+    """The path with the nearest name in its folder."""
+    if not path.parent.is_dir():
+        return None
+    names = [p.name for p in path.parent.iterdir() if not p.name.startswith(".")]
+    near = difflib.get_close_matches(path.name, names, n=1)
+    return str(path.parent / near[0]) if near else None
+
+
+def _no_data(verb: str, word: str, bare: list[str], folders: Sequence[Path]) -> str:
+    """The message for a word that names no data, with the command that was probably meant."""
+    command, path = f"python -m lmtrain.{verb}", Path(word).expanduser()
+    if path.is_dir():
+        return _a_model(command, word, path)
+    if word in SHORT_NAMES:
+        return f"{word!r} is a model: {command} model={SHORT_NAMES[word]} data.path=YOUR_TEXT"
+    options = [f"{group}={word}" for group in _GROUPS if word in options_of(group, folders)]
+    if options:
+        return f"{word!r} is an option: {' or '.join(f'{command} {option}' for option in options)}"
+    recipe = path.stem.removeprefix("train_").removeprefix("finetune_")
+    if path.suffix == ".py":
+        return _python(command, word, path, recipe, folders)
+    if path.suffix in CONFIGS:
+        if path.is_file():
+            return f"{word}: one config at a time, with data and key=value: {command} {word} trainer.max_steps=100"
+        if recipe in options_of("experiment", folders):
+            return f"{word}: no such file; a recipe of that name is {command} experiment={recipe}"
+    if path.exists():
+        return f"{word} is a device, pipe or socket: name a file or a folder"
+    near = _nearest(path)
+    if near is not None and not _HUB_NAME.fullmatch(word):
+        return f"{word}: no such file or folder; did you mean {command} {near}?"
+    if _HUB_NAME.fullmatch(word) and not path.suffix[1:].isalpha() and not path.parent.is_dir():
+        return (
+            f"{word}: no such file or folder. A model of the hub: {command} model={word} data.path=YOUR_TEXT. "
+            f"A dataset of the hub: {command} data=wikitext data.name={word} data.config_name=null"
+        )
+    key = _as_key(word, bare)
+    if key is not None:
+        return f"cannot read {word!r}: write key=value: {command} {key}"
+    if "/" in word or path.suffix:
+        return f"{word}: no such file or folder; data is {command} FILE_OR_FOLDER, a config {command} FILE.yaml"
+    return unreadable(word)
+
+
+def _a_model(command: str, word: str, path: Path) -> str:
+    """For a folder that holds a run or a model, where data was expected."""
+    from_it = f"{command} model={word} data.path=YOUR_TEXT"
+    if not (path / "config.yaml").is_file():
+        return f"{word} holds a model; to train from it: {from_it}"
+    goes_on = f"{command} --config-dir {word} run.dir={word} run.resume=auto"
+    return f"{word} is a run; to continue it: {goes_on}; to train a new run from its model: {from_it}"
+
+
+def _python(command: str, word: str, path: Path, recipe: str, folders: Sequence[Path]) -> str:
+    if recipe in options_of("experiment", folders):
+        return f"{word}: configs are yaml here; that recipe is {command} experiment={recipe}"
+    if path.is_file():
+        as_text = f"{command} data=text data.format=text data.path={bare_or_quoted(word)}"
+        return f"{word} is a Python file: configs are yaml here ({command} FILE.yaml); to train on its text: {as_text}"
+    known = ", ".join(options_of("experiment", folders))
+    return f"{word}: no such file, and configs are yaml here: {command} FILE.yaml, or experiment=... ({known})"
+
+
+def _as_key(word: str, bare: list[str]) -> str | None:
+    """key=value for a key of ours, or of another project, that was typed without the sign."""
+    names = {key.name for key in all_keys()}
+    here = word if word in names else used_here(word, names)
+    if here is None:
+        return None
+    at = bare.index(word) + 1
+    value = bare[at] if at < len(bare) else "..."
+    name, _, rest = here.partition(" ")
+    return f"{name}={value} {rest}".strip() if "=" not in name else here

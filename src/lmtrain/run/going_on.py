@@ -1,0 +1,81 @@
+"""What to type after a run: to try its model, to score it, to train it further, to continue where it was stopped."""
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lmtrain.config.batch import horizon, step_sizes
+from lmtrain.config.effect import TRIAL
+from lmtrain.config.override_text import typed_keys
+from lmtrain.data.chat.templates import own_template
+from lmtrain.distributed.ranks import typed
+from lmtrain.generation.prompts import a_prompt
+from lmtrain.run.build import rows_to_train
+from lmtrain.run.provenance import command
+
+if TYPE_CHECKING:
+    from lmtrain.run.build import Run
+
+_PROMPT = 40  # characters of a prompt, at most
+
+
+def say_how_to_go_on(run: "Run") -> None:
+    """The command that continues this run, after its checkpoint was written; of a sweep or a pipeline, they say it."""
+    step = run.trainer.global_step
+    saved = "the checkpoint is written" if step > 0 else "there is no checkpoint yet"
+    stopped = f"stopped by {run.preemption.stop.why()} at step {step:,} of {run.total_steps:,}; {saved}"
+    if os.environ.get(TRIAL):
+        run.console.print(f"{stopped}.")
+        return
+    words = [w for w in typed() if not w.startswith(("run.resume=", "run.dir="))]
+    run.console.print(f"{stopped}. Continue with:")
+    print(f"  {command('train', [*words, f'run.dir={run.dir.path}', 'run.resume=auto'])}", flush=True)
+
+
+def next_commands(run: "Run", status: str) -> list[str]:
+    """What people type after a run: text from it or a talk with it, its scores, and how it is trained further."""
+    here = near(run.dir.path)
+    chats = run.config.data.rows != "text" and own_template(run.corpus.tokenizer) is not None
+    first = command("chat", [here]) if chats else command("generate", [here, _prompt(run)])
+    lines = [first, *([command("evaluate", [here])] if run.corpus.val is not None else [])]
+    if status != "stopped_early":  # more steps are not what it lacks
+        lines.append(f"the same command with {' '.join([*_resumes(run, here), *longer(run)])}")
+    return lines
+
+
+def near(path: Path) -> str:
+    """The path as it is typed from here."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def _prompt(run: "Run") -> str:
+    """The first words of a validation row; of other rows than text, what many stories begin with."""
+    if run.config.data.rows == "text" and run.corpus.val is not None:
+        text = re.sub(r"\s+", " ", a_prompt(run.corpus.val, run.corpus.tokenizer)).strip()
+        words = text if len(text) <= _PROMPT else text[:_PROMPT].rpartition(" ")[0]
+        if words and words.isprintable() and "\ufffd" not in words and not words.startswith("-"):
+            return words
+    return "Once upon a time"
+
+
+def _resumes(run: "Run", here: str) -> list[str]:
+    """What the command lacks so that it continues this very run."""
+    keys = typed_keys(typed())
+    if run.config.run.name is not None and "run.dir" not in keys and keys.get("run.resume", "auto") == "auto":
+        return []
+    return [f"run.dir={here}", "run.resume=auto"]
+
+
+def longer(run: "Run") -> list[str]:
+    """Twice the length, by the key that ended the run; the other key, where it would end it earlier, is taken away."""
+    t, sizes, rows = run.config.trainer, step_sizes(run.config.data), len(rows_to_train(run.config, run.corpus))
+    steps, epochs = t.max_steps, t.max_epochs
+    by_epochs = epochs is not None and horizon(None, epochs, rows, sizes) == run.total_steps != steps
+    if by_epochs:
+        needed = horizon(None, 2 * epochs, rows, sizes)  # type: ignore[operator]
+        too_few = steps is not None and steps < needed
+        return [f"trainer.max_epochs={2 * epochs}", *(["trainer.max_steps=null"] if too_few else [])]  # type: ignore[operator]
+    wanted = 2 * run.total_steps
+    too_few = epochs is not None and horizon(None, epochs, rows, sizes) < wanted
+    return [f"trainer.max_steps={wanted}", *(["trainer.max_epochs=null"] if too_few else [])]
