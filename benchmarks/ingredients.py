@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 BASE = [
-    "experiment=shakespeare_char", "model.num_hidden_layers=2", "model.extra.layer_types=[conv,full_attention]",
+    "experiment=shakespeare_char", "model.num_hidden_layers=2",
     "trainer.val_check_interval=null", "trainer.save_every_n_steps=null", "trainer.accelerator=cpu",
     "trainer.num_threads=1", "logger=none", "export.enabled=false", "report.enabled=false",
     "callbacks.samples.every_n_validations=0", "callbacks.progress.style=none",
@@ -40,8 +40,8 @@ CHANGES: dict[str, list[str]] = {
     "family llama, untied": ["model=llama_nano", *_SHAPE, "model.intermediate_size=256",
                              "model.tie_word_embeddings=false"],
     "family nanochat (QK-norm, relu2, soft cap)": [*_NANOCHAT, "model.intermediate_size=384"],
-    "no convolution": ["model.extra.layer_types=[full_attention,full_attention]"],
-    "no attention": ["model.extra.layer_types=[conv,conv]"],
+    "no convolution": ["model.extra.layer_types=[full_attention]"],
+    "no attention": ["model.extra.layer_types=[conv]"],
     "convolution over 3": ["model.extra.conv_L_cache=3"],
     "convolution over 8": ["model.extra.conv_L_cache=8"],
     "tied embeddings": ["model.tie_word_embeddings=true"],

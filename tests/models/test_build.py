@@ -118,6 +118,14 @@ def test_llama_initialisation(name):
     assert scaled == 16
 
 
+@pytest.mark.parametrize(("depth", "kinds"), [(2, "ca"), (5, "cacac")])
+def test_a_pattern_of_layers_is_repeated_to_the_depth(depth, kinds):
+    cfg = preset("lfm2_nano", f"model.num_hidden_layers={depth}")
+    with torch.device("meta"):
+        layers = build_model(cfg, 512, 0, seq_len=64).model.layers
+    assert "".join("a" if layer.is_attention_layer else "c" for layer in layers) == kinds
+
+
 def test_the_seed_decides_the_weights(family):
     a, b = tiny(family), tiny(family)
     assert all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))

@@ -122,6 +122,9 @@ def _scratch_config(cfg: ScratchModelConfig, given: dict[str, Any]) -> Pretraine
                 raise UserError(f"model.{key}={value}: the family {family} has no such setting; make it null")
             given[name] = {"rope_type": "default", "rope_theta": value} if key == "rope_theta" else value
     given |= _dropout_fields(cfg, known) | _extra_fields(cfg, known)
+    pattern = given.get("layer_types")
+    if isinstance(pattern, list) and pattern and cfg.num_hidden_layers:
+        given["layer_types"] = [pattern[i % len(pattern)] for i in range(cfg.num_hidden_layers)]
     try:
         return filled(cfg, given, config_class, lambda key: field_name(known, key))
     except UserError:
