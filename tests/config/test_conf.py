@@ -192,9 +192,9 @@ def overrides_of(name: str, material: dict[str, Path]) -> list[str]:
     }.get(f"{group}/{option}", [])
     if option == "pretrained":
         return [*ROWS_A_STEP, *quick, *text, "logger=none", *special]
-    if group not in ("budget", "callbacks", "checkpoint", "debug", "estimate", "evaluate", "export", "generate", "inspect",
-                     "logger", "memory", "objective", "optimizer", "peft", "report", "router", "run", "schedule",
-                     "tokenizer", "trainer", "tune"):  # fmt: skip
+    if group not in ("budget", "callbacks", "checkpoint", "debug", "estimate", "evaluate", "export", "generate",
+                     "inspect", "logger", "memory", "objective", "optimizer", "peft", "report", "router", "run",
+                     "schedule", "tokenizer", "trainer", "tune"):  # fmt: skip
         pytest.fail(f"conf/{group} is new: say here how a run of its options is made small")
     return [*tiny, *text, *special]
 
