@@ -1,6 +1,8 @@
-"""experiment=shakespeare_char next to nanoGPT's own CPU recipe: loss at step 2,000 and tokens/s, interleaved.
+"""experiment=shakespeare_char next to nanoGPT's own CPU recipe: loss and time of whole processes, interleaved.
 
 python benchmarks/char.py --nanogpt DIR          DIR: nanoGPT, its data/shakespeare_char prepared
+
+Each round: nanoGPT's recipe, ours as it stands, and ours with as few steps as reach nanoGPT's loss (--reach).
 """
 
 import argparse
@@ -16,12 +18,12 @@ from statistics import median
 import torch
 from contenders import nanogpt_stamps
 from legs import Failed, Leg, Lines, Stamps, interval_ms, run
-from machine import machine, warn_if_busy
+from machine import machine, setting, warn_if_busy
 from rich.console import Console
 from rich.table import Table
 
 HERE = Path(__file__).resolve().parent
-TOKENS = 12 * 64  # per step, both
+TOKENS = {"nanogpt": 12 * 64, "lmtrain": 24 * 128, "lmtrain_short": 24 * 128}  # per step
 # The line of nanoGPT's README for a CPU, and the checkpoint of the last step kept even if its estimate is not the best.
 RECIPE = (
     "config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=20 --log_interval=1 --block_size=64 "
@@ -34,7 +36,7 @@ RECIPE = (
 class Result:
     """One run of one contender."""
 
-    val_loss: float  # after `steps` steps, over every row of the held-out tenth
+    val_loss: float  # after the last step, over the held-out tenth; in rows of 64 characters (nanoGPT) or 128 (ours)
     own_val_loss: float  # as the contender itself printed it
     step_ms: float  # median over its steps
     process_s: float
@@ -45,7 +47,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--nanogpt", type=lambda p: Path(p).resolve(), required=True, help="a folder with nanoGPT")
     parser.add_argument("--text", type=Path, help="default: DIR/data/shakespeare_char/input.txt")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each, interleaved (%(default)s)")
-    parser.add_argument("--steps", type=int, default=2000, help="optimizer steps, a multiple of 250 (%(default)s)")
+    parser.add_argument("--steps", type=int, default=2000, help="of nanoGPT, a multiple of 250 (%(default)s)")
+    parser.add_argument("--ours", type=int, default=800, help="of lmtrain (%(default)s)")
+    parser.add_argument("--reach", type=int, default=120, help="of lmtrain_short (%(default)s)")
     parser.add_argument("--warmup", type=int, default=50, help="first steps whose time does not count (%(default)s)")
     parser.add_argument("--threads", type=int, help="CPU threads; default: torch's choice")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
@@ -60,10 +64,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def lmtrain(options: argparse.Namespace, folder: Path) -> Result:
-    """The experiment as it stands, on the text: logging, validations, samples, checkpoints and export included."""
+def lmtrain(options: argparse.Namespace, folder: Path, steps: int | None = None) -> Result:
+    """The experiment, on the text: logging, validations, samples, checkpoints and export included."""
+    steps = steps or options.ours
     command = [
-        *(sys.executable, "-m", "lmtrain.train", "experiment=shakespeare_char", f"trainer.max_steps={options.steps}"),
+        *(sys.executable, "-m", "lmtrain.train", "experiment=shakespeare_char", f"trainer.max_steps={steps}"),
         *(f"data.path={options.text}", f"data.cache_dir={folder / 'cache'}", f"run.dir={folder / 'run'}"),
         "trainer.accelerator=cpu",
     ]
@@ -74,8 +79,12 @@ def lmtrain(options: argparse.Namespace, folder: Path) -> Result:
         return [(int(row["step"]), row["time"]) for row in rows if "step_ms" in row]
 
     done = run(Leg(command, stamps), options.threads)
-    loss = next(row["val/loss"] for row in reversed(rows) if "val/loss" in row and row["step"] == options.steps)
+    loss = next(row["val/loss"] for row in reversed(rows) if "val/loss" in row and row["step"] == steps)
     return Result(loss, loss, median(interval_ms(done.stamps, options.warmup)), done.seconds)
+
+
+def lmtrain_short(options: argparse.Namespace, folder: Path) -> Result:
+    return lmtrain(options, folder, options.reach)
 
 
 def nanogpt(options: argparse.Namespace, folder: Path) -> Result:
@@ -99,7 +108,7 @@ def nanogpt(options: argparse.Namespace, folder: Path) -> Result:
 
 
 def show(results: dict[str, list[Result]]) -> None:
-    table = Table(title="shakespeare_char: 4 layers, 4 heads, 128 wide, 12 rows of 64 characters")
+    table = Table(title="shakespeare_char, each recipe's own shape")
     for column in ("", "val/loss", "(least, most)", "its own figure", "ms/step", "tokens/s", "process s"):
         table.add_column(column, justify="right" if column else "left", no_wrap=True)
     for name, runs in results.items():
@@ -110,27 +119,28 @@ def show(results: dict[str, list[Result]]) -> None:
             f"({min(losses):.4f}, {max(losses):.4f})",
             f"{median(r.own_val_loss for r in runs):.4f}",
             f"{step_ms:.2f}",
-            f"{1000 * TOKENS / step_ms:,.0f}",
+            f"{1000 * TOKENS[name] / step_ms:,.0f}",
             f"{median(r.process_s for r in runs):.1f}",
         )
     Console(width=None if sys.stdout.isatty() else 110).print(table)
-    ratio = median(n.step_ms / o.step_ms for o, n in zip(results["lmtrain"], results["nanogpt"], strict=True))
-    print(f"lmtrain's tokens/s over nanoGPT's: {ratio:.3f} (median of rounds)")
-    print(f"{machine()}, torch {torch.__version__}")
+    for name in ("lmtrain", "lmtrain_short"):
+        shares = [o.process_s / n.process_s for o, n in zip(results[name], results["nanogpt"], strict=True)]
+        print(f"{name}'s time over nanoGPT's: {median(shares):.3f} ({min(shares):.3f} to {max(shares):.3f})")
+    print(setting())
 
 
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
     warn_if_busy()
-    results: dict[str, list[Result]] = {"lmtrain": [], "nanogpt": []}
+    results: dict[str, list[Result]] = {"nanogpt": [], "lmtrain": [], "lmtrain_short": []}
     with tempfile.TemporaryDirectory(prefix="lmtrain_benchmark_") as name:
         for number in range(1, options.rounds + 1):
-            for contender in (lmtrain, nanogpt):
+            for contender in (nanogpt, lmtrain, lmtrain_short):
                 folder = Path(name) / f"{number}_{contender.__name__}"
                 folder.mkdir()
                 result = contender(options, folder)
                 results[contender.__name__].append(result)
-                print(f"round {number}/{options.rounds}  {contender.__name__:<8} {result}", flush=True)
+                print(f"round {number}/{options.rounds}  {contender.__name__:<13} {result}", flush=True)
     show(results)
     if options.json:
         runs = {name: [asdict(run) for run in runs] for name, runs in results.items()}

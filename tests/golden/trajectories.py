@@ -1,7 +1,9 @@
 """Golden trajectories: the losses of 30 CPU steps of each experiment, kept in git.
 
-python tests/golden/trajectories.py    records them anew; refuses a tree with uncommitted changes, so that the
-                                       commit that changes the numbers is the one that says why
+python tests/golden/trajectories.py [EXPERIMENT ...]
+
+records them, or all; it refuses a tree with uncommitted changes, so that the commit that changes the numbers is the one
+that says why.
 """
 
 import json
@@ -10,12 +12,14 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 REPO = HERE.parents[1]
 sys.path.insert(0, str(REPO / "tests" / "helpers"))  # as a script; pytest finds it anyway
 
 from chats import write_rows  # noqa: E402
+from lmtrain.distributed.devices import cpu_multiplies_bf16  # noqa: E402
 from tiny_pretrained import save_pretrained  # noqa: E402
 
 FILE = HERE / "losses.json"
@@ -83,8 +87,11 @@ def material(name: str, folder: Path, data: Path) -> list[str]:
     return ["data=text", "data.seq_len=64"] if name in AS_IT_STANDS else SHRINK
 
 
-def trajectory(name: str) -> dict[str, list[float]]:
-    """{train: losses of each step, val: losses of each validation} of one experiment, by the real command."""
+def trajectory(name: str) -> dict[str, Any]:
+    """{train: losses of each step, val: losses of each validation} of one experiment, by the real command.
+
+    With Muon also {muon: bf16 or fp32}, in which it orthogonalises on this CPU.
+    """
     with tempfile.TemporaryDirectory() as folder:
         data, run_dir = Path(folder) / "data", Path(folder) / "run"
         settings = [*COMMON, *material(name, Path(folder), data)]
@@ -102,26 +109,29 @@ def trajectory(name: str) -> dict[str, list[float]]:
             },
         )
         rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    muon = {"muon": "bf16" if cpu_multiplies_bf16() else "fp32"} if takes_muon(name) else {}
     return {
+        **muon,
         "train": [row["train/loss"] for row in rows if "train/loss" in row],
         "val": [row["val/loss"] for row in rows if "val/loss" in row],
     }
 
 
-def main() -> int:
+def main(names: list[str]) -> int:
+    """Records these experiments, or all."""
     dirty = subprocess.run(
         ["git", "status", "--porcelain"], cwd=REPO, check=True, capture_output=True, text=True
     ).stdout.strip()
     if dirty:
         print(f"uncommitted changes; commit them first, so that it is known what these numbers belong to:\n{dirty}")
         return 1
-    golden = {}
-    for name in experiments():
+    golden = json.loads(FILE.read_text()) if names else {}
+    for name in names or experiments():
         golden[name] = trajectory(name)
         print(f"{name}: {golden[name]['train'][0]:.5f} ... {golden[name]['train'][-1]:.5f}", flush=True)
-    FILE.write_text(json.dumps(golden, indent=1) + "\n")
+    FILE.write_text(json.dumps(dict(sorted(golden.items())), indent=1) + "\n")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
