@@ -156,7 +156,7 @@ COMPOSED: dict[str, dict[str, Any]] = {
     "train docs/": {"data.path": "docs/", "data.format": "text"},
     "train texts/a.txt texts/b.txt": {"data.path": ["texts/a.txt", "texts/b.txt"]},
     "train my_book.txt model=llama_nano trainer.max_steps=5": {"model.name": "llama_nano", "trainer.max_steps": 5},
-    "train my_book.txt experiment=shakespeare_char": {"data.path": "my_book.txt", "data.seq_len": 64},
+    "train my_book.txt experiment=shakespeare_char": {"data.path": "my_book.txt", "data.seq_len": 128},
     "train chats.jsonl": {"objective.name": "sft", "model.name_or_path": SMOL, "peft.r": 16},
     "train sharegpt.json": {"objective.name": "sft", "data.rows": "conversations", "data.path": "sharegpt.json"},
     "train alpaca.json": {"objective.name": "sft", "data.path": "alpaca.json"},

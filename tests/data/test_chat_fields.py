@@ -61,7 +61,7 @@ def test_conversations_that_became_several_examples_are_in_the_plan(tmp_path: Pa
     assert ended.code == 0, ended.err
     shown = " ".join(ended.out.replace("│", " ").split())
     assert "examples 14 " in shown
-    assert "4 conversations became 8 examples, for the chat template writes earlier turns otherwise" in shown
+    assert "4 conversations became 8 examples: the chat template renders earlier turns differently" in shown
 
 
 @pytest.mark.parametrize(

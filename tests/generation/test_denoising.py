@@ -21,6 +21,7 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "text.txt").write_text(UNIT * 400)
     ended = run("train", *TINY, "objective=mdlm", "model=llama_nano", "model.num_key_value_heads=2", "optimizer=muon",
                 "data=text", f"data.path={folder}/text.txt", "data.global_batch_size=16", "data.micro_batch_size=16",
+                "data.seq_len=48",
                 "model.hidden_size=64", "model.intermediate_size=128", "optimizer.lr=0.01", "schedule.warmup_steps=5",
                 "trainer.max_steps=500", "trainer.val_check_interval=500", "callbacks.samples.max_new_tokens=18",
                 "callbacks.samples.temperature=0", "logger=none", "report.enabled=false",
