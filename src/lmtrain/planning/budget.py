@@ -5,9 +5,11 @@ run it was: nothing is measured again.
 """
 
 import copy
+import itertools
 import shutil
 import time
 from dataclasses import dataclass
+from statistics import median
 
 import yaml
 
@@ -20,9 +22,8 @@ from lmtrain.files import temporary_beside
 from lmtrain.planning import trial
 from lmtrain.run_folder import folder as run_dir
 
-_MEASURED_S = 6.0  # how long steps are measured; a step that takes longer is measured _FEWEST times
+_MEASURED_S = 8.0  # how long steps are measured; a step that takes longer is measured _FEWEST times
 _FEWEST, _MOST, _RANKS = 6, 400, 20  # steps; the last with several ranks
-_FIRST = 3  # steps that are not counted: memory is taken, code compiled
 _FORWARD = 0.4  # of a step's time a token: what a token of validation takes
 _ENDING_S = 4.0  # the last checkpoint, the export and the report
 
@@ -93,8 +94,8 @@ def measure(config: Config, corpus: Corpus) -> Measured:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     times = [row["time"] for row in rows]
-    counted = times[min(_FIRST, len(times) - 2) :]
-    step = (counted[-1] - counted[0]) / (len(counted) - 1)
+    steps = [after - before for before, after in itertools.pairwise(times)]
+    step = median(steps[len(steps) // 2 :])  # in the first, memory is taken and code compiled
     return Measured(max(0.0, times[0] - started - step), step, _validation(config, corpus, step))
 
 
