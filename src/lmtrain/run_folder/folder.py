@@ -275,8 +275,11 @@ def refuse_link_at(path: Path, folder: Path) -> None:
 
 
 def refuse_links(folder: Path) -> None:
-    """Raises UserError where a link below a run's folder leads out of it, where other files would be written."""
+    """Raises UserError where a link below a run's folder leads out of it, where other files would be written.
+
+    W&B links the log of its own service into the folder of each start, which no later start writes to.
+    """
     for place, below, files in os.walk(folder):
         for path in (Path(place) / name for name in (*below, *files)):
-            if path.is_symlink():
+            if path.is_symlink() and not path.match("wandb/*run-*/logs/debug-core.log"):
                 refuse_link_at(path, folder)
