@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -61,14 +61,19 @@ def _parses(override: str) -> bool:
     return True
 
 
-def written(value: Any) -> str:
-    """A value as Hydra's grammar reads it back: texts between quotes, lists and mappings of values, numbers, null."""
+def written(value: Any, other: Callable[[Any], str] = lambda value: quoted(escaped(str(value)))) -> str:
+    """A value as Hydra's grammar reads it back: texts between quotes, lists and mappings of values, numbers, null.
+
+    Args:
+        other: writes texts and what else is no number, truth value or null.
+    """
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {written(inner)}" for key, inner in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {written(inner, other)}" for key, inner in value.items()) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(written, value)) + "]"
-    is_plain = value is None or isinstance(value, bool | int | float)
-    return json.dumps(value) if is_plain else quoted(escaped(str(value)))
+        return "[" + ", ".join(written(inner, other) for inner in value) + "]"
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    return repr(value) if isinstance(value, int | float) else other(value)
 
 
 def bare_or_quoted(text: str) -> str:

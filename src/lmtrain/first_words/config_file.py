@@ -4,6 +4,7 @@ The file is an experiment, with or without `# @package _global_`: its groups cho
 do what an experiment may (config/trust.py). Keys of other programs are all answered in one message.
 """
 
+import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from omegaconf import DictConfig
 
 from lmtrain.config import environment, places, safe_yaml, trust
 from lmtrain.config.aliases import absent, used_here, with_value
-from lmtrain.config.override_text import quoted
+from lmtrain.config.override_text import quoted, written
 from lmtrain.config.sections import all_keys
 from lmtrain.errors import UserError
 from lmtrain.files import read_regular
@@ -101,7 +102,8 @@ def _of_keys(tree: Mapping[Any, Any], known: Mapping[str, str], groups: Sequence
         elif dotted in groups and value is None:
             continue  # an empty section
         else:
-            yield f"{'' if dotted in known else '++'}{dotted}={_written(value, f'{path}: {dotted}')}"
+            text = functools.partial(_text, where=f"{path}: {dotted}")
+            yield f"{'' if dotted in known else '++'}{dotted}={written(value, text)}"
 
 
 def _leaves(tree: Mapping[Any, Any], known: Mapping[str, str], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -115,16 +117,8 @@ def _leaves(tree: Mapping[Any, Any], known: Mapping[str, str], prefix: str = "")
             yield dotted, value
 
 
-def _written(value: Any, where: str) -> str:
-    """As Hydra's grammar reads it back; interpolations stay what they are."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {_written(inner, where)}" for key, inner in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(_written(inner, where) for inner in value) + "]"
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, int | float):
-        return repr(value)
+def _text(value: Any, where: str) -> str:
+    """A text as Hydra's grammar reads it back; interpolations stay what they are."""
     if not isinstance(value, str):
         raise UserError(f"{where} is {type(value).__name__} {value}: put it between quotes")
     single = "${" in value and '"' in value and "'" not in value  # quotes inside are not read through escapes there

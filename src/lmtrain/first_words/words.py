@@ -145,8 +145,8 @@ def _model_of(verb: str, word: str, rest: list[str]) -> str:
         holding = next((p for p in path.absolute().parents if _holds_model(p)), None)
         near = f"{command} {holding}{after}" if holding else f"{command} outputs/NAME{after}"
         raise UserError(f"{word} is a file; a run or a model is named by its folder: {near}")
-    named = next((root / word for root in (Path("outputs"),) if (root / word).is_dir()), None)
-    if named is not None:
+    named = Path("outputs") / word
+    if named.is_dir():
         raise UserError(f"there is no folder {word}; the run is {named}: {command} {named}{after}")
     if verb == "export" and _HUB_NAME.fullmatch(word) and not path.parent.is_dir():
         raise UserError(f"{word} is no folder of a run: lmtrain.export takes a run, {command} outputs/NAME")

@@ -6,19 +6,18 @@ run it was: nothing is measured again.
 
 import copy
 import itertools
-import shutil
 import time
 from dataclasses import dataclass
 from statistics import median
 
-import yaml
-
+from lmtrain.config import safe_yaml
 from lmtrain.config.override_text import typed_keys
 from lmtrain.config.schema import Config
 from lmtrain.data.corpus import Corpus, build_corpus
+from lmtrain.data.loaders import seen_rows
 from lmtrain.distributed import devices, ranks
 from lmtrain.errors import UserError
-from lmtrain.files import temporary_beside
+from lmtrain.files import read_regular
 from lmtrain.planning import trial
 from lmtrain.run_folder import folder as run_dir
 
@@ -73,26 +72,24 @@ def _chosen_before(config: Config) -> int | None:
     file = run_dir.locate(config) / "config.yaml"
     if run_dir.resume_mode(config) == "none" or not file.is_file():
         return None
-    saved = yaml.safe_load(file.read_text(encoding="utf-8"))
+    try:
+        saved = safe_yaml.parse(read_regular(file), str(file))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{file} can't be read: {error}") from None
     steps = saved.get("trainer", {}).get("max_steps") if isinstance(saved, dict) else None
     return steps if isinstance(steps, int) and steps > 0 else None
 
 
 def measure(config: Config, corpus: Corpus) -> Measured:
     """What starting, a step and a validation take, from some steps in a process of their own."""
-    folder = temporary_beside(run_dir.make_root(config) / "budget")
     tried = copy.deepcopy(config)
     tried.budget.minutes = None
-    started = time.time()
-    try:
-        folder.mkdir()
-        # Ranks that looked at their clocks would not end at the same step.
-        alone = int(config.trainer.devices) == 1
-        ends = {"seconds": _MEASURED_S, "fewest": _FEWEST} if alone else {}
-        here = folder / "trial"
+    # Ranks that looked at their clocks would not end at the same step.
+    alone = int(config.trainer.devices) == 1
+    ends = {"seconds": _MEASURED_S, "fewest": _FEWEST} if alone else {}
+    with trial.folder_beside_runs(config, "budget") as folder:
+        started, here = time.time(), folder / "trial"
         rows = trial.run(trial.config_of(tried, here, _MOST if alone else _RANKS, **ends), here)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     times = [row["time"] for row in rows]
     steps = [after - before for before, after in itertools.pairwise(times)]
     step = median(steps[len(steps) // 2 :])  # in the first, memory is taken and code compiled
@@ -103,9 +100,8 @@ def _validation(config: Config, corpus: Corpus, step: float) -> float:
     """Seconds of a validation, from those of a step: its tokens only go forward."""
     if corpus.val is None:
         return 0.0
-    data, limit = config.data, config.trainer.limit_val_batches
-    rows = len(corpus.val) if limit is None else min(len(corpus.val), int(limit) * data.micro_batch_size)
-    return _FORWARD * step * rows / data.global_batch_size
+    rows = seen_rows(corpus.val, config.data.micro_batch_size, config.trainer.limit_val_batches)
+    return _FORWARD * step * rows / config.data.global_batch_size
 
 
 def steps_within(seconds: float, took: Measured, config: Config) -> int:

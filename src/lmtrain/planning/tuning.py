@@ -2,7 +2,6 @@
 
 import copy
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
@@ -16,7 +15,7 @@ from lmtrain.config.schema import Config
 from lmtrain.data.corpus import build_corpus
 from lmtrain.distributed import devices, ranks
 from lmtrain.errors import RunError, UserError, reason
-from lmtrain.files import temporary_beside, write_atomic
+from lmtrain.files import write_atomic
 from lmtrain.optim.range_test import Suggestion, suggest
 from lmtrain.planning import estimation, trial
 from lmtrain.run.provenance import command
@@ -229,22 +228,14 @@ def tune(config: Config) -> int:
 
 def look(config: Config) -> Found:
     """What is found in trials, whose folder is removed."""
-    root = run_dir.make_root(config)
-    folder = temporary_beside(root / "tune")
-    try:
-        folder.mkdir()
-    except OSError as error:
-        raise UserError(f"cannot write {root}: {error.strerror}; set run.root to a folder you can") from None
     found, tried = Found(), copy.deepcopy(config)
-    try:
+    with trial.folder_beside_runs(config, "tune") as folder:
         devices.resolve_auto(tried)
         if config.tune.micro_batch_size:
             largest_micro_batch(tried, folder, found, lambda text: print(f"trying {text}", flush=True))
             found.put_into(tried)
         if config.tune.lr:
             range_test(tried, folder / "lr", found, lambda text: print(text, flush=True))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     return found
 
 

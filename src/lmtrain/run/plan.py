@@ -22,6 +22,7 @@ from lmtrain.config.effect import TRIAL
 from lmtrain.config.override_text import typed_keys
 from lmtrain.config.schema import Config
 from lmtrain.config.strategies import outside_fp8
+from lmtrain.data.loaders import rows_of_step, seen_rows
 from lmtrain.distributed import devices, ranks
 from lmtrain.errors import UserError
 from lmtrain.files import write_atomic
@@ -201,8 +202,7 @@ def validation_words(run: "Run") -> str:
     c, rows = run.config, run.corpus.val
     if rows is None:
         return "none"
-    limit = c.trainer.limit_val_batches
-    seen = len(rows) if limit is None else min(len(rows), limit * c.data.micro_batch_size)
+    seen = seen_rows(rows, c.data.micro_batch_size, c.trainer.limit_val_batches)
     every = c.trainer.val_check_interval or run.total_steps
     first = "before the first step, " if c.trainer.val_before_training else ""
     return f"{seen:,} of {counted(len(rows), 'row')}, {first}every {counted(every, 'step')} and after the last"
@@ -220,8 +220,6 @@ def groups_table(run: "Run") -> Table:
 
 def first_row(run: "Run") -> tuple[Text, Text]:
     """A decoded part of the first row, and what it shows: text with its documents, or answers with what is learned."""
-    from lmtrain.data.loaders import rows_of_step
-
     c = run.config
     rows = rows_of_step(run.corpus.train, 0, sizes=step_sizes(c.data), seed=c.seed)
     read, title = run.corpus.train, Text("first training row  ")
