@@ -16,13 +16,13 @@ unexport PYTHONDONTWRITEBYTECODE
 # Tests run side by side, one thread each; see tests/conftest.py. Neighbours stay together: many share runs of their file.
 JOBS   ?= 2
 
-.PHONY: env env-trl env-gguf env-lm-eval env-lowest env-triton train pipeline smoke test test-all nightly test-lowest coverage docs lint typecheck clean
+.PHONY: env env-trl env-gguf env-lm-eval env-lowest env-triton train pipeline smoke test test-all nightly test-lowest coverage docs screenshots lint typecheck clean
 
 env: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check --progress-bar off -c constraints.txt -e ".[dev]" 2>&1 | grep -v "^WARNING: Location" || true
+	$(PY) -m pip install --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	@$(PY) -c "import lmtrain, torch, lightning, transformers, pytest"
 	@touch $@
 
@@ -48,7 +48,7 @@ $(TRL)/.installed $(GGUF)/.installed $(LMEVAL)/.installed $(TRITON)/.installed: 
 	@test -x $*/bin/python || $(PY) -m venv $*
 	@$(PY) -c "import sys; print(*(p for p in sys.path if p.endswith(('site-packages', 'src'))), sep='\n')" \
 	  > "$$($*/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/lmtrain_packages.pth"
-	$*/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off -c constraints.txt $(PACKAGES) 2>&1 | grep -v "^WARNING: " || true
+	$*/bin/python -m pip install --disable-pip-version-check -c constraints.txt $(PACKAGES)
 	@$*/bin/python -c "$(IMPORTS)"
 	@touch $@
 
@@ -61,7 +61,7 @@ $(LOWEST)/.installed: pyproject.toml
 	  names = p['dependencies'] + sum(p['optional-dependencies'].values(), []); \
 	  print(*sorted({re.sub(r'(\[.*\])?>=([^,]+).*', r'==\2', n) for n in names if '>=' in n and n[:7] != 'torch>='}), sep='\n')" > $(LOWEST)/lowest.txt
 	@grep "^torch==" constraints.txt >> $(LOWEST)/lowest.txt
-	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off -c $(LOWEST)/lowest.txt -e ".[dev]" 2>&1 | grep -v "^WARNING: Location" || true
+	$(LOWEST)/bin/python -m pip install --disable-pip-version-check -c $(LOWEST)/lowest.txt -e ".[dev]"
 	@$(LOWEST)/bin/python -c "import lmtrain, torch, lightning, transformers, pytest"
 	@touch $@
 
@@ -78,8 +78,11 @@ smoke: env
 	$(VENV)/bin/ruff check .
 	$(PY) -m pytest -q tests/test_smoke.py tests/test_rooms.py $(ARGS)
 
-test: env lint typecheck
-	$(PY) -m pytest -q -n $(JOBS) --dist worksteal -m "not slow and not gpu" $(ARGS)
+# The types are looked at while the tests start; both have to be right.
+test: env lint
+	@$(VENV)/bin/mypy & types=$$!; \
+	$(PY) -m pytest -q -n $(JOBS) --dist worksteal -m "not slow and not gpu" $(ARGS); tests=$$?; \
+	wait $$types && exit $$tests
 
 test-all: env env-trl env-gguf env-lm-eval env-triton
 	$(PY) -m pytest -q -n $(JOBS) --dist loadfile -m "slow and not nightly" $(ARGS)
@@ -97,6 +100,11 @@ coverage: env
 
 docs: env
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build
+
+# Screenshots of every page that lmtrain makes, and the pictures of the docs; needs Chromium and chromedriver, takes a quarter of an hour.
+screenshots: env
+	$(PY) docs/screen.py docs/screen.svg
+	$(PY) docs/screenshots.py /tmp/lmtrain_screenshots --docs
 
 lint: env
 	$(VENV)/bin/ruff check .

@@ -22,7 +22,8 @@ ROOMS = [
     "data.hub", "data.order", "data.mixing", "data.byte_bpe", "data.tokenizers", "data.store", "data.sources",
     "data.text", "data.stream", "data.chat", "data.examples", "data",
     "models", "adapters", "optim",
-    "checkpoints", "strategies", "objectives", "run_folder", "generation", "exports", "reports", "callbacks", "run",
+    "checkpoints", "strategies", "rewards", "rollouts", "objectives", "run_folder", "generation", "exports", "reports",
+    "callbacks", "run",
     "planning", "evaluation", "sweeps", "stages", "first_words", "cli",
 ]  # fmt: skip
 VERBS = [

@@ -28,7 +28,7 @@ VERBS = {
     "inspect": "the data as the model sees it: samples with their mask, lengths, what was cut or dropped",
     "export": "a run's checkpoint to a Hugging Face folder",
     "generate": "text from a run, an export or a hub name",
-    "chat": "many turns with a run, an export or a hub name, in the terminal",
+    "chat": "many turns with a run, an export or a hub name, in the terminal or on a page (--web)",
     "evaluate": "loss, perplexity, bits per byte, answers or margins of a run, an export or a hub name",
     "estimate": "parameters, FLOPs, memory and time of a run from its config alone, and what would make it fit",
     "tune": "a learning rate and the largest micro-batch that suit a run; tune.apply=true trains with them",
@@ -37,7 +37,7 @@ VERBS = {
 
 
 OTHERS = {  # commands with a command line of their own
-    "pipeline": "stages after one another, from raw text to an aligned model: pipeline=laptop",
+    "pipeline": "stages one after another, from raw text to an aligned model: pipeline=laptop",
     "sweep_report": "a table and a picture of a sweep's trials",
     "report": "a run as one HTML page: curves, samples, what it was trained on; several runs compared",
     "runs": "the runs under a folder: status, step, best score, age",
@@ -87,7 +87,7 @@ def _out_of_memory(error: BaseException) -> int:
     if not errors.out_of_memory(error):
         raise error
     errors.print_error(
-        "out of memory: this machine, or the limit that its user or job has, gave no more; free some, or raise it"
+        "out of memory: the machine's memory, or the limit of this user or job, is used up: free some or raise it"
     )
     return errors.FAILED
 
@@ -133,12 +133,12 @@ def run(verb: str, action: Callable[["Config"], int], argv: list[str] | None = N
             raise
         return _reader_left()
     except KeyboardInterrupt:
-        errors.print_error("interrupted (Ctrl-C); what was complete is kept, the same command starts again")
+        errors.print_error("interrupted (Ctrl-C); completed work is kept, and the same command continues")
         return 130
     except BaseException as error:
         if not errors.is_panic(error):
             raise
-        errors.print_error(f"tokenizers, safetensors or another library in Rust gave up on a file: {error}")
+        errors.print_error(f"tokenizers, safetensors or another Rust library failed on a file: {error}")
         return errors.FAILED
     finally:
         terminal.status.stop()
@@ -148,7 +148,7 @@ def _say_that_it_runs(verb: str, args: argparse.Namespace, words: list[str]) -> 
     """One line at once, on a terminal until something else is printed, in a log for good."""
     terminal.be_quiet(False)
     terminal.status.say("reading the config")
-    alone = ranks.started_by() is None and "LMTRAIN_TRIAL" not in os.environ
+    alone = ranks.started_by() is None and "LMTRAIN_TRIAL" not in os.environ and ranks.BEGAN not in os.environ
     if verb == "train" and alone and not args.cfg and "run.quiet=true" not in words:
         terminal.say_in_log("lmtrain train: reading the config, then the data; the plan follows")
 
@@ -220,7 +220,7 @@ def _drop_job(overrides: list[str]) -> None:
     """Hydra's spelling is --cfg job."""
     for word in ("hydra", "all"):
         if word in overrides:
-            raise UserError(f"--cfg {word}: write --cfg or --cfg job, and --info for what Hydra itself goes by")
+            raise UserError(f"--cfg {word}: write --cfg or --cfg job, and --info for Hydra's own settings")
     if "job" in overrides:
         overrides.remove("job")
 
@@ -286,6 +286,8 @@ def parse(verb: str, argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--config")
     if verb == "generate":
         parser.add_argument("--prompt")
+    if verb == "chat":
+        parser.add_argument("--web", action="store_true")
     parser.add_argument("overrides", nargs="*")
     args, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:
@@ -298,6 +300,8 @@ def parse(verb: str, argv: list[str]) -> argparse.Namespace:
         from lmtrain.config import trust
 
         args.overrides[:0] = trust.of_files(args.trust)
+    if verb == "chat" and args.web:
+        args.overrides.append("chat.web=true")
     if verb == "generate" and args.prompt is not None:
         from lmtrain.config.override_text import as_typed
 

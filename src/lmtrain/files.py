@@ -37,7 +37,7 @@ class NotRegular(OSError):
     """What lies under a file's name is a pipe, a device, a socket or a folder."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(errno.EINVAL, "it is no regular file (a folder, a pipe or a device)", str(path))
+        super().__init__(errno.EINVAL, "it is not a regular file (a folder, a pipe or a device)", str(path))
 
 
 @contextlib.contextmanager
@@ -45,7 +45,7 @@ def open_regular(path: Path, mode: str = "rb") -> Iterator[BinaryIO]:
     """Opens a file of a folder that may come from somebody else; never waits, as reading a pipe would.
 
     Raises:
-        NotRegular: it is no regular file; an OSError, as others that opening raises.
+        NotRegular: it is not a regular file; an OSError, as others that opening raises.
     """
     if not stat.S_ISREG(path.stat().st_mode):
         raise NotRegular(path)

@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return cli.plain(lambda: _run(args))
     except KeyboardInterrupt:
-        errors.print_error("interrupted (Ctrl-C); no stage was running, the same command starts again")
+        errors.print_error("interrupted (Ctrl-C); no stage was running, and the same command continues")
         return 130
     finally:
         terminal.status.stop()

@@ -61,7 +61,7 @@ def _is_place(value: str) -> bool:
 
 def hide(text: str, literal: Callable[[str], str] = str) -> str:
     """`text` with `${oc.env:NAME}` in the place of each hidden value; `literal` is applied to what is between."""
-    values = hidden()
+    values = hidden() if len(text) >= _LENGTH else {}
     if not any(value in text for value in values):
         return literal(text)
     pieces = re.split("(" + "|".join(map(re.escape, values)) + ")", text)
@@ -70,7 +70,7 @@ def hide(text: str, literal: Callable[[str], str] = str) -> str:
 
 def names_in(text: str) -> list[str]:
     """Names of the variables whose values `text` holds."""
-    return [name for value, name in hidden().items() if value in text]
+    return [name for value, name in hidden().items() if value in text] if len(text) >= _LENGTH else []
 
 
 def without_signatures(text: str) -> str:

@@ -42,6 +42,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def a_or_an(noun: str) -> str:
+    """'a schedule', 'an objective'."""
+    return f"{'an' if noun[0].lower() in 'aeiou' else 'a'} {noun}"
+
+
 def lenient() -> None:
     """Lets standard output write what its encoding (latin-1) has no sign for as \\u....; a pipe gets line by line."""
     for stream in (sys.stdout, sys.stderr):
@@ -60,7 +65,7 @@ def be_quiet(quiet: bool) -> None:
 
 
 def say_in_log(line: str) -> None:
-    """A line on standard error at once, where that is no terminal: whoever reads along sees that something runs."""
+    """A line on standard error at once, where that is not a terminal: whoever reads along sees that something runs."""
     if isinstance(sys.stderr, io.TextIOWrapper) and not sys.stderr.isatty():
         print(line, file=sys.stderr, flush=True)
 

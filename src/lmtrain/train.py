@@ -18,7 +18,9 @@ def train(config: "Config") -> int:
     if config.budget.minutes is not None:
         from lmtrain.planning import budget
 
-        budget.settle(config, BEGAN)
+        chosen = budget.settle(config, BEGAN)
+        if chosen:
+            return main([*ranks.typed(), *chosen])
     return start(config)
 
 

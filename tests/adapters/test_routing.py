@@ -107,7 +107,7 @@ def test_a_collapsed_router_is_told_once_and_seen_in_the_report(
         assert len(row["router/chapters"]) == 6
         assert sum(row["router/chapters"]) == pytest.approx(1000, abs=3)
     page = (tmp_path / "a" / "report.html").read_text()
-    assert "Chapters of the memory, chosen over time" in page
+    assert "Chapters of the memory" in page
     (heat,) = heat_maps(rows(tmp_path / "a" / "metrics.jsonl"))
     assert (heat.first, heat.last, len(heat.cells)) == (1, 3, 3)
     dark = {(x, y) for x, column in enumerate(heat.cells) for y, share in enumerate(column) if level(share, 6)}

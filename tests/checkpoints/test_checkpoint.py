@@ -153,6 +153,7 @@ def test_retention() -> None:
     assert retention.to_keep(scores, last=1, best=2, every=None, mode="min") == {200, 400, 500}
     assert retention.to_keep(scores, last=1, best=1, every=300, mode="max") == {100, 300, 500}
     assert retention.to_keep(scores, last=1, best=0, every=None, mode="min") == {500}
+    assert retention.best_of([(100, 1.0), (200, 2.0), (300, None)], retention.LAST) == 200
 
 
 def test_best_is_the_earliest_of_equals() -> None:

@@ -3,6 +3,7 @@
 A full disk is in test_full_disk.py.
 """
 
+import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -377,12 +378,18 @@ def test_a_refused_run_keeps_the_folder_that_was_there(corpus: Path, here: Path)
     refuse(corpus, here, ["run.dir=mine/deep/run", "data.path=nowhere.txt"], "nowhere.txt")
 
 
-@pytest.fixture
-def kept(corpus: Path, here: Path) -> Path:
-    """A finished run of two steps in outputs/kept."""
-    ended = train_tiny(corpus, "run.name=kept")
+@pytest.fixture(scope="module")
+def two_steps(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("two_steps") / "kept"
+    ended = train_tiny(corpus, f"run.dir={folder}")
     assert ended.code == 0, ended.err
-    return here / "outputs" / "kept"
+    return folder
+
+
+@pytest.fixture
+def kept(two_steps: Path, here: Path) -> Path:
+    """A finished run of two steps in outputs/kept."""
+    return Path(shutil.copytree(two_steps, here / "outputs" / "kept", symlinks=True))
 
 
 def test_a_folder_that_holds_another_run(kept: Path, corpus: Path, here: Path) -> None:
@@ -458,14 +465,6 @@ def test_other_verbs(argv: tuple[str, ...], here: Path) -> None:
 def test_process_misspelt_key(lmtrain: Run, tmp_path: Path) -> None:
     before = snapshot(tmp_path)
     assert_refused(lmtrain("train", "optimizer.lrr=1"), "there is no key 'optimizer.lrr'; did you mean optimizer.lr")
-    assert snapshot(tmp_path) == before
-
-
-def test_process_malformed_line(lmtrain: Run, tmp_path: Path) -> None:
-    (tmp_path / "malformed.jsonl").write_bytes(FILES["malformed.jsonl"])
-    before = snapshot(tmp_path)
-    done = lmtrain("train", *TINY, "data=jsonl", "data.path=malformed.jsonl")
-    assert_refused(done, "malformed.jsonl, line 3", '{"text": "broken')
     assert snapshot(tmp_path) == before
 
 

@@ -19,6 +19,7 @@ import pytest
 import torch
 import yaml
 from hydra.utils import get_class
+from transformers import AutoModelForSequenceClassification
 
 from chats import ROWS, write_rows
 from inprocess import TWO_STEPS, Ended, few_modules, run, train_tiny
@@ -37,6 +38,8 @@ YAMLS = sorted(str(p.relative_to(CONF)) for p in CONF.rglob("*.yaml") if p.paren
 BASES = ("base", "data/common", "data/chat", "data/preference")  # what options share
 SWEEPS = "sweep/"  # read with -m alone: tests/test_sweep.py
 OPTIONS = [n for n in YAMLS if "/" in n and not n.startswith(SWEEPS) and not n.removesuffix(".yaml").endswith(BASES)]
+# Groups of a single option.
+DEFAULTS = [o for o in OPTIONS if sum(other.startswith(f"{o.split('/')[0]}/") for other in OPTIONS) == 1]
 # Shapes for models of any size; each is set where the model's own yaml gives a number.
 SHRUNK = {
     "hidden_size": 32,
@@ -54,6 +57,9 @@ ROWS_A_STEP = ["data.seq_len=32", "data.global_batch_size=6", "data.micro_batch_
 # Conversations as plain text, since a tokenizer of bytes has no tokens for turns.
 CHAT = ["objective=sft", "data.chat_template=vicuna", "data.seq_len=512", "data.val_fraction=0.1",
         "model.max_position_embeddings=512"]  # fmt: skip
+GRPO = ["objective.group_size=2", "objective.max_new_tokens=4"]
+REWARDS = {"custom": ["reward._target_=lmtrain.rewards.text.Equal"],
+           "sum": ["reward.parts={a: {_target_: lmtrain.rewards.text.Equal, weight: 2}}"]}  # fmt: skip
 MEMORY = ["memory.layers=[0,1]", "memory.num_chapters=4", "memory.top_k=2", "memory.memory_dim=16"]
 PLAIN = ["trainer.precision=32-true", "trainer.log_every_n_steps=1", "callbacks.samples.max_new_tokens=4"]
 
@@ -87,11 +93,29 @@ def material(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         "parquet": folder / "rows.parquet",
         "bins": next((folder / "cache").glob("*-bytes-*")),
         **{option: write_rows(folder / f"{option}.jsonl", option) for option in ROWS},
+        "prompts": prompts(folder / "prompts.jsonl"),
         "repository": repository(folder / "repository", texts),
         "run": folder / "run",
         "model": folder / "run" / "export",
         "pretrained": save_pretrained(folder / "pretrained", max_position_embeddings=512),
+        "judge": judge(folder),
     }
+
+
+def judge(folder: Path) -> Path:
+    """A model with a scalar head, which nothing has trained."""
+    base = save_pretrained(folder / "judge", max_position_embeddings=512)
+    AutoModelForSequenceClassification.from_pretrained(base, num_labels=1).save_pretrained(base)
+    return base
+
+
+def prompts(file: Path) -> Path:
+    """Questions, with what each reward reads of a row."""
+    rows_ = (
+        {"prompt": f"{i}+1=", "question": f"{i}+1=", "answer": f"#### {i + 1}", "tests": "pass"} for i in range(40)
+    )
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows_))
+    return file
 
 
 def repository(folder: Path, texts: list[str]) -> Path:
@@ -141,6 +165,16 @@ def overrides_of(name: str, material: dict[str, Path]) -> list[str]:
             named += ["model._target_=transformers.LlamaForCausalLM"]
         memory = MEMORY if option.startswith("memory") else []
         return [*ROWS_A_STEP, *quick, *text, "logger=none", *shape, *named, *memory]
+    if "prompt_rows" in tree["data"]["rows"] or group == "reward" or option == "grpo":
+        own = ["objective=grpo", "data=prompts_jsonl", "data.source=files", f"data.path={material['prompts']}", *GRPO]
+        if group == "reward" and option == "none":
+            return [*tiny_run(), *text]
+        if group == "experiment":
+            return [*ROWS_A_STEP, *quick, *own[2:], f"model.name_or_path={material['pretrained']}", "logger=none",
+                    "data.val_fraction=0.1", "schedule.warmup_steps=1"]  # fmt: skip
+        judge = {"model": [f"reward.name_or_path={material['judge']}"]}
+        chosen = {**REWARDS, **judge}.get(option, []) if group == "reward" else ["reward=exact_number"]
+        return [*tiny_run(), *own, *chosen]
     if group == "experiment" and tree["model"]["init"] == "pretrained":
         return [*ROWS_A_STEP, *quick, *CHAT[1:-1], "data.source=files", f"model.name_or_path={material['pretrained']}",
                 f"data.path={material[data_of(option)]}", "logger=none", "schedule.warmup_steps=1"]  # fmt: skip
@@ -167,7 +201,10 @@ def overrides_of(name: str, material: dict[str, Path]) -> list[str]:
                     *(f"+objective.{option}" for option in own)]  # fmt: skip
         if option == "mdlm":
             return [*tiny, *text]
-        data = {"sft": "chat_jsonl", "dpo": "preference_jsonl", "kto": "unpaired_jsonl"}[option]
+        if option == "distill":
+            teacher = f"objective.teacher={material['pretrained']}"
+            return [*tiny, *CHAT[1:], "data=chat_jsonl", f"data.path={material['chat_jsonl']}", teacher]
+        data = {"sft": "chat_jsonl", "kto": "unpaired_jsonl"}.get(option, "preference_jsonl")
         return [*tiny, *CHAT[1:], f"data={data}", f"data.path={material[data]}"]
     if group == "data":
         if option in ("stdlib_questions", "stdlib_pairs"):
@@ -192,15 +229,23 @@ def overrides_of(name: str, material: dict[str, Path]) -> list[str]:
     }.get(f"{group}/{option}", [])
     if option == "pretrained":
         return [*ROWS_A_STEP, *quick, *text, "logger=none", *special]
-    if group not in ("budget", "callbacks", "checkpoint", "debug", "estimate", "evaluate", "export", "generate",
+    if group not in ("budget", "callbacks", "chat", "checkpoint", "debug", "estimate", "evaluate", "export", "generate",
                      "inspect", "logger", "memory", "objective", "optimizer", "peft", "report", "router", "run",
                      "schedule", "tokenizer", "trainer", "tune"):  # fmt: skip
         pytest.fail(f"conf/{group} is new: say here how a run of its options is made small")
     return [*tiny, *text, *special]
 
 
+def tiny_run() -> list[str]:
+    return [*TINY, *TWO_STEPS]
+
+
 BITSANDBYTES = ("bitsandbytes", 'pip install "lmtrain[bitsandbytes]"')
-NEEDS = {"logger/mlflow.yaml": ("mlflow", 'pip install "lmtrain[mlflow]"')} | dict.fromkeys(
+MATH_VERIFY = ("math_verify", "pip install 'lmtrain[math]'")
+NEEDS = {
+    "logger/mlflow.yaml": ("mlflow", 'pip install "lmtrain[mlflow]"'),
+    "reward/math_verify.yaml": MATH_VERIFY,
+} | dict.fromkeys(
     ("optimizer/adamw_8bit.yaml", "peft/qlora.yaml", "peft/qlora_8bit.yaml", "experiment/sft_smollm2_qlora.yaml"),
     BITSANDBYTES,
 )
@@ -213,7 +258,7 @@ def hf_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
 
 
-@pytest.mark.parametrize("name", thinned(OPTIONS, 4))
+@pytest.mark.parametrize("name", thinned([name for name in OPTIONS if name not in DEFAULTS], 4))
 @pytest.mark.usefixtures("hf_cache")
 def test_every_option_runs(
     name: str, material: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -238,6 +283,17 @@ def test_every_option_runs(
         assert_a_step_was_trained(tmp_path, ended)
 
 
+def test_the_only_options_of_their_groups_run(
+    material: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All in one run, typed: each is in every other run too."""
+    monkeypatch.chdir(tmp_path)
+    chosen = [name.removesuffix(".yaml").replace("/", "=") for name in DEFAULTS]
+    ended = run("train", *tiny_run(), "data=text", f"data.path={material['text']}", *chosen)
+    assert ended.code == 0, ended.err
+    assert_a_step_was_trained(tmp_path, ended)
+
+
 def assert_a_step_was_trained(folder: Path, ended: Ended) -> None:
     (metrics,) = folder.glob("outputs/*/metrics.jsonl")
     losses = [row["train/loss"] for row in rows(metrics) if "train/loss" in row]
@@ -255,6 +311,7 @@ def test_the_hubs_datasets_by_their_own_names(name: str) -> None:
     """They can't be fetched here: the dataset is named, and what to do instead."""
     data = composed(name)["data"]
     objective = "causal_lm" if "text_column" in data else "dpo" if "ranking" in data else "sft"
+    objective = "grpo" if "prompt_rows" in data["rows"] else objective
     ended = run("train", *TINY, *TWO_STEPS, f"data={Path(name).stem}", f"objective={objective}")
     assert ended.code == 2
     assert f"dataset '{data['name']}' can't be fetched" in ended.err
@@ -266,7 +323,7 @@ def test_every_model_in_its_full_size(name: str) -> None:
     """On the meta device: shapes fit together, and the yaml's own comment tells the number of parameters."""
     option = Path(name).stem
     checked = config.check(config.compose([f"model={option}"]))
-    vocabulary = 4096 if option.endswith("nano") else 50257
+    vocabulary = 1024 if option == "dial" else 4096 if option.endswith("nano") else 50257
     with torch.device("meta"):
         model = build_model(checked.model, vocabulary, 0, checked.data.seq_len)
     parameters = sum(p.numel() for p in model.parameters())

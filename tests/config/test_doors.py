@@ -95,7 +95,7 @@ def test_an_objective_of_ones_own_trains_with_its_options(corpus: Path, tmp_path
 
 
 REFUSED = {
-    "no objective": (["NoOptions"], r"objective: _target_=test_doors.NoOptions is no objective: it has no Options"),
+    "no objective": (["NoOptions"], r"objective: _target_=test_doors.NoOptions is not an objective: it has no Options"),
     "without its loss": (["NoLoss"], r"objective: _target_=test_doors.NoLoss lacks micro_batch_loss"),
     "no such class": (["Wieghted"], r"objective: _target_=test_doors.Wieghted can't be imported"),
     "no such option": (["Weighted", "+objective.weihgt=1"], r"'objective.weihgt'; did you mean objective.weight"),
@@ -135,7 +135,7 @@ NO_ROWS = {
     "no class": ("test_doors.Nothing", r"data\.rows: _target_=test_doors\.Nothing can't be imported"),
     "methods missing": (
         "test_doors.NoOptions",
-        r"data\.rows=test_doors\.NoOptions is no row format: it lacks group",
+        r"data\.rows=test_doors\.NoOptions is not a row format: it lacks group",
     ),
     "raises": ("test_doors.BrokenRows", r"data\.rows: test_doors\.BrokenRows raised ArithmeticError: no such row"),
 }
@@ -213,7 +213,7 @@ def test_torchs_own_by_its_class_is_what_its_name_is_and_resumes(corpus: Path, t
 
 
 WRONG = {
-    "no optimizer": (["torch.nn.Linear"], r"optimizer: _target_=torch\.nn\.Linear is no Optimizer: derive it from"),
+    "no optimizer": (["torch.nn.Linear"], r"optimizer: _target_=torch\.nn\.Linear is not an Optimizer: derive it from"),
     "no such argument": (["torch.optim.RAdam", "+optimizer.beta=1"], r"argument 'beta'; did you mean betas\?"),
     "raises": (["test_doors.SignDescent", "+optimizer.share=0"], r"SignDescent raised ValueError: share must be above"),
     "no parameter groups": (["torch.optim.LBFGS"], r"optimizer: torch\.optim\.LBFGS raised ValueError: LBFGS"),
@@ -284,7 +284,7 @@ class RaisesToo(Decoder):
 NO_MODEL = {
     "no class": ([], r"set model\._target_=<package\.module\.Class>"),
     "not allowed": (["shutil.rmtree"], r"model: _target_=shutil\.rmtree is outside the known packages"),
-    "no model": (["torch.nn.Linear"], r"model: _target_=torch\.nn\.Linear is no PreTrainedModel: derive it from"),
+    "no model": (["torch.nn.Linear"], r"model: _target_=torch\.nn\.Linear is not a PreTrainedModel: derive it from"),
     "without forward": (["test_doors.NoForward"], r"NoForward lacks forward\(input_ids"),
     "without generate": (["test_doors.NoGeneration"], r"NoGeneration lacks generate.* GenerationMixin"),
     "without blocks": (["test_doors.NoBlocks"], r"NoBlocks lacks _no_split_modules"),
@@ -356,8 +356,8 @@ class Divides(LRSchedule):
 NO_SCHEDULE = {
     "no class": (["null"], r"set schedule\._target_=<package\.module\.Class>"),
     "not allowed": (["shutil.rmtree"], r"schedule: _target_=shutil\.rmtree is outside the known packages"),
-    "no schedule": (["torch.optim.lr_scheduler.StepLR"], r"StepLR is no schedule: it has no Options, a dataclass"),
-    "another kind": (["test_doors.Weighted"], r"schedule: _target_=test_doors\.Weighted is no schedule"),
+    "no schedule": (["torch.optim.lr_scheduler.StepLR"], r"StepLR is not a schedule: it has no Options, a dataclass"),
+    "another kind": (["test_doors.Weighted"], r"schedule: _target_=test_doors\.Weighted is not a schedule"),
     "without factor": (["test_doors.NoFactor"], r"schedule: _target_=test_doors\.NoFactor lacks factor"),
     "no such option": (["test_doors.Level", "+schedule.levle=1"], r"'schedule.levle'; did you mean schedule\.level"),
     "out of its range": (["test_doors.Level", "+schedule.level=0"], r"schedule\.level=0\.0: a number above 0"),

@@ -97,7 +97,7 @@ def test_the_plan_says_which_source_a_bare_path_chose(corpus: Path, tmp_path: Pa
     ended = run("train", *TINY, *steps, f"data.path={corpus}", "optimizer.lr=0", "trainer.val_check_interval=99")
     assert ended.code == 0, ended.err
     said = " ".join(ended.out.replace("│", " ").split())
-    assert "chose what reads it, files (text)" in said
+    assert "chose its reader, files (text)" in said
     assert "20 files" in said or str(corpus) in said
     assert "optimizer.lr=0: nothing will be learned" in said
     assert "trainer.val_check_interval=99 is longer than the run" in said
@@ -131,6 +131,6 @@ def test_a_run_that_ends_on_nan_has_not_finished(corpus: Path, tmp_path: Path) -
     wild = ["optimizer=adamw", "optimizer.lr=1e38", "schedule.warmup_steps=0", "trainer.gradient_clip_val=null"]
     ended = train_tiny(corpus, *wild, f"run.dir={tmp_path / 'run'}", "trainer.max_steps=1")
     assert ended.code == 1, ended.out
-    assert "val/loss is nan at step 1: the model is lost" in ended.err
+    assert "val/loss is nan at step 1: the model has diverged" in ended.err
     assert '"status": "failed"' in (tmp_path / "run" / "summary.json").read_text()
     assert not (tmp_path / "run" / "export").exists()

@@ -168,6 +168,11 @@ COMPOSED: dict[str, dict[str, Any]] = {
     "train pairs.jsonl model=base peft=lora": {"objective.name": "dpo", "model.name_or_path": "base"},
     "train chats.jsonl model=gpt_nano": {"objective.name": "sft", "data.chat_template": "alpaca", "data.seq_len": 256},
     "train chats.jsonl experiment=sft_smollm2": {"objective.name": "sft", "peft.r": None},
+    "train chats.jsonl experiment=sft_smollm2 model=gpt_nano data.chat_template=alpaca data.seq_len=128": {
+        "model.init": "scratch"},
+    "train objective=sft data.path=chats.jsonl data.chat_template=alpaca data.seq_len=128": {
+        "data.rows": "conversations"},
+    "train experiment=dpo_smollm2 objective=sft data=chat_jsonl data.path=chats.jsonl": {"objective.name": "sft"},
     "train pages.jsonl": {"data.text_column": "body", "data.rows": "text"},
     "train table.csv": {"data.text_column": "review", "objective.name": "causal_lm"},
     "train table.csv data.text_column=title": {"data.text_column": "title"},
@@ -252,7 +257,7 @@ ANSWERED: dict[str, tuple[str, ...]] = {
     "evaluate outputs/first my_book.txt": ("python -m lmtrain.evaluate outputs/first data.val_path=my_book.txt",),
     "evaluate outputs/first/config.yaml": ("lmtrain.evaluate", "outputs/first"),
     "export Qwen/Qwen3-0.6B": ("python -m lmtrain.export outputs/NAME",),
-    "export base": ("is no run",),
+    "export base": ("is not a run",),
     "pipeline laptop": ("python -m lmtrain.pipeline pipeline=laptop",),
 }  # fmt: skip
 

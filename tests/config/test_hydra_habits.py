@@ -15,6 +15,7 @@ from inprocess import message, run
 from lmtrain import cli
 from lmtrain.config.compose import check, compose
 from lmtrain.config.hydra_info import candidates
+from lmtrain.errors import UserError
 from lmtrain.optim.optimizers import build_optimizer
 
 BINARY = f"{shlex.quote(sys.executable)} -m lmtrain.train"
@@ -189,3 +190,12 @@ def test_hydras_own_account(mine: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert f"file://{mine}" in done.stdout
     assert "my_conf" in done.stdout
+
+
+def test_another_schedule_or_optimizer_than_an_experiments_takes_its_keys_along() -> None:
+    words = ["experiment=shakespeare_char", "schedule=cosine", "optimizer=adamw"]
+    config = check(compose(words))
+    assert (config.schedule.name, config.optimizer.name) == ("cosine", "adamw")
+    assert not hasattr(config.schedule, "decay_ratio")
+    with pytest.raises(UserError, match=r"schedule.decay_ratio has no meaning with schedule=cosine"):
+        check(compose([*words, "schedule.decay_ratio=0.5"]))

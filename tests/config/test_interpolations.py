@@ -117,9 +117,9 @@ def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"duplicate key seed.*theirs\.yaml.*line 4"):
         rules.compose(composed(tmp_path, twice), str(tmp_path))
     (tmp_path / "config.yaml").write_text(twice)
-    with pytest.raises(UserError, match=r"config\.yaml can't be read: the key seed stands in line 1 and in line 3"):
+    with pytest.raises(UserError, match=r"config\.yaml can't be read: the key seed is in line 1 and in line 3"):
         rules.load(tmp_path / "config.yaml", {})
     stage = "  one: {overrides: [data=text]}\n"
     (tmp_path / "mine.yaml").write_text(f"stages:\n{stage}  two: {{overrides: []}}\n{stage}")
-    with pytest.raises(UserError, match=r"mine\.yaml can't be read: the key one stands in line 2 and in line 4"):
+    with pytest.raises(UserError, match=r"mine\.yaml can't be read: the key one is in line 2 and in line 4"):
         definition.read(tmp_path / "mine.yaml")

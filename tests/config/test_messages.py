@@ -35,7 +35,7 @@ def test_the_message_names_what_is_wrong(typed: str) -> None:
 
 
 def test_a_models_name_is_its_own() -> None:
-    """Said as it is, it changes nothing; of a class of one's own it is free."""
+    """Said as it is, it changes nothing; of a class of your own it is free."""
     assert compose(["model=llama_nano", "model.name=llama_nano"]).model.name == "llama_nano"
     own = compose(["model=custom", "model._target_=a.B", "run.allow_target=[a]", "model.name=mine", "data.seq_len=8"])
     assert own.model.name == "mine"

@@ -49,8 +49,8 @@ def test_options_stay_what_they_are(folder: Path) -> None:
     ("typed", "said"),
     [
         ("model=gpt2", "model=pretrained model.name_or_path=gpt2"),
-        ("model=./nowhere", "there is no such folder"),
-        ("model=a/b/c", "there is no such folder"),
+        ("model=./nowhere", "no such folder"),
+        ("model=a/b/c", "no such folder"),
         ("model=empty", "python -m lmtrain.export run_dir=empty"),
     ],
 )

@@ -174,6 +174,25 @@ reference_free -> objective.reference
 ref_model -> objective.reference
 max_prompt_length -> data.max_length
 max_completion_length -> data.max_length
+num_generations -> objective.group_size
+num_return_sequences -> objective.group_size
+rollout_n -> objective.group_size
+epsilon -> objective.clip_low
+cliprange -> objective.clip_low
+clip_ratio -> objective.clip_low
+epsilon_high -> objective.clip_high
+kl_coef -> objective.kl_coef
+init_kl_coef -> objective.kl_coef
+scale_rewards -> objective.loss
+importance_sampling_level -> objective.loss
+steps_per_generation -> objective.updates_per_rollout
+generation_batch_size -> objective.rollout_batch_size
+mask_truncated_completions -> objective.mask_cut_off
+vllm_importance_sampling_cap -> objective.importance_cap
+reward_funcs -> reward
+reward_weights -> reward.parts
+use_vllm -> objective.engine
+log_completions -> objective.keep_rollouts
 truncation_mode -> data.on_too_long
 packing -> data.packing
 packing_strategy -> data.packing
@@ -205,6 +224,8 @@ dataset_test_split -> data.val_split
 # nanoGPT and configs of models
 n_layers -> model.num_hidden_layers
 num_layers -> model.num_hidden_layers
+depth -> model.num_hidden_layers
+model.depth -> model.num_hidden_layers
 n_heads -> model.num_attention_heads
 num_heads -> model.num_attention_heads
 n_kv_head -> model.num_key_value_heads

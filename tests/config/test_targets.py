@@ -101,7 +101,7 @@ def attacks(tmp_path: Path, marker: Path) -> dict[str, dict[str, Any]]:
 def test_an_attack_runs_nothing(how: str, what: str, tmp_path: Path, marker: Path) -> None:
     entry = attacks(tmp_path, marker)[how + what]
     with pytest.raises(
-        UserError, match=r"is no class|is no Callback|outside the known|can't be an argument|can't name what"
+        UserError, match=r"is not a class|is not a Callback|outside the known|can't be an argument|can't name what"
     ) as e:
         build(entry)
     print(e.value)
@@ -120,7 +120,7 @@ def test_the_same_attacks_run_where_nothing_is_checked(tmp_path: Path, marker: P
 
 
 def test_functions_and_other_classes_of_ones_own_packages_are_refused_too() -> None:
-    for name, said in (("function", "is no class"), ("NoCallback", "is no Callback")):
+    for name, said in (("function", "is not a class"), ("NoCallback", "is not a Callback")):
         with pytest.raises(UserError, match=said):
             build({"_target_": f"test_targets.{name}"}, "test_targets")
     with pytest.raises(UserError, match=r"run\.allow_target=\[test_targets\]"):
@@ -148,14 +148,14 @@ def test_a_metric_takes_metrics_and_modules() -> None:
 
 
 WRONG = {
-    "no callback": ({"_target_": "torch.nn.Linear", "in_features": 1, "out_features": 1}, "is no Callback"),
+    "no callback": ({"_target_": "torch.nn.Linear", "in_features": 1, "out_features": 1}, "is not a Callback"),
     "a typing mistake": ({"_target_": "test_targets.Mine", "numbr": 1},
                          r"Mine got an unexpected keyword argument 'numbr'; did you mean number\? it takes number"),
     "something missing": ({"_target_": "test_targets.Mine"}, r"lacks the argument number; it takes number, part"),
     "an error": ({"_target_": "test_targets.Mine", "number": -1},
                  r"^callbacks\.extra: test_targets\.Mine raised ValueError: number is negative$"),
     "no such module": ({"_target_": "lightning.nothing.Here"}, "can't be imported"),
-    "a module": ({"_target_": "lightning.pytorch.callbacks"}, "is no class"),
+    "a module": ({"_target_": "lightning.pytorch.callbacks"}, "is not a class"),
     "no path": ({"_target_": "Timer"}, "outside the known packages"),
     "a partial": ({"_target_": TIMER, "_partial_": True}, "_partial_ has no meaning here"),
     "nothing": ({"_target_": TIMER, "duration": {"_target_": None}}, "outside the known packages"),
@@ -249,7 +249,7 @@ def test_a_text_with_an_interpolation_is_handed_over_as_it_is() -> None:
 
 def test_nothing_is_constructed_before_all_of_it_has_passed() -> None:
     inner = {"_target_": "test_targets.NoCallback"}
-    with pytest.raises(UserError, match="is no class"):
+    with pytest.raises(UserError, match="is not a class"):
         build(
             {"_target_": "test_targets.Mine", "number": 1, "part": [inner, {"_target_": "torch.load"}]}, "test_targets"
         )
@@ -259,7 +259,7 @@ def test_nothing_is_constructed_before_all_of_it_has_passed() -> None:
 def test_an_optimizers_arguments_go_by_the_same_rule() -> None:
     for inner, said in (
         ("torch.utils.collect_env.run", "can't name what"),
-        ("torch.nn.functional.relu", "is no class"),
+        ("torch.nn.functional.relu", "is not a class"),
     ):
         config = rules.check(rules.compose([*ADAM, f"+optimizer.betas={{_target_: {inner}, command: ls}}"]))
         with pytest.raises(UserError, match=f"^optimizer: .*{said}"):

@@ -135,7 +135,7 @@ def test_a_file_named_with_trust_opens(tmp_path: Path) -> None:
     assert cli.parse("evaluate", ["--trust", str(tmp_path / "config.yaml")]).overrides == ["run.allow_target=[mine]"]
     mine.write_text("run: {allow_target: [a]}\nrun: {allow_target: [b]}\n")
     for content, said in {
-        mine: "the key run stands in line 1 and in line 2",
+        mine: "the key run is in line 1 and in line 2",
         tmp_path / "nothing": "can't be read",
     }.items():
         with pytest.raises(UserError, match=said):
@@ -180,7 +180,7 @@ def test_a_pipeline_opens_nothing(part: tuple[str, str], tmp_path: Path) -> None
 def test_a_pipeline_gives_no_flags(tmp_path: Path) -> None:
     tree = json.loads(json.dumps(STAGES))
     tree["stages"]["one"]["overrides"].append("--trust=mine.yaml")
-    with pytest.raises(UserError, match=r"--trust=mine\.yaml is no override"):
+    with pytest.raises(UserError, match=r"--trust=mine\.yaml is not an override"):
         planned(tree, tmp_path)
 
 

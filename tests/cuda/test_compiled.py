@@ -19,10 +19,9 @@ from lmtrain.adapters.lora import attach
 from lmtrain.config.compose import check, compose
 from lmtrain.losses import cross_entropy as losses
 from lmtrain.models import attention, fp8, language_model
-from lmtrain.models.blocks import compile_model
+from lmtrain.models.blocks import compile_model, evaluating
 from lmtrain.models.documents import Prefixes
 from lmtrain.models.language_model import LanguageModel
-from lmtrain.objectives.reference import evaluating
 
 # Rows of documents: lengths, their number and the number of documents all change.
 MICRO_BATCHES = [[[5, 9, 2, 1, 3], [7, 7, 6]], [[8, 4, 3], [10, 5]], [[8, 4, 3, 5, 5], [10, 15]], [[6, 9], [5, 10]]]

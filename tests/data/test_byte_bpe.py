@@ -190,7 +190,7 @@ def test_pairs_of_any_rank() -> None:
         assert_alike(fast_of(backend), backend, [" ".join(words[n : n + 1000]) for n in range(0, len(words), 1000)])
 
 
-def test_a_full_table_begins_anew(prose: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_table_begins_again(prose: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoder, "_IN_TABLE", 300)
     monkeypatch.setattr(encoder, "_MANY", 20)
     vocabulary = {token: n for n, token in enumerate([*sorted(BYTES.alphabet()), "et", "eta"])}

@@ -212,7 +212,9 @@ def test_a_template_that_is_no_prefix_of_itself(chatml) -> None:
     untrained = [False] * len(untrained)
     assert found == [chatml_tokens(THOUGHT[:2]), (chatml_tokens(before)[0] + ids, untrained + trained)]
     assert encoder.texts == 2
-    with pytest.raises(UserError, match=r"its 1 answers can't be learned from one text. Ways out: .*=last_assistant"):
+    with pytest.raises(
+        UserError, match=r"its 1 answers can't be learned from one text. Possible fixes: .*=last_assistant"
+    ):
         chatml(FORGETFUL, train_on="completion").encode(conversation(*THOUGHT))
     (example,) = chatml(FORGETFUL, train_on="last_assistant").encode(conversation(*THOUGHT))
     last = [i for i, learned in enumerate(example.trained) if learned]
@@ -248,7 +250,7 @@ def test_a_generation_prompt_that_the_answer_doesnt_begin_with(chatml) -> None:
     (example,) = encoder.encode(conversation(TURNS[0], {**TURNS[1], "content": "Two and two</think>4"}))
     assert stretches(example, encoder.tokenizer) == ["Two and two</think>4<|im_end|>"]
     asks = UNMARKED.replace("assistant\n{% endif", "assistant\nWell: {% endif")
-    with pytest.raises(UserError, match=r"then 'Well: '; with the answer 'Four.*Ways out: choose another"):
+    with pytest.raises(UserError, match=r"then 'Well: '; with the answer 'Four.*Possible fixes: choose another"):
         chatml(asks).encode(conversation(*TURNS[:2]))
 
 

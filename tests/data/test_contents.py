@@ -88,7 +88,7 @@ def test_large_bins_are_read_whole_once(tmp_path: Path, data_config, tokenizer_c
     for _ in range(3):
         contents.check(folder, dict.fromkeys(names), tmp_path / "cache", said.append)
     assert sorted(read) == names
-    assert said == ["reading 0.0 GB of token data to know it again: once, until the files change"]
+    assert said == ["reading 0.0 GB of token data to identify it (once, until the files change)"]
     edit(folder / "val.bin", 0)
     contents.check(folder, dict.fromkeys(names), tmp_path / "cache", said.append)
     assert sorted(read) == ["train.bin", "val.bin", "val.bin"]

@@ -239,7 +239,7 @@ def test_bad_rows_are_named_with_a_reason(messages: object, reason: str, data_co
         ("prompt_completion", {"prompt": "Add.", "completion": None}, "there is no completion"),
         ("text", {"text": " "}, "text is empty"),
         ("messages", {"messages": ASKED, "tools": "add"}, "tools must be a list of function"),
-        ("oasst_tree", {"prompt": "Add.", "message_tree_id": "t"}, "turn 1 of the tree is no message"),
+        ("oasst_tree", {"prompt": "Add.", "message_tree_id": "t"}, "turn 1 of the tree is not a message"),
         ("oasst_tree", {**TREE, "prompt": {**TREE["prompt"], "replies": []}}, "no assistant turn"),
     ],
 )

@@ -156,5 +156,5 @@ def test_a_config_names_the_module_and_an_older_one_has_it_by_its_rows() -> None
     chat.data._target_ = None  # as in the config.yaml of a run made before
     assert module_class(chat) is ChatDataModule
     config.data._target_ = "lmtrain.data.order.Repeats"
-    with pytest.raises(UserError, match="is no CorpusDataModule"):
+    with pytest.raises(UserError, match="is not a CorpusDataModule"):
         module_class(config)

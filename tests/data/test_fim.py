@@ -41,7 +41,7 @@ def corpus_of(text: Path, *more: str) -> Corpus:
 
 
 def put_together(part: list[int], prefix: int, suffix: int, middle: int) -> tuple[list[int], int | None]:
-    """A document as it was written, and how many tokens stand before its suffix mark; None where it was left alone."""
+    """A document as it was written, and how many tokens stand before its suffix mark; None where it was not touched."""
     if prefix not in part:
         assert not {suffix, middle} & set(part)
         return part, None

@@ -85,9 +85,9 @@ ODD: dict[str, tuple[Any, str | tuple[str]]] = {
     "5,000 deep": ('{"text": ' + DEEP + "}", ("nested too deep",)),
     "5,000 deep and open": ('{"text": ' + "[" * 5000 + "}", ("nested too deep",)),
     "500 deep": ('{"text": ' + "[" * 500 + "]" * 500 + "}", ("text must be text",)),
-    "a key twice": ('{"text": "a", "text": "b"}', ("the key 'text' stands twice",)),
+    "a key twice": ('{"text": "a", "text": "b"}', ("the key 'text' appears twice",)),
     "a key twice in a turn": (
-        '{"messages": [{"role": "user", "role": "assistant", "content": "x"}]}', ("the key 'role' stands twice",)),
+        '{"messages": [{"role": "user", "role": "assistant", "content": "x"}]}', ("the key 'role' appears twice",)),
     "infinity": ('{"text": Infinity}', ("text must be text and is inf (float)",)),
     "not a number": ('{"text": NaN}', ("text must be text and is nan (float)",)),
     "1e999": ('{"text": 1e999}', ("text must be text and is inf",)),
@@ -198,17 +198,18 @@ ODD: dict[str, tuple[Any, str | tuple[str]]] = {
     "a number for an answer": ({"question": "a", "answer": 4}, ("response must be text and is 4",)),
     "prompt and completion mixed": ({"prompt": [U], "completion": "Four."}, ("completion must be a list of turns",)),
     "mixed the other way": ({"prompt": "a", "completion": [A]}, ("completion must be text",)),
-    "a tree of texts": ({"prompt": "a", "message_tree_id": "1"}, ("turn 1 of the tree is no message",)),
+    "a tree of texts": ({"prompt": "a", "message_tree_id": "1"}, ("turn 1 of the tree is not a message",)),
     "a tree with an object for a role": (
-        {"prompt": {"role": {}, "text": "a"}, "message_tree_id": "1"}, ("turn 1 of the tree is no message",)),
+        {"prompt": {"role": {}, "text": "a"}, "message_tree_id": "1"}, ("turn 1 of the tree is not a message",)),
     "a tree whose replies are a number": (
-        {"prompt": {"role": "prompter", "text": "a", "replies": 5}, "message_tree_id": "1"}, ("no list of messages",)),
+        {"prompt": {"role": "prompter", "text": "a", "replies": 5}, "message_tree_id": "1"},
+        ("not a list of messages",)),
     "a tree whose replies are null": (
         {"prompt": {"role": "prompter", "text": "a", "replies": [None]}, "message_tree_id": "1"},
-        ("no list of messages",)),
+        ("not a list of messages",)),
     "a tree with a rank in words": (
         {"prompt": {"role": "prompter", "text": "a", "replies": [{"role": "assistant", "text": "b", "rank": "best"}]},
-         "message_tree_id": "1"}, ("a rank that is no number",)),
+         "message_tree_id": "1"}, ("a rank that is not a number",)),
     "an empty text": ({"text": ""}, ("text is empty",)),
     "a list for text": ({"text": ["a"]}, ("text must be text and is a list with 'a'",)),
 }  # fmt: skip
@@ -421,7 +422,7 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize(("option", "setting"), SETTINGS)
-def test_what_shapes_rows_prepares_them_anew(option: str, setting: dict[str, str], read: Any) -> None:
+def test_what_shapes_rows_prepares_them_again(option: str, setting: dict[str, str], read: Any) -> None:
     rows = lines(PROMPT if option == "preference_jsonl" else {"messages": json.dumps([U, A])})
     assert read(rows, option=option).folder != read(rows, option=option, **setting).folder
 

@@ -1,4 +1,4 @@
-"""A source that data.source names: its documents and rows are what is trained on, a changed class is read anew."""
+"""A source that data.source names: its documents and rows are what is trained on, a changed class is read again."""
 
 import re
 import sys
@@ -95,7 +95,7 @@ def test_its_documents_are_prepared(module: Path) -> None:
     )
 
 
-def test_other_options_and_another_text_of_the_class_are_prepared_anew(module: Path) -> None:
+def test_other_options_and_another_text_of_the_class_are_prepared_again(module: Path) -> None:
     for settings in ([], ["data.source_options={name: Ada}"]):
         done = _prepare(module, *settings)
         assert done.code == 0, done.err

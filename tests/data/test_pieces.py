@@ -6,6 +6,7 @@ import re
 import pytest
 from texts import whole
 
+from lmtrain.config.compose import compose
 from lmtrain.data.sources.pieces import (
     Piece,
     at_least,
@@ -96,7 +97,7 @@ def test_planning_reads_no_more_than_it_needs():
     ],
 )
 def test_a_few_rows_are_no_validation_split(fraction, there, held_out):
-    share = enough(fraction, there)
+    share = enough(fraction, there, 20)
     assert sum(is_held_out(index, share) for index in range(there)) == held_out
 
 
@@ -106,7 +107,14 @@ def test_a_few_rows_are_no_validation_split(fraction, there, held_out):
      (["a" * 50] * 5000, 0.01), (["a" * 50_000] * 100, 0.01), (["a"] * 7, 0.01)],
 )  # fmt: skip
 def test_more_of_a_small_text_is_held_out(documents, share):
-    assert share_to_hold_out(cut_up(documents), 0.01) == pytest.approx(share)
+    assert share_to_hold_out(cut_up(documents), 0.01, 20) == pytest.approx(share)
+
+
+def test_a_share_that_was_typed_is_held_out_as_it_stands():
+    assert share_to_hold_out(cut_up(["a" * 50] * 100), 0.01, 0) == 0.01
+    assert compose(["data=text"]).data.min_val_rows == 20
+    assert compose(["data=text", "data.val_fraction=0.01"]).data.min_val_rows == 0
+    assert compose(["data=text", "data.val_fraction=0.01", "data.min_val_rows=7"]).data.min_val_rows == 7
 
 
 def test_wikitext_pattern_is_the_one_in_conf(data_config):

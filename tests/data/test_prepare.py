@@ -261,10 +261,10 @@ def wait_for_bytes(folder, count):
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_an_interrupted_prepare_leaves_nothing_that_looks_complete(end, tmp_path, data_config, tokenizer_config):
-    (tmp_path / "a.txt").write_text(some_text(0, 60_000) * 8)
+    (tmp_path / "a.txt").write_text(some_text(0, 60_000) * 4)
     cfg, cache = data_config(path=str(tmp_path / "a.txt")), tmp_path / "cache"
     process = child(cfg)
-    wait_for_bytes(cache, 4 << 20)
+    wait_for_bytes(cache, 2 << 20)
     process.send_signal(end)
     assert process.wait(30) != 0
     assert list(cache.glob("*/meta.json")) == []

@@ -52,9 +52,7 @@ def _try(text: str, tokenizer_config: Any, data_config: Any) -> int:
 def _check(encoder: ChatEncoder, tokenizer: PreTrainedTokenizerFast, chat: Conversation) -> bool:
     refusal = _refusal(encoder, chat)
     if refusal:
-        clear = (
-            r"the chat template .* (refuses it: |never shows the model: choose|Ways out: |fix its markers, or choose)"
-        )
+        clear = "the chat template .* (refuses it: |never shows the model: choose|Possible fixes: |fix its markers, or)"
         assert re.search(clear, refusal)
         return False
     encoder.begin_row()

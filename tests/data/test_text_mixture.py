@@ -75,7 +75,9 @@ def corpus_of(tmp_path: Path, *overrides: str) -> Corpus:
 
 def test_a_source_is_prepared_once_for_all_mixtures(sources: tuple[Path, Path], tmp_path: Path) -> None:
     letters, _ = sources
-    alone = corpus_of(tmp_path, "data=text", f"data.path={letters}", "data.sample_by=document")
+    alone = corpus_of(
+        tmp_path, "data=text", f"data.path={letters}", "data.sample_by=document", "data.val_fraction=0.05"
+    )
     mixed = corpus_of(tmp_path, "data=mixture", mixing(sources, "format: text, val_fraction: 0.05"))
     assert mixed.folder == alone.folder
     first = mixed.train.read(np.array([[0, 0]]))["input_ids"]
@@ -105,7 +107,7 @@ WRONG = {
     "data.mixture=[{path: A, name: wikitext}]": "data.mixture[0]: give one of path (files), name",
     "data.mixture=[{path: A, weight: -1}]": "data.mixture[0].weight=-1: a weight is a number from 0 up",
     "data.mixture=[{path: A}, {path: B, weight: {4: 1}}]": "data.mixture[1].weight={4: 1}: say what it is from step 0",
-    "data.mixture=[{path: A, weight: {0: 1, x: 2}}]": "'x' is no step",
+    "data.mixture=[{path: A, weight: {0: 1, x: 2}}]": "'x' is not a step",
     "data.mixture=[{path: A, weight: 0}, {path: B, text_column: body, weight: {0: 1, 3: 0}}]":
         "data.mixture: all weights are 0 from step 3 on",
     "data.mixture=[{path: A, max_epochs: 0}]": "data.mixture[0].max_epochs=0: a number above 0",

@@ -22,9 +22,14 @@ def test_numbers_do_not_depend_on_the_ranks(strategy: str, tmp_path: Path, lmtra
     pairs = write_rows(tmp_path / "pairs.jsonl", "preference_jsonl")
     for devices, how in ((1, "auto"), (2, strategy)):
         settings = [f"trainer.devices={devices}", f"trainer.strategy={how}", "objective.reference=precomputed"]
-        fixed = [f"data.path={pairs}", f"run.dir={tmp_path / str(devices)}", f"data.cache_dir={tmp_path / 'cache'}"]
+        fixed = [
+            f"data.path={pairs}",
+            f"run.dir={tmp_path / str(devices)}",
+            f"data.cache_dir={tmp_path / f'cache_{devices}'}",
+        ]
         done = lmtrain("train", *SETTINGS, *settings, *fixed, "trainer.accelerator=cpu", timeout=600)
         assert done.returncode == 0, done.stdout + done.stderr
+        assert ("reference log-probabilities on 2 ranks" in done.stdout) is (devices == 2)
     one, two = (rows(tmp_path / n / "metrics.jsonl") for n in ("1", "2"))
     assert one[0]["train/rewards/margin"] == 0
     assert one[-1]["val/rewards/margin"] > 0

@@ -1,9 +1,11 @@
 """What ranks of one launcher print when they fail: one message, by whichever rank met it."""
 
+import os
 from pathlib import Path
 
 import pytest
 
+import slow_to_leave
 from lmtrain.config import compose
 from lmtrain.config.schema import Config
 from lmtrain.errors import FAILED, WRONG_INPUT, RunError, UserError
@@ -48,3 +50,12 @@ def test_a_failed_run_is_printed_by_its_rank(
 ) -> None:
     assert failing(tmp_path, 1, RunError("the disk is full"), monkeypatch) == FAILED
     assert capsys.readouterr().err == "error: the disk is full\n"
+
+
+def test_a_mistake_counts_as_one_where_its_rank_was_ended_before_it_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = compose.check(compose.compose(["data=text", "data.path=x"]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(slow_to_leave.__file__).parent), prepend=os.pathsep)
+    assert launch.launch_ranks("slow_to_leave", config, tmp_path, 2) == WRONG_INPUT
+    assert [line for line in capfd.readouterr().err.splitlines() if "error" in line] == ["error: no such file"]

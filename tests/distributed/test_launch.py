@@ -170,7 +170,7 @@ def test_ranks_are_found_in_the_environment() -> None:
     assert ranks.find(step) == ranks.RankLayout(5, 2, 4, "SLURM")
     assert step["MASTER_ADDR"] == "gpu07"
     assert step["MASTER_PORT"] == "18456"
-    # The script of an sbatch job is no rank, however many tasks its job has.
+    # The script of an sbatch job is not a rank, however many tasks its job has.
     assert ranks.find({"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}) is None
     uneven = {**{k: v for k, v in step.items() if k.startswith("SLURM")}, "SLURM_STEP_NUM_TASKS": "7"}
     with pytest.raises(UserError, match="--ntasks-per-node"):

@@ -43,7 +43,7 @@ def ranks_of(pid: int) -> list[int]:
 
 
 def anonymous_bytes(pid: int) -> int:
-    """Host memory of a process that is no file's; pages it shares with others count by its share."""
+    """Host memory of a process that is not a file's; pages it shares with others count by its share."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
     except OSError:

@@ -1,6 +1,7 @@
 """Two gloo ranks give the numbers of one process: losses, gradient norms, validation, exit codes."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -54,3 +55,15 @@ def test_ranks_of_a_killed_parent_save_and_leave(corpus: Path, tmp_path: Path) -
     assert json.loads((run_dir / "summary.json").read_text())["status"] == "preempted"
     assert (run_dir / "checkpoints" / "last").exists()
     assert not list(meetings.glob("lmtrain_*"))
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_ends_the_run_in_the_time_that_is_set(corpus: Path, tmp_path: Path, lmtrain: Run) -> None:
+    hangs = ["callbacks.extra=[{_target_: slow.HangsOnOneRank, step: 3}]", "run.allow_target=[slow]"]
+    words = [*settings(corpus, tmp_path / "run", 2), "trainer.rank_timeout=8", "trainer.save_every_n_steps=2", *hangs]
+    path = os.pathsep.join([str(Path(__file__).parents[1] / "resume"), os.environ.get("PYTHONPATH", "")])
+    done = lmtrain("train", *words, env={"PYTHONPATH": path}, timeout=200)
+    assert done.returncode == 1
+    assert "rank 0 waited 8 s for another that did nothing (trainer.rank_timeout)" in done.stderr
+    assert "the last checkpoint is untouched (step_00000002)" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -26,6 +26,11 @@ CONTEXTS: list[list[str]] = [
     ["optimizer=muon"],
     ["optimizer=custom"],
     ["objective=mdlm"],
+    ["objective=grpo", "data=prompts_jsonl", "reward=model"],
+    ["objective=grpo", "data=prompts_jsonl", "reward=code"],
+    ["objective=grpo", "data=prompts_jsonl", "reward=sum"],
+    ["objective=distill", "data=chat_jsonl"],
+    ["objective=reward", "data=preference_jsonl"],
     ["logger=wandb"],
     ["debug=replay"],
     ["model=memory_nano"],
@@ -35,6 +40,8 @@ CONTEXTS: list[list[str]] = [
 OTHERS = {
     "assistant_only_loss=True", "hydra/launcher=ray", "core.fsmonitor=false", "trust_remote_code=True", "install=zsh",
     "top_k=1", "sft.optimizer.lr=1e-4", "sft.optimizer.lr=a", "answers.evaluate.limit=100",
+    "use_distributed_sampler=False", "objective.updates_per_rollout=U", "num_iterations=1",
+    "num_labels=1",
 }  # fmt: skip
 
 
@@ -77,7 +84,8 @@ def not_ours(text: str) -> bool:
 
 def is_an_example(text: str) -> bool:
     """Whether a value stands there, and not a place for one."""
-    return "..." not in text and not text.endswith("=") and not re.search(r"=[A-Z]{2}|NAME|<[a-z ]+>", text)
+    place = re.search(r"=[A-Z]{2}|NAME|<[a-z ]+>|\.\.\.|\$\{stage", text)
+    return place is None and not text.endswith("=")
 
 
 def composed(words: list[str]) -> DictConfig:

@@ -1,11 +1,16 @@
 """The documentation site: every page and every API page builds, with warnings as errors."""
 
+import html
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import browser
 import pytest
+import screen
+import screenshots
 
 from support import REPO
 
@@ -21,3 +26,32 @@ def test_the_site_builds_strictly(tmp_path: Path) -> None:
     written = {p.stem for p in (REPO / "docs").rglob("*.md")} - {"index"}
     assert written <= pages
     assert "preference_losses" in (tmp_path / "api" / "losses" / "index.html").read_text()
+    python = (tmp_path / "api" / "python" / "index.html").read_text()
+    assert all(f'id="lmtrain.run.python.{name}"' in python for name in ("compose", "build", "PythonRun.fit"))
+    for notebook in (REPO / "notebooks").glob("*.ipynb"):
+        assert "parameter group" in (tmp_path / "notebooks" / notebook.stem / "index.html").read_text()
+    assert not list(tmp_path.rglob("*.py"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(browser.CHROMIUM is None or browser.DRIVER is None, reason=browser.MISSING)
+def test_no_page_cuts_a_line_of_code_or_is_wider_than_its_window(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocstrings", reason='needs mkdocs: pip install "lmtrain[docs]"')
+    with browser.open_browser() as window:
+        assert screenshots.look_at_site(window, tmp_path) == []
+    assert (tmp_path / "docs_pretraining_400.png").stat().st_size > 50_000
+
+
+def test_the_picture_of_the_readme_is_a_real_run_and_fits() -> None:
+    text = (REPO / "docs" / "screen.svg").read_text(encoding="utf-8")
+    found = re.search(r'<svg [^>]*width="(\d+)" height="(\d+)"', text)
+    assert found is not None
+    assert int(found[2]) <= 500
+    shown = html.unescape(text).replace("\xa0", " ")
+    assert all(word in shown for word in ("val/bits_per_byte", "next:", "outputs/first"))
+
+
+def test_a_terminals_last_screen() -> None:
+    """A bar that is drawn over and over is one line, as on a terminal."""
+    text = "plan\r\n\x1b[2Kbar 1\r\x1b[2Kbar 2\r\n\x1b[1A\x1b[2Kbar \x1b[31m3\x1b[0m\r\nend\r\n"
+    assert screen.screen(text) == ["plan", "bar \x1b[31m3\x1b[0m", "end"]

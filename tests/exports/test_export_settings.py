@@ -62,7 +62,7 @@ def test_from_scratch_they_are_neutral(corpus: Path, tmp_path: Path) -> None:
         "bos_token_id": 256, "eos_token_id": 256, "pad_token_id": 256,
     }  # fmt: skip
     assert "do_sample" not in found
-    assert "_from_model_config" not in found, "transformers would make them anew from config.json"
+    assert "_from_model_config" not in found, "transformers would make them again from config.json"
 
 
 def test_what_a_user_sets_is_saved(corpus: Path, tmp_path: Path) -> None:

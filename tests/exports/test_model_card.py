@@ -59,7 +59,7 @@ def test_an_adapter_and_a_chat_model(corpus: Path, tmp_path: Path, monkeypatch: 
     assert ended.code == 0, ended.err
     card = ModelCard.load(tmp_path / "lora" / "export" / "README.md")
     assert card.data.library_name == "peft"
-    assert card.data.base_model is None  # a folder of this machine is no name on the hub
+    assert card.data.base_model is None  # a folder of this machine is not a name on the hub
     assert "An adapter of `base`" in card.text
     assert code_runs(tmp_path / "lora" / "export", monkeypatch)
     assert ModelCard.load(tmp_path / "lora" / "export_merged" / "README.md").data.library_name == "transformers"

@@ -188,7 +188,7 @@ def test_metrics_against_values_worked_out_by_hand() -> None:
     [
         (["callbacks.samples.metrics=[blue]"], "did you mean bleu?"),
         (["callbacks.samples.metrics=[{_target_: os.system}]"], "run.allow_target=[os]"),
-        (["callbacks.samples.metrics=[{_target_: torchmetrics.text.SQuAD}]"], "SQuAD is no metric of answers"),
+        (["callbacks.samples.metrics=[{_target_: torchmetrics.text.SQuAD}]"], "SQuAD is not a metric of answers"),
         (["callbacks.samples.metrics=[bleu]", "callbacks.samples.rows=0"], "callbacks.samples.rows"),
         (["callbacks.samples.rows=1000"], "at most 256"),
         (["checkpoint.monitor=val/bleu"], "this run's validations report val/loss"),

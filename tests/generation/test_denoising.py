@@ -23,7 +23,7 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 "data=text", f"data.path={folder}/text.txt", "data.global_batch_size=16", "data.micro_batch_size=16",
                 "data.seq_len=48",
                 "model.hidden_size=64", "model.intermediate_size=128", "optimizer.lr=0.01", "schedule.warmup_steps=5",
-                "trainer.max_steps=500", "trainer.val_check_interval=500", "callbacks.samples.max_new_tokens=18",
+                "trainer.max_steps=250", "trainer.val_check_interval=250", "callbacks.samples.max_new_tokens=18",
                 "callbacks.samples.temperature=0", "logger=none", "report.enabled=false",
                 f"run.dir={folder}/run")  # fmt: skip
     assert ended.code == 0, ended.err

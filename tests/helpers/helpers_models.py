@@ -65,7 +65,7 @@ LENGTHS = [[5, 9, 2, 1, 3], [7, 7, 6], [20]]  # documents of each of three rows 
 
 
 def packed(lengths: list[list[int]] = LENGTHS, seed: int = 0) -> dict[str, torch.Tensor]:
-    """A micro-batch of packed documents: positions start anew in each, its last token has no label."""
+    """A micro-batch of packed documents: positions start again in each, its last token has no label."""
     generator = torch.Generator().manual_seed(seed)
     rows, length = len(lengths), sum(lengths[0])
     ids = torch.randint(0, VOCAB, (rows, length), generator=generator)

@@ -1,4 +1,4 @@
-"""What befalls trials in tests of sweeps, as a user's callbacks; nothing, once the file `mended` lies where it runs."""
+"""What befalls trials in tests of sweeps, as a user's callbacks; nothing, once there is a file `repaired`."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from lmtrain.callbacks.stopping import Preemption
 
 class Raises(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
-        if not Path("mended").exists():
+        if not Path("repaired").exists():
             raise ZeroDivisionError("a mistake [of the user's]")
 
 
@@ -20,7 +20,7 @@ class IsKilled(pl.Callback):
     """As the kernel does when memory runs out."""
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
-        if not Path("mended").exists():
+        if not Path("repaired").exists():
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -28,7 +28,7 @@ class Waits(pl.Callback):
     """At the end of the second step, until a signal is noticed; writes its process id for the test."""
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
-        if trainer.global_step == 2 and not Path("mended").exists():
+        if trainer.global_step == 2 and not Path("repaired").exists():
             Path("waiting").write_text(str(os.getpid()))
             preemption = next(c for c in trainer.callbacks if isinstance(c, Preemption))  # type: ignore[attr-defined]
             while preemption.stop.signals.first is None:

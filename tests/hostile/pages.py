@@ -8,6 +8,7 @@ from cases import JS
 # What lmtrain's pages are made of; anything else came out of somebody's text.
 TAGS = {
     "html",
+    "wbr",
     "head",
     "meta",
     "title",

@@ -179,7 +179,7 @@ def test_attention_dropout_drops():
     assert len({model(**batch).loss_sum.item() for _ in range(3)}) == 1
 
 
-@pytest.mark.parametrize(("limit", "dtype"), [(0, torch.bfloat16), (256, torch.float32)])
+@pytest.mark.parametrize(("limit", "dtype"), [(0, torch.bfloat16), (256 * 64, torch.float32)])
 def test_autocast_runs_attention_in_bf16_but_for_short_rows_on_cpu(family, limit, dtype, monkeypatch):
     monkeypatch.setattr(attention, "CPU_HALF_PRECISION_FROM", limit)
     seen = set()

@@ -28,7 +28,9 @@ def family(request):
 
 def preset(name: str, *overrides: str) -> ModelConfig:
     tree = lmtrain_config.compose([f"model={name}", *overrides]).model
-    model = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(MODELS[tree.init]), OmegaConf.to_container(tree)))
+    model = OmegaConf.to_object(
+        OmegaConf.merge(OmegaConf.structured(MODELS[tree.init]), OmegaConf.to_container(tree, resolve=True))
+    )
     assert isinstance(model, ModelConfig)
     return model
 
@@ -79,9 +81,13 @@ def test_presets_are_as_large_as_they_say(name, low, high):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_large_presets_bring_their_tokenizer_and_the_command_line_wins(name):
-    kind = {"nano": "bpe"}.get(name.split("_")[-1], "hub")
+def test_large_presets_bring_their_tokenizer(name):
+    kind = {"nano": "bpe", "dial": "bpe"}.get(name.split("_")[-1], "hub")
     assert lmtrain_config.compose([f"model={name}"]).tokenizer.kind == kind
+
+
+@pytest.mark.parametrize("name", ["gpt_nano", "llama_small", "pretrained"])
+def test_a_tokenizer_of_the_command_line_wins(name):
     for overrides in ([f"model={name}", "tokenizer=bytes"], ["tokenizer=bytes", f"model={name}"]):
         assert lmtrain_config.compose(overrides).tokenizer.kind == "bytes"
 

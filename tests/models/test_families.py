@@ -67,6 +67,7 @@ class Answers:
             packed(seed=1)["input_ids"][0][part] for part in (slice(6), slice(6, 11), slice(11, 20))
         )
         self.examples = [torch.cat([prompt, answer]) for answer in (chosen, rejected)]
+        self.shards = ()  # no row says a margin
 
     def __len__(self) -> int:
         return len(self.examples)

@@ -1,9 +1,11 @@
 """The wrapped model's loss and gradients against transformers' own."""
 
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -115,6 +117,28 @@ def test_compile_model_compiles_blocks_and_loss():
     compile_model(model.model)
     assert all(block._compiled_call_impl is not None for block in decoder_blocks(model.model))
     assert model._compiled()
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_blocks_stay_whole_inside_ddp(ours: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo.testing import CompileCounter
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 1000)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        counter, model = CompileCounter(), wrapped("llama", num_hidden_layers=2)
+        compile_model(model.model, backend=counter)
+        if not ours:  # as torch has it, which compile_model has changed
+            torch._dynamo.config.optimize_ddp = True
+        ddp = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.001)
+        ids = packed()["input_ids"]
+        ddp(ids, shifted(ids))
+        assert (counter.frame_count == 1) is ours
+    finally:
+        dist.destroy_process_group()
+        torch._dynamo.config.optimize_ddp = False
+        torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("chunk", ["auto", 1, 7, 100_000])

@@ -446,7 +446,8 @@ def test_auto_precomputes_where_that_pays(pairs: Path, llama: Path, monkeypatch:
     assert chosen(f"data.val_sets={{more: {{path: {pairs}}}}}").startswith("frozen_copy (those of data.val_sets")
     two_ranks = SimpleNamespace(size=lambda: 2, from_first=lambda make: make())
     monkeypatch.setattr(with_reference, "world", two_ranks)
-    assert chosen().startswith("frozen_copy (one of 2 processes would compute all pairs")
+    assert chosen().startswith("precomputed")
+    assert chosen("trainer.strategy=fsdp", "trainer.devices=2").startswith("frozen_copy (fsdp shares out a model")
 
 
 def test_auto_stays_what_it_was_when_the_run_began(pairs: Path, llama: Path, tmp_path: Path) -> None:
@@ -636,7 +637,7 @@ def test_the_reference_is_in_no_checkpoint_and_no_optimizer(pairs: Path, llama: 
 
 
 def test_another_start_on_resume_is_refused(pairs: Path, llama: Path, tmp_path: Path) -> None:
-    """The reference is built anew on resume: from weights that are another model's it would be wrong, silently."""
+    """The reference is built again on resume: from weights that are another model's it would be wrong, silently."""
     model = shutil.copytree(llama, tmp_path / "model")
     argv = [*LLAMA, "run.resume=auto", "trainer.save_every_n_steps=2"]
     assert dpo(pairs, model, tmp_path / "run", *argv, "trainer.max_steps=2").code == 0

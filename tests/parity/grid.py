@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-# conf/objective; custom is no objective but the place for one of a user's own.
+# conf/objective; custom is not an objective but the place for one of a user's own.
 OBJECTIVES = ("causal_lm", "sft", "dpo", "kto", "mdlm")
 # config.options.REFERENCES, of objectives that have one; the others have "-".
 REFERENCES = ("-", "auto", "frozen_copy", "adapter_off", "precomputed", "none")
@@ -97,7 +97,7 @@ def refusal(cell: Cell) -> str | None:
     return None
 
 
-# Cells that are wrong today, with the reason; none may be left when the fault is mended.
+# Cells that are wrong today, with the reason; none may be left when the fault is repaired.
 FAULTS: list[tuple[Callable[[Cell], bool], str]] = []
 
 

@@ -3,7 +3,8 @@
 python trl_reference.py spec.json out.json
 
 The spec says what: `labels` (SFTTrainer's token ids and labels), `templates` (a chat template of its collection), `sft`
-(its losses and gradient norms) or `dpo` (DPOTrainer's metrics). Rows are taken in the order given.
+(its losses and gradient norms) or `dpo` (DPOTrainer's metrics; `kto`, `grpo`, `gkd`, `reward` are like it). Rows are
+taken in the order given.
 """
 
 import json
@@ -17,7 +18,13 @@ import transformers
 import trl
 from datasets import Dataset
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 Spec = dict[str, Any]
 
@@ -73,6 +80,82 @@ def kto(spec: Spec) -> list[dict[str, float]]:
     trainer = trl.KTOTrainer(model, reference, args=args, train_dataset=rows, processing_class=read_tokenizer(spec))
     trainer.train()
     return steps_of(trainer)
+
+
+def reward(spec: Spec) -> list[dict[str, float]]:
+    """RewardTrainer's metrics of each step; the model's folder has a scalar head."""
+    args = trl.RewardConfig(max_length=spec["max_length"], **common(), **optimisation(spec), **spec["keywords"])
+    model = AutoModelForSequenceClassification.from_pretrained(spec["model"], num_labels=1, dtype=torch.float32)
+    rows, held_out = Dataset.from_list(spec["rows"]), spec.get("held_out")
+    trainer = trl.RewardTrainer(model, args, train_dataset=rows, processing_class=read_tokenizer(spec),
+                                eval_dataset=Dataset.from_list(held_out) if held_out else None)  # fmt: skip
+    trainer.train()
+    return [*steps_of(trainer), *([trainer.evaluate()] if held_out else [])]
+
+
+def gkd(spec: Spec) -> list[dict[str, float]]:
+    """GKDTrainer's loss and gradient norm of each step, on the data alone."""
+    from trl.experimental.gkd import GKDConfig, GKDTrainer
+
+    args = GKDConfig(max_length=spec["max_length"], lmbda=0.0, **common(), **optimisation(spec), **spec["keywords"])
+    teacher = AutoModelForCausalLM.from_pretrained(spec["teacher"], dtype=torch.float32)
+    rows = Dataset.from_list(spec["rows"])
+    trainer = GKDTrainer(
+        read_model(spec), teacher, args=args, train_dataset=rows, processing_class=read_tokenizer(spec)
+    )
+    trainer.train()
+    return steps_of(trainer)
+
+
+def grpo(spec: Spec) -> list[dict[str, float]]:
+    """Loss (of each micro-batch, before it is logged), gradient norm and clipped share of each step, by GRPOTrainer or
+    RLOOTrainer, which take the completions of spec["completions"] instead of sampling."""
+    known = json.loads(Path(spec["completions"]).read_text())
+    module = sys.modules[trl.GRPOTrainer.__module__ if spec["trainer"] == "grpo" else trl.RLOOTrainer.__module__]
+    module.shuffle_sequence_dict = lambda batch: batch  # which spreads a group over the steps of a rollout
+    base, config = (trl.GRPOTrainer, trl.GRPOConfig) if spec["trainer"] == "grpo" else (trl.RLOOTrainer, trl.RLOOConfig)
+
+    class Fixed(base):  # type: ignore[misc, valid-type]
+        losses: list[float] = []  # noqa: RUF012
+
+        def _generate_single_turn(self, prompt_ids: Any, *_: Any, **__: Any) -> Any:
+            seen: dict[str, int] = {}
+            found = []
+            for ids in prompt_ids:
+                prompt = " ".join(map(str, ids))
+                found.append(known[prompt][seen.get(prompt, 0)])
+                seen[prompt] = seen.get(prompt, 0) + 1
+            return (found, None) if spec["trainer"] == "grpo" else found
+
+        def _compute_loss(self, model: Any, inputs: Any) -> Any:
+            loss = super()._compute_loss(model, inputs)
+            self.losses.append(loss.item())
+            return loss
+
+    def reward(completion_ids: Any, **_: Any) -> list[float]:
+        return [(sum(ids) % 11) / 4 for ids in completion_ids]
+
+    own = {**common(), **optimisation(spec)}
+    own.pop("train_sampling_strategy")
+    args = config(
+        **own,
+        num_generations=spec["group"],
+        max_completion_length=spec["most"],
+        steps_per_generation=spec["accumulation"] * spec["updates"],
+        shuffle_dataset=False,
+        **spec["keywords"],
+    )
+    model, rows = read_model(spec), Dataset.from_list(spec["rows"])
+    trainer = Fixed(model, reward, args=args, train_dataset=rows, processing_class=read_tokenizer(spec))
+    trainer.train()
+    n = spec["accumulation"]
+    share = 1 if spec["trainer"] == "grpo" else n  # GRPOTrainer's loss is divided by the accumulation already
+    summed = [sum(Fixed.losses[i : i + n]) / share for i in range(0, len(Fixed.losses), n)]
+    steps = steps_of(trainer)
+    return [
+        {"loss": loss, "grad_norm": row["grad_norm"], "clipped": row["clip_ratio/region_mean"]}
+        for loss, row in zip(summed, steps, strict=True)
+    ]
 
 
 def policy_and_reference(
@@ -138,5 +221,14 @@ if __name__ == "__main__":
     transformers.utils.logging.set_verbosity_error()
     torch.set_num_threads(1)
     asked = json.loads(Path(sys.argv[1]).read_text())
-    answer = {"labels": labels, "templates": templates, "sft": sft, "dpo": dpo, "kto": kto}[asked["what"]](asked)
+    answer = {
+        "labels": labels,
+        "templates": templates,
+        "sft": sft,
+        "dpo": dpo,
+        "kto": kto,
+        "grpo": grpo,
+        "gkd": gkd,
+        "reward": reward,
+    }[asked["what"]](asked)
     Path(sys.argv[2]).write_text(json.dumps(answer))

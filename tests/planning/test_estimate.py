@@ -118,7 +118,7 @@ def test_within_15_percent_of_what_a_run_holds(model: str, strategy: str, tmp_pa
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError as error:
-        pytest.skip(f"the kernel's peak of a process can't be asked anew: {error}")
+        pytest.skip(f"the kernel's peak of a process can't be asked again: {error}")
     (tmp_path / "text.txt").write_text("What one device holds, and how it falls with their number. " * 500)
     (found,) = benchmark.compare(tmp_path, [model], strategy, 2, rows=2, seq_len=128)
     config = rules.check(

@@ -2,21 +2,17 @@
 
 import json
 import math
-import re
-import shutil
-import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 
+import browser
 import pytest
 
 from inprocess import message, run, train_tiny
 from lmtrain.reports.curves import Curve, charts, heat_maps, thinned, with_names_of_today
+from lmtrain.terminal import visible
 from support import rows
 
-CHROMIUM = next((p for n in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(n))), None)
-QUIET = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
-         "--disable-background-networking", "--disable-component-update", "--hide-scrollbars"]  # fmt: skip
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
 
 
@@ -62,7 +58,17 @@ def test_a_run_ends_with_its_page(corpus: Path, tmp_path: Path) -> None:
     assert loss["x"] == [row["step"] for row in logged]
     assert loss["y"] == pytest.approx([row["train/loss"] for row in logged], rel=1e-5)
     assert {"loss", "lr", "grad_norm", "tokens_per_s", "perplexity"} <= set(curves)
-    assert page.text.index("finished") < page.text.index("status")
+    summary = json.loads((tmp_path / "a" / "summary.json").read_text())
+    first = page.text[: page.text.index("smoothing")]
+    assert "finished at step 2 of 2: causal_lm, gpt_nano on" in first
+    for number in (f"{summary['best_metric']['val/loss']:.4g}", str(summary["tokens"]), "2 steps"):
+        assert number in first, number
+    sample = rows(tmp_path / "a" / "samples.jsonl")[-1]
+    newest = page.text[page.text.index("Newest sample, step 2") :]
+    assert newest.startswith(f"Newest sample, step 2{visible(sample['prompt'])}{visible(sample['text'])}")
+    set_ = page.text[page.text.index("What was set") : page.text.index("keys that differ from the defaults")]
+    assert "optimizer.lr0.01" in set_
+    assert "trainer.accelerator" not in set_, "which nobody has typed"
     for words in ("optimizer.lr", "0.01", "step_00000002 (best) (last)", "AutoModelForCausalLM", ": began"):
         assert words in page.text, words
     assert "data.cache_dir" not in page.text
@@ -78,7 +84,7 @@ def test_a_resumed_run_says_so_and_runs_are_compared(corpus: Path, tmp_path: Pat
         assert train_tiny(corpus, f"run.dir={tmp_path / name}", *more).code == 0
     more = ["optimizer.lr=0.01", "report.enabled=true", "trainer.max_steps=4", "run.resume=auto"]
     assert train_tiny(corpus, f"run.dir={tmp_path / 'a'}", *more).code == 0
-    assert "went on from step 2" in Page((tmp_path / "a" / "report.html").read_text()).text
+    assert "resumed from step 2" in Page((tmp_path / "a" / "report.html").read_text()).text
     ended = run(
         "report", f"run_dir={tmp_path / 'b'}", f"run_dir={tmp_path / 'a'}", "--out", str(tmp_path / "both.html")
     )
@@ -132,21 +138,24 @@ def test_a_long_run_is_small_and_hostile_samples_are_text(long_run: Path) -> Non
     assert (loss["x"][0], loss["x"][-1]) == (1, 20_000)
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: the page is only parsed")
-@pytest.mark.parametrize("width", [1280, 400])
-def test_a_browser_draws_it(long_run: Path, tmp_path: Path, width: int) -> None:
+@pytest.mark.skipif(browser.CHROMIUM is None or browser.DRIVER is None, reason=browser.MISSING)
+def test_a_browser_draws_it(long_run: Path) -> None:
     """The script draws axes and curves, samples run no code, and nothing is wider than the screen."""
     assert run("report", f"run_dir={long_run}").code == 0
-    file = long_run / "report.html"
-    probe = "<p id=probe></p><script>document.getElementById('probe').textContent = document.title + ' ' + " \
-            "(document.documentElement.scrollWidth <= innerWidth)</script></body>"  # fmt: skip
-    file.write_text(file.read_text().replace("</body>", probe))
-    command = [str(CHROMIUM), *QUIET, f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},1000",
-               "--dump-dom", file.as_uri()]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert '<p id="probe">long true</p>' in done.stdout
-    assert len(re.findall(r'<line class="grid"', done.stdout)) > 8
-    assert "owned</title>" not in done.stdout
+    with browser.open_browser() as page:
+        for width in (1280, 400):
+            page.resize(width, 900)
+            page.go((long_run / "report.html").as_uri())
+            page.run("document.querySelectorAll('details').forEach(d => { d.open = true; })")
+            assert page.run("return document.title") == "long"
+            assert page.run("return document.documentElement.scrollWidth <= innerWidth")
+            assert page.run("return document.querySelectorAll('line.grid').length") > 8
+            drawn = page.run("return [...document.querySelectorAll('figure')].map(f => f.textContent)")
+            assert all("step" in figure for figure in drawn), "every chart names its axes"
+            strokes = (
+                "return [...document.querySelectorAll('figure svg[role] path')].map(p => p.getAttribute('d').length)"
+            )
+            assert min(page.run(strokes)) > 10
 
 
 def test_names_of_earlier_versions_join_the_curves_of_today() -> None:

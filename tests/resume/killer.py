@@ -13,6 +13,9 @@ from lmtrain.checkpoints import retention, store
 class KillAt(pl.Callback):
     """place: mid_step, mid_save, before_publish, before_prune, mid_prune or mid_validation; at step `step`.
 
+    Of a run that samples also mid_rollout, after a few tokens, and before_backward, when they are sampled and scored.
+
+
     Rank 0 alone writes: mid_save on another one ends it while all gather what is saved. With `marker`, a file that does
     not exist yet, it happens once, however often the ranks are started again.
     """
@@ -53,12 +56,31 @@ class KillAt(pl.Callback):
                 self.kill()
             return prune(*args)
 
+        if self.place == "mid_rollout":
+            self.die_in_rollout(trainer)
         if self.place == "mid_save":
             store.write = write_then_die
         if self.place in ("before_publish", "mid_prune"):
             os.rename = die_before_rename
         if self.place == "before_prune":
             retention.to_keep = die_before_prune
+
+    def die_in_rollout(self, trainer: pl.Trainer) -> None:
+        from lmtrain.rollouts import in_process
+
+        draw, tokens = in_process.draw, [0]
+
+        def draw_or_die(*args: Any) -> Any:
+            tokens[0] += trainer.global_step == self.step and bool(trainer.training)
+            if tokens[0] == 3:
+                self.kill()
+            return draw(*args)
+
+        in_process.draw = draw_or_die
+
+    def on_before_backward(self, trainer: pl.Trainer, *_: Any) -> None:
+        if self.place == "before_backward" and trainer.global_step == self.step and self.due(trainer):
+            self.kill()
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, *_: Any) -> None:
         if self.place == "mid_step" and trainer.global_step == self.step and self.due(trainer):

@@ -125,3 +125,25 @@ class StopInC(StopAt):
             threading.Timer(self.again, os.kill, (os.getpid(), signal.SIGTERM)).start()
             hashlib.pbkdf2_hmac("sha256", b"", b"", self.work * 1_000_000)
             self.marker.touch()
+
+
+class SlowsDown(pl.Callback):
+    """From a step on, each takes so many seconds longer."""
+
+    def __init__(self, step: int, seconds: float) -> None:
+        self.step, self.seconds = step, seconds
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        if trainer.global_step >= self.step:
+            time.sleep(self.seconds)
+
+
+class HangsOnOneRank(pl.Callback):
+    """The second rank does nothing any more after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        if trainer.global_step == self.step and trainer.global_rank == 1:
+            time.sleep(3600)

@@ -214,7 +214,7 @@ def test_scores_of_the_same_validation_rows_are_compared(text_run: Path, corpus:
     assert summary["best_metric"] == {"val/loss": min(found.values())}
 
 
-def test_early_stopping_on_other_rows_begins_anew() -> None:
+def test_early_stopping_on_other_rows_begins_again() -> None:
     before = EarlyStopping("val/loss", scored_on="a")
     before.best_score, before.wait_count = torch.tensor(0.1), 2
     same, other, older = (EarlyStopping("val/loss", scored_on=rows) for rows in ("a", "b", "b"))
@@ -253,7 +253,7 @@ def test_a_tokenizer_of_a_run_of_an_earlier_version_is_known_by_its_ids(text_run
     assert "(its ids changed)" in message(run("export", f"run_dir={tmp_path}/run").err)
 
 
-def test_a_resumed_run_writes_a_changed_tokenizer_anew(text_run: Path, corpus: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_writes_a_changed_tokenizer_again(text_run: Path, corpus: Path, tmp_path: Path) -> None:
     shutil.copytree(text_run, tmp_path / "run", symlinks=True)
     file = tmp_path / "run" / "tokenizer" / "tokenizer_config.json"
     before = file.read_bytes()
@@ -263,3 +263,18 @@ def test_a_resumed_run_writes_a_changed_tokenizer_anew(text_run: Path, corpus: P
     assert "was changed since step_00000002: rewritten" in " ".join(ended.out.split())
     assert file.read_bytes() == before
     assert run("export", f"run_dir={tmp_path}/run", "export.checkpoint=step_00000002").code == 0
+
+
+def test_a_decay_from_a_checkpoint_of_a_longer_run_is_a_run_of_that_length(corpus: Path, tmp_path: Path) -> None:
+    wsd = ["schedule=wsd", "schedule.warmup_steps=2", "schedule.decay_ratio=0.25", "trainer.val_check_interval=null"]
+    words = [*wsd, "export.enabled=false", "trainer.save_every_n_steps=6", "callbacks.samples.every_n_validations=0"]
+    long, alone, branch = (tmp_path / name for name in ("long", "alone", "branch"))
+    assert train_tiny(corpus, *words, f"run.dir={long}", "trainer.max_steps=16", "checkpoint.keep_every=6").code == 0
+    assert train_tiny(corpus, *words, f"run.dir={alone}", "trainer.max_steps=8").code == 0
+    from_it = [f"run.resume={long / 'checkpoints' / 'step_00000006'}", "run.schedule_on_resume=rescale"]
+    ended = train_tiny(corpus, *words, f"run.dir={branch}", "trainer.max_steps=8", *from_it)
+    assert ended.code == 0, ended.err
+    assert "was changed since" not in ended.out  # of the new folder's tokenizer
+    ours, theirs = (torch.load(run / "checkpoints" / "last" / "model.pt", weights_only=True) for run in (branch, alone))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert ours.keys() == theirs.keys()

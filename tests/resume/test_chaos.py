@@ -1,4 +1,4 @@
-"""Random kills until done: the run that survives them all equals the one that was left alone."""
+"""Random kills until done: the run that survives them all equals the one that was not touched."""
 
 import os
 import random

@@ -179,14 +179,14 @@ def test_a_pipe_in_a_run_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     store.publish(content(3, 1.5), path)
     (path / manifest.NAME).unlink()
     os.mkfifo(path / manifest.NAME)
-    assert store.damage(path) == "manifest.json is no file in a folder"
+    assert store.damage(path) == "manifest.json is not a file in a folder"
     for name in ("summary.json", "metrics.jsonl"):
         os.mkfifo(tmp_path / name)
-    with pytest.raises(UserError, match=r"summary.json can't be read: .*no regular file"):
+    with pytest.raises(UserError, match=r"summary.json can't be read: .*not a regular file"):
         RunDir(tmp_path).read_summary()
-    with pytest.raises(UserError, match=r"metrics.jsonl can't be read: it is no regular file"):
+    with pytest.raises(UserError, match=r"metrics.jsonl can't be read: it is not a regular file"):
         list(read_jsonl(tmp_path / "metrics.jsonl"))
-    with pytest.raises(OSError, match="no regular file"):
+    with pytest.raises(OSError, match="not a regular file"):
         cut_back(tmp_path / "metrics.jsonl", 3, True, pytest.fail)
 
 
@@ -401,9 +401,9 @@ def test_lines_that_cannot_be_read_are_said_and_kept_beside(what: str, kept: Pat
     assert len(told) == 1
     assert "metrics.jsonl is damaged: line " in told[0]
     assert (kept / "metrics.jsonl.damaged").read_bytes() == harmed
-    mended = (kept / "metrics.jsonl").read_bytes().splitlines(keepends=True)
-    assert [line for line in lines if line in mended] == mended, "what could be read stays as it was"
-    assert len(mended) == left >= len(lines) - 2
+    repaired = (kept / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    assert [line for line in lines if line in repaired] == repaired, "what could be read stays as it was"
+    assert len(repaired) == left >= len(lines) - 2
 
 
 def test_a_run_with_damaged_metrics_goes_on(kept: Path, corpus: Path) -> None:

@@ -1,4 +1,4 @@
-"""A preference run killed anywhere continues bit for bit: its reference is built anew, never read from a checkpoint."""
+"""A preference run killed anywhere continues bit for bit: its reference is built again, not read from a checkpoint."""
 
 from pathlib import Path
 

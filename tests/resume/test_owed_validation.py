@@ -81,7 +81,7 @@ def test_killed_around_the_validation_before_training(corpus: Path, tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", ["one", "ddp"])
 def test_stopped_in_the_validation_before_training(ranks: str, corpus: Path, tmp_path: Path) -> None:
-    """There is nothing to save yet: the same command begins anew. Two ranks validate as one does."""
+    """There is nothing to save yet: the same command begins again. Two ranks validate as one does."""
     settings = [*BEFORE, *RANKS[ranks]]
     run_dir = tmp_path / "run"
     stop_in_validation(corpus, run_dir, *settings, after=0, to_rank=None if ranks == "one" else 1)

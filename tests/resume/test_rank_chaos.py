@@ -1,4 +1,4 @@
-"""Random kills of random processes of a run on two ranks until done: it equals the one that was left alone."""
+"""Random kills of random processes of a run on two ranks until done: it equals the one that was not touched."""
 
 import contextlib
 import os

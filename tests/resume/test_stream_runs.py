@@ -66,7 +66,7 @@ def test_one_that_breaks_off_is_saved_and_goes_on(text: Path, whole: Path, tmp_p
     finally:
         broken.write_bytes(content)
     assert ended.code == 75, ended.err
-    assert "stopped by the stream, which broke off" in ended.out
+    assert "stopped by the stream, which was interrupted" in ended.out
     assert broken.name in ended.out
     done = len([row for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "train/loss" in row])
     assert 0 < done < 40
@@ -194,7 +194,7 @@ def test_two_ranks_say_once_what_keeps_the_first_rows_from_them(text: Path, tmp_
 
 @pytest.mark.slow
 def test_a_malformed_row_far_into_a_stream_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encode, "BATCH", 1000)  # characters read ahead of what is tokenized
+    monkeypatch.setattr(encode, "PART", 1000)  # characters that are tokenized together
     rows = [f'{{"text": "line {n} of some text with a few words"}}' for n in range(400)]
     rows[200] = '{"text": broken'
     (tmp_path / "a.jsonl").write_text("\n".join(rows))

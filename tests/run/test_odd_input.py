@@ -110,10 +110,10 @@ def test_keys_without_effect(a_run: Path) -> None:
         ({"WORLD_SIZE": "2"}, "the environment has WORLD_SIZE=2, but no RANK"),
         ({"RANK": "1"}, "the environment has RANK=1, but no WORLD_SIZE"),
         ({"RANK": "1", "WORLD_SIZE": "2"}, "but no LOCAL_RANK, MASTER_ADDR, MASTER_PORT"),
-        (dict.fromkeys(ranks.TORCH, "x"), "RANK='x', which is no number"),
+        (dict.fromkeys(ranks.TORCH, "x"), "RANK='x', which is not a number"),
         ({**dict.fromkeys(ranks.TORCH, "1"), "RANK": "7"}, "RANK=7, WORLD_SIZE=1"),
-        ({"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_PROCID='', which is no number"),
-        ({"SLURM_STEP_NUM_TASKS": "many"}, "which is no number"),
+        ({"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_PROCID='', which is not a number"),
+        ({"SLURM_STEP_NUM_TASKS": "many"}, "which is not a number"),
     ],
 )
 def test_stray_variables_of_a_launcher(stray: dict[str, str], said: str, corpus: Path, tmp_path: Path,

@@ -1,11 +1,14 @@
 """The plan says what will be computed, also where it isn't what was asked for."""
 
+import math
 import re
 from pathlib import Path
 
 import pytest
 
+import lmtrain
 from inprocess import train_tiny
+from lmtrain.run.plan import advice
 
 
 def test_a_cpu_has_no_16_mixed(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -14,3 +17,18 @@ def test_a_cpu_has_no_16_mixed(corpus: Path, tmp_path: Path, monkeypatch: pytest
     assert train_tiny(corpus, "run.name=half", "trainer.precision=16-mixed", *quick).code == 0
     plan = re.sub(r"\s+", " ", (tmp_path / "outputs" / "half" / "plan.txt").read_text())
     assert "16-mixed, computed as bf16-mixed (Lightning has no 16-mixed on a CPU), on 1 x" in plan
+
+
+def test_a_depth_that_the_text_cannot_feed_is_named_with_the_one_that_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "book.txt").write_text("".join(f"{n} squared is {n * n}.\n" for n in range(3000)))
+    words = ["model=dial", "model.num_hidden_layers=4", "data=text", "data.path=book.txt", "tokenizer=bytes",
+             "data.seq_len=64",
+             "data.global_batch_size=800", "data.micro_batch_size=8", "trainer.max_steps=2", "trainer.accelerator=cpu",
+             "trainer.limit_val_batches=1", "export.enabled=false", "report.enabled=false"]  # fmt: skip
+    run = lmtrain.build(lmtrain.compose(["run.name=deep", *words]))
+    notes = " ".join(advice(run._run))
+    fed = math.floor((2 * run._run.corpus.epoch_tokens / (12 * 32**2)) ** (1 / 3))
+    assert f"seen 1.6 times, are too many: it will learn them by heart; model.num_hidden_layers={fed} is what" in notes

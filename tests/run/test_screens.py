@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from inprocess import train_tiny
+from inprocess import run, train_tiny
 from lmtrain.callbacks.progress import PlainLines, RichBar, duration
 from lmtrain.config import compose
+from lmtrain.run import going_on
 from lmtrain.run.going_on import longer
 from lmtrain.run.provenance import git_state
 from support import TINY
@@ -63,10 +64,13 @@ def test_lines_in_a_pipe_carry_elapsed_and_left() -> None:
     out = io.StringIO()
     lines = PlainLines(Console(width=200, file=out), 1000, every_seconds=0)
     lines.on_train_start(SimpleNamespace(global_step=0), None)  # type: ignore[arg-type]
+    lines.listen(ROW | {"step": 50})  # before it, code is compiled
+    assert out.getvalue().endswith(" elapsed\n")
     lines._began -= 100
     lines.listen(ROW)
-    assert out.getvalue().startswith("step  250/1000  loss 2.3457  lr 6.00e-04  tok/s 12,346  0:01:40 elapsed, 0:05:0")
-    assert out.getvalue().endswith(" left\n")
+    last = out.getvalue().splitlines()[-1]
+    assert last.startswith("step  250/1000  loss 2.3457  lr 6.00e-04  tok/s 12,346  0:01:40 elapsed, 0:06:15")
+    assert last.endswith(" left")
     assert duration(3725.9) == "1:02:05"
 
 
@@ -80,9 +84,12 @@ def test_a_long_run_has_a_dozen_lines_in_a_log(monkeypatch: pytest.MonkeyPatch) 
         lines.listen(ROW | {"step": step})
         if step % 250 == 0:
             lines.listen({"step": step, "val/loss": 2.5})
+    lines.on_train_end(SimpleNamespace(), None)  # type: ignore[arg-type]
     shown = out.getvalue().splitlines()
     assert len(shown) <= 12 + 4 + 3
-    assert all(line.startswith("step ") and line.endswith(" left") for line in shown)
+    assert all(line.startswith("step ") and line.endswith(" left") for line in shown[1:])
+    assert [line.partition("  ")[0] for line in shown if "1000/" in line] == ["step 1000/1000"]
+    assert "loss 2.3457  val 2.5000" in shown[-1]
 
 
 def test_validations_stay_above_the_bar_and_an_interrupted_one_leaves_a_single_bar() -> None:
@@ -150,7 +157,10 @@ def test_a_run_keeps_its_plan_and_where_it_was_made(
     verb, prompt = shlex.split(following[0])[2:4], shlex.split(following[0])[4]
     assert verb == ["lmtrain.generate", "outputs/a"]
     assert set(prompt.split()[1:-1]) <= {word for file in corpus.glob("*.txt") for word in file.read_text().split()}
-    assert following[1:] == ["python -m lmtrain.evaluate outputs/a", "the same command with trainer.max_steps=4"]
+    assert following[1] == "python -m lmtrain.evaluate outputs/a"
+    assert following[2].endswith(" run.name=a trainer.max_steps=4")
+    assert run("train", *shlex.split(following[2])[3:]).code == 0, "as it is printed, it trains this run further"
+    assert json.loads((tmp_path / "outputs" / "a" / "summary.json").read_text())["step"] == 4
     (tmp_path / "file").write_text("x")
     subprocess.run(["git", "add", "file"], check=True)
     state = git_state()
@@ -162,6 +172,29 @@ def test_outside_a_repository_there_is_no_commit(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert git_state() is None
+
+
+@pytest.mark.parametrize(
+    ("words", "changes", "wanted"),
+    [
+        (["run.name=a", "optimizer.lr=0.1"], [], ["run.name=a", "optimizer.lr=0.1"]),
+        (["run.name=a", "trainer.max_steps=2"], ["trainer.max_steps=4"], ["run.name=a", "trainer.max_steps=4"]),
+        (["model.name_or_path=my model"], [], ["model.name_or_path=my model", "run.dir=out/1", "run.resume=auto"]),
+        (["run.name=a", "run.resume=none"], [], ["run.name=a", "run.dir=out/1", "run.resume=auto"]),
+        (["--config-dir", "c", "run.dir=out/1"], [], ["--config-dir", "c", "run.dir=out/1", "run.resume=auto"]),
+        (["run.name=a", "budget.minutes=5"], ["trainer.max_steps=8"], ["run.name=a", "trainer.max_steps=8"]),
+        (["run.name=a", "budget.minutes=5"], [], ["run.name=a", "budget.minutes=5"]),
+    ],
+)
+def test_the_command_that_continues(
+    words: list[str], changes: list[str], wanted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(going_on, "typed", lambda: words)
+    name = "a" if "run.name=a" in words else None
+    named = SimpleNamespace(run=SimpleNamespace(name=name))
+    made = SimpleNamespace(config=named, dir=SimpleNamespace(path=Path("out/1")))
+    said = going_on.continuing(made, *changes)  # type: ignore[arg-type]
+    assert shlex.split(said) == ["python", "-m", "lmtrain.train", *wanted]
 
 
 @pytest.mark.parametrize(
@@ -178,5 +211,5 @@ def test_what_ended_a_run_makes_it_longer(length: list[str], wanted: list[str]) 
     config = compose.check(compose.compose([*TINY, *length]))
     steps = 4 if "max_epochs=1" in length[-1] else 2
     steps = 3 if "trainer.max_steps=3" in length else steps
-    run = SimpleNamespace(config=config, total_steps=steps, corpus=SimpleNamespace(train=range(4 * 6)))
-    assert longer(run) == wanted  # type: ignore[arg-type]
+    made = SimpleNamespace(config=config, total_steps=steps, corpus=SimpleNamespace(train=range(4 * 6)))
+    assert longer(made) == wanted  # type: ignore[arg-type]

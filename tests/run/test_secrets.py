@@ -76,7 +76,8 @@ def test_what_a_config_reads_of_the_environment_is_used_and_not_written(server: 
     ]
     assert [one.code for one in after] == [0] * len(after), [one.err for one in after]
     no_leak(place, trained, again, *shown, *after)
-    assert "oc.env:BOOK_ACCESS" in (folder / "report.html").read_text()
+    page = (folder / "report.html").read_text().replace("<wbr>", "")  # where a long name may be broken
+    assert "oc.env:BOOK_ACCESS" in page
     assert "oc.env:BOOK_ACCESS" in (folder / "csv" / "hparams.yaml").read_text()
 
 

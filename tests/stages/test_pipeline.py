@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tiny import tiny, write
 
@@ -14,6 +15,7 @@ from lmtrain.errors import UserError
 from lmtrain.stages import definition, plan, state
 from lmtrain.stages import run as stages
 from support import REPO, thinned
+from support import rows as read_rows
 
 Tree = dict[str, dict]
 
@@ -68,7 +70,7 @@ def test_pipelines_that_come_with_lmtrain_compose(path: Path) -> None:
 
 def test_a_stage_that_needs_what_is_not_there(tree: Tree) -> None:
     tree["stages"]["dpo"]["needs"] = ["stf"]
-    assert "stage dpo needs stf, which is no stage; did you mean sft? (pretrain, sft, dpo)" in refused(tree)
+    assert "stage dpo needs stf, which is not a stage; did you mean sft? (pretrain, sft, dpo)" in refused(tree)
 
 
 def test_a_stage_that_needs_itself(tree: Tree) -> None:
@@ -199,10 +201,19 @@ def test_skips_continues_and_runs_again(tree: Tree, monkeypatch: pytest.MonkeyPa
     first, ran = start()
     assert first.code == 0, first.err
     assert ran == ["pretrain", "answers-pretrain", "sft", "answers-sft"]
-    scores = json.loads(Path("outputs/tiny/report.json").read_text())["scores"]
+    report = json.loads(Path("outputs/tiny/report.json").read_text())
+    scores, errors = report["scores"], report["standard_errors"]
     assert scores["answers/loss"]["sft"] < scores["answers/loss"]["pretrain"]
     page = Path("outputs/tiny/report.html").read_text()
-    assert f"{scores['answers/loss']['sft']:.4f}" in page
+    rows = read_rows(Path("outputs/tiny/evaluations/answers-sft.rows.jsonl"))
+    # Of a ratio of sums, by the delta method (Cochran 1977, 6.4); the bootstrap of ten rows is near it.
+    losses, tokens = (np.array([row[key] for row in rows]) for key in ("nll", "tokens"))
+    spread = np.sqrt(np.sum((losses - scores["answers/loss"]["sft"] * tokens) ** 2)) / tokens.sum()
+    assert errors["answers/loss"]["sft"] == pytest.approx(spread, rel=0.5)
+    assert f"{scores['answers/loss']['sft']:.4f} ± {errors['answers/loss']['sft']:.4f}" in page
+    assert page.count('<div class="beside">') == 2, "two prompts, answered by each stage"
+    assert "pretrain: loss" in page
+    assert report["seconds"] > 0
     assert all(f'href="{name}/report.html"' in page for name in tree["stages"])
 
     assert "how much" in Path("outputs/tiny/plan.txt").read_text()

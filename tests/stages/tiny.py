@@ -14,6 +14,9 @@ STEPS = ["trainer.max_steps=4", "trainer.val_check_interval=2", "trainer.save_ev
 CHAT = ["data.chat_template=vicuna", "data.seq_len=256", "model=pretrained", "data.val_fraction=0.2"]
 
 
+ANSWERS = ["evaluate.answers=2", "evaluate.max_new_tokens=4"]
+
+
 def write_rows(folder: Path) -> dict[str, Path]:
     """Ten questions, and as many pairs of answers to them."""
     asked = [(f"What is {n} plus {n}?", f"It is {n + n}.", f"It is {n}.") for n in range(1, 11)]
@@ -39,7 +42,7 @@ def tiny(corpus: Path, folder: Path) -> dict[str, dict]:
             "dpo": {"overrides": ["objective=dpo", *pairs, *CHAT, tuned, *STEPS]},
         },
         "evaluations": {
-            "answers": {"of": ["pretrain", "sft"], "overrides": [*chats, *CHAT[:2], "evaluate.answers=0"]},
+            "answers": {"of": ["pretrain", "sft"], "overrides": [*chats, *CHAT[:2], *ANSWERS]},
         },
     }  # fmt: skip
 

@@ -67,7 +67,7 @@ def test_failed_trials_are_recorded_and_tried_again(
     assert err.count("error: trial ") == 2
     before = (folder / "0" / "summary.json").stat().st_mtime_ns
 
-    (tmp_path / "mended").touch()
+    (tmp_path / "repaired").touch()
     assert sweep_here(tmp_path, monkeypatch, corpus, STATES, "sweep.name=mine", "sweep.jobs=2").code == 0
     assert [(t.number, t.status, t.exit_code, t.error) for t in table(folder)] == [
         (n, "finished", 0, None) for n in range(3)
@@ -106,7 +106,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(
     assert out.count("Continue with:") == 1
     assert "sweep.name=mine" in out.splitlines()[-1]
 
-    (tmp_path / "mended").touch()
+    (tmp_path / "repaired").touch()
     assert sweep_here(tmp_path, monkeypatch, corpus, *words).code == 0
     assert [t.status for t in table(folder)] == ["finished", "finished"]
     assert "continues after step " in (folder / "0.log").read_text()
@@ -314,7 +314,7 @@ def test_trials_end_with_a_sweep_that_was_killed(corpus: Path, tmp_path: Path) -
 def test_hydras_launcher(corpus: Path, tmp_path: Path) -> None:
     """submitit on this machine: the same path as to SLURM, but for the queue."""
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
-    (tmp_path / "mended").touch()
+    (tmp_path / "repaired").touch()
     words = [STATES, "sweep.name=mine", "hydra/launcher=submitit_local"]
     assert sweep(tmp_path, corpus, *words).wait(600) == 0
     assert [t.status for t in table(tmp_path / "outputs" / "sweeps" / "mine")] == ["finished"] * 3

@@ -29,6 +29,7 @@ def build_trainable_model(config: Config, tokenizer: Any) -> PreTrainedModel:
         config.data.seq_len,
         new_tokens=new_tokens,
         allow_target=config.run.allow_target,
+        scalar_head=config.objective.scalar_head,
         **quantized.loading_options(config.peft, config.trainer.precision, config.trainer.accelerator),
     )
     if config.peft.method != "none":

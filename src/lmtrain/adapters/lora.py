@@ -17,7 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import (
+    AutoPeftModelForCausalLM,
+    AutoPeftModelForSequenceClassification,
+    LoraConfig,
+    PeftModel,
+    get_peft_model,
+    get_peft_model_state_dict,
+)
 from peft import PeftConfig as StoredConfig
 from peft.utils.save_and_load import load_peft_weights
 from safetensors.torch import save_file
@@ -27,9 +34,11 @@ from transformers import PreTrainedModel
 from lmtrain.adapters.trainable import ATTRIBUTE, NAME, Adapter, adapter_of, switched
 from lmtrain.config.schema import PeftConfig
 from lmtrain.errors import UserError
+from lmtrain.models.scalar_head import has_scalar_head
 
 # Beginnings that take A and B out of the base weight, which is then W - s B A.
 _MOVES_BASE = ("pissa", "olora")
+SCALAR = "SEQ_CLS"  # peft's word for the task of a model with a scalar head
 
 
 def attach(
@@ -67,6 +76,11 @@ def attach(
     return adapter
 
 
+def task_of(model: PreTrainedModel) -> str:
+    """peft's word for the kind of model; of one with a scalar head peft trains a copy of the head, and saves it."""
+    return SCALAR if has_scalar_head(model) else "CAUSAL_LM"
+
+
 def _new(model: PreTrainedModel, cfg: PeftConfig, new_tokens: Sequence[int]) -> PeftModel:
     targets, also_trained = cfg.target_modules, list(cfg.modules_to_save or [])
     _check_names_match(model, "peft.target_modules", targets)
@@ -79,7 +93,7 @@ def _new(model: PreTrainedModel, cfg: PeftConfig, new_tokens: Sequence[int]) -> 
         tables = tables[:1]
     rows = {name: list(new_tokens) for name in tables if not _matches(name, also_trained)}
     config = LoraConfig(
-        task_type="CAUSAL_LM",
+        task_type=task_of(model),
         r=cfg.r,
         lora_alpha=cfg.alpha,
         lora_dropout=cfg.dropout,
@@ -105,6 +119,12 @@ def _continued(model: PreTrainedModel, cfg: PeftConfig, new_tokens: Sequence[int
         config = StoredConfig.from_pretrained(name)
         if not isinstance(config, LoraConfig):
             raise UserError(f"peft.adapter={name} is a {config.peft_type.value} adapter: only LoRA can be continued")
+        if has_scalar_head(model) != (config.task_type == SCALAR):
+            does = "predicts tokens" if has_scalar_head(model) else "gives rewards"
+            raise UserError(
+                f"peft.adapter={name} is of a model that {does}, and this run trains another kind: merge it into its "
+                f"base (export.merge=true) and start from that"
+            )
         config.lora_dropout = cfg.dropout
         peft = PeftModel.from_pretrained(model, name, is_trainable=True, config=config)
         held = set(load_peft_weights(name, device="cpu"))
@@ -160,13 +180,15 @@ def _matches(module: str, names: Sequence[str]) -> bool:
 
 
 def _is_tied(model: PreTrainedModel) -> bool:
-    return model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    head = model.get_output_embeddings()
+    return head is not None and head.weight is model.get_input_embeddings().weight
 
 
 def _tables(model: PreTrainedModel) -> list[str]:
-    """Names of the modules with a row per token: input embedding, output embedding."""
+    """Names of the modules with a row per token: input embedding, output embedding where there is one."""
     names = {id(module): name for name, module in model.named_modules()}
-    return [names[id(model.get_input_embeddings())], names[id(model.get_output_embeddings())]]
+    tables = (model.get_input_embeddings(), model.get_output_embeddings())
+    return [names[id(table)] for table in tables if table is not None]
 
 
 def _refuse_tied_lora(model: PreTrainedModel) -> None:
@@ -188,7 +210,7 @@ def _refuse_tied_lora(model: PreTrainedModel) -> None:
 def _check_rows_are_trained(model: PreTrainedModel, new_tokens: Sequence[int]) -> None:
     """An adapter with new tokens but frozen rows would train on noise and lose it when loaded."""
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
-        if hasattr(module, "modules_to_save"):
+        if module is None or hasattr(module, "modules_to_save"):
             continue
         trained = set(module.token_adapter.token_indices[NAME]) if hasattr(module, "token_adapter") else set()
         missing = [token for token in new_tokens if token not in trained]
@@ -231,6 +253,20 @@ def write_adapter(adapter: Adapter, folder: Path, dtype: torch.dtype) -> None:
     folder.mkdir(parents=True)
     config.save_pretrained(folder)
     save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def gives_rewards(folder: Path) -> bool:
+    """Whether an adapter is of a model with a scalar head."""
+    return StoredConfig.from_pretrained(str(folder)).task_type == SCALAR
+
+
+def load_adapter(folder: Path, **options: Any) -> PreTrainedModel:
+    """An exported adapter on its base; `options` are those of from_pretrained."""
+    if gives_rewards(folder):
+        loaded = AutoPeftModelForSequenceClassification.from_pretrained(folder, num_labels=1, **options)
+    else:
+        loaded = AutoPeftModelForCausalLM.from_pretrained(folder, **options)
+    return loaded.get_base_model()
 
 
 def disabled(model: PreTrainedModel) -> contextlib.AbstractContextManager[None]:

@@ -17,9 +17,20 @@ from lmtrain.config.checks import chosen_layers
 from lmtrain.config.options import LoadedModelConfig
 from lmtrain.config.schema import Config, MemoryConfig, ModelConfig
 from lmtrain.errors import RunError, UserError
+from lmtrain.models.feature import Feature
 from lmtrain.models.folder import is_exported
 
 BYTES = 16  # a trained fp32 number: itself, its gradient, AdamW's two moments
+
+
+class Memory(Feature):
+    """What the run says of its memory."""
+
+    def is_on(self, config: Config) -> bool:
+        return config.memory.num_chapters is not None
+
+    def plan_rows(self, model: PreTrainedModel, config: Config) -> list[tuple[str, str]]:
+        return [("memory", describe_memory(found)) for found in [memory_of(model)] if found]
 
 
 def attach(model: PreTrainedModel, config: Config) -> None:

@@ -5,12 +5,13 @@ import copy
 import torch
 from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from lmtrain.adapters import quantized
 from lmtrain.adapters.memory import attach_memory
 from lmtrain.adapters.memory_adapter import memory_of
 from lmtrain.adapters.trainable import ATTRIBUTE, NAME, adapter_of
+from lmtrain.models.scalar_head import auto_class, has_scalar_head
 
 
 @torch.no_grad()
@@ -38,7 +39,7 @@ def _dequantized_twin(model: PreTrainedModel) -> PreTrainedModel:
     """The frozen base, without LoRA, in fp32 on the CPU; a memory stays in it."""
     config = copy.deepcopy(model.config)
     del config.quantization_config
-    twin = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    twin = auto_class(has_scalar_head(model)).from_config(config, dtype=torch.float32)
     settings = memory_of(model)
     if settings is not None:
         attach_memory(twin, settings)
@@ -53,7 +54,8 @@ def _dequantized_twin(model: PreTrainedModel) -> PreTrainedModel:
         state[plain] = quantized.dequantized(layers[owner]) if quantised else parameter.detach().cpu().float()
     own = twin.state_dict()
     twin.load_state_dict({name: state[name] for name in own if name in state}, strict=False)
-    twin.generation_config = model.generation_config
+    if hasattr(model, "generation_config"):  # of a scalar head there is none
+        twin.generation_config = model.generation_config
     return twin
 
 

@@ -5,7 +5,6 @@ peft is not imported here: it takes seconds, and every objective needs this file
 
 import hashlib
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from transformers import PreTrainedModel
 from lmtrain.config.schema import PeftConfig
 from lmtrain.distributed.dtensor import full_shape, like
 from lmtrain.errors import UserError
+from lmtrain.models.feature import ADDED
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -75,12 +75,10 @@ def trainable_names(module: nn.Module) -> set[str] | None:
     return {name for name, p in parameters if p.requires_grad}
 
 
-_ADDED = re.compile(r"lora_|trainable_tokens_delta|modules_to_save|\.memory(_bank)?\.")  # to a base, by name
-
-
 def base_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
     """Those of the model that an adapter or a memory was put into, without what stands in for some of them."""
-    return (p for n, p in model.named_parameters() if not _ADDED.search(n) and ".original_module." not in n)
+    others = (*ADDED, "modules_to_save", ".original_module.")
+    return (p for n, p in model.named_parameters() if not any(part in n for part in others))
 
 
 def train_base(model: nn.Module) -> None:

@@ -3,7 +3,7 @@
 Every n optimizer steps, after the last, and after a validation that is the best so far: always after that step's
 validation, so that its score stands in the checkpoint's manifest and the best one is found by reading manifests.
 A run that stops elsewhere (a signal, early stopping) leaves an interim checkpoint: it stays until there is a newer one
-and never takes another's place, so that an interrupted run ends with the checkpoints of one that was left alone.
+and never takes another's place, so that an interrupted run ends with the checkpoints of one that was not touched.
 """
 
 from pathlib import Path
@@ -32,12 +32,15 @@ class Checkpoints(Checkpoint):
         every_n_steps: int | None,
         total_steps: int,
         scored_on: str | None = None,
+        mode: str | None = None,
     ) -> None:
         """
         Args:
             scored_on: names the rows that cfg.monitor is measured on, see `val_sets.scored_on`.
+            mode: by which scores are ranked, see `build.ranking`; None is cfg.mode.
         """
         self.folder, self.metrics, self.cfg, self.scored_on = folder, metrics, cfg, scored_on
+        self.mode = mode or cfg.mode
         self.every_n_steps, self.total_steps = every_n_steps, total_steps
         self.interim = False
         self.tokenizer: dict[str, str] = {}  # the hashes of the files of the run's tokenizer/
@@ -47,7 +50,7 @@ class Checkpoints(Checkpoint):
         step = trainer.global_step
         if step == self.total_steps or (self.every_n_steps is not None and step % self.every_n_steps == 0):
             return True
-        if self._score(step) is None or self.cfg.keep_best == 0:
+        if self._score(step) is None or self.cfg.keep_best == 0 or self.mode == retention.LAST:
             return False
         return trainer.strategy.broadcast(trainer.is_global_zero and self._best_so_far(step, io_of(trainer)))
 
@@ -68,7 +71,7 @@ class Checkpoints(Checkpoint):
         with self.metrics.clock.pause():
             io.wait()  # one in flight has no manifest yet
         earlier = retention.scores(self.folder, self.cfg.monitor, self.scored_on)
-        return retention.best_of([*earlier, (step, score)], self.cfg.mode) == step
+        return retention.best_of([*earlier, (step, score)], self.mode) == step
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """A run killed between its last save and what follows has no later save that would do it."""
@@ -121,13 +124,13 @@ class Checkpoints(Checkpoint):
         if not found:
             return
         scores, cfg = retention.scores(self.folder, self.cfg.monitor, self.scored_on), self.cfg
-        keep = retention.to_keep(scores, cfg.keep_last, cfg.keep_best, cfg.keep_every, cfg.mode) | {max(found)}
+        keep = retention.to_keep(scores, cfg.keep_last, cfg.keep_best, cfg.keep_every, self.mode) | {max(found)}
         for rows in retention.scored_on_others(self.folder, self.scored_on):  # the best of each, which may be asked for
             keep |= retention.to_keep(
-                retention.scores(self.folder, cfg.monitor, rows), 0, cfg.keep_best, None, cfg.mode
+                retention.scores(self.folder, cfg.monitor, rows), 0, cfg.keep_best, None, self.mode
             )
         retention.link(self.folder, "last", found[max(found)])
-        best = retention.best_of(scores, cfg.mode)
+        best = retention.best_of(scores, self.mode)
         if best is not None:
             retention.link(self.folder, "best", found[best])
         for step in found.keys() - keep:

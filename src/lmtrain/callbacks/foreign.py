@@ -22,7 +22,7 @@ REFUSED: dict[type[Callback], str] = {
         "data.micro_batch_size how many are computed at once"
     ),
     theirs.OnExceptionCheckpoint: (
-        "a step that failed half way is no place to go on from; the last checkpoint is, with run.resume=auto"
+        "a step that failed halfway can't be resumed; the last checkpoint can, with run.resume=auto"
     ),
     theirs.StochasticWeightAveraging: "it sets the learning rate and counts epochs; callbacks=ema averages weights",
     theirs.WeightAveraging: _AVERAGES,

@@ -32,7 +32,7 @@ _SHOWN = (  # (key of a row, label, format)
     ("tokens_per_s", "tok/s", "{:,.0f}"),
     ("mfu", "mfu", "{:.1%}"),
 )
-LINES = 12  # of a run in a log, besides those of validations
+LINES = 10  # of a run in a log, besides those of validations
 _SECONDS_BETWEEN_UPDATES = 0.2  # of the bar's position; the eye sees no more and the step pays less
 
 
@@ -112,7 +112,7 @@ class RichBar(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
         now = time.perf_counter()
         if self.progress is not None and self.train is not None and now - self._updated > _SECONDS_BETWEEN_UPDATES:
-            self.progress.update(self.train, completed=trainer.global_step)
+            self.progress.update(self.train, completed=trainer.global_step, total=self.total_steps)
             self._updated = now
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -139,7 +139,7 @@ class RichBar(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.progress is not None and self.train is not None:
-            self.progress.update(self.train, completed=trainer.global_step)
+            self.progress.update(self.train, completed=trainer.global_step, total=self.total_steps)
         self._stop()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -147,33 +147,51 @@ class RichBar(pl.Callback):
 
 
 class PlainLines(pl.Callback):
-    """A line now and then, and one per validation: for logs, pipes and notebooks."""
+    """A line now and then, one per validation and one at the end: for logs, pipes and notebooks."""
 
     def __init__(self, console: Console, total_steps: int, every_seconds: float) -> None:
         self.console, self.total_steps, self.every_seconds = console, total_steps, every_seconds
-        self._printed, self._began, self._first = 0.0, time.perf_counter(), 0
+        self.latest: Row = {}
+        self._printed, self._began, self._first, self._last = -math.inf, time.perf_counter(), 0, 0
+        self._timed: tuple[int, float] | None = None  # the first row's step and time: code is compiled before it
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._began, self._first = time.perf_counter(), trainer.global_step
 
     def listen(self, row: Row) -> None:
-        now = time.perf_counter()
-        last = row["step"] == self.total_steps and self.every_seconds < math.inf
-        if "val/loss" in row or last or now - self._printed >= self._pause(row["step"], now - self._began):
-            self._printed = now
-            step = f"step {row['step']:>{len(str(self.total_steps))}}/{self.total_steps}"
-            line = f"{step}  {describe(row)}  {self._times(row['step'], now - self._began)}"
-            self.console.print(line, soft_wrap=True, highlight=False)
+        self.latest.update(row)
+        elapsed = time.perf_counter() - self._began
+        self._timed = self._timed or (row["step"], elapsed)
+        if "val/loss" in row or elapsed - self._printed >= self._pause(row["step"], elapsed):
+            self._print(row["step"], elapsed)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        step = self.latest.get("step", self._last)
+        if step > self._last and self.every_seconds < math.inf:
+            self._print(step, time.perf_counter() - self._began)
+
+    def _print(self, step: int, elapsed: float) -> None:
+        """The latest numbers; those of a validation once."""
+        self._printed, self._last = elapsed, step
+        named = f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}"
+        self.console.print(
+            f"{named}  {describe(self.latest)}  {self._times(step, elapsed)}", soft_wrap=True, highlight=False
+        )
+        self.latest = {key: value for key, value in self.latest.items() if not key.startswith("val/")}
 
     def _pause(self, step: int, seconds: float) -> float:
         """Seconds between lines: as asked for, and more in a run of which that would be more than LINES."""
-        done = step - self._first
-        if done <= 0 or self.every_seconds == 0:
-            return self.every_seconds
-        return max(self.every_seconds, seconds / done * (self.total_steps - self._first) / LINES)
+        if self.every_seconds == 0:
+            return 0.0
+        return max(self.every_seconds, self._step_seconds(step, seconds) * (self.total_steps - self._first) / LINES)
+
+    def _step_seconds(self, step: int, seconds: float) -> float:
+        """The mean time of a step since the first row; 0.0 at that row."""
+        first, then = self._timed or (step, seconds)
+        return (seconds - then) / (step - first) if step > first else 0.0
 
     def _times(self, step: int, seconds: float) -> str:
         """How long it has trained, and at this rate will."""
-        done = step - self._first
-        left = f", {duration(seconds / done * (self.total_steps - step))} left" if done > 0 else ""
+        each = self._step_seconds(step, seconds)
+        left = f", {duration(each * (self.total_steps - step))} left" if each > 0 or step == self.total_steps else ""
         return f"{duration(seconds)} elapsed{left}"

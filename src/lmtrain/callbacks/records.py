@@ -187,7 +187,7 @@ class Records(Logger):
             self.joined.remove(logger)
             name = type(logger).__name__.lower()
             terminal.console().print(
-                f"note: logger.{name} failed ({first_line(error)}): the run goes on without it; {self.path} has all"
+                f"note: logger.{name} failed ({first_line(error)}): the run continues without it; {self.path} has all"
             )
 
     def _tell(self, names: list[str], what: str) -> None:

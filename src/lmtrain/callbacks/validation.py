@@ -83,7 +83,7 @@ class Validation(pl.Callback):
 
 
 class EarlyStopping(LightningEarlyStopping):
-    """Lightning's, blind to the validation before the first step; on other rows than before, it waits anew."""
+    """Lightning's, blind to the validation before the first step; on other rows than before, it waits again."""
 
     def __init__(self, *args: Any, scored_on: str | None = None, **kwargs: Any) -> None:
         """

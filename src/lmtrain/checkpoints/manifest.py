@@ -59,7 +59,7 @@ def read(checkpoint: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise Damaged(checkpoint, f"{NAME} is missing") from None
     except (NotADirectoryError, IsADirectoryError, NotRegular):
-        raise Damaged(checkpoint, f"{NAME} is no file in a folder") from None
+        raise Damaged(checkpoint, f"{NAME} is not a file in a folder") from None
     except UnicodeDecodeError as error:
         raise Damaged(checkpoint, f"{NAME} can't be read: {error}") from None
     except OSError as error:
@@ -96,7 +96,7 @@ def _hash(content: dict[str, Any]) -> str:
 def _problem(content: Any) -> str | None:
     """What is wrong with a manifest that is JSON; None if nothing is."""
     if not isinstance(content, dict):
-        return "is no JSON object"
+        return "is not a JSON object"
     rest = {key: value for key, value in content.items() if key != _HASH}
     if _HASH in content and content[_HASH] != _hash(rest):
         return "does not match its own checksum"
@@ -110,7 +110,7 @@ def _problem(content: Any) -> str | None:
     if type(rest["step"]) is not int or type(rest.get("interim", False)) is not bool:
         return "holds a step or a mark of another type"
     if not isinstance(metrics, dict) or not all(isinstance(v, int | float | None) for v in metrics.values()):
-        return "holds scores that are no numbers"
+        return "holds scores that are not numbers"
     if not isinstance(files, dict) or not all(_is_entry(*entry) for entry in files.items()):
         return "holds an entry that describes no file"
     return None

@@ -42,8 +42,13 @@ def scored_on_others(folder: Path, scored_on: str | None) -> dict[str, list[int]
     return found
 
 
+LAST = "last"  # a mode: of checkpoints with a score the newest is the best
+
+
 def _ranked(scores: Scores, mode: str) -> list[int]:
-    """Steps with a finite score, best first; of equal ones the earlier."""
+    """Steps with a finite score, best first by `mode` (min, max or LAST); of equal ones the earlier."""
+    if mode == LAST:
+        return [step for step, score in sorted(scores, reverse=True) if score is not None and math.isfinite(score)]
     sign = 1 if mode == "min" else -1
     scored = [(sign * score, step) for step, score in scores if score is not None and math.isfinite(score)]
     return [step for _, step in sorted(scored)]

@@ -33,7 +33,7 @@ _AMBIGUOUS = ("name", "num_samples", "rank", "start", "tokens", "adapter", "proj
 
 
 def used_here(key: str, valid: Collection[str]) -> str | None:
-    """Our key, group or option for a neighbour's; case and dashes don't count. None where it is no word of theirs.
+    """Our key, group or option for a neighbour's; case and dashes don't count. None where it is not a word of theirs.
 
     Args:
         valid: our keys, for those of which only the section has another name (datamodule.path).

@@ -15,8 +15,8 @@ from hydra.errors import (
     MissingConfigException,
     OverrideParseException,
 )
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from lmtrain import secrets
 from lmtrain.config import effect, environment, explain, interpolations, places, safe_yaml, sections, trust
@@ -24,7 +24,8 @@ from lmtrain.config.batch import batch_split
 from lmtrain.config.checks import check_pretrained_name, check_values, leave_out_ring
 from lmtrain.config.config_files import composed_files, folders_of, options_of
 from lmtrain.config.defaults import conf_dir
-from lmtrain.config.override_text import mended, typed_keys
+from lmtrain.config.options import MODELS, OBJECTIVES, OPTIMIZERS, SCHEDULES
+from lmtrain.config.override_text import to_hydra, typed_keys
 from lmtrain.config.schema import Config
 from lmtrain.errors import UserError
 from lmtrain.files import read_regular
@@ -55,11 +56,44 @@ def settled(
     effect.check_suffix(overrides)
     explain.refuse_deleted_groups(overrides, folders)
     safe_yaml.check_words(overrides)
-    overrides = [mended(override) for override in overrides]
+    overrides = [to_hydra(override) for override in overrides]
+    composed, overrides, refused = _hydra_composed(overrides, folders, search, config_name, for_sweep)
+    ours = OmegaConf.masked_copy(composed, [str(k) for k in composed if k != "hydra"]) if for_sweep else composed
+    interpolations.resolved(ours)
+    typed = {k: OmegaConf.select(composed, k) for k in trust.CLOSED if k in typed_keys(overrides)}
+    trust.refuse_unasked(composed, typed, config_dir or str(conf_dir()))
+    source = effect.inferred_source(overrides, composed, folders)
+    if source is not None:
+        found = [f"data={source}", *effect.epochs_at_most(typed_words, source)]
+        return settled([*found, *typed_words], config_dir, config_name, for_sweep=for_sweep)
+    if refused is not None:
+        raise refused
+    if config_dir is not None:
+        files = functools.cache(lambda: composed_files(overrides, config_dir, config_name))
+        try:
+            environment.refuse(composed, overrides, files)
+            places.refuse(composed, overrides, files, config_dir)
+        except OmegaConfBaseException as error:
+            raise UserError(f"{_one_line(error)} (in the config)") from None
+    _leave_to_replaced(composed, typed_words)
+    _refuse_gone(composed, overrides)
+    _complete_own_optimizer(composed)
+    _one_warmup(composed, overrides)
+    _switched_on(composed, overrides)
+    _as_much_as_typed(composed, overrides)
+    if is_named and composed.data.get("seq_len") is None:
+        composed.data.seq_len = min(effect.positions_of(composed.model.name_or_path) or effect.ROW, effect.ROW)
+    return composed, overrides
+
+
+def _hydra_composed(
+    overrides: list[str], folders: list[Path], search: list[str], config_name: str, for_sweep: bool
+) -> tuple[DictConfig, list[str], UserError | None]:
+    """What Hydra composes, of which overrides, and what is wrong with it unless a reader of data.path is chosen."""
+    again = lambda kept: hydra_compose(config_name, overrides=[*search, *kept])  # noqa: E731
     with initialize_config_dir(config_dir=str(folders[0]), version_base="1.3", job_name="lmtrain"):
         try:
-            objective = lambda groups: str(hydra_compose(config_name, overrides=[*search, *groups]).objective.name)  # noqa: E731
-            overrides = effect.for_text(overrides, objective)
+            overrides = effect.for_text(overrides, lambda groups: str(again(groups).objective.name))
             composed = hydra_compose(config_name, overrides=[*search, *overrides], return_hydra_config=for_sweep)
         except OverrideParseException as error:
             raise UserError(explain.unreadable(error.override)) from None
@@ -70,30 +104,26 @@ def settled(
             raise UserError(f"a config can't be read: {_one_line(error)}") from None
         # Hydra raises ValueError where a group is set to a number or null.
         except (ConfigCompositionException, HydraException, OmegaConfBaseException, ValueError) as error:
-            again = lambda kept: hydra_compose(config_name, overrides=[*search, *kept])  # noqa: E731
-            raise UserError(explain.refused(error, folders, overrides, again)) from None
+            refused = UserError(explain.refused(error, folders, overrides, again))
+            without = _without_keys_of_reader(overrides, again)
+            if without is None:
+                raise refused from None
+            return without, overrides, refused
+    return composed, overrides, None
 
-    interpolations.resolved(OmegaConf.masked_copy(composed, [str(k) for k in composed if k != "hydra"]))
-    typed = {k: OmegaConf.select(composed, k) for k in trust.CLOSED if k in typed_keys(overrides)}
-    trust.refuse_unasked(composed, typed, config_dir or str(conf_dir()))
-    source = effect.inferred_source(overrides, composed, folders)
-    if source is not None:
-        found = [f"data={source}", *effect.epochs_at_most(typed_words, source)]
-        return settled([*found, *typed_words], config_dir, config_name, for_sweep=for_sweep)
-    if config_dir is not None:
-        files = functools.cache(lambda: composed_files(overrides, config_dir, config_name))
-        try:
-            environment.refuse(composed, overrides, files)
-            places.refuse(composed, overrides, files, config_dir)
-        except OmegaConfBaseException as error:
-            raise UserError(f"{_one_line(error)} (in the config)") from None
-    _refuse_gone(composed, overrides)
-    _complete_own_optimizer(composed)
-    _one_warmup(composed, overrides)
-    _switched_on(composed, overrides)
-    if is_named and composed.data.get("seq_len") is None:
-        composed.data.seq_len = min(effect.positions_of(composed.model.name_or_path) or effect.ROW, effect.ROW)
-    return composed, overrides
+
+def _without_keys_of_reader(overrides: list[str], again: Callable[[list[str]], DictConfig]) -> DictConfig | None:
+    """The config without the keys of `data` that stand beside a bare data.path, whose reader may be what has them.
+
+    None where data.path chooses no reader, or something else was wrong.
+    """
+    typed = typed_keys(overrides)
+    if "data.path" not in typed or "data" in typed:
+        return None
+    try:
+        return again([o for o in overrides if not o.lstrip("+").startswith("data.") or "data.path=" in o])
+    except (HydraException, OmegaConfBaseException, ValueError):
+        return None
 
 
 def _check_model_name(
@@ -132,8 +162,28 @@ def _refuse_gone(composed: DictConfig, overrides: list[str]) -> None:
             raise UserError(explain.unknown_key(key, ()))
 
 
+def _leave_to_replaced(composed: DictConfig, typed_words: list[str]) -> None:
+    """Takes away the keys that an experiment has set for an option of these groups that a typed one has replaced."""
+    typed = typed_keys(typed_words)
+    objectives = {name: options for name, (_, options) in OBJECTIVES.items()}
+    groups: dict[str, tuple[str, dict[str, type[Any]]]] = {
+        "model": ("init", MODELS), "objective": ("name", objectives), "optimizer": ("name", OPTIMIZERS),
+        "schedule": ("name", SCHEDULES),
+    }  # fmt: skip
+    for group, (which, own) in groups.items():
+        name = composed[group].get(which)
+        if group not in typed or name not in own or (group != "objective" and "_target_" in composed[group]):
+            continue
+        kept = {field.name for field in dataclasses.fields(own[name])}
+        of_others = {field.name for other in own.values() for field in dataclasses.fields(other)} - kept
+        gone = [str(key) for key in composed[group] if str(key) in of_others and f"{group}.{key}" not in typed]
+        with open_dict(composed):
+            for key in gone:
+                del composed[group][key]
+
+
 def _complete_own_optimizer(composed: DictConfig) -> None:
-    """Adds what every optimizer has to a yaml of one's own that holds a class and its arguments alone."""
+    """Adds what every optimizer has to a yaml of your own that holds a class and its arguments alone."""
     if composed.optimizer.get("_target_") is not None:
         base = OmegaConf.load(conf_dir() / "optimizer" / "base.yaml")
         composed.optimizer = OmegaConf.merge(base, {"name": "custom"}, composed.optimizer)
@@ -155,6 +205,13 @@ def _switched_on(composed: DictConfig, overrides: list[str]) -> None:
         prefix = f"callbacks.{section}."
         if f"{prefix}enabled" not in named and any(name.startswith(prefix) for name in named):
             composed.callbacks[section].enabled = True
+
+
+def _as_much_as_typed(composed: DictConfig, overrides: list[str]) -> None:
+    """A typed data.val_fraction is what is held out, of little data too."""
+    named = typed_keys(overrides)
+    if "data.val_fraction" in named and "data.min_val_rows" not in named:
+        composed.data.min_val_rows = 0
 
 
 def to_yaml(composed: DictConfig) -> str:
@@ -183,8 +240,11 @@ def check(composed: DictConfig | Mapping[str, Any]) -> Config:
     try:
         schema = sections.schema_of(found)
         merged = OmegaConf.merge(schema, tree)
-        missing = {key.split(".")[0] for key in OmegaConf.missing_keys(merged)}
-        config = OmegaConf.to_object(OmegaConf.merge(schema, _defaults_of(missing), tree) if missing else merged)
+        try:
+            config = OmegaConf.to_object(merged)
+        except MissingMandatoryValue:
+            missing = {key.split(".")[0] for key in OmegaConf.missing_keys(merged)}
+            config = OmegaConf.to_object(OmegaConf.merge(schema, _defaults_of(missing), tree))
     except OmegaConfBaseException as error:
         raise UserError(explain.wrong_type(error, tree, sections.names_of(found))) from None
     assert isinstance(config, Config)

@@ -25,9 +25,9 @@ class Shapes(enum.Enum):
     PREPARED = "prepared"  # the tokens on disk: another folder; on resume the tokens themselves are compared
     MODEL = "model"  # the model and what its forward computes: another reference, and refused on resume
     TRAJECTORY = "trajectory"  # what is learned: refused on resume
-    RATE = "rate"  # how fast and how long: the user's right on resume, said aloud
-    MACHINE = "machine"  # where and how the same is computed: may change on resume, said aloud
-    VALIDATION = "validation"  # what is validated on: may change on resume, said aloud; scores before are not compared
+    RATE = "rate"  # how fast and how long: the user's right on resume, reported
+    MACHINE = "machine"  # where and how the same is computed: may change on resume, reported
+    VALIDATION = "validation"  # what is validated on: may change on resume, reported; scores before are not compared
     SHOWN = "shown"  # nothing that is learned: what people see, where files lie, what is kept
 
 
@@ -60,7 +60,7 @@ class ReadBy:
 
 
 def choice(*options: str) -> Constraint:
-    """One of these; for keys that are no text otherwise (true, a number), a text has to be one of them."""
+    """One of these; for keys that are not text otherwise (true, a number), a text has to be one of them."""
 
     def check(key: str, value: Any) -> None:
         if isinstance(value, str) and value not in options:
@@ -134,7 +134,7 @@ def representable(key: str, value: Any) -> None:
     if type(value) is int and not -(2**63) <= value < 2**63:
         raise UserError(f"{key}={value}: whole numbers have 64 bits, so {2**63 - 1} is the largest")
     if isinstance(value, str) and "\0" in value:
-        raise UserError(f"{key}={value}: a NUL character can't stand in it")
+        raise UserError(f"{key}={value}: it can't hold a NUL character")
 
 
 def name_or_names(key: str, value: Any) -> None:

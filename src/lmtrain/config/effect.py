@@ -143,9 +143,7 @@ def _weights_of(name: str) -> str:
     path = Path(name).expanduser()
     if not path.is_dir():
         if name.startswith((".", "/", "~")) or name.count("/") != 1:
-            raise UserError(
-                f"model={name}: there is no such folder, and no name of the hub (owner/model) looks like it"
-            )
+            raise UserError(f"model={name}: no such folder, and a name of the hub is owner/model")
         return name
     if (path / "config.json").is_file() or (path / "adapter_config.json").is_file():
         return str(path)
@@ -250,7 +248,8 @@ def inference_note(overrides: Sequence[str], config: Config, proposed: str = "")
         notes.append(
             f"model={typed['model']} trains {weights} further, in rows of {config.data.seq_len:,} tokens (data.seq_len)"
         )
-    if typed.get("trainer.max_epochs") is None and config.trainer.max_epochs in EPOCHS.values() and "data" not in typed:
+    chosen = config.budget.minutes is None and config.trainer.max_epochs in EPOCHS.values()  # and not the budget
+    if typed.get("trainer.max_epochs") is None and chosen and "data" not in typed:
         notes.append(_ends(config))
     if proposed or "data.path" not in typed or {"data", "data.source", "experiment"} & typed.keys():
         return notes
@@ -258,7 +257,7 @@ def inference_note(overrides: Sequence[str], config: Config, proposed: str = "")
         return notes
     return [
         *notes,
-        f"data.path={typed['data.path']} chose what reads it, {config.data.source} ({config.data.format}), and "
+        f"data.path={typed['data.path']} chose its reader, {config.data.source} ({config.data.format}), and "
         f"is all the data there is; data=... chooses another reader",
     ]
 

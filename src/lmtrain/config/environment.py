@@ -230,8 +230,10 @@ def without_reading(tree: DictConfig, file: Path) -> DictConfig:
 
 def as_text(tree: DictConfig) -> DictConfig:
     """A config in which what would read the environment is text."""
-    plain, found = OmegaConf.to_container(tree, resolve=False), readings(tree)
-    made = OmegaConf.create(_with_text(plain, found))
+    found = readings(tree)
+    if not found:
+        return tree
+    made = OmegaConf.create(_with_text(OmegaConf.to_container(tree, resolve=False), found))
     assert isinstance(made, DictConfig)
     return made
 

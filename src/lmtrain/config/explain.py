@@ -129,7 +129,7 @@ def missing_config(error: MissingConfigException, folders: list[Path], overrides
 
 def unreadable(override: str) -> str:
     """The message for an argument that Hydra's grammar rejects."""
-    override = override.removeprefix("++")  # which `mended` may have added
+    override = override.removeprefix("++")  # which `to_hydra` may have added
     key, equals, value = override.partition("=")
     if not equals:
         return f"cannot read {override!r}: write key=value or group=option; a value that holds spaces needs quotes"
@@ -153,7 +153,7 @@ def unknown_flags(unknown: Sequence[str], argv: Sequence[str], verb: str) -> str
         argv: all that was typed; an unknown flag's value may follow it.
     """
     flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
-    hydras = next((f"{flag} is no option: {HYDRA_FLAGS[flag]}" for flag in flags if flag in HYDRA_FLAGS), None)
+    hydras = next((f"{flag} is not an option: {HYDRA_FLAGS[flag]}" for flag in flags if flag in HYDRA_FLAGS), None)
     if hydras is not None:
         return hydras
     settings, left_out = list[str](), list[str]()
@@ -166,7 +166,7 @@ def unknown_flags(unknown: Sequence[str], argv: Sequence[str], verb: str) -> str
         given = value if equals else None if after.startswith("-") or "=" in after else after
         key = flag.lstrip("-").replace("-", "_")
         if absent(key) is not None:
-            left_out.append(f"{flag} is no option: {absent(key)}")
+            left_out.append(f"{flag} is not an option: {absent(key)}")
         elif key:
             settings.append(_setting(key, given))
     if not settings and left_out:
@@ -174,12 +174,12 @@ def unknown_flags(unknown: Sequence[str], argv: Sequence[str], verb: str) -> str
     if len(settings) > 1:
         why = "".join(f"; {line}" for line in left_out)
         return (
-            f"{', '.join(flags)} are no options: settings are written without dashes, key=value: "
+            f"{', '.join(flags)} are not options: settings are written without dashes, key=value: "
             f"python -m lmtrain.{verb} {_as_command(settings)}{why}"
         )
     example = settings[0] if settings else "trainer.max_steps=100"
     return (
-        f"{flags[0] if flags else unknown[0]} is no option: settings are written without dashes, {example} "
+        f"{flags[0] if flags else unknown[0]} is not an option: settings are written without dashes, {example} "
         f"(--help lists options and keys)"
     )
 

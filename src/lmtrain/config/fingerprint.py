@@ -5,8 +5,8 @@ A fingerprint is plain containers in every checkpoint:
   contents  what was found behind names and settings: the tokens ("data"), the tokenizer, the model's architecture, the
             frozen base, an adapter's first weights, the reference
   earlier   some contents in the form that checkpoints of earlier versions hold
-The checkpoint of one device is that of many: where and how a run is computed is no part of it, and is read, as what may
-change on resume, from the run's config.yaml.
+The checkpoint of one device is that of many: where and how a run is computed is not part of it. That may change on
+resume, and is read from the run's config.yaml.
 """
 
 import difflib
@@ -155,7 +155,7 @@ def read_config(tree: Any, config: Config) -> dict[str, Any]:
     return found
 
 
-def said_aloud(before: dict[str, Any], config: Config) -> list[str]:
+def changed_since(before: dict[str, Any], config: Config) -> list[str]:
     """What may change on resume and has, in words."""
     now = {k: environment.written(k, v, config.kept) for k, v in values(config, RATE, MACHINE, VALIDATION).items()}
     return [f"{key} {before[key]} -> {now[key]}" for key in now if key in before and before[key] != now[key]]

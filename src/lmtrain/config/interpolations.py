@@ -11,7 +11,27 @@ from omegaconf.grammar_parser import parse
 from lmtrain.errors import UserError
 
 # Those that make a config of a text (oc.create, oc.decode) are not among them: what a config says stands in the config.
-RESOLVERS = ("oc.env", "oc.select", "oc.dict.keys", "oc.dict.values", "now")
+RESOLVERS = ("oc.env", "oc.select", "oc.dict.keys", "oc.dict.values", "now", "power_law")
+
+
+def power_law(value: float, at: float, base: float, exponent: float, multiple: float = 0) -> float | int:
+    """`value` x (`at` / `base`) ** `exponent`: what a setting is at another depth, width or size.
+
+    Args:
+        multiple: the result is rounded to a multiple of it, at least one; 0 leaves it as it is, to four digits.
+
+    Raises:
+        ValueError: `at` or `base` is not above 0, or the result is too large.
+    """
+    if at <= 0 or base <= 0:
+        raise ValueError(f"power_law: {at} and {base} have to be above 0")
+    found = value * (at / base) ** exponent
+    if not abs(found) < 2**40:
+        raise ValueError(f"power_law: {value} x ({at} / {base}) ** {exponent} is too large")
+    return max(multiple, multiple * round(found / multiple)) if multiple else float(f"{found:.4g}")
+
+
+OmegaConf.register_new_resolver("power_law", power_law, replace=True)
 
 
 def resolved(tree: DictConfig) -> dict[str, Any]:
@@ -62,7 +82,7 @@ def _check(key: str, text: str) -> None:
         names = list(_resolvers(parse(text)))
     except GrammarParseError as error:
         said = str(error).strip().split("\n")[0]
-        raise UserError(f"{key}: {text!r} is no interpolation ({said}); for the text itself write \\${{") from None
+        raise UserError(f"{key}: {text!r} is not an interpolation ({said}); for the text itself write \\${{") from None
     wrong = next((name for name in names if name not in RESOLVERS), None)
     if wrong is not None:
         raise UserError(

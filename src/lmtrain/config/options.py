@@ -1,6 +1,6 @@
 """The keys of each choice of a section: objectives, models, optimizers, schedules; checked without torch.
 
-The options of any other objective or schedule stand beside its class, as its `Options`; a class of one's own that is a
+The options of any other objective or schedule stand beside its class, as its `Options`; a class of your own that is a
 model or an optimizer brings its arguments. sections.py chooses among them.
 """
 
@@ -159,7 +159,7 @@ class AdafactorConfig(OptimizerConfig):
 
 @dataclass(kw_only=True)
 class MuonConfig(AdamWConfig):
-    """Keys of Muon, and of the AdamW that updates every parameter that is no hidden matrix."""
+    """Keys of Muon, and of the AdamW that updates every parameter that is not a hidden matrix."""
 
     momentum: Annotated[float, TRAJECTORY]
     nesterov: Annotated[bool, TRAJECTORY]

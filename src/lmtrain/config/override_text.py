@@ -1,5 +1,6 @@
 """Overrides as they are typed: their keys and values, and the quotes that Hydra's grammar wants. Imports no torch."""
 
+import functools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,13 +13,15 @@ from lmtrain.config.interpolations import escaped
 from lmtrain.config.sections import all_keys
 
 
-def mended(override: str) -> str:
+def to_hydra(override: str) -> str:
     """An override with the quotes and plus signs that Hydra's grammar wants, where the schema tells what is meant.
 
     A text that doesn't parse is quoted, as are the entries of a list of texts; a mapping of a user's own keys, or one
     of these, is added to the config.
     """
     key, _, value = override.partition("=")
+    if key == "reward.parts":  # of an option whose keys are those of a class, which no schema has
+        return f"++{override}"
     found = next((k for k in all_keys() if key == k.name or key.startswith(f"{k.name}.")), None)
     if found is None or not value:
         return override
@@ -53,6 +56,7 @@ def as_typed(key: str, text: str) -> str:
 _BOOLEANS = {"yes": "true", "no": "false", "on": "true", "off": "false"}
 
 
+@functools.lru_cache(4096)
 def _parses(override: str) -> bool:
     try:
         OverridesParser.create().parse_override(override)
@@ -65,7 +69,7 @@ def written(value: Any, other: Callable[[Any], str] = lambda value: quoted(escap
     """A value as Hydra's grammar reads it back: texts between quotes, lists and mappings of values, numbers, null.
 
     Args:
-        other: writes texts and what else is no number, truth value or null.
+        other: writes texts and what else is not a number, truth value or null.
     """
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {written(inner, other)}" for key, inner in value.items()) + "}"
@@ -95,7 +99,7 @@ def typed_keys(overrides: Sequence[str]) -> dict[str, str]:
 def leaves(overrides: Sequence[str]) -> dict[str, Any]:
     """Dotted key to value, unresolved, of what overrides set."""
     found: dict[str, Any] = {}
-    for override in OverridesParser.create().parse_overrides([mended(o) for o in overrides]):
+    for override in OverridesParser.create().parse_overrides([to_hydra(o) for o in overrides]):
         if not override.is_delete() and not override.is_sweep_override():
             found |= flat(override.value(), override.key_or_group)
     return found

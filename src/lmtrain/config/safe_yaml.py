@@ -35,7 +35,7 @@ def check_folder(folder: Path, config_name: str) -> None:
         digits = re.search(r"[0-9_]{4000}", text)
         if digits is not None:
             line = text[: digits.start()].count("\n") + 1
-            raise UserError(f"{file} can't be read: a number of thousands of digits stands in line {line}")
+            raise UserError(f"{file} can't be read: a number with thousands of digits is in line {line}")
         check_text(text, str(file))
     root = folder / f"{config_name}.yaml"
     if root.is_file():
@@ -55,7 +55,7 @@ def check_words(overrides: list[str]) -> None:
 
 
 def check_search_path(found: Any, where: str) -> None:
-    """Raises UserError for an entry that is no folder."""
+    """Raises UserError for an entry that is not a folder."""
     for entry in found if OmegaConf.is_list(found) or isinstance(found, list) else [found] if found else []:
         if "://" in str(entry) and not str(entry).startswith("file://"):
             raise UserError(f"{where} has {entry}, which Hydra would import: name a folder, file:///path/to/configs")
@@ -105,7 +105,7 @@ class _Loader(yaml.SafeLoader):
             if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
                 line = key.start_mark.line + 1
                 if key.value in lines:
-                    raise yaml.YAMLError(f"the key {key.value} stands in line {lines[key.value]} and in line {line}")
+                    raise yaml.YAMLError(f"the key {key.value} is in line {lines[key.value]} and in line {line}")
                 lines[key.value] = line
         return super().construct_mapping(node, deep)
 

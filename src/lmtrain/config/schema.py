@@ -59,6 +59,7 @@ class ObjectiveConfig:
     """What every objective has. Each adds options of its own in a subclass: options.py, or beside a user's class."""
 
     rows: ClassVar[str] = "text"  # what it trains on: text, conversations, pairs, or the path of a row format's class
+    scalar_head: ClassVar[bool] = False  # whether its model gives one number for a row instead of the next token
 
     name: Annotated[str, TRAJECTORY]
     _target_: Annotated[str, TRAJECTORY]
@@ -74,7 +75,7 @@ class ObjectiveConfig:
 
 @dataclass(kw_only=True)
 class ModelConfig:
-    """What every model has. options.py adds what one from scratch, a pretrained one and a class of one's own have."""
+    """What every model has. options.py adds what one from scratch, a pretrained one and a class of your own have."""
 
     name: Annotated[str, SHOWN]
     init: Annotated[str, MODEL, choice("scratch", "pretrained")]
@@ -193,6 +194,7 @@ class TrainerConfig:
     devices: Annotated[int | str, MACHINE]
     num_nodes: Annotated[int, MACHINE, at_least(1)]
     max_restarts: Annotated[int, SHOWN, not_negative]
+    rank_timeout: Annotated[int, SHOWN, at_least(1)]
     strategy: Annotated[str, MACHINE, choice(*STRATEGIES)]
     fsdp: Annotated[FsdpConfig, _FSDP]
     deepspeed: Annotated[DeepSpeedConfig, _DEEPSPEED]
@@ -264,6 +266,7 @@ class CheckpointConfig:
     keep_last: Annotated[int, SHOWN, at_least(1)]
     keep_best: Annotated[int, SHOWN, not_negative]
     keep_every: Annotated[int | None, SHOWN, at_least(1)]
+    min_val_rows: Annotated[int, SHOWN, not_negative]
     async_save: Annotated[bool, SHOWN]
     monitor: Annotated[str, SHOWN]
     mode: Annotated[str, SHOWN, choice("min", "max")]
@@ -293,6 +296,13 @@ class GenerateConfig:
     temperature: Annotated[float, SHOWN, not_negative]
     top_k: Annotated[int | None, SHOWN, at_least(1)]
     checkpoint: Annotated[str, SHOWN]
+
+
+@dataclass(kw_only=True)
+class ChatConfig:
+    web: Annotated[bool, SHOWN] = False
+    port: Annotated[int | None, SHOWN, between(1, 65535)] = None
+    against: Annotated[str | None, SHOWN] = None
 
 
 @dataclass(kw_only=True)
@@ -384,6 +394,8 @@ class Config:
     model: ModelConfig
     data: DataConfig
     tokenizer: TokenizerConfig
+    # {_target_, ...} or {parts: {name: {_target_, weight, ...}}}: rewards/scoring.py
+    reward: Annotated[dict[str, Any], TRAJECTORY] = field(default_factory=dict)
     peft: PeftConfig
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     router: RouterConfig
@@ -395,6 +407,7 @@ class Config:
     logger: Annotated[dict[str, Any], SHOWN]
     export: ExportConfig
     generate: Annotated[GenerateConfig, ReadBy(("generate",))]
+    chat: Annotated[ChatConfig, ReadBy(("chat",))] = field(default_factory=ChatConfig)
     evaluate: EvaluateConfig
     estimate: EstimateConfig
     tune: Annotated[TuneConfig, ReadBy(("tune",))]

@@ -92,6 +92,8 @@ class DataConfig:
     train_split: Annotated[str, PREPARED]
     val_split: Annotated[str | None, PREPARED]
     val_fraction: Annotated[float, PREPARED, share, _CUT_OFF]
+    # 0 in the config.yaml of earlier versions, which held out val_fraction of small data, too
+    min_val_rows: Annotated[int, PREPARED, CONTENT, not_negative, _CUT_OFF] = 0
     num_samples: Annotated[int | None, PREPARED, at_least(1)]
     # arguments of a class that source names
     source_options: Annotated[dict[str, Any] | None, PREPARED, _OF_CLASS] = None

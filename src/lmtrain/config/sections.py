@@ -8,7 +8,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -18,6 +18,7 @@ from lmtrain.config.options import MODELS, OBJECTIVES, OPTIMIZERS, SCHEDULES, Cu
 from lmtrain.config.schema import Config, ModelConfig, ObjectiveConfig, OptimizerConfig, ScheduleConfig
 from lmtrain.config.targets import check_allowed, class_named, find_class
 from lmtrain.errors import UserError
+from lmtrain.terminal import a_or_an
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -43,11 +44,24 @@ def classes(tree: DictConfig) -> dict[str, type[Any]]:
 
 
 def schema_of(found: dict[str, type[Any]]) -> DictConfig:
-    """The structured config with these classes of sections."""
+    """The structured config with these classes of sections: to be merged with a config, and not to be changed."""
+    return _schema_of(tuple(found.items()))
+
+
+@functools.lru_cache(64)
+def _schema_of(found: tuple[tuple[str, type[Any]], ...]) -> DictConfig:
     schema = OmegaConf.structured(Config)
-    for section, options in found.items():
+    for section, options in found:
         schema[section] = OmegaConf.structured(options)
-    return schema
+    return _with_sections(schema, Config)
+
+
+def _with_sections(node: DictConfig, options: type[Any]) -> DictConfig:
+    """Makes the sections of a structured config that have no default, which each merge would make anew."""
+    for name, kind in get_type_hints(options).items():
+        if dataclasses.is_dataclass(kind) and OmegaConf.is_missing(node, name):
+            node[name] = _with_sections(OmegaConf.structured(kind), kind)  # type: ignore[arg-type]
+    return node
 
 
 def names_of(found: dict[str, type[Any]]) -> list[str]:
@@ -168,7 +182,7 @@ def options_beside(target: str, section: str, base: type[Any], allow_target: lis
     options = getattr(class_named(target, section, allow_target), "Options", None)
     if not isinstance(options, type) or not issubclass(options, base):
         raise UserError(
-            f"{section}: _target_={target} is no {section}: it has no Options, a dataclass derived from "
+            f"{section}: _target_={target} is not {a_or_an(section)}: it has no Options, a dataclass derived from "
             f"{base.__module__}.{base.__qualname__}"
         )
     try:
@@ -205,7 +219,7 @@ def model_class(target: str, allow_target: Sequence[str]) -> "type[PreTrainedMod
     """The class that `target` names.
 
     Raises:
-        UserError: it is not allowed, can't be imported, is no model that generates, or lacks what training needs.
+        UserError: it is not allowed, can't be imported, is not a model that generates, or lacks what training needs.
     """
     from torch import nn
     from transformers import GenerationMixin, PreTrainedModel

@@ -7,7 +7,7 @@ from lmtrain.config.schema import FP8, Config, TrainerConfig
 from lmtrain.errors import UserError
 
 SHARING = ("fsdp", "fsdp_tp", "deepspeed")  # a device holds a part of the model, of its gradients or of its state
-_NOT_TRIED = ("fsdp_tp", "deepspeed")  # with fp8
+_NEITHER = ("fsdp_tp", "deepspeed")  # split layers in ways that fp8 and some objectives do not know
 
 
 def outside_fp8(precision: str) -> str:
@@ -20,7 +20,7 @@ def check_fp8(c: Config) -> None:
     if c.trainer.precision != FP8:
         return
     key, instead = "trainer.precision=fp8", "set trainer.precision=bf16-mixed"
-    if c.trainer.strategy in _NOT_TRIED:
+    if c.trainer.strategy in _NEITHER:
         raise UserError(
             f"{key} does not go with trainer.strategy={c.trainer.strategy}: set trainer.strategy=fsdp or ddp, or "
             f"{instead}"
@@ -35,6 +35,12 @@ def check_fp8(c: Config) -> None:
             f"{key} does not go with objective={c.objective.name}: what it learns from are small differences of "
             f"log-probabilities, which 8 bits blur: {instead}"
         )
+
+
+def refuse_split_layers(strategy: str, why: str) -> None:
+    """Raises UserError, which says why, under the strategies that leave no way to whole layers."""
+    if strategy in _NEITHER:
+        raise UserError(f"trainer.strategy={strategy}: {why}: set trainer.strategy=ddp or fsdp")
 
 
 def spell_out(t: TrainerConfig) -> None:

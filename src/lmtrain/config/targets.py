@@ -25,11 +25,12 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from lmtrain.errors import RunError, UserError
+from lmtrain.terminal import a_or_an
 
 KNOWN = ("lmtrain", "torch", "lightning", "transformers", "torchmetrics", "peft")  # packages open to everyone
 # The parts of them that hold classes to be named; other modules are not even imported.
 PLACES = (
-    "lmtrain.callbacks", "lmtrain.data", "lmtrain.objectives", "lmtrain.optim", "lmtrain.generation",
+    "lmtrain.callbacks", "lmtrain.data", "lmtrain.objectives", "lmtrain.optim", "lmtrain.generation", "lmtrain.rewards",
     "lightning.pytorch.callbacks", "peft.optimizers", "torch.nn", "torch.optim", "torchmetrics.text",
     "torchmetrics.wrappers", "transformers.models", "transformers.optimization",
 )  # fmt: skip
@@ -65,7 +66,7 @@ def check_allowed(key: str, target: Any, allow_target: Sequence[str]) -> None:
         )
     parts = str(target).split(".")
     if not all(part.isidentifier() and not part.startswith("__") for part in parts):
-        raise UserError(f"{key}: _target_={target} is no class's path, package.module.Class")
+        raise UserError(f"{key}: _target_={target} is not a class's path, package.module.Class")
 
 
 def find_class(target: str, key: str, kind: type[T], allow_target: Sequence[str] = ()) -> type[T]:
@@ -76,7 +77,7 @@ def find_class(target: str, key: str, kind: type[T], allow_target: Sequence[str]
     """
     cls = class_named(target, key, allow_target)
     if not issubclass(cls, kind):
-        raise UserError(f"{key}: _target_={target} is no {kind.__name__}: derive it from {_path(kind)}")
+        raise UserError(f"{key}: _target_={target} is not {a_or_an(kind.__name__)}: derive it from {_path(kind)}")
     names = [n for n in dir(cls) if getattr(inspect.getattr_static(cls, n, None), "__isabstractmethod__", False)]
     if names:
         raise UserError(f"{key}: _target_={target} lacks {', '.join(names)}: {_path(kind)} says what it returns")
@@ -93,7 +94,7 @@ def class_named(target: str, key: str, allow_target: Sequence[str]) -> type:
     """The class that `target` names, imported but not called.
 
     Raises:
-        UserError: it is not allowed, can't be imported, or is no class that is defined where it may be.
+        UserError: it is not allowed, can't be imported, or is not a class that is defined where it may be.
     """
     check_allowed(key, target, allow_target)
     name, attributes = _module_of(target, key, allow_target)
@@ -108,7 +109,7 @@ def class_named(target: str, key: str, allow_target: Sequence[str]) -> type:
         said = str(error) if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: {error}"
         raise UserError(f"{key}: _target_={target} can't be imported: {' '.join(said.split())}") from error
     if not isinstance(found, type):
-        raise UserError(f"{key}: _target_={target} is no class; only classes can be named")
+        raise UserError(f"{key}: _target_={target} is not a class; only classes can be named")
     if not _is_in(f"{found.__module__}.", (*PLACES, *allow_target)):
         raise UserError(
             f"{key}: _target_={target} is {_path(found)}, which {name} only imports and a config may not name; "
@@ -138,14 +139,14 @@ def _module_of(target: str, key: str, allow_target: Sequence[str]) -> tuple[str,
             break
         inside = _folders(below)
     else:
-        raise UserError(f"{key}: _target_={target} is no class but a module; only classes can be named")
+        raise UserError(f"{key}: _target_={target} is not a class but a module; only classes can be named")
     name, attributes = ".".join(parts[:length]), parts[length:]
     _check_place(name, target, key, allow_target)
     return name, attributes
 
 
 def _folders(found: ModuleType | importlib.machinery.ModuleSpec | None) -> list[str]:
-    """Where the modules of a package lie; none of what is no package."""
+    """Where the modules of a package lie; none of what is not a package."""
     folders = getattr(found, "__path__", None) or getattr(found, "submodule_search_locations", None)
     return list(folders) if isinstance(folders, Iterable) else []  # torch.classes makes up whatever it is asked for
 
@@ -209,8 +210,8 @@ def build_target(
         refused: classes that can't be used here, and why.
 
     Raises:
-        UserError: a name that is not allowed, can't be imported or is no class of the right kind; arguments the class
-            doesn't take; an exception of its constructor.
+        UserError: a name that is not allowed, can't be imported or is not a class of the right kind; arguments that
+            the class doesn't take; an exception of its constructor.
     """
     check_names(key, entry, allow_target)
     cls: type[Any] = find_class(str(entry["_target_"]), key, kind, allow_target)

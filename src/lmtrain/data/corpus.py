@@ -172,7 +172,7 @@ def row_format(config: Config) -> type[RowEncoder]:
     missing = lacking(cls, ("group", "encode", "decode", "make_rows", "words", "finish_tokenizer"))
     if missing:
         raise UserError(
-            f"data.rows={rows} is no row format: it lacks {', '.join(missing)} "
+            f"data.rows={rows} is not a row format: it lacks {', '.join(missing)} "
             f"(lmtrain.data.examples.row_format.RowEncoder says what they do)"
         )
     return cls

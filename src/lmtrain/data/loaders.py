@@ -48,7 +48,7 @@ class ChosenRows:
 
 
 class FirstRows(ChosenRows):
-    """The first `count` of some rows: few enough to be learned by heart."""
+    """The first `count` of some rows: few enough to be memorised."""
 
     def __init__(self, rows: Rows, count: int) -> None:
         super().__init__(rows, np.arange(min(count, len(rows))))

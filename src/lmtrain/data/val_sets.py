@@ -99,13 +99,24 @@ def _open(config: Config, data: DataConfig, corpus: Corpus) -> ValSet:
     return ValSet(encoder.make_rows(examples, config, None)[0], None, made.fingerprint)
 
 
+def count(rows: Rows) -> int:
+    """How many rows of the data these are: of packed ones the examples in them."""
+    examples = getattr(rows, "examples", None)
+    return len(rows) if examples is None else len(examples) // examples.group
+
+
+def measured_on(corpus: Corpus, val_sets: dict[str, ValSet], monitor: str) -> tuple[Rows | None, str]:
+    """The rows that `monitor` is measured on, and the fingerprint of their tokens."""
+    set_ = val_sets.get(monitor.split("/")[1]) if monitor.count("/") > 1 else None
+    return (corpus.val, corpus.fingerprint) if set_ is None else (set_.rows, set_.fingerprint)
+
+
 def scored_on(config: Config, corpus: Corpus, val_sets: dict[str, ValSet], monitor: str) -> str | None:
     """Names the rows that `monitor` is measured on: only scores with the same name are compared.
 
     None where nothing is validated.
     """
-    set_ = val_sets.get(monitor.split("/")[1]) if monitor.count("/") > 1 else None
-    rows, fingerprint = (corpus.val, corpus.fingerprint) if set_ is None else (set_.rows, set_.fingerprint)
+    rows, fingerprint = measured_on(corpus, val_sets, monitor)
     if rows is None:
         return None
     seen = seen_rows(rows, config.data.micro_batch_size, config.trainer.limit_val_batches)

@@ -1,11 +1,11 @@
 """The process group before Lightning connects it: rendezvous, broadcasts from rank 0, errors raised on all ranks."""
 
+import datetime
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch.distributed.constants import default_pg_timeout
 
 from lmtrain.errors import RunError, UserError
 
@@ -15,24 +15,26 @@ T = TypeVar("T")
 MEETING = "LMTRAIN_MEETING"
 
 
-def connect(accelerator: str) -> None:
+def connect(accelerator: str, patience: float) -> None:
     """Makes the process group where this process is one rank of many; Lightning takes the one that is there.
 
     Args:
         accelerator: resolved, cpu or cuda.
+        patience: seconds after which a rank gives up on the others (trainer.rank_timeout).
     """
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks == 1 or dist.is_initialized():
         return
     backend = "cpu:gloo,cuda:nccl" if accelerator == "cuda" else "gloo"
+    timeout = datetime.timedelta(seconds=patience)
     meeting = os.environ.get(MEETING)
     if meeting is None:  # torchrun's or SLURM's
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, timeout=timeout)
         return
     # A file for each start: ranks that start again must not find the addresses of those that failed.
     store = dist.FileStore(f"{meeting}/{os.environ['TORCHELASTIC_RESTART_COUNT']}", ranks)
-    store.set_timeout(default_pg_timeout)
-    dist.init_process_group(backend, store=store, rank=int(os.environ["RANK"]), world_size=ranks)
+    store.set_timeout(timeout)
+    dist.init_process_group(backend, timeout=timeout, store=store, rank=int(os.environ["RANK"]), world_size=ranks)
 
 
 def size() -> int:

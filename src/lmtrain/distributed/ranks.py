@@ -14,11 +14,12 @@ from lmtrain import errors
 from lmtrain.errors import RunError, UserError
 
 TYPED = "LMTRAIN_TYPED"  # the environment variable that tells ranks the command line their parent was given
+BEGAN = "LMTRAIN_BEGAN"  # the one that tells when the command of a run with a budget was given, a time.time()
 PROPOSED = "LMTRAIN_PROPOSED"  # and the one that tells them what was made of a file's name
 TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets
 
 
-_UNSET = "this is no rank of torchrun's or SLURM's; unset them to train in one process, or start it with those"
+_UNSET = "this is not a rank of torchrun's or SLURM's; unset them to train in one process, or start it with those"
 _here: list[str] | None = None  # what the command line of this process was given
 
 
@@ -85,7 +86,7 @@ def find(environ: MutableMapping[str, str] = os.environ) -> RankLayout | None:
 def _number(environ: MutableMapping[str, str], name: str) -> int:
     """RunError where a variable that says which rank this is holds no number; each process prints its own."""
     if not environ.get(name, "").isdecimal():
-        raise RunError(f"the environment says {name}={environ.get(name, '')!r}, which is no number: {_UNSET}")
+        raise RunError(f"the environment says {name}={environ.get(name, '')!r}, which is not a number: {_UNSET}")
     return int(environ[name])
 
 

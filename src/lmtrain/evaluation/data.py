@@ -46,12 +46,12 @@ def chosen(config: Config, own: Config | None) -> tuple[Config, str]:
     Named data is taken whole where it has no validation split of its own; of a run's data only what was held out.
 
     Raises:
-        UserError: nothing is named, and the model is no run's.
+        UserError: nothing is named, and the model is not a run's.
     """
     if not is_named(config):
         if own is None:
             raise UserError(
-                "evaluate on what? this model is no run's: name data, such as data=text data.val_path=test.txt, or "
+                "evaluate on what? this model is not a run's: name data, such as data=text data.val_path=test.txt, or "
                 "evaluate.data=named for the data of this command"
             )
         return own, "validation split of the run"

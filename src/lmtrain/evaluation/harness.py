@@ -17,6 +17,7 @@ from lmtrain.errors import UserError
 from lmtrain.evaluation.scores import Evaluated, Scores
 from lmtrain.evaluation.subject import Subject
 from lmtrain.generation.sampling import positions
+from lmtrain.models.scalar_head import refuse_scalar_head
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ def evaluate(who: Subject, config: Config, tasks: Tasks) -> Evaluated:
     Raises:
         UserError: a task's data can't be loaded.
     """
+    refuse_scalar_head(who.model.model, "a task of the harness")
     e, found = config.evaluate, run(who, config, tasks)
     columns, ratios, whole = dict[str, np.ndarray](), dict[str, tuple[str, str]](), dict[str, float]()
     samples = [(task, s) for task, of_task in found["samples"].items() for s in of_task]

@@ -14,6 +14,7 @@ import torch
 from lmtrain.adapters.finetune import build_trainable_model
 from lmtrain.config.options import DPOConfig, LoadedModelConfig
 from lmtrain.config.schema import Config
+from lmtrain.data.examples.pair_rows import margins_of
 from lmtrain.distributed import process_group as world
 from lmtrain.errors import UserError
 from lmtrain.evaluation import data, subject
@@ -21,9 +22,12 @@ from lmtrain.evaluation.scores import Evaluated, Scores
 from lmtrain.evaluation.subject import Subject
 from lmtrain.generation.sampling import positions, sample_texts
 from lmtrain.generation.text_metrics import ExactMatch, TextMetrics
-from lmtrain.losses.preferences import LOSSES, Pairs, preference_losses
+from lmtrain.losses.preferences import LOSSES, Pairs, bradley_terry, preference_losses
+from lmtrain.models.attention import generation_mode
 from lmtrain.models.language_model import LanguageModel
+from lmtrain.models.scalar_head import refuse_scalar_head, scores_of
 from lmtrain.objectives.dpo import loss_options
+from lmtrain.objectives.reward import RewardOptions
 from lmtrain.run_folder.trained import place
 
 _AHEAD = 16  # batches whose windows are sorted by length together, so that little is padding
@@ -103,13 +107,17 @@ def _summed(model: LanguageModel, batch: list[Window], device: torch.device) -> 
 def evaluate(who: Subject, config: Config, chosen: Config) -> Evaluated:
     """Scores of `who` on the data of `chosen`, by the settings of `config.evaluate`."""
     kind = data.kind_of(chosen.data)
+    if kind != "pairs":
+        refuse_scalar_head(who.model.model, "text to score")
     if kind == "text":
         return _text(who, config, chosen)
     rows = world.together(lambda: data.rows(chosen, who.tokenizer_name))
     longest, most = int(rows.examples.lengths.max()), positions(who.model.model)
     if longest > most:
         raise UserError(f"a row has {longest} tokens and {who.name} positions for {most}: set data.max_length={most}")
-    return (_conversations if kind == "conversations" else _pairs)(who, config, chosen, rows)
+    if kind == "conversations":
+        return _conversations(who, config, chosen, rows)
+    return (_rewarded if who.model.has_scalar_head else _pairs)(who, config, chosen, rows)
 
 
 def _text(who: Subject, config: Config, chosen: Config) -> Evaluated:
@@ -238,18 +246,51 @@ def pair_scores(policy: np.ndarray, reference: np.ndarray | None, tokens: np.nda
     lengths = [torch.from_numpy(tokens[i::2]) for i in (0, 1)]
     base = [None, None] if reference is None else [torch.from_numpy(reference[i::2]) for i in (0, 1)]
     losses = preference_losses(str(objective.loss), Pairs(chosen, rejected, *lengths, *base), loss_options(objective))
-    margin = (losses.chosen_rewards - losses.rejected_rewards).numpy()
+    return of_pairs(losses.total.detach(), losses.chosen_rewards, losses.rejected_rewards)
+
+
+def of_pairs(loss: torch.Tensor, chosen: torch.Tensor, rejected: torch.Tensor) -> Scores:
+    """Scores from the loss of each pair [P] and the rewards of its answers, [P] each."""
+    margin = (chosen - rejected).numpy()
     columns = {
-        "loss": losses.total.detach().numpy(),
+        "loss": loss.numpy(),
         "margin": margin,
         "right": (margin > 0) + 0.5 * (margin == 0),  # a model against itself can't tell: one half
-        "chosen": losses.chosen_rewards.numpy(),
-        "rejected": losses.rejected_rewards.numpy(),
+        "chosen": chosen.numpy(),
+        "rejected": rejected.numpy(),
         "pairs": np.ones(len(margin)),
     }
     named = {"loss": "loss", "accuracy": "right", "margin": "margin", "chosen_reward": "chosen",
              "rejected_reward": "rejected"}  # fmt: skip
     return Scores(columns, {score: (column, "pairs") for score, column in named.items()})
+
+
+def _rewarded(who: Subject, config: Config, chosen: Config, rows: data.ScoredRows) -> Evaluated:
+    """Pairs by the rewards that a scalar head gives their answers."""
+    e, count = config.evaluate, min(len(rows.examples) // 2, config.evaluate.limit or len(rows.examples) // 2)
+    rewards = torch.from_numpy(_rewards(who, rows, 2 * count, config)).double()
+    objectives = (c.objective for c in (who.own, config) if c is not None)
+    options = next((o for o in objectives if isinstance(o, RewardOptions)), None)
+    margins = margins_of(rows.examples)
+    margin = None if margins is None else torch.from_numpy(margins[:count])
+    loss = bradley_terry(rewards[::2], rewards[1::2], margin, options.center_rewards_coefficient if options else 0.0)
+    scores = of_pairs(loss, rewards[::2], rewards[1::2])
+    known = {"pairs": count, "rows_fingerprint": rows.fingerprint}
+    return Evaluated(scores, known, {"precision": e.precision})
+
+
+def _rewards(who: Subject, rows: data.ScoredRows, count: int, config: Config) -> np.ndarray:
+    """Of the first `count` answers, fp32 [count], in batches that the ranks share out."""
+    e, model = config.evaluate, who.model.model
+    batches = [range(start, min(start + e.batch_size, count)) for start in range(0, count, e.batch_size)]
+
+    def rewards_of(batch: range) -> list[float]:
+        return scores_of(model, [rows.examples.read(i)[0].tolist() for i in batch]).tolist()
+
+    autocast = torch.autocast(model.device.type, torch.bfloat16, enabled=e.precision == "bfloat16")
+    with autocast, generation_mode(model):
+        found = world.shared_out(batches, rewards_of)
+    return np.array([reward for batch in found for reward in batch], dtype=np.float32)
 
 
 def reference_model(who: Subject, config: Config) -> tuple[LanguageModel, str]:

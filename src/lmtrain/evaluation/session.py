@@ -103,7 +103,7 @@ def _as_rank(config: Config) -> int:
         import torch
 
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    world.connect(config.trainer.accelerator)
+    world.connect(config.trainer.accelerator, config.trainer.rank_timeout)
     return evaluate(config)
 
 

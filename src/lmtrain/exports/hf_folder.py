@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import yaml
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from lmtrain.adapters import memory_export
 from lmtrain.adapters.memory_adapter import memory_of
@@ -24,6 +24,7 @@ from lmtrain.models.attention import generation_mode
 from lmtrain.models.denoising import mark_folder, mask_token
 from lmtrain.models.flops import parameter_counts
 from lmtrain.models.folder import is_exported
+from lmtrain.models.scalar_head import auto_class, has_scalar_head, padding_of
 from lmtrain.secrets import shown_in
 
 # Largest difference of reloaded from live logits: rounding of the stored dtype, grown through the layers. int8: the
@@ -66,12 +67,11 @@ def export_model(
     temporary = temporary_beside(folder)
     live, tolerance = logits(model, example), allowed_difference(model, dtype, merge or memory_of(model) is not None)
     try:
-        if chat_template is not None:
-            tokenizer.chat_template = chat_template
         write_weights(model, temporary, dtype, merge)
-        save_tokenizer(tokenizer, temporary)
+        write_tokenizer(model, tokenizer, chat_template, temporary)
         # Not save_pretrained: it refuses what some published models say, a temperature for greedy decoding.
-        settings.to_json_file(temporary / "generation_config.json", keys_to_pop=["compile_config"])
+        if not has_scalar_head(model):
+            settings.to_json_file(temporary / "generation_config.json", keys_to_pop=["compile_config"])
         if run_config is not None:
             write_config(run_config, temporary / "lmtrain_config.yaml")
         size, chat = parameter_counts(model)[0], bool(tokenizer.chat_template)
@@ -98,6 +98,14 @@ def write_config(run_config: Path, file: Path) -> None:
     config = yaml.safe_load(text)
     public = shown_in(config)
     file.write_text(text if public == config else yaml.safe_dump(public, sort_keys=False, allow_unicode=True), "utf-8")
+
+
+def write_tokenizer(model: PreTrainedModel, tokenizer: Any, chat_template: str | None, folder: Path) -> None:
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
+    if has_scalar_head(model) and tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token  # as config.json says, so that answers can be scored in batches
+    save_tokenizer(tokenizer, folder)
 
 
 def write_weights(model: PreTrainedModel, folder: Path, dtype: str, merge: bool) -> None:
@@ -134,7 +142,8 @@ def plain(model: PreTrainedModel) -> PreTrainedModel:
 
 def write_model(model: PreTrainedModel, folder: Path, dtype: str) -> None:
     stored = {k: v.detach().to("cpu", getattr(torch, dtype)) for k, v in model.state_dict().items()}
-    own, model.generation_config = model.generation_config, GenerationConfig()  # export_model writes it
+    own = getattr(model, "generation_config", None)  # of a scalar head none
+    model.generation_config = GenerationConfig()  # export_model writes it
     try:
         settings = memory_of(model)
         if settings is not None:
@@ -156,7 +165,7 @@ def generation_config(
     Raises:
         UserError: `changes` names a field that GenerationConfig lacks, or goes against the others.
     """
-    config = copy.deepcopy(model.generation_config) or GenerationConfig()
+    config = copy.deepcopy(getattr(model, "generation_config", None)) or GenerationConfig()
     own = config.eos_token_id if config.eos_token_id is not None else model.config.eos_token_id
     ids = [own] if isinstance(own, int) else list(own or [])
     ids += [token for token in eos_token_ids or [] if token not in ids]
@@ -165,7 +174,7 @@ def generation_config(
     if config._from_model_config and config.pad_token_id is None:  # no base says what a batch is filled up with
         config.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else next(iter(ids), None)
     _say_that_it_samples(config)
-    config._from_model_config = None  # else transformers would make them anew, from config.json
+    config._from_model_config = None  # else transformers would make them again, from config.json
     if changes:
         set_fields(config, changes)
     return config
@@ -257,12 +266,14 @@ def load_exported(folder: Path, like: PreTrainedModel) -> PreTrainedModel:
     if like.is_remote_code():  # the source beside the weights is that of this class
         return type(like).from_pretrained(folder, dtype=torch.float32)
     if not (folder / "adapter_config.json").exists():
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    from peft import AutoPeftModelForCausalLM
+        return auto_class(has_scalar_head(like)).from_pretrained(folder, dtype=torch.float32)
+    from lmtrain.adapters.lora import load_adapter
 
     options: dict[str, Any] = {}
     if getattr(like.config, "quantization_config", None) is not None:
         options = {"quantization_config": like.config.quantization_config, "device_map": {"": like.device}}
-    model = AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).get_base_model()
+    model = load_adapter(folder, dtype=torch.float32, **options)
+    if has_scalar_head(like):
+        model.config.get_text_config().pad_token_id = padding_of(like)
     make_trainable_on_cpu(model)  # the other way to compute needs widths that divide by 64
     return model

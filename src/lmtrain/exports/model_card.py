@@ -13,11 +13,13 @@ from huggingface_hub.utils import validate_repo_id
 
 from lmtrain.files import read_jsonl, read_regular
 from lmtrain.models.denoising import is_denoising
+from lmtrain.run_folder.folder import gives_rewards, loading_class
 from lmtrain.secrets import shown_in
 from lmtrain.terminal import visible
 
-_DONE = {"causal_lm": "pretrained", "sft": "fine-tuned on conversations", "dpo": "tuned on preferences"}
-_FURTHER = {"causal_lm": "trained further", "sft": "fine-tuned on conversations", "dpo": "tuned on preferences"}
+_DONE = {"causal_lm": "pretrained", "sft": "fine-tuned on conversations", "dpo": "tuned on preferences",
+         "reward": "which gives answers rewards, trained on preferences"}  # fmt: skip
+_FURTHER = {**_DONE, "causal_lm": "trained further"}
 # Rows of the table of settings: what, and its key.
 _SETTINGS = (
     ("steps", "trainer.max_steps"), ("rows a step", "data.global_batch_size"), ("tokens a row", "data.seq_len"),
@@ -46,14 +48,19 @@ def write(folder: Path, run_config: Path | None, *, chat: bool, parameters: int,
     config = shown_in(yaml.safe_load(read_regular(run_config))) if run_config is not None else {}
     name = run_config.parent.name if run_config is not None else "model"
     scores = _scores(run_config.parent / "metrics.jsonl", step) if run_config is not None else {}
-    task = "fill-mask" if is_denoising(folder) else "text-generation"
+    if is_denoising(folder):
+        task, use = "fill-mask", _use_denoising()
+    elif gives_rewards(folder):
+        task, use = "text-classification", _use_rewards(folder, chat)
+    else:
+        task, use = "text-generation", _use(folder, chat, brings_code(folder))
     metadata = _metadata(config, name, scores, adapter, task).to_yaml(line_break="\n")
     parts = [
         f"---\n{metadata}\n---",
         f"# {_plain(name)}",
         _words(config, parameters, adapter),
         "## Use",
-        _use_denoising() if is_denoising(folder) else _use(adapter, chat, brings_code(folder)),
+        use,
     ]
     if config:
         parts += ["## Training", _table([(what, _at(config, key)) for what, key in _SETTINGS])]
@@ -88,7 +95,7 @@ def _metadata(config: dict[str, Any], name: str, scores: dict[str, Any], adapter
 
 
 def _hub_name(name: Any) -> str | None:
-    """A name that the hub may have; None for a folder on this machine, whose path is nobody's business."""
+    """A name that the hub may have; None for a folder on this machine, whose path stays private."""
     if not isinstance(name, str) or Path(name).expanduser().exists():
         return None
     try:
@@ -110,7 +117,7 @@ def _scores(metrics: Path, step: int | None) -> dict[str, Any]:
 
 def _words(config: dict[str, Any], parameters: int, adapter: bool) -> str:
     if not config:
-        return f"A causal language model of {parameters:,} parameters, written by lmtrain {version('lmtrain')}."
+        return f"A language model of {parameters:,} parameters, written by lmtrain {version('lmtrain')}."
     base = _at(config, "model.name_or_path") if _at(config, "model.init") == "pretrained" else None
     objective = str(_at(config, "objective.name"))
     began = f"`{_plain(_hub_name(base) or Path(str(base)).name)}`, " if base else ""
@@ -142,13 +149,13 @@ def reader(folder: Path) -> str:
     """What loads an exported folder."""
     if (folder / "modeling_memory.py").exists():
         return "AutoModelForCausalLM.from_pretrained with trust_remote_code=True"
-    adapter = (folder / "adapter_config.json").exists()
+    package, cls = loading_class(folder)
     trust = " with trust_remote_code=True" if brings_code(folder) else ""
-    return f"{'peft.AutoPeftModelForCausalLM' if adapter else 'AutoModelForCausalLM'}.from_pretrained{trust}"
+    return f"{'peft.' * (package == 'peft')}{cls}.from_pretrained{trust}"
 
 
-def _use(adapter: bool, chat: bool, own_code: bool) -> str:
-    package, cls = ("peft", "AutoPeftModelForCausalLM") if adapter else ("transformers", "AutoModelForCausalLM")
+def _use(folder: Path, chat: bool, own_code: bool) -> str:
+    package, cls = loading_class(folder)
     asked = (
         'messages = [{"role": "user", "content": "..."}]\n'
         "inputs = tokenizer.apply_chat_template(\n"
@@ -157,7 +164,7 @@ def _use(adapter: bool, chat: bool, own_code: bool) -> str:
         else 'inputs = tokenizer("Once upon a time", add_special_tokens=False, return_tensors="pt")'
     )
     own = f"from {package} import {cls}\nfrom transformers import AutoTokenizer"
-    imports = own if adapter else f"from transformers import {cls}, AutoTokenizer"
+    imports = own if package == "peft" else f"from transformers import {cls}, AutoTokenizer"
     trust = ", trust_remote_code=True" if own_code else ""  # runs the code in this folder
     given = 'input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]'
     return (
@@ -167,6 +174,28 @@ def _use(adapter: bool, chat: bool, own_code: bool) -> str:
         f"tokenizer = AutoTokenizer.from_pretrained(folder{trust})\n{asked}\n"
         f"output = model.generate({given}, max_new_tokens=100)\n"
         "print(tokenizer.decode(output[0], skip_special_tokens=True))\n```"
+    )
+
+
+def _use_rewards(folder: Path, chat: bool) -> str:
+    package, cls = loading_class(folder)
+    own = f"from {package} import {cls}\nfrom transformers import AutoTokenizer"
+    imports = own if package == "peft" else f"from transformers import {cls}, AutoTokenizer"
+    labels = ", num_labels=1" if package == "peft" else ""
+    given = (
+        'messages = [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]\n'
+        'inputs = tokenizer.apply_chat_template(messages, return_tensors="pt", return_dict=True)\n'
+        if chat
+        else 'inputs = tokenizer("a prompt and its answer", return_tensors="pt")\n'
+    )
+    return (
+        "This model gives an answer a reward: one number, the higher the better; only differences between answers to "
+        "the same prompt mean something.\n\n"
+        f"```python\n{imports}\n\n"
+        f'folder = "."  # this folder, or its name on the hub\n'
+        f"model = {cls}.from_pretrained(folder{labels})\n"
+        f"tokenizer = AutoTokenizer.from_pretrained(folder)\n{given}"
+        'print(model(input_ids=inputs["input_ids"]).logits[0, 0].item())\n```'
     )
 
 
@@ -202,6 +231,6 @@ def _at(config: dict[str, Any], key: str) -> Any:
 
 
 def _plain(value: Any) -> str:
-    """One line of text that is no markup of a table, of code or of HTML."""
+    """One line of text that is not markup of a table, of code or of HTML."""
     text = " ".join(visible(str(value)).split())
     return text.replace("|", "\\|").replace("`", "'").replace("<", "&lt;")

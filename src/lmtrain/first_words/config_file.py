@@ -91,7 +91,7 @@ def _choice(group: str, option: str, path: Path) -> str:
     """group=option, where the option is a name; a path would lead out of the folders of configs."""
     is_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)*", option, re.ASCII) and ".." not in option.split("/")
     if not is_name and (group != "model" or "$" in option):
-        raise UserError(f"{path}: {group}: {option} is no name of an option")
+        raise UserError(f"{path}: {group}: {option} is not a name of an option")
     return f"{group}={option if is_name else quoted(option)}"
 
 

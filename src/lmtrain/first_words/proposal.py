@@ -20,6 +20,7 @@ from lmtrain.first_words.words import Proposal
 
 ROWS = 20  # that are looked at
 _BINS = ("train.bin", "meta.json")
+_RECIPE = {"experiment", "model", "optimizer", "schedule", "tokenizer", "objective", "peft"}  # chosen by the dial
 _FORMATS = {"pairs": PAIR_FORMATS, "conversations": FORMATS}
 _ANY_TEXT = ("text", "template")  # formats of conversations that fit text for pretraining, too
 
@@ -55,7 +56,10 @@ def _propose(paths: Sequence[str], typed: Sequence[str]) -> Proposal:
     if format == "text":
         many = f" ({len(found):,} files)" if len(found) > 1 else ""
         chosen = [] if {"objective", "experiment"} & keys.keys() else ["data=text"]
-        return Proposal([*chosen, *own], f"{named} is plain text{many}, read by data=text")
+        if "budget.minutes" in keys and not _RECIPE & keys.keys():
+            chosen = ["experiment=dial", *chosen]
+        read_by = " ".join(chosen) or "data.path"
+        return Proposal([*chosen, *own], f"{named} is plain text{many}: {read_by}")
     rows = [row for _, row in itertools.islice(read_table(file, format), ROWS) if isinstance(row, dict)]
     if not rows:
         raise UserError(f"{file} holds no row that can be read: python -m lmtrain.inspect data.path={file} shows why")

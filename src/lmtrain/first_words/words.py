@@ -116,6 +116,8 @@ def _of_model(verb: str, bare: list[str], typed: list[str]) -> dict[str, list[st
         found = {first: [as_typed("run_dir", _model_of(verb, first, rest))]}
     if verb == "generate" and len(rest) == 1 and "generate.prompt" not in keys:
         return {**found, rest[0]: [as_typed("generate.prompt", rest[0])]}
+    if verb == "chat" and len(rest) == 1 and "chat.against" not in keys and Path(rest[0]).expanduser().is_dir():
+        return {**found, rest[0]: [as_typed("chat.against", rest[0])]}
     if rest:
         raise UserError(_too_many(verb, first, rest))
     return found
@@ -137,7 +139,7 @@ def _model_of(verb: str, word: str, rest: list[str]) -> str:
     path = Path(word).expanduser()
     if path.is_dir():
         if verb == "export" and not (path / "config.yaml").is_file():
-            raise UserError(f"{word} is no run (it has no config.yaml): lmtrain.export writes the model of a run")
+            raise UserError(f"{word} is not a run (it has no config.yaml): lmtrain.export writes the model of a run")
         return str(path) if word.startswith("~") else word
     command = f"python -m lmtrain.{verb}"
     after = f' "{rest[0]}"' if rest else ""
@@ -149,7 +151,7 @@ def _model_of(verb: str, word: str, rest: list[str]) -> str:
     if named.is_dir():
         raise UserError(f"there is no folder {word}; the run is {named}: {command} {named}{after}")
     if verb == "export" and _HUB_NAME.fullmatch(word) and not path.parent.is_dir():
-        raise UserError(f"{word} is no folder of a run: lmtrain.export takes a run, {command} outputs/NAME")
+        raise UserError(f"{word} is not a folder of a run: lmtrain.export takes a run, {command} outputs/NAME")
     if _HUB_NAME.fullmatch(word) and not path.parent.is_dir():
         return word
     if word in SHORT_NAMES and verb != "export":

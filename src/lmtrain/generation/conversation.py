@@ -70,7 +70,8 @@ class Talk:
         return answer
 
     def _prompt(self, say: Callable[[str], None]) -> list[int]:
-        room = positions(self.model) - self.settings.max_new_tokens
+        most = positions(self.model)
+        room = most - min(self.settings.max_new_tokens, most // 2)  # of few positions half are the answer's
         if self.template is None:
             text: list[int] = self.tokenizer(self.turns[-1]["content"])["input_ids"]
             return text[-max(1, room) :]
@@ -83,7 +84,7 @@ class Talk:
             if len(ids) <= max(1, room):
                 return ids
             if len(self.turns) < 3:
-                raise UserError(f"{len(ids)} tokens and generate.max_new_tokens are more than the model can take")
+                raise UserError(f"{len(ids):,} tokens are more than the model can take: it has {most:,} positions")
             say("the oldest turns were left out: the model can't take more")
             self.turns = self.turns[2:]
 
@@ -94,7 +95,7 @@ class Talk:
             output = self.model.generate(
                 input_ids,
                 attention_mask=torch.ones_like(input_ids),
-                max_new_tokens=g.max_new_tokens,
+                max_new_tokens=min(g.max_new_tokens, positions(self.model) - len(ids)),
                 pad_token_id=self.tokenizer.eos_token_id,
                 streamer=Streamer(self.tokenizer, write),
                 tokenizer=self.tokenizer,  # for stop strings of the model's own generation config
@@ -135,6 +136,8 @@ HELP_OF_TEXT = """this model has no chat template: it continues each text that y
 def chat(config: Config) -> int:
     """Reads lines until the end of input and answers each; lines that begin with / are commands."""
     quiet_libraries()
+    if config.chat.against is not None:
+        raise UserError("two models answer side by side on the page only: add --web (chat.web=true)")
     talk = Talk(*trained.load_asked(config), config.generate, config.seed)
     print(HELP if talk.template is not None else HELP_OF_TEXT, flush=True)
     while True:

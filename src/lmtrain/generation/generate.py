@@ -86,7 +86,7 @@ def _of_json(line: str, where: str) -> str:
     try:
         row: Any = json.loads(line)
     except ValueError as error:
-        raise UserError(f"{where} is no JSON: {error}") from None
+        raise UserError(f"{where} is not JSON: {error}") from None
     if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
         raise UserError(f'{where} has no "prompt" that is a text')
     return row["prompt"]

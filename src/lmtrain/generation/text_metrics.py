@@ -143,7 +143,7 @@ class TextMetrics:
                 ) from None
             except (ImportError, AttributeError, TypeError, ValueError, KeyError, IndexError) as error:
                 raise UserError(
-                    f"{key}: {name} is no metric of answers and references, two lists of texts "
+                    f"{key}: {name} is not a metric of answers and references, two lists of texts "
                     f"({type(error).__name__}: {error})"
                 ) from error
 

@@ -1,4 +1,4 @@
-"""Losses over pairs of answers, as functions of summed log-probabilities: DPO and its relatives.
+"""Losses over pairs of answers, as functions of summed log-probabilities: DPO and its relatives; or of rewards.
 
 Notation: `w` is the chosen answer, `l` the rejected one, `pi` the policy, `ref` the reference, |y| the tokens of an
 answer. The log-ratio of an answer is `log pi(y|x) - log ref(y|x)`; beta times it is DPO's implicit reward. Every loss
@@ -211,3 +211,19 @@ def preference_losses(name: str, pairs: Pairs, options: LossOptions) -> Preferen
 
 def _per_token(ratios: Ratios, pairs: Pairs) -> Ratios:
     return Ratios(ratios.chosen / pairs.chosen_tokens, ratios.rejected / pairs.rejected_tokens)
+
+
+def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | None, centring: float) -> Tensor:
+    """A reward model's loss of each pair, [P]: `-log s(chosen - rejected - margin) + centring (chosen + rejected)^2`.
+
+    A pair says nothing of rewards that both are larger by: the second term holds their sum near 0 (Eisenstein et al.
+    2023, arXiv:2312.09244).
+
+    Args:
+        chosen: [P] rewards of the answers that were preferred.
+        rejected: [P] of the others.
+        margin: [P], by how much rewards should differ at least; None: 0.
+        centring: weight of the second term, 0.01 there.
+    """
+    difference = chosen - rejected if margin is None else chosen - rejected - margin
+    return -F.logsigmoid(difference) + centring * (chosen + rejected).square()

@@ -1,6 +1,9 @@
-"""The transformer blocks of a model: recomputing their activations, compiling them; the output layer behind them."""
+"""The transformer blocks of a model: recomputing their activations, compiling them, running them without dropout; the
+output layer behind them."""
 
+import contextlib
 import logging
+from collections.abc import Iterator
 
 import torch
 import torch._dynamo
@@ -15,6 +18,19 @@ def decoder_blocks(model: PreTrainedModel) -> list[nn.Module]:
     names = set(model._no_split_modules or ())
     # By all class names: fully_shard makes a module's class a subclass of what it was.
     return [m for m in model.modules() if any(cls.__name__ in names for cls in type(m).__mro__)]
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Dropout and all else that is random is off within; what was in eval mode before stays so after."""
+    training = [m for m in model.modules() if m.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def enable_activation_checkpointing(model: PreTrainedModel) -> None:
@@ -43,6 +59,8 @@ def compile_model(model: PreTrainedModel, changing_lengths: bool = False, backen
         changing_lengths: micro-batches differ in length: code for any length at once, not for the first one first.
         backend: of torch.compile.
     """
+    # Lightning trains inside DDP.forward, where torch would cut a block's graph at the 25 MB buckets of its gradients.
+    torch._dynamo.config.optimize_ddp = False
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, VARIANTS)
     logger = logging.getLogger("torch._dynamo.convert_frame")
     if not any(isinstance(f, _GivesUp) for f in logger.filters):

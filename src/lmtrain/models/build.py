@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -25,6 +25,7 @@ from lmtrain.models.experts import use_experts
 from lmtrain.models.folder import base_config, is_exported
 from lmtrain.models.nulls import field_name, filled
 from lmtrain.models.probe import set_attention
+from lmtrain.models.scalar_head import auto_class, give_scalar_head
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ def build_model(
     *,
     new_tokens: Sequence[int] = (),
     allow_target: Sequence[str] = (),
+    scalar_head: bool = False,
     **loading: Any,
 ) -> PreTrainedModel:
     """The model of `cfg`, in training mode with fp32 parameters, using lmtrain's attention.
@@ -56,6 +58,7 @@ def build_model(
         seq_len: tokens per training row.
         new_tokens: ids of tokens added to a pretrained model's tokenizer; its embeddings grow where they have no row.
         allow_target: run.allow_target, packages that `model._target_` may name a class of.
+        scalar_head: it gives one number for a row instead of the next token; the head is new where the files have none.
         loading: more arguments of `from_pretrained`, such as a quantisation.
 
     Raises:
@@ -68,14 +71,18 @@ def build_model(
     _check_vocabulary(cfg, config, vocab_size, new_tokens)
     _check_positions(cfg, config, seq_len)
     _forget_padding(config)
+    if scalar_head:
+        give_scalar_head(config, str(getattr(cfg, "name_or_path", None) or f"model={cfg.name}"))
     if isinstance(cfg, CustomModelConfig):
+        if scalar_head:
+            raise UserError("model._target_: objective=reward needs a model of transformers with a scalar head")
         model = custom_model(cfg, config, allow_target)
     elif not isinstance(cfg, LoadedModelConfig):
-        model = _instantiate(cfg, config)
+        model = _instantiate(cfg, config, scalar_head)
         init_residual_projections(model)
     else:
         on_meta = torch.get_default_device().type == "meta"
-        model = _instantiate(cfg, config) if on_meta else _load(cfg, config, loading)
+        model = _instantiate(cfg, config, scalar_head) if on_meta else _load(cfg, config, scalar_head, loading)
         _grow_vocabulary(model, vocab_size)
     _let_padding_learn(model)
     set_attention(cfg.attention, model, seq_len)
@@ -110,7 +117,9 @@ def _scratch_config(cfg: ScratchModelConfig, given: dict[str, Any]) -> Pretraine
     if family is None or family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         near = difflib.get_close_matches(str(family), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, n=3)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
-        raise UserError(f"model.family={family} is no causal language model of transformers{hint} (gpt2, llama, ...)")
+        raise UserError(
+            f"model.family={family} is not a causal language model of transformers{hint} (gpt2, llama, ...)"
+        )
     _check_shape(cfg)
     config_class = CONFIG_MAPPING[family]
     known = config_class()
@@ -124,7 +133,8 @@ def _scratch_config(cfg: ScratchModelConfig, given: dict[str, Any]) -> Pretraine
     given |= _dropout_fields(cfg, known) | _extra_fields(cfg, known)
     pattern = given.get("layer_types")
     if isinstance(pattern, list) and pattern and cfg.num_hidden_layers:
-        given["layer_types"] = [pattern[i % len(pattern)] for i in range(cfg.num_hidden_layers)]
+        first = max(0, len(pattern) - cfg.num_hidden_layers)  # a single layer is the one that attends
+        given["layer_types"] = [pattern[(first + i) % len(pattern)] for i in range(cfg.num_hidden_layers)]
     try:
         return filled(cfg, given, config_class, lambda key: field_name(known, key))
     except UserError:
@@ -164,7 +174,7 @@ def _check_shape(cfg: ScratchModelConfig) -> None:
         )
     if heads and groups and heads % groups:
         raise UserError(
-            f"model.num_attention_heads={heads} is no multiple of model.num_key_value_heads={groups}: "
+            f"model.num_attention_heads={heads} is not a multiple of model.num_key_value_heads={groups}: "
             f"set model.num_key_value_heads to a divisor of {heads}"
         )
     experts, chosen = cfg.num_experts, cfg.num_experts_per_tok
@@ -189,9 +199,11 @@ def _pretrained_config(cfg: LoadedModelConfig) -> PretrainedConfig:
     return config
 
 
-def _load(cfg: LoadedModelConfig, config: PretrainedConfig, loading: dict[str, Any]) -> PreTrainedModel:
+def _load(
+    cfg: LoadedModelConfig, config: PretrainedConfig, scalar_head: bool, loading: dict[str, Any]
+) -> PreTrainedModel:
     dtype = torch.float32  # the checkpoint's own is often bf16, too coarse to take small updates
-    return _from_hub(folder.from_pretrained, cfg, config=config, dtype=dtype, **loading)
+    return _from_hub(folder.from_pretrained, cfg, config=config, dtype=dtype, scalar_head=scalar_head, **loading)
 
 
 def _grow_vocabulary(model: PreTrainedModel, vocab_size: int) -> None:
@@ -239,9 +251,10 @@ def _explain_loading(cfg: LoadedModelConfig, error: Exception) -> str:
     )
 
 
-def _instantiate(cfg: ModelConfig, config: PretrainedConfig) -> PreTrainedModel:
+def _instantiate(cfg: ModelConfig, config: PretrainedConfig, scalar_head: bool) -> PreTrainedModel:
+    cls = auto_class(scalar_head)
     try:
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=cfg.trust_remote_code)
+        return cls.from_config(config, dtype=torch.float32, trust_remote_code=cfg.trust_remote_code)
     except ValueError as error:
         raise UserError(f"transformers can't build this {config.model_type}: {_last_line(error)}") from error
 

@@ -1,4 +1,4 @@
-"""What a part of training says about itself that is no objective, optimizer or callback, such as 8-bit products.
+"""What a part of training says about itself that is not an objective, optimizer or callback, such as 8-bit products.
 
 The run asks every feature of `run/features.py` in turn and knows none by name: a new one is a class, and a line there.
 """
@@ -9,6 +9,9 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from lmtrain.config.schema import Config
+
+# In the names of the parameters that are put into a model beside its own.
+ADDED = ("lora_", "trainable_tokens_delta", ".memory.", ".memory_bank.")
 
 
 class Feature:

@@ -4,10 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lmtrain.errors import UserError
+from lmtrain.models.scalar_head import HEAD, auto_class, says_scalar_head
 
 PREFIX = "memory_"  # before the base's model_type
 ADDED = ("model_type", "architectures", "auto_map", "memory")  # what config.json has beside, or unlike, the base's
@@ -31,7 +32,7 @@ def written_config(folder: Path) -> tuple[str, dict[str, Any]]:
     written = json.loads((folder.expanduser() / "config.json").read_text(encoding="utf-8"))
     base = str(written["model_type"]).removeprefix(PREFIX)
     if base not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise UserError(f"{folder}: a memory of {base}, which is no causal language model of transformers here")
+        raise UserError(f"{folder}: a memory of {base}, which is not a causal language model of transformers here")
     return base, written
 
 
@@ -57,21 +58,30 @@ def checked(config: PretrainedConfig, where: str) -> PretrainedConfig:
     return config
 
 
-def from_pretrained(name: str, **options: Any) -> PreTrainedModel:
-    """`AutoModelForCausalLM.from_pretrained`.
+def export_of(name: str) -> str:
+    """The export of a run, where a run is named: merged, if there is one; else the name as it is."""
+    exports = (Path(name).expanduser() / export for export in ("export_merged", "export"))
+    return next((str(path) for path in exports if any(path.glob("*config.json"))), name)
+
+
+def from_pretrained(name: str, *, scalar_head: bool | None = None, **options: Any) -> PreTrainedModel:
+    """`AutoModelForCausalLM.from_pretrained`, or that of models with a scalar head.
 
     Args:
         name: a folder, or a name of the hub.
+        scalar_head: whether it is to have one, new where the files hold none; None: as config.json says.
         options: its other arguments. Of a quantised model not all weights are there by their names, so none is missed.
 
     Raises:
         UserError: the files lack weights of the model, or its config.json has layers without end.
     """
-    if "config" not in options:
+    config = options.get("config")
+    if config is None:
         kept = {k: v for k, v in options.items() if k in ("revision", "trust_remote_code", "local_files_only")}
-        checked(AutoConfig.from_pretrained(name, **kept), f"{name}/config.json")
-    model, info = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **options)
-    missing = sorted(info["missing_keys"])
+        config = checked(AutoConfig.from_pretrained(name, **kept), f"{name}/config.json")
+    cls = auto_class(says_scalar_head(config) if scalar_head is None else scalar_head)
+    model, info = cls.from_pretrained(name, output_loading_info=True, **options)
+    missing = sorted(set(info["missing_keys"]) - ({f"{HEAD}.weight"} if scalar_head else set()))
     if missing and getattr(model.config, "quantization_config", None) is None:
         raise UserError(
             f"{name} lacks weights of the {type(model).__name__} that its config.json describes: {missing[0]} "

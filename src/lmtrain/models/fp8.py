@@ -17,13 +17,13 @@ from lmtrain.config.schema import FP8, Config, TrainerConfig
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.errors import UserError
 from lmtrain.models.blocks import decoder_blocks
-from lmtrain.models.feature import Feature
+from lmtrain.models.feature import ADDED, Feature
 from lmtrain.models.flops import flops_per_token
 
 MULTIPLE = 16  # of both sides of a matrix that is multiplied in 8 bits
 INSTEAD = "set trainer.precision=bf16-mixed"
-# In names of layers: adapters, the router of a mixture of experts. They are small and decide much.
-_KEPT = ("lora_", ".memory.", ".memory_bank.", ".gate.", ".router.")
+# In names of layers: what is added, the router of a mixture of experts. They are small and decide much.
+_KEPT = (*ADDED, ".gate.", ".router.")
 
 
 class Fp8(Feature):

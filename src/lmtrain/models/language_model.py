@@ -1,5 +1,6 @@
 """A transformers causal language model that returns its loss, computed from hidden states in chunks."""
 
+import contextlib
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -10,11 +11,13 @@ from transformers import PreTrainedModel
 from lmtrain.config.schema import ObjectiveConfig, RouterConfig
 from lmtrain.errors import UserError
 from lmtrain.losses.cross_entropy import chunked_cross_entropy
+from lmtrain.losses.distillation import OutputHead, chunked_divergence
 from lmtrain.losses.log_probs import chunked_log_probs
 from lmtrain.models.attention import SLIDES
 from lmtrain.models.blocks import decoder_blocks, let_grow, output_head
 from lmtrain.models.documents import Documents, Prefixes, choose_method
 from lmtrain.models.routers import Logits, RouterLosses, Routers
+from lmtrain.models.scalar_head import HEAD, has_scalar_head
 
 # loss_chunk_tokens=auto: logits of one chunk, in the dtype they are multiplied in. Smaller chunks cost time (the
 # weight's gradient is summed once per chunk), larger ones only memory, of which a large card has enough.
@@ -46,7 +49,7 @@ class LanguageModelOutput(NamedTuple):
 
 
 class LogProbs(NamedTuple):
-    """What `LanguageModel.log_probs` gives."""
+    """What `LanguageModel.log_probs` gives; of `LanguageModel.scores` rewards."""
 
     tokens: Tensor  # [C] fp32, differentiable
     router_loss: Tensor | None  # 0-dim, differentiable: to be added to the mean loss; None without a router
@@ -63,7 +66,8 @@ class LanguageModel(nn.Module):
 
     def __init__(self, model: PreTrainedModel, objective: ObjectiveConfig, router: RouterConfig | None = None) -> None:
         super().__init__()
-        if model.base_model is model or model.get_output_embeddings() is None:
+        self.has_scalar_head = has_scalar_head(model)
+        if model.base_model is model or (model.get_output_embeddings() is None and not self.has_scalar_head):
             raise UserError(
                 f"{type(model).__name__} has no decoder and output embedding of its own: it can't be trained"
             )
@@ -85,6 +89,7 @@ class LanguageModel(nn.Module):
         self.plain_softmax = not getattr(config, "attn_logit_softcapping", None) and not any(
             name.endswith("sinks") for name, _ in model.named_parameters()
         )
+        self.validates = False  # a validation is going on
         self._blocks = decoder_blocks(model)
         if config.model_type not in KNOWN_FAMILIES:
             self._compare_logits()
@@ -148,6 +153,7 @@ class LanguageModel(nn.Module):
         scored: Tensor,
         before: Tensor,
         targets: Tensor | None = None,
+        temperature: float = 1.0,
     ) -> LogProbs:
         """Log-probabilities of single tokens; the others' logits are never computed.
 
@@ -159,6 +165,7 @@ class LanguageModel(nn.Module):
             scored: [C] int64, positions (of the flattened B * T) of the tokens asked about.
             before: [C] int64, positions of the tokens that come just before them: where they are predicted.
             targets: [C] int64, the tokens asked about where they are not those of `input_ids`.
+            temperature: logits are divided by it.
         """
         hidden, router_logits = self.hidden_states(input_ids, position_ids, cu_seqlens, prefixes)
         hidden, weight, bias = output_head(self.model, hidden.flatten(0, 1).index_select(0, before))
@@ -168,13 +175,71 @@ class LanguageModel(nn.Module):
             hidden,
             weight,
             targets,
-            bias=bias,
+            bias=bias if bias is None or temperature == 1 else bias / temperature,
             chunk_tokens=self._chunk(weight, hidden),
-            logit_softcap=self.logit_softcap,
-            logit_scale=self.logit_scale,
+            # cap * tanh(x / cap) / t is (cap / t) * tanh((x / t) / (cap / t))
+            logit_softcap=None if self.logit_softcap is None else self.logit_softcap / temperature,
+            logit_scale=self.logit_scale / temperature,
             compiled=self._compiled(),
         )
         return LogProbs(tokens, *(self.router_losses(router_logits) if router_logits else (None, {})))
+
+    def divergence(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None,
+        cu_seqlens: Tensor | None,
+        *,
+        at: Tensor,
+        teacher_hidden: Tensor,
+        teacher: OutputHead,
+        vocabulary: int,
+        beta: float,
+        temperature: float,
+    ) -> Tensor:
+        """How far this model's next tokens are from a teacher's, [N]; see `losses.distillation`.
+
+        Args:
+            input_ids: [B, T] int64, as of `forward`; so are `position_ids` and `cu_seqlens`.
+            position_ids: [B, T] int64.
+            cu_seqlens: [n_docs + 1] int32.
+            at: [N] int64, positions (of the flattened B * T) whose next tokens are compared.
+            teacher_hidden: [N, D'], the teacher's hidden states there.
+            teacher: its head.
+            vocabulary: tokens that both know.
+            beta: which divergence.
+            temperature: of both.
+        """
+        hidden, _ = self.hidden_states(input_ids, position_ids, cu_seqlens)
+        hidden, weight, bias = output_head(self.model, hidden.flatten(0, 1).index_select(0, at))
+        head = OutputHead(weight, bias, self.logit_scale, self.logit_softcap)
+        return chunked_divergence(
+            hidden, head, teacher_hidden, teacher, vocabulary=vocabulary, beta=beta, temperature=temperature,
+            chunk_tokens=max(1, self._chunk(weight, hidden) // 2),
+        )  # fmt: skip
+
+    def scores(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None,
+        cu_seqlens: Tensor | None,
+        prefixes: Prefixes | None,
+        *,
+        at: Tensor,
+    ) -> LogProbs:
+        """What the scalar head says at some tokens, as `tokens`, whatever the precision in fp32.
+
+        Args:
+            input_ids: [B, T] int64, as of `log_probs`; so are `position_ids`, `cu_seqlens` and `prefixes`.
+            position_ids: [B, T] int64.
+            cu_seqlens: [n_docs + 1] int32.
+            prefixes: documents that go on from the one before.
+            at: [N] int64, positions (of the flattened B * T) of the tokens it is read at.
+        """
+        hidden, router_logits = self.hidden_states(input_ids, position_ids, cu_seqlens, prefixes)
+        weight: Tensor = getattr(self.model, HEAD).weight  # [1, D]; of an adapter the trained copy
+        found = (hidden.flatten(0, 1).index_select(0, at).float() * weight.float()).sum(-1)
+        return LogProbs(found, *(self.router_losses(router_logits) if router_logits else (None, {})))
 
     def hidden_states(
         self,
@@ -193,7 +258,8 @@ class LanguageModel(nn.Module):
             options["documents"] = self._whole_rows(input_ids)
         if self.routers.by_transformers:
             options["output_router_logits"] = True
-        out = self.model.base_model(input_ids=input_ids, use_cache=False, **options)
+        with contextlib.nullcontext() if self._compiled() else torch.compiler.set_stance("force_eager"):
+            out = self.model.base_model(input_ids=input_ids, use_cache=False, **options)
         return out.last_hidden_state, self.routers.take(out)
 
     def _documents(self, cu_seqlens: Tensor, input_ids: Tensor, prefixes: Prefixes | None) -> Documents:
@@ -229,7 +295,12 @@ class LanguageModel(nn.Module):
         return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else self.model.dtype
 
     def _compiled(self) -> bool:
-        """Whether `compile_model` was called on the model: then the loss is compiled too."""
+        """Whether `compile_model` was called on the model: then the loss is compiled too.
+
+        Not of validation on a CPU: code of its own takes longer to compile than it saves in some minutes.
+        """
+        if self.validates and self.model.device.type == "cpu":
+            return False
         return bool(self._blocks) and self._blocks[0]._compiled_call_impl is not None
 
     def _chunk(self, weight: Tensor, hidden: Tensor) -> int:
@@ -250,14 +321,18 @@ class LanguageModel(nn.Module):
         self.model.eval()
         try:
             theirs = self.model(input_ids=ids, use_cache=False).logits
-            ours = self.model.get_output_embeddings()(self.hidden_states(ids)[0]) * self.logit_scale
+            if self.has_scalar_head:
+                ours = self.scores(ids, None, None, None, at=torch.tensor([ids.numel() - 1], device=device)).tokens
+                theirs = theirs.flatten()
+            else:
+                ours = self.model.get_output_embeddings()(self.hidden_states(ids)[0]) * self.logit_scale
         except Exception as error:  # whatever a family's code raises
             reason = str(error).partition("\n")[0][:120]
             raise UserError(
                 f"{type(self.model).__name__} can't read plain rows of tokens ({type(error).__name__}: {reason}): this "
                 f"family can't be trained with its config as it is"
             ) from error
-        if self.logit_softcap is not None:
+        if self.logit_softcap is not None and not self.has_scalar_head:
             ours = self.logit_softcap * torch.tanh(ours / self.logit_softcap)
         self.model.train(training)
         difference, largest = (ours - theirs).abs().max().item(), theirs.abs().max().item()

@@ -95,7 +95,7 @@ def check(model: PreTrainedModel, size: int) -> dict[nn.Module, str]:
     if any(name.rpartition(".")[2] in ("c_attn", "q_proj", "query_key_value") for name in local):
         for what, count in heads.items():
             if count is not None and count % size:
-                raise UserError(f"{key}: {family}'s {what}={count} is no multiple of it. {divisors(count)}")
+                raise UserError(f"{key}: {family}'s {what}={count} is not a multiple of it. {divisors(count)}")
         if attention_dropout(config) > 0:
             raise UserError(
                 f"{key}: dropout on attention weights would drop the same places in the heads of all devices of a "

@@ -133,7 +133,7 @@ class Objective(Reported):
         """
 
     def count_seen(self, batch: dict[str, Tensor]) -> Tensor:
-        """Tokens of a micro-batch that are no padding: what tokens_seen and tokens_per_s count."""
+        """Tokens of a micro-batch that are not padding: what tokens_seen and tokens_per_s count."""
         return batch["seen"] if "seen" in batch else self.count_tokens(batch)
 
     def validation_names(self) -> list[str]:
@@ -257,6 +257,12 @@ class Objective(Reported):
         torch.default_generator.manual_seed(seed)
         if self.device.type == "cuda":
             torch.cuda.default_generators[self.device.index or 0].manual_seed(seed)
+
+    def on_validation_start(self) -> None:
+        self.model.validates = True
+
+    def on_validation_end(self) -> None:
+        self.model.validates = False
 
     def on_validation_epoch_start(self) -> None:
         self.val_sums = {}

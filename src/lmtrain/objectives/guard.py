@@ -52,5 +52,5 @@ class StepGuard:
         self.total = torch.tensor(state["total"])
         self.in_a_row = torch.tensor(state["in_a_row"])
         self.streak_start = torch.tensor(state["streak_start"])
-        if len(state["recent"]) == len(self.recent):  # another window was asked for: it fills anew
+        if len(state["recent"]) == len(self.recent):  # another window was asked for: it fills again
             self.recent = torch.tensor(state["recent"], dtype=torch.float64)

@@ -15,9 +15,9 @@ from lmtrain.config.schema import Config, ObjectiveConfig
 from lmtrain.data.corpus import Corpus
 from lmtrain.distributed.devices import total
 from lmtrain.errors import UserError
+from lmtrain.models.blocks import evaluating
 from lmtrain.models.language_model import LogProbs
 from lmtrain.objectives.parts import RECOMPUTED, Definition, LossParts, add_sums
-from lmtrain.objectives.reference import evaluating
 from lmtrain.objectives.start_check import check_agreement
 from lmtrain.objectives.with_reference import ReferenceObjective
 

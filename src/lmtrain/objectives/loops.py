@@ -1,4 +1,4 @@
-"""What Lightning's `trainer.test` and `trainer.predict` run, and what is logged under a Trainer of one's own."""
+"""What Lightning's `trainer.test` and `trainer.predict` run, and what is logged under a Trainer of your own."""
 
 from typing import Any
 

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 
 from lmtrain.adapters.memory_adapter import has_been_trained, reads_memory
 from lmtrain.adapters.trainable import adapter_of, base_parameters, trainable_names
-from lmtrain.data.store.cache import build_once, compute_in_parts, load_numbers, parts_of
+from lmtrain.data.store.cache import build_once, compute_in_parts, compute_share, load_numbers, parts_of
 from lmtrain.data.store.progress import RowProgress
+from lmtrain.distributed import process_group as world
 from lmtrain.distributed.dtensor import held, is_part, part, swap
 from lmtrain.errors import UserError
 from lmtrain.strategies.sharding import reshard
@@ -137,19 +138,6 @@ class FrozenCopy:
         return [name for name, p in self.parameters.items() if not torch.equal(held(p), self.values[name].to(held(p)))]
 
 
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Dropout and all else that is random is off within; what was in eval mode before stays so after."""
-    training = [m for m in model.modules() if m.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
-
-
 def weights_hash(model: nn.Module) -> str:
     """SHA-256 over all parameters and buffers of a model."""
     digest = hashlib.sha256()
@@ -180,8 +168,9 @@ class Precomputed:
     def find(self, model: nn.Module, splits: dict[str, Any], numbers: Callable[[Any, np.ndarray], np.ndarray]) -> None:
         """Sets `reference` of every split's rows; `numbers` gives those of some, int64 [n], of one: [n, answers] fp64.
 
-        The processes of a run may all call it: one computes, the others wait for its folder. Interrupted, the next call
-        goes on after the last part that was kept.
+        All ranks of a run must call it: each computes its share of the parts, then one makes the folder of them. Where
+        nodes share no disk, each node computes what the others have. Interrupted, the next call goes on with the parts
+        that were kept.
         """
         folder = self.folder = self.cache_dir / f"reference-{self.key(model)}"
         parts = parts_of(folder)
@@ -196,6 +185,8 @@ class Precomputed:
                 every, of = np.arange(len(rows)), functools.partial(numbers, rows)
                 np.save(temporary / f"{name}.npy", compute_in_parts(parts / name, every, of, progress))
 
+        if world.size() > 1 and not world.from_first(lambda: is_complete(folder)):
+            self._compute_shares(splits, numbers, parts)
         if not is_complete(folder):
             progress = RowProgress(True)
             try:
@@ -205,3 +196,13 @@ class Precomputed:
             shutil.rmtree(parts, ignore_errors=True)
         for name, rows in splits.items():
             rows.reference = load_numbers(folder / f"{name}.npy")
+
+    def _compute_shares(
+        self, splits: dict[str, Any], numbers: Callable[[Any, np.ndarray], np.ndarray], parts: Path
+    ) -> None:
+        if world.rank() == 0:
+            print(f"reference log-probabilities on {world.size()} ranks, once for this model and data", flush=True)
+        for turn, (name, rows) in enumerate(splits.items()):
+            rank = (world.rank() + turn) % world.size()  # else the first rank had the first part of each
+            compute_share(parts / name, np.arange(len(rows)), functools.partial(numbers, rows), rank, world.size())
+        world.together(lambda: None)

@@ -19,8 +19,9 @@ from lmtrain.distributed.devices import total
 from lmtrain.distributed.dtensor import held
 from lmtrain.errors import RunError
 from lmtrain.losses.preferences import LOSSES, LossOptions, Pairs, Ratios, preference_losses
+from lmtrain.models.blocks import evaluating
 from lmtrain.models.language_model import LanguageModel
-from lmtrain.objectives.reference import FrozenCopy, Precomputed, evaluating
+from lmtrain.objectives.reference import FrozenCopy, Precomputed
 
 FULL = (1e-4, 1e-6)  # how far log-probabilities may differ, absolutely and relative to them, in fp32
 HALF = (5e-2, 2e-3)  # the same where matrices are multiplied in half precision
@@ -207,7 +208,7 @@ def weights_move(objective: Trained) -> FirstSteps:
 def _weights(objective: Trained) -> tuple[list[str], Tensor, Tensor]:
     """Names, which are trained (bool [N], in host memory), and checksums (int64 [N]) of this rank's parameters.
 
-    Frozen ones in whole numbers are left out: kernels may lay quantised weights out anew.
+    Frozen ones in whole numbers are left out: kernels may lay quantised weights out again.
     """
     names, trained, sums = [], [], []
     for name, p in objective.model.named_parameters():

@@ -14,13 +14,15 @@ from lmtrain.config.batch import horizon, step_sizes
 from lmtrain.config.deepspeed import check_frozen_copy
 from lmtrain.config.fingerprint import of_model
 from lmtrain.config.schema import Config
+from lmtrain.config.strategies import SHARING
 from lmtrain.data.corpus import Corpus
 from lmtrain.distributed import process_group as world
 from lmtrain.errors import UserError
+from lmtrain.models.blocks import evaluating
 from lmtrain.models.documents import Prefixes
 from lmtrain.models.language_model import LogProbs
 from lmtrain.objectives.base import Objective
-from lmtrain.objectives.reference import Choice, FrozenCopy, Precomputed, choose, evaluating, first_values_hash
+from lmtrain.objectives.reference import Choice, FrozenCopy, Precomputed, choose, first_values_hash
 from lmtrain.objectives.start_check import FirstSteps, answers_move
 
 
@@ -28,8 +30,8 @@ def why_not_precomputed(config: Config, corpus: Corpus | None) -> str:
     """Why log-probabilities of the reference can't be had before training unless asked for; "" where they can."""
     if corpus is None:
         return "this objective's rows keep no log-probabilities"
-    if world.size() > 1:
-        return f"one of {world.size()} processes would compute all pairs while the others wait"
+    if world.size() > 1 and config.trainer.strategy in SHARING:
+        return f"{config.trainer.strategy} shares out a model that a rank may not hold alone"
     return "those of data.val_sets are not computed before training" if config.data.val_sets else ""
 
 
@@ -67,7 +69,7 @@ class ReferenceObjective(Objective):
         self.wanted, self._config, self._corpus = wanted, config, corpus
         why_online = why_not_precomputed(config, corpus) or why_online_is_less(config, corpus)
         self._use(world.from_first(lambda: choose(wanted, self.model.model, why_online)))
-        # On resume the model is built anew: it has to be the one the run started with.
+        # On resume the model is built again: it has to be the one the run started with.
         if self.reference != "none":
             self.fingerprint["contents"]["reference"] = world.from_first(lambda: first_values_hash(self.model))
 

@@ -15,8 +15,10 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from lmtrain.distributed import process_group as world
 from lmtrain.distributed.devices import cpu_multiplies_bf16
 from lmtrain.distributed.dtensor import as_part_of, held, like, whole
 from lmtrain.optim.skipping import can_skip, change, factor, or_else
@@ -50,6 +52,25 @@ def orthogonalize(matrices: Tensor, steps: int) -> Tensor:
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, polynomial, x, beta=a)
     return x.mT if tall else x
+
+
+def orthogonalize_together(matrices: Tensor, steps: int) -> Tensor:
+    """As `orthogonalize`, of matrices that all ranks have: each computes its share of them and sends it to the others.
+
+    The work is divided by the number of ranks; what is sent are the updates, in the dtype they are computed in.
+    """
+    ranks, n = world.size(), len(matrices)
+    if ranks == 1 or n == 1:
+        return orthogonalize(matrices, steps)
+    share = -(-n // ranks)  # of the last ranks some may have fewer, or none
+    mine = matrices[world.rank() * share : (world.rank() + 1) * share]
+    shape = (share, *matrices.shape[1:])
+    found = torch.zeros(shape, dtype=_matmul_dtype(matrices.device.type), device=matrices.device)
+    if len(mine):
+        found[: len(mine)] = orthogonalize(mine, steps)
+    gathered = found.new_empty((ranks * share, *matrices.shape[1:]))
+    dist.all_gather_into_tensor(gathered, found)
+    return gathered[:n]
 
 
 def _matmul_dtype(device_type: str) -> torch.dtype:
@@ -103,7 +124,7 @@ class Muon(torch.optim.Optimizer):
         """One step for parameters of one shape: as many kernels for a hundred as for one."""
         directions = torch.stack([whole(d) for d in self._directions(parameters, group)])  # [P, ..., rows, columns]
         matrices = directions.flatten(0, -3)  # [N, rows, columns]
-        updates = orthogonalize(matrices, group["ns_steps"]).unflatten(0, directions.shape[:-2])
+        updates = orthogonalize_together(matrices, group["ns_steps"]).unflatten(0, directions.shape[:-2])
         updates = updates.to(parameters[0].dtype)
         scale = ADAMW_UPDATE_RMS * math.sqrt(max(parameters[0].shape[-2:]))
         parts = [held(like(update, p)) for update, p in zip(updates, parameters, strict=True)]
@@ -126,12 +147,12 @@ class Muon(torch.optim.Optimizer):
 
 
 def _equal_shapes(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Lists of parameters of one shape, dtype and device, at most BATCH_ELEMENTS elements together."""
+    """Lists of parameters of one shape, dtype and device, at most BATCH_ELEMENTS elements together, or one a rank."""
     alike: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
     for p in parameters:
         alike[p.shape, p.dtype, p.device].append(p)
     for members in alike.values():
-        size = max(1, BATCH_ELEMENTS // members[0].numel())
+        size = max(world.size(), BATCH_ELEMENTS // members[0].numel())
         for start in range(0, len(members), size):
             yield members[start : start + size]
 

@@ -37,7 +37,7 @@ DECAY_SHAPES: dict[str, Callable[[float], float]] = {
 
 
 class LRSchedule(ABC):
-    """A schedule of one's own, named by `schedule._target_`; the keys beside it are the fields of its `Options`.
+    """A schedule of your own, named by `schedule._target_`; the keys beside it are the fields of its `Options`.
 
     class Stairs(LRSchedule):
         Options = StairsOptions  # a dataclass derived from lmtrain.config.schema.ScheduleConfig, with `every`
@@ -68,11 +68,11 @@ def build_schedule(
     """The schedule as a function of the step about to be taken and the steps of the run.
 
     Args:
-        total_steps: of this run, for a first look at a class of one's own.
+        total_steps: of this run, for a first look at a class of your own.
         allow_target: run.allow_target, packages that `cfg._target_` may name a class of.
 
     Raises:
-        UserError: a class that is no schedule, raises, gives no rate or is no function of the step.
+        UserError: a class that is not a schedule, raises, gives no rate or is not a function of the step.
     """
     if cfg._target_ is None:
         return functools.partial(lr_factor, cfg)

@@ -1,45 +1,62 @@
 """How many steps fit into `budget.minutes`, by the time that some steps take on this machine.
 
-The number becomes trainer.max_steps, so the schedule ends with the time, and a run that is stopped and resumed is the
-run it was: nothing is measured again.
+The number becomes trainer.max_steps; while the run trains, callbacks/time_budget.py keeps it at what the clock says.
 """
 
 import copy
 import itertools
+import math
+import os
+import tempfile
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
+from typing import Any
 
+from lmtrain import terminal
+from lmtrain.callbacks.stopping import EndsEarly
+from lmtrain.callbacks.time_budget import ENDING_S, steps_of_validation
 from lmtrain.config import safe_yaml
+from lmtrain.config.effect import EPOCHS
 from lmtrain.config.override_text import typed_keys
 from lmtrain.config.schema import Config
-from lmtrain.data.corpus import Corpus, build_corpus
+from lmtrain.data.corpus import Corpus, build_corpus, fit_to_model
 from lmtrain.data.loaders import seen_rows
 from lmtrain.distributed import devices, ranks
 from lmtrain.errors import UserError
-from lmtrain.files import read_regular
+from lmtrain.files import read_jsonl, read_regular
+from lmtrain.models import dial
 from lmtrain.planning import trial
+from lmtrain.run import build
 from lmtrain.run_folder import folder as run_dir
+from lmtrain.run_folder.folder import RunDir
+from lmtrain.terminal import quiet_libraries, status
 
-_MEASURED_S = 8.0  # how long steps are measured; a step that takes longer is measured _FEWEST times
+_MEASURED_S = 1.2  # how long steps are measured; a step that takes longer is measured _FEWEST times
+_VALIDATIONS = 10.5  # of a run; the half keeps the last of them away from that at the end
+# On a CPU steps are measured uncompiled: the share of their time that compiled ones take, and seconds of compiling.
+_COMPILED, _COMPILING_S = 0.68, 20.0
 _FEWEST, _MOST, _RANKS = 6, 400, 20  # steps; the last with several ranks
-_FORWARD = 0.4  # of a step's time a token: what a token of validation takes
-_ENDING_S = 4.0  # the last checkpoint, the export and the report
 
 
 @dataclass
 class Measured:
     """What steps take here, in seconds."""
 
-    starting: float  # from a process's start to its first step
+    starting: float  # until the first step
     step: float
     validation: float
 
 
-def settle(config: Config, began: float) -> None:
+def settle(config: Config, began: float) -> list[str]:
     """Sets trainer.max_steps to the steps that end within config.budget.minutes of `began`, a time.time().
 
-    A length that was typed wins, and a run that began with a budget keeps its number of steps.
+    Validations are spread over them, where how often was not typed. A length that was typed wins, and a run that is
+    continued goes on with the number it had. Data that is small for the time is not passed over more often than helps.
+
+    Returns:
+        Words that the command lacks: the depth of model=dial that was chosen. With these it has to be composed again.
 
     Raises:
         UserError: ranks of another launcher, no time left for training, a trial that fails.
@@ -49,26 +66,63 @@ def settle(config: Config, began: float) -> None:
     if by_hand:
         print(f"{by_hand[0]}={typed[by_hand[0]]} was typed and decides the length: budget.minutes is left out")
         config.budget.minutes = None
-        return
+        return []
     if ranks.started_by() is not None:
         raise UserError(
             "budget.minutes measures this machine before ranks are started: start the run without torchrun and srun, "
             "or set trainer.max_steps"
         )
+    os.environ[ranks.BEGAN] = str(began)
+    if config.trainer.max_epochs is None and not config.data.streaming:
+        config.trainer.max_epochs = EPOCHS["text" if config.data.rows == "text" else "rows"]
+    chooses = config.model.name == dial.NAME and dial.KEY not in typed
     before = _chosen_before(config)
     if before is not None:
-        config.trainer.max_steps = before
-        return
+        depth = before.get("model", {}).get("num_hidden_layers")
+        if chooses and isinstance(depth, int) and depth != config.model.num_hidden_layers:  # type: ignore[attr-defined]
+            return [f"{dial.KEY}={depth}"]
+        config.trainer.max_steps = before["trainer"]["max_steps"]
+        if "trainer.val_check_interval" not in typed:
+            config.trainer.val_check_interval = before["trainer"].get("val_check_interval")
+        return []
+    quiet_libraries()
     devices.resolve_auto(config)
     corpus = build_corpus(config)
-    print("measuring this machine for some seconds (budget.minutes)", flush=True)
-    took = measure(config, corpus)
+    status.say("measuring this machine for some seconds (budget.minutes)")
+    took = _expected.pop() if _expected else measure(config, corpus)
     left = began + 60 * config.budget.minutes - time.time()  # type: ignore[operator]
+    if chooses:
+        depth = _depth(config, left - took.starting - took.validation - ENDING_S, took.step, corpus.epoch_tokens)
+        terminal.say_once(
+            f"budget.minutes={config.budget.minutes:g} chose {dial.KEY}={depth}: of the dial's depths the one that is "
+            f"expected to learn most in the time"
+        )
+        _expected[:] = [_at_depth(took, config, depth, "data.global_batch_size" in typed)]
+        return [f"{dial.KEY}={depth}"]
+    if "trainer.val_check_interval" not in typed:
+        config.trainer.val_check_interval = math.ceil(steps_within(left, took, config) / _VALIDATIONS)
     config.trainer.max_steps = steps_within(left, took, config)
+    return []
 
 
-def _chosen_before(config: Config) -> int | None:
-    """The steps of the run that is to be continued; None where none is there."""
+_expected: list[Measured] = []  # of the depth that was just chosen, for the same command composed with it
+
+
+def _at_depth(took: Measured, config: Config, depth: int, same_rows: bool) -> Measured:
+    """What was measured at the config's depth, at another depth of the dial: saves a second measurement."""
+    before: int = config.model.num_hidden_layers  # type: ignore[attr-defined]
+    token = dial.cost(depth) / dial.cost(before)
+    rows = 1.0 if same_rows else depth / before
+    return Measured(took.starting, took.step * token * rows, took.validation * token)
+
+
+def _depth(config: Config, seconds: float, step: float, unique: float) -> int:
+    depth: int = config.model.num_hidden_layers  # type: ignore[attr-defined]
+    return dial.best_depth(seconds, depth, step / (config.data.global_batch_size * config.data.seq_len), unique)
+
+
+def _chosen_before(config: Config) -> dict[str, Any] | None:
+    """The config of the run that is to be continued, which holds its steps; None where none is there."""
     file = run_dir.locate(config) / "config.yaml"
     if run_dir.resume_mode(config) == "none" or not file.is_file():
         return None
@@ -77,23 +131,51 @@ def _chosen_before(config: Config) -> int | None:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{file} can't be read: {error}") from None
     steps = saved.get("trainer", {}).get("max_steps") if isinstance(saved, dict) else None
-    return steps if isinstance(steps, int) and steps > 0 else None
+    return saved if isinstance(steps, int) and steps > 0 else None
 
 
 def measure(config: Config, corpus: Corpus) -> Measured:
-    """What starting, a step and a validation take, from some steps in a process of their own."""
-    tried = copy.deepcopy(config)
-    tried.budget.minutes = None
-    # Ranks that looked at their clocks would not end at the same step.
-    alone = int(config.trainer.devices) == 1
-    ends = {"seconds": _MEASURED_S, "fewest": _FEWEST} if alone else {}
-    with trial.folder_beside_runs(config, "budget") as folder:
-        started, here = time.time(), folder / "trial"
-        rows = trial.run(trial.config_of(tried, here, _MOST if alone else _RANKS, **ends), here)
-    times = [row["time"] for row in rows]
+    """What starting, a step and a validation take, from some steps on rows of the corpus."""
+    starting, times = _alone(config, corpus) if int(config.trainer.devices) == 1 else _on_ranks(config)
     steps = [after - before for before, after in itertools.pairwise(times)]
     step = median(steps[len(steps) // 2 :])  # in the first, memory is taken and code compiled
-    return Measured(max(0.0, times[0] - started - step), step, _validation(config, corpus, step))
+    if _compiles_later(config):
+        starting, step = starting + _COMPILING_S, _COMPILED * step
+    return Measured(starting, step, _validation(config, corpus, step))
+
+
+def _compiles_later(config: Config) -> bool:
+    t = config.trainer
+    return bool(t.compile) and t.accelerator == "cpu" and t.devices == 1
+
+
+def _alone(config: Config, corpus: Corpus) -> tuple[float, list[float]]:
+    """Seconds of building a run in this process, and the times of its steps."""
+    tried, began = copy.deepcopy(config), time.time()
+    devices.set_threads(tried.trainer.num_threads, 1)
+    tried.trainer.profiler = None
+    tried.trainer.compile = bool(tried.trainer.compile) and not _compiles_later(config)
+    with tempfile.TemporaryDirectory(prefix="lmtrain_budget_") as folder:
+        curve = Path(folder) / "curve.jsonl"
+        objective = build.build_objective(tried, corpus, _MOST)
+        fit_to_model(tried, corpus, objective.model.unpacked_because)
+        datamodule = build.build_datamodule(tried, corpus, _MOST)
+        ends = EndsEarly(str(curve), _MOST - 1, seconds=_MEASURED_S, fewest=_FEWEST)
+        trainer = build.build_trainer(tried, RunDir(Path(folder)), [ends], None, _MOST)
+        building = time.time() - began
+        trainer.fit(objective, datamodule=datamodule)
+        return building, [row["time"] for row in read_jsonl(curve)]
+
+
+def _on_ranks(config: Config) -> tuple[float, list[float]]:
+    """Seconds from the start of a trial's ranks to its first step, and the times of its steps."""
+    tried = copy.deepcopy(config)
+    tried.budget.minutes = None
+    with trial.folder_beside_runs(config, "budget") as folder:
+        started, here = time.time(), folder / "trial"
+        rows = trial.run(trial.config_of(tried, here, _RANKS), here)
+    times = [row["time"] for row in rows]
+    return max(0.0, times[0] - started), times
 
 
 def _validation(config: Config, corpus: Corpus, step: float) -> float:
@@ -101,7 +183,7 @@ def _validation(config: Config, corpus: Corpus, step: float) -> float:
     if corpus.val is None:
         return 0.0
     rows = seen_rows(corpus.val, config.data.micro_batch_size, config.trainer.limit_val_batches)
-    return _FORWARD * step * rows / config.data.global_batch_size
+    return step * steps_of_validation(rows, config.data.global_batch_size)
 
 
 def steps_within(seconds: float, took: Measured, config: Config) -> int:
@@ -110,7 +192,7 @@ def steps_within(seconds: float, took: Measured, config: Config) -> int:
     Raises UserError where fewer than ten do.
     """
     every = config.trainer.val_check_interval
-    left = seconds - took.starting - took.validation - _ENDING_S
+    left = seconds - took.starting - took.validation - ENDING_S
     steps = int(left / (took.step + (took.validation / every if every else 0.0)))
     if steps < 10:
         least = 60 * config.budget.minutes - left + 10 * took.step  # type: ignore[operator]

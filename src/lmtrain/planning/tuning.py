@@ -125,7 +125,7 @@ def range_test(config: Config, folder: Path, found: Found, say: Callable[[str], 
     """
     settings, lr = config.tune, config.optimizer.lr
     if not lr and not (settings.min_lr and settings.max_lr):
-        raise UserError("optimizer.lr=0 is no middle of a range: set tune.min_lr and tune.max_lr")
+        raise UserError("optimizer.lr=0 is not the middle of a range: set tune.min_lr and tune.max_lr")
     low, high = settings.min_lr or lr / _REACH, settings.max_lr or lr * _REACH
     if not low < high:
         raise UserError(f"tune.min_lr={low:g} and tune.max_lr={high:g}: the second has to be the larger")
@@ -139,7 +139,7 @@ def range_test(config: Config, folder: Path, found: Found, say: Callable[[str], 
     found.suggestion = suggest(rates, losses, settings.smoothing)
     if found.suggestion is None:
         raise UserError(
-            f"the loss fell nowhere between optimizer.lr={low:.2g} and {high:.2g} ({len(rates)} steps, the last loss "
+            f"the loss did not fall between optimizer.lr={low:.2g} and {high:.2g} ({len(rates)} steps, the last loss "
             f"is {losses[-1]:.4g}): set another tune.min_lr and tune.max_lr, or more tune.steps"
         )
     found.lr = float(f"{found.suggestion.lr:.2g}")

@@ -89,7 +89,7 @@ def _show_chapters(config: Config, text: str) -> int:
         raise UserError("inspect.text: which model? set run_dir to a run or an export with a memory")
     model, tokenizer = trained.load(config.run_dir, "best", trust.granted(config))
     terminal.status.stop()
-    show_chapters(model, tokenizer, text, terminal.console(), config.inspect.html)
+    show_chapters(model, tokenizer, text, terminal.console(), config.inspect.html, config.run_dir)
     return errors.FINISHED
 
 

@@ -25,6 +25,7 @@ OPTIONAL = {  # distribution: (extra, what it is for)
     "hydra-ray-launcher": ("ray", "sweeps on Ray"),
     "matplotlib": ("plots", "the pictures of sweep_report and tune"),
     "lm-eval": ("lm-eval", "evaluate.tasks"),
+    "starlette": ("web", "the page of lmtrain chat --web"),
 }
 _MATMUL_SECONDS, _SIZE = 0.5, 1024
 _READ_BYTES = 64 * 2**20
@@ -47,7 +48,7 @@ def diagnose(folder: Path) -> int:
         line.add_column(width=7, style=style)
         line.add_column(width=23, style="bold")
         line.add_column(overflow="fold")
-        line.add_row(sign, Text(finding.name), Text(finding.words))  # as they are: [ray] is no markup
+        line.add_row(sign, Text(finding.name), Text(finding.words))  # as they are: [ray] is not markup
         console.print(line)
     if missing:
         errors.print_error(f"training can't run here: parts it needs and lacks, named above: {missing}")

@@ -1,7 +1,7 @@
 "use strict";
 // Draws the curves again for what is zoomed to and how much is smoothed: drag to zoom, double click for all of it.
 const curves = JSON.parse(document.getElementById("curves").textContent);
-const W = 600, H = 260, L = 58, R = 22, T = 10, B = 24;
+const W = 600, H = 260, L = 70, R = 22, T = 10, B = 42;  // as in report_page.py
 const slider = document.getElementById("smoothing");
 
 function smoothed(y, weight) {  // exponential moving average, its start corrected as in Adam
@@ -30,7 +30,7 @@ function element(parent, name, attributes, text) {
 }
 
 function chart(figure) {
-  const svg = figure.querySelector("svg"), tip = figure.querySelector(".tip"), lines = curves[figure.dataset.chart];
+  const svg = figure.querySelector("svg[role]"), tip = figure.querySelector(".tip"), lines = curves[figure.dataset.chart];
   const every = lines.flatMap(l => l.x), all = [every.reduce((a, b) => Math.min(a, b), Infinity),
     every.reduce((a, b) => Math.max(a, b), -Infinity)];
   if (all[0] === all[1]) all[1] += 1;
@@ -60,7 +60,10 @@ function chart(figure) {
       element(svg, "text", { x: L - 6, y: Y(v) + 4, "text-anchor": "end" }, words(v));
     }
     for (const v of ticks(range[0], range[1], 6)) if (Number.isInteger(v))
-      element(svg, "text", { x: X(v), y: H - 7, "text-anchor": "middle" }, words(v));
+      element(svg, "text", { x: X(v), y: H - 24, "text-anchor": "middle" }, words(v));
+    element(svg, "text", { class: "axis", x: (L + W - R) / 2, y: H - 6, "text-anchor": "middle" }, "step");
+    element(svg, "text", { class: "axis", transform: `translate(13 ${(T + H - B) / 2}) rotate(-90)`,
+      "text-anchor": "middle" }, figure.dataset.axis);
     for (const s of shown) {
       let d = "";
       s.line.x.forEach((x, i) => {
@@ -68,7 +71,11 @@ function chart(figure) {
       });
       if (s.line.x.length === 1) d += "h.1";
       element(svg, "path", { d, class: s.raw ? "raw" : "", stroke: `var(--c${s.line.colour})`,
-        "stroke-dasharray": s.line.dashed ? "5 3" : "" });
+        "stroke-dasharray": s.line.dash, "stroke-width": s.line.val ? 2.4 : 1.5 });
+      if (s.line.val && !s.raw && s.line.x.length <= 60) s.line.x.forEach((x, i) => {
+        if (x >= range[0] && x <= range[1]) element(svg, "circle", { cx: X(x), cy: Y(s.y[i]), r: 3,
+          fill: `var(--c${s.line.colour})` });
+      });
     }
     svg.shown = shown.filter(s => !s.raw);
   }

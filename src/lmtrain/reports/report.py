@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import shlex
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,12 +14,13 @@ import yaml
 
 from lmtrain import errors, terminal
 from lmtrain.config import compose as rules
+from lmtrain.config.override_text import typed_keys
 from lmtrain.errors import UserError
 from lmtrain.files import read_jsonl, read_regular, write_atomic
 from lmtrain.reports import listing, report_page
 from lmtrain.reports.curves import charts, heat_maps, with_names_of_today
 from lmtrain.reports.report_page import Told
-from lmtrain.run_folder.folder import RunDir, checkpoint_names
+from lmtrain.run_folder.folder import RunDir, checkpoint_names, gives_rewards, loading_class
 from lmtrain.secrets import shown_in
 
 _PROMPTS, _STEPS = 12, 15  # samples shown: so many prompts, and of each so many steps spread over the training
@@ -61,13 +63,13 @@ def _reading(file: Path) -> Iterator[None]:
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
-        raise UserError(f"{file} holds what no run has written ({error!r}): fix it, or move it away") from None
+        raise UserError(f"{file} is not in the format that runs write ({error!r}): fix it or move it away") from None
 
 
 def told(run: RunDir, name: str | None = None, ended: bool = False) -> Told:
-    """What the folder tells; UserError where it is no run's, or a line in it can't be read."""
+    """What the folder tells; UserError where it is not a run's, or a line in it can't be read."""
     if not run.config.exists():
-        raise UserError(f"{run.path} is no run: it has no config.yaml")
+        raise UserError(f"{run.path} is not a run: it has no config.yaml")
     config, listed = shown_in(rules.read(run.config)), listing.read(run)
     rows = [with_names_of_today(row) for row in read_jsonl(run.metrics)]
     summary = _summary(run)
@@ -80,15 +82,21 @@ def told(run: RunDir, name: str | None = None, ended: bool = False) -> Told:
     with _reading(run.metrics):
         drawn, maps = charts(rows), heat_maps(rows)
     with _reading(run.config):
-        changed = _changed(config)
+        changed, typed = _changed(config), _typed(config, summary)
+        for heat in maps:
+            heat.about = _about_routing(config, heat.one)
         monitor = config.get("checkpoint", {}).get("monitor", "val/loss")
         higher = config.get("checkpoint", {}).get("mode") == "max"
     with _reading(run.summary):
         facts, speed = _facts(config, listed, summary, rows), _number(summary.get("tokens_per_s"))
+        headline = _headline(listed, summary, rows, monitor)
     scores = [row[monitor] for row in rows if isinstance(row.get(monitor), int | float)]
     score = (max if higher else min)(scores, default=None)
     return Told(
         name=name or run.path.name,
+        subtitle=_subtitle(config, listed),
+        headline=headline,
+        typed=typed,
         facts=facts,
         changed=changed,
         charts=drawn,
@@ -135,6 +143,77 @@ def _facts(
     return [(name, str(value)) for name, value in found if value]
 
 
+def _subtitle(config: dict[str, Any], listed: listing.Listed) -> str:
+    model, data = config.get("model", {}), config.get("data", {})
+    what = config.get("objective", {}).get("name")
+    named = model.get("name_or_path") or model.get("name")
+    on = data.get("path") or data.get("name") or data.get("source")
+    return f"{listed.status.replace('_', ' ')} at step {listed.steps()}: {what}, {named} on {on}"
+
+
+def _headline(
+    listed: listing.Listed, summary: dict[str, Any], rows: list[dict[str, Any]], monitor: str
+) -> list[tuple[str, str]]:
+    """The score, the tokens and the time, as far as the folder tells them."""
+    found = []
+    best = summary.get("best_metric") or {}
+    trained = next(
+        (row["train/loss"] for row in reversed(rows) if isinstance(row.get("train/loss"), int | float)), None
+    )
+    if monitor in best:
+        step = int(str(summary["best"]).rpartition("_")[2])
+        found.append((f"{best[monitor]:.4g}", f"{monitor} of the best checkpoint, step {step:,}"))
+    elif listed.best is not None:
+        found.append((listed.best.split()[1], f"best {monitor}{listed.best.partition(listed.best.split()[1])[2]}"))
+    elif trained is not None:
+        found.append((f"{trained:.4g}", f"train/loss at step {listed.step:,}"))
+    tokens = rows[-1].get("tokens_seen") if rows else None
+    if isinstance(tokens, int | float):
+        found.append((_short(tokens), f"tokens trained in {listed.step:,} steps"))
+    seconds = summary.get("wall_seconds")
+    if isinstance(seconds, int | float):
+        speed = summary.get("tokens_per_s")
+        found.append((time_in_words(seconds), f"at {_number(speed)} tokens/s" if speed else "wall time"))
+    return found
+
+
+def _short(number: float) -> str:
+    """12,345,678 -> '12.3 M'."""
+    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if number >= size:
+            return f"{number / min(size, 1e3 if letter == 'k' else size):.3g} {letter}"
+    return f"{number:,.0f}"
+
+
+def time_in_words(seconds: float) -> str:
+    """75 -> '1 min 15 s'."""
+    whole = int(seconds)
+    if whole < 60:
+        return f"{seconds:.0f} s"
+    hours, minutes = divmod(whole // 60, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {whole % 60} s"
+
+
+def _typed(config: dict[str, Any], summary: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """(key, value, default) of the overrides that the command line had, but for where things lie."""
+    words = shlex.split(str(summary.get("command", "")))[3:]
+    defaults, leaves = _defaults(), dict(_leaves(config))
+    found = []
+    for key, value in typed_keys([word for word in words if "=" in word]).items():
+        if not key.startswith(_NOT_SHOWN):
+            now = _words(leaves[key]) if key in leaves else value
+            found.append((key, now, _words(defaults[key]) if key in defaults else ""))
+    return found
+
+
+def _about_routing(config: dict[str, Any], one: str) -> str:
+    """The model, and how many chapters or experts a token chooses."""
+    model = config.get("model", {})
+    chosen = config.get("memory", {}).get("top_k") if one == "chapter" else model.get("num_experts_per_tok")
+    named = model.get("name_or_path") or model.get("name")
+    return f"{named}, each token chooses {chosen} (top-k)" if chosen else str(named)
+
+
 def _number(value: Any) -> str:
     return f"{value:,.0f}" if isinstance(value, int | float) and value >= 100 else f"{value:.3g}" if value else ""
 
@@ -169,8 +248,11 @@ def _samples(run: RunDir) -> dict[str, list[tuple[int, str, str | None]]]:
         prompt, step = str(row.get("prompt", "")), listing.whole(row.get("step"))
         if step is None:
             continue  # no sample of ours
+        text = str(row.get("text", ""))
+        if "reward" in row:  # of a rollout, whose prompts are others at each step
+            prompt, text = f"{row.get('which')} completion of a rollout", f"{prompt}{text}\n(reward {row['reward']})"
         if prompt in found or len(found) < _PROMPTS:
-            found.setdefault(prompt, []).append((step, str(row.get("text", "")), row.get("reference")))
+            found.setdefault(prompt, []).append((step, text, row.get("reference")))
     return {prompt: _spread(texts) for prompt, texts in found.items()}
 
 
@@ -213,8 +295,8 @@ def _history(run: RunDir, summary: dict[str, Any]) -> list[str]:
             moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(float(row["time"])))
         except (KeyError, TypeError, ValueError, OverflowError, OSError):
             continue  # no start of ours
-        began, step = "began again" if i else "began", listing.whole(row.get("step"))
-        lines.append(f"{moment}: went on from step {step:,}" if step else f"{moment}: {began}")
+        began, step = "restarted" if i else "began", listing.whole(row.get("step"))
+        lines.append(f"{moment}: resumed from step {step:,}" if step else f"{moment}: {began}")
     if summary.get("status") and lines:
         step = listing.whole(summary.get("step")) or 0
         lines.append(f"{str(summary['status']).replace('_', ' ')} at step {step:,}")
@@ -222,11 +304,12 @@ def _history(run: RunDir, summary: dict[str, Any]) -> list[str]:
 
 
 def _how_to_use(run: RunDir) -> list[str]:
-    found = [f"python -m lmtrain.generate run_dir={run.path}", f"python -m lmtrain.evaluate run_dir={run.path}"]
+    here = shlex.quote(str(run.path))
+    writes = not (run.export.is_dir() and gives_rewards(run.export))
+    found = [f"python -m lmtrain.{verb} {here}" for verb in (*(("chat", "generate") if writes else ()), "evaluate")]
     for folder in (run.export, run.export_merged):
         if folder.is_dir():
-            adapter = (folder / "adapter_config.json").exists()
-            package, cls = ("peft", "AutoPeftModelForCausalLM") if adapter else ("transformers", "AutoModelForCausalLM")
+            package, cls = loading_class(folder)
             trusting = ", trust_remote_code=True" if (folder / "modeling_memory.py").exists() else ""
             found.append(
                 f"from {package} import {cls}\nfrom transformers import AutoTokenizer\n\n"

@@ -1,6 +1,7 @@
 """A run, or several compared, as one HTML page without a network. What a run holds is text here, never markup."""
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -14,14 +15,18 @@ from lmtrain.reports.curves import FIRST, Curve, HeatMap, thinned
 from lmtrain.terminal import visible
 
 _WIDE, _HIGH, _STATIC = 600, 260, 200  # of a chart drawn without JavaScript: its size, points of a curve
+_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 22, 10, 42  # its margins, those of report.js
 _LONG = 3000  # characters of a sample that are shown
+# Strokes that stay apart in black and white, as of stroke-dasharray; the first is solid.
+DASHES = ("", "8 4", "2 3", "12 3 2 3", "5 2", "1 5", "14 5", "6 2 2 2 2 2")
 
 
 @dataclass
 class Told:
     """What a run's folder tells.
 
-    facts: (name, value) for the top of the page. changed: (key, its default, the run's). samples: {prompt: [(step,
+    subtitle: how far it is, of what. headline: three (number, what it is) for the top of the page. typed: (key, value,
+    default) of the command line. changed: (key, its default, the run's), whoever changed it. samples: {prompt: [(step,
     text, reference)]}. evaluations: (name, {score: value}). history: lines about starts and stops. score: what runs are
     ranked by, its name with it; lower is better unless `higher_is_better`.
     """
@@ -34,6 +39,9 @@ class Told:
     evaluations: list[tuple[str, dict[str, float]]]
     checkpoints: list[tuple[str, str]]
     history: list[str]
+    subtitle: str = ""
+    headline: list[tuple[str, str]] = field(default_factory=list)
+    typed: list[tuple[str, str, str]] = field(default_factory=list)
     heat_maps: list[HeatMap] = field(default_factory=list)
     how_to_use: list[str] = field(default_factory=list)
     outcome: dict[str, str] = field(default_factory=dict)
@@ -44,13 +52,16 @@ class Told:
 def page(runs: Sequence[Told]) -> str:
     """The whole document; several runs are shown best first."""
     runs = ranked(runs)
-    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
     curves = overlaid(runs)
-    body = [f"<h1>{as_text(title)}</h1>", *(_one(runs[0]) if len(runs) == 1 else _several(runs))]
-    body.insert(3 if len(runs) == 1 else 2, _charts(curves))
+    shown = _one(runs[0], curves) if len(runs) == 1 else _several(runs, curves)
+    return document(title, asset("report.css"), [f"<h1>{broken(title)}</h1>", *shown, script(curves)])
+
+
+def script(curves: dict[str, list[dict[str, Any]]]) -> str:
+    """What draws the charts of a page again as its reader zooms and smooths, with their numbers."""
     data = json.dumps(curves, separators=(",", ":")).replace("<", "\\u003c")
-    body.append(f'<script type="application/json" id="curves">{data}</script>\n<script>{asset("report.js")}</script>')
-    return document(title, asset("report.css"), body)
+    return f'<script type="application/json" id="curves">{data}</script>\n<script>{asset("report.js")}</script>'
 
 
 def document(title: str, style: str, body: Iterable[str]) -> str:
@@ -80,8 +91,13 @@ def asset(name: str) -> str:
 
 
 def as_text(text: str) -> str:
-    """Escaped: what a run holds is no markup."""
+    """Escaped: what a run holds is not markup."""
     return escape(visible(text))
+
+
+def broken(text: str) -> str:
+    """Escaped; a long name may go on in the next line after a sign that joins its words, and nowhere else."""
+    return "<wbr>".join(map(as_text, re.split(r"(?<=[/_.=,:-])(?=[^\W\d])", text)))
 
 
 def ranked(runs: Sequence[Told]) -> list[Told]:
@@ -91,58 +107,105 @@ def ranked(runs: Sequence[Told]) -> list[Told]:
 
 
 def overlaid(runs: Sequence[Told]) -> dict[str, list[dict[str, Any]]]:
-    """{chart: its lines} for the page's script; of several runs each has one colour."""
+    """{chart: its lines} for the page's script; of several runs each has one colour and one stroke."""
     found: dict[str, list[dict[str, Any]]] = {}
     for number, run in enumerate(runs):
         for chart, lines in run.charts.items():
             for i, curve in enumerate(lines):
-                alone = len(runs) == 1
-                line = {
-                    "name": curve.name if alone else f"{run.name}: {curve.name}",
-                    "x": curve.x,
-                    "y": [float(f"{value:.6g}") for value in curve.y],
-                    "colour": (i if alone else number) % 8,
-                    "dashed": not alone and curve.name.startswith("val/"),
-                }
-                found.setdefault(chart, []).append(line)
+                name = curve.name if len(runs) == 1 else f"{run.name}: {curve.name}"
+                found.setdefault(chart, []).append(line_of(curve, name, i if len(runs) == 1 else number))
     return found
 
 
-def _one(run: Told) -> list[str]:
-    facts = "".join(f"<div><b>{as_text(value)}</b><span>{as_text(name)}</span></div>" for name, value in run.facts)
-    parts = [f'<div class="facts">{facts}</div>', "<h2>Curves</h2>"]
-    for heat in run.heat_maps:
-        parts += [f"<h2>{as_text(heat.title)}, chosen over time</h2>", curves.drawn(heat), f"<p>{_legend(heat)}</p>"]
+def line_of(curve: Curve, name: str, number: int) -> dict[str, Any]:
+    """A line of a chart; those of validations are thick and have a dot at each."""
+    return {
+        "name": name,
+        "x": curve.x,
+        "y": [float(f"{value:.6g}") for value in curve.y],
+        "colour": number % 8,
+        "dash": DASHES[number % len(DASHES)],
+        "val": curve.name.startswith("val/"),
+    }
+
+
+def _one(run: Told, curves: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """Three numbers, the loss beside the newest sample, then the rest, folded."""
+    parts = [f'<p class="soft">{broken(run.subtitle)}</p>', numbers(run.headline)]
+    loss = {name: lines for name, lines in curves.items() if name == "loss"}
+    lead = [*(figure(name, lines) for name, lines in loss.items()), *_newest(run)]
+    parts += [smoothing(), f'<div class="lead">{"".join(lead)}</div>']
+    parts += [heat_figure(heat) for heat in run.heat_maps]
+    others = {name: lines for name, lines in curves.items() if name != "loss"}
+    if others:
+        parts.append(folded(f"{len(others)} more {'curve' if len(others) == 1 else 'charts'}", [charts_of(others)]))
     if run.evaluations:
-        parts += ["<h2>Evaluations</h2>", _evaluations(run)]
+        parts.append(folded("Evaluations", [_evaluations(run)]))
     if run.samples:
-        parts += ["<h2>Samples along the training</h2>", *_samples(run)]
-    parts.append("<h2>What was set</h2>")
-    parts.append(
-        table(("key", "default", "this run"), run.changed) if run.changed else "<p>Every key has its default.</p>"
-    )
-    if run.history:
-        parts += ["<h2>Starts and stops</h2>", _list(run.history)]
+        parts.append(folded("Samples along the training", _samples(run)))
+    parts.append(folded("What was set", _settings(run)))
+    parts.append(folded("About this run", [table(("", ""), run.facts), _list(run.history)]))
     if run.checkpoints:
-        parts += ["<h2>Checkpoints</h2>", table(("checkpoint", "size"), run.checkpoints)]
+        parts.append(folded("Checkpoints", [table(("checkpoint", "size"), run.checkpoints)]))
     if run.how_to_use:
-        parts += ["<h2>How to use it</h2>", *(f"<pre>{as_text(words)}</pre>" for words in run.how_to_use)]
+        parts.append(folded("How to use it", [f"<pre>{as_text(words)}</pre>" for words in run.how_to_use]))
     return parts
 
 
-def _legend(heat: HeatMap) -> str:
+def numbers(headline: Iterable[tuple[str, str]]) -> str:
+    """The large numbers at the top, each with what it is."""
+    boxes = "".join(f"<div><b>{as_text(value)}</b><span>{broken(what)}</span></div>" for value, what in headline)
+    return f'<div class="numbers">{boxes}</div>'
+
+
+def folded(title: str, body: Iterable[str]) -> str:
+    return f"<details><summary><h2>{as_text(title)}</h2></summary>{''.join(body)}</details>"
+
+
+def _newest(run: Told) -> list[str]:
+    """The last text that the run wrote for its first prompt."""
+    if not run.samples:
+        return []
+    prompt, texts = next(iter(run.samples.items()))
+    step, text, _ = texts[-1]
+    return [
+        f'<section class="sample"><h2>Newest sample, step {step:,}</h2>'
+        f'<pre><span class="soft">{as_text(_cut(prompt))}</span>{as_text(_cut(text))}</pre></section>'
+    ]
+
+
+def _settings(run: Told) -> list[str]:
+    """What the command line set; folded, all that is not as a bare `lmtrain.train` has it."""
+    set_ = table(("key", "set to", "default"), run.typed) if run.typed else "<p>Nothing: every key has its default.</p>"
+    if not run.changed:
+        return [set_]
+    title = f"All {len(run.changed)} keys that differ from the defaults, by options and recipes too"
+    return [set_, folded(title, [table(("key", "default", "this run"), run.changed)])]
+
+
+def heat_figure(heat: HeatMap) -> str:
+    """A heat map with its axes and what its colours mean."""
     choices = len(heat.cells[0])
+    swatches = "".join(
+        f'<span><i style="opacity:{(i + 1) / len(curves.LEVELS):.2f}"></i>from {least:g}</span>'
+        for i, least in enumerate(curves.LEVELS)
+    )
     return (
-        f'<span class="soft">steps {heat.first:,} to {heat.last:,}, {choices} downwards from the first; the darker, '
-        f"the more tokens choose it: empty below {curves.LEVELS[0]:g} of the even share (1/{choices}), darkest from "
-        f"{curves.LEVELS[-1]:g} times it</span>"
+        f'<figure class="heatmap"><figcaption>{as_text(heat.title)}: how often each of {choices} was chosen'
+        f'<span class="soft">{broken(heat.about)}</span></figcaption>'
+        f'<div class="axes"><span class="y">{as_text(heat.one)}</span>'
+        f'<span class="ends"><span>1</span><span>{choices}</span></span>'
+        f'{curves.drawn(heat)}<span class="x"><span>{heat.first:,}</span><span>step</span><span>{heat.last:,}</span>'
+        f'</span></div><p class="legend">times the even share (1/{choices}): <span><i style="opacity:0"></i>less</span>'
+        f"{swatches}</p></figure>"
     )
 
 
-def _several(runs: Sequence[Told]) -> list[str]:
+def _several(runs: Sequence[Told], curves: dict[str, list[dict[str, Any]]]) -> list[str]:
     names = list(dict.fromkeys(name for run in runs for name in run.outcome))
     outcome = [(run.name, *(run.outcome.get(name, "") for name in names)) for run in runs]
     parts = ["<h2>Outcome, best first</h2>" + table(("run", *names), outcome)]
+    parts += [smoothing(), charts_of(curves)]
     defaults = {key: default for run in runs for key, default, _ in run.changed}
     values = [{key: value for key, _, value in run.changed} for run in runs]
     keys = [k for k in sorted(defaults) if len({v.get(k, defaults[k]) for v in values}) > 1]
@@ -152,37 +215,62 @@ def _several(runs: Sequence[Told]) -> list[str]:
     return parts
 
 
-def _charts(curves: dict[str, list[dict[str, Any]]]) -> str:
-    smoothing = '<label>smoothing <input id="smoothing" type="range" min="0" max="0.98" step="0.02" value="0"></label>'
-    help_ = '<span class="soft">drag to zoom, double click for all</span>'
-    drawn = "".join(_figure(name, lines) for name, lines in curves.items())
-    return f'<p>{smoothing}{help_}</p><div class="charts">{drawn}</div>'
+def smoothing() -> str:
+    """The slider that the page's script reads, and how to zoom."""
+    slider = '<label>smoothing <input id="smoothing" type="range" min="0" max="0.98" step="0.02" value="0"></label>'
+    return f'<p class="controls">{slider}<span class="soft">drag to zoom, double click for all</span></p>'
 
 
-def _figure(chart: str, lines: list[dict[str, Any]]) -> str:
-    legend = "".join(f'<i style="color:var(--c{line["colour"]})">{as_text(line["name"])}</i>' for line in lines)
+def charts_of(curves: dict[str, list[dict[str, Any]]]) -> str:
+    return f'<div class="charts">{"".join(figure(name, lines) for name, lines in curves.items())}</div>'
+
+
+def figure(chart: str, lines: list[dict[str, Any]], title: str | None = None) -> str:
+    """A chart, with its lines' names and strokes above it."""
+    legend = "".join(f"<i>{_stroke(line)}{broken(line['name'])}</i>" for line in lines)
     label = f'role="img" aria-label="{as_text(chart)} by step"'
+    axis = curves.AXES.get(chart.rpartition(": ")[2], chart.rpartition("/")[2])
     return (
-        f'<figure data-chart="{escape(chart)}"><figcaption>{as_text(FIRST.get(chart, chart))} {legend}</figcaption>'
-        f'<svg viewBox="0 0 {_WIDE} {_HIGH}" {label}>{_paths(lines)}</svg>'
+        f'<figure data-chart="{escape(chart)}" data-axis="{escape(axis)}"><figcaption>'
+        f"{broken(title or FIRST.get(chart, chart))} {legend}</figcaption>"
+        f'<svg viewBox="0 0 {_WIDE} {_HIGH}" {label}>{_paths(lines, axis)}</svg>'
         '<div class="tip"></div></figure>'
     )
 
 
-def _paths(lines: list[dict[str, Any]]) -> str:
+def _stroke(line: dict[str, Any]) -> str:
+    return f'<svg viewBox="0 0 34 8" class="stroke"><path d="M0 4h34" {_look(line)}/></svg>'
+
+
+def _look(line: dict[str, Any]) -> str:
+    """Attributes of a line's path."""
+    width = 2.4 if line["val"] else 1.5
+    return f'stroke="var(--c{line["colour"]})" stroke-dasharray="{line["dash"]}" stroke-width="{width}"'
+
+
+def _paths(lines: list[dict[str, Any]], axis: str) -> str:
     """The curves as they are drawn where JavaScript is off."""
     xs, ys = ([v for line in lines for v in line[axis]] for axis in "xy")
     left, bottom = min(xs), min(ys)
     wide, high = (max(xs) - left) or 1, (max(ys) - bottom) or 1.0
+    across, up = _WIDE - _LEFT - _RIGHT, _HIGH - _TOP - _BOTTOM
     found = []
     for line in lines:
         few = thinned(Curve("", line["x"], line["y"]), _STATIC)
         points = (
-            f"{60 + (x - left) / wide * (_WIDE - 82):.1f} {_HIGH - 24 - (y - bottom) / high * (_HIGH - 34):.1f}"
+            f"{_LEFT + (x - left) / wide * across:.1f} {_HIGH - _BOTTOM - (y - bottom) / high * up:.1f}"
             for x, y in zip(few.x, few.y, strict=True)
         )
-        found.append(f'<path d="M{"L".join(points)}" stroke="var(--c{line["colour"]})"/>')
-    return "".join(found)
+        found.append(f'<path d="M{"L".join(points)}" {_look(line)}/>')
+    ends = [(_LEFT, _HIGH - 24, f"{left:,}"), (_WIDE - _RIGHT, _HIGH - 24, f"{max(xs):,}"),
+            (_LEFT - 6, _HIGH - _BOTTOM, f"{bottom:.4g}"), (_LEFT - 6, _TOP + 8, f"{max(ys):.4g}")]  # fmt: skip
+    texts = [f'<text x="{x}" y="{y}" text-anchor="end">{words}</text>' for x, y, words in ends]
+    middle = _TOP + up / 2
+    titles = (
+        f'<text class="axis" x="{_LEFT + across / 2}" y="{_HIGH - 6}" text-anchor="middle">step</text>'
+        f'<text class="axis" transform="translate(13 {middle}) rotate(-90)" text-anchor="middle">{as_text(axis)}</text>'
+    )
+    return "".join([*found, *texts, titles])
 
 
 def _samples(run: Told) -> Iterable[str]:
@@ -203,12 +291,15 @@ def _evaluations(run: Told) -> str:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    head = "".join(f"<th>{as_text(name)}</th>" for name in header)
-    body = "".join("<tr>" + "".join(f"<td>{as_text(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
+    head = "".join(f"<th>{broken(name)}</th>" for name in header)
+    body = "".join("<tr>" + "".join(f"<td>{broken(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    top = f"<tr>{head}</tr>" if any(header) else ""
+    return f'<div class="scroll"><table>{top}{body}</table></div>'
 
 
-def _list(lines: Iterable[str]) -> str:
+def _list(lines: Sequence[str]) -> str:
+    if not lines:
+        return ""
     return "<ul>" + "".join(f"<li>{as_text(line)}</li>" for line in lines) + "</ul>"
 
 

@@ -1,5 +1,6 @@
 """Decoded tokens for people: their borders, the loss mask in colour, the chapters of a memory that they read."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +14,8 @@ from transformers import PreTrainedModel
 from lmtrain.adapters.memory import memory_blocks
 from lmtrain.errors import UserError
 from lmtrain.models.attention import generation_mode
-from lmtrain.reports.report_page import as_text, document, write_page
-from lmtrain.terminal import visible
+from lmtrain.reports.report_page import as_text, asset, document, write_page
+from lmtrain.terminal import counted, visible
 
 LEARNED = ("black on #9be09b", "black on #79cf79")  # neighbouring tokens take turns
 GIVEN = ("", "dim")
@@ -89,6 +90,7 @@ def legend(colour: bool) -> Text:
     return words.append(" given, token by token; ", "default").append("bold", "bold").append(": special, ↵ ends a line")
 
 
+_IN_LEGEND = 12  # chapters that the page's legend lists, those that most tokens read
 _TURN = 137.5  # degrees between the hues of neighbouring chapters: the golden angle keeps all of them apart
 
 
@@ -111,8 +113,13 @@ def chapters_read(model: PreTrainedModel, ids: list[int]) -> dict[int, list[list
     return dict(zip(blocks[0].settings.layers, found, strict=True))
 
 
-def show_chapters(model: PreTrainedModel, tokenizer: Any, text: str, console: Console, html: str | None) -> None:
+def show_chapters(
+    model: PreTrainedModel, tokenizer: Any, text: str, console: Console, html: str | None, name: str
+) -> None:
     """Prints the text once a layer, each token in the colour of its first chapter; writes `html`.
+
+    Args:
+        name: of the model, for the page.
 
     Raises:
         UserError: no text, no memory, or the page can't be written.
@@ -131,7 +138,9 @@ def show_chapters(model: PreTrainedModel, tokenizer: Any, text: str, console: Co
             body.append(f"[{','.join(map(str, chosen))}] ", style="dim")
         console.print(Panel(body, title=Text(f"after layer {layer}: token[chapters]"), title_align="left"))
     if html is not None:
-        _write_chapters(html, words, read)
+        settings = memory_blocks(model)[0].settings
+        about = f"{name}: {settings.num_chapters} chapters, of which each token reads {settings.top_k} (top-k)"
+        _write_chapters(html, words, read, about)
 
 
 def _rgb(chapter: int) -> str:
@@ -142,14 +151,24 @@ def _rgb(chapter: int) -> str:
     return "#" + "".join(f"{int(150 + 100 * part):02x}" for part in parts)
 
 
-def _write_chapters(path: str, words: list[str], read: dict[int, list[list[int]]]) -> None:
-    parts = []
+def _write_chapters(path: str, words: list[str], read: dict[int, list[list[int]]], about: str) -> None:
+    title = "Which chapters of its memory the model reads"
+    parts = [
+        f"<h1>{title}</h1>",
+        f"<p>{as_text(about)}. A token has the colour and the number of the chapter that it gives the most weight; the "
+        f"others are shown where the pointer rests on it.</p>",
+    ]
     for layer, chapters in read.items():
         tokens = "".join(
             f'<i style="background:{_rgb(chosen[0])}" title="chapters {", ".join(map(str, chosen))}">'
-            f"{as_text(word)}</i>"
+            f"{as_text(word)}<sub>{chosen[0]}</sub></i>"
             for word, chosen in zip(words, chapters, strict=True)
         )
-        parts.append(f"<h2>after layer {layer}</h2><pre>{tokens}</pre>")
-    style = "i{font-style:normal;color:#111}pre{white-space:pre-wrap;line-height:1.7}body{font-family:sans-serif}"
-    write_page(document("chapters", style, parts), path)
+        most = Counter(chosen[0] for chosen in chapters).most_common(_IN_LEGEND)
+        legend = " ".join(
+            f'<span><i style="background:{_rgb(chapter)}">{chapter}</i> {counted(times, "token")}</span>'
+            for chapter, times in most
+        )
+        parts.append(f'<h2>After layer {layer}</h2><p class="legend">chapter: {legend}</p>')
+        parts.append(f'<pre class="chapters">{tokens}</pre>')
+    write_page(document(title, asset("inspection.css"), parts), path)

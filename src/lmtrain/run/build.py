@@ -22,6 +22,8 @@ from lmtrain.callbacks.records import Records
 from lmtrain.callbacks.samples import Samples
 from lmtrain.callbacks.step_numbers import StepNumbers
 from lmtrain.callbacks.stopping import Preemption
+from lmtrain.callbacks.time_budget import ENDLESS, TimeBudget
+from lmtrain.checkpoints import retention
 from lmtrain.checkpoints.checkpoint_io import FolderCheckpointIO
 from lmtrain.config.batch import check_reached, horizon, rate_factor, row_lengths, step_sizes
 from lmtrain.config.checks import time_limit_seconds
@@ -32,11 +34,11 @@ from lmtrain.config.schema_data import DataConfig
 from lmtrain.config.strategies import SHARING
 from lmtrain.config.targets import building, find_class
 from lmtrain.data.corpus import Corpus, build_corpus, fit_to_model
-from lmtrain.data.loaders import FirstRows, check_descriptors
+from lmtrain.data.loaders import FirstRows, check_descriptors, seen_rows
 from lmtrain.data.modules import TokenDataModule, module_class
 from lmtrain.data.order import Rows
 from lmtrain.data.tokenizers import plain_text_hash, tokenizer_hash
-from lmtrain.data.val_sets import ValSet, build_val_sets, scored_on
+from lmtrain.data.val_sets import ValSet, build_val_sets, count, measured_on, scored_on
 from lmtrain.distributed import devices, ranks
 from lmtrain.distributed import process_group as world
 from lmtrain.distributed.stop_signals import StopRequest
@@ -50,7 +52,7 @@ from lmtrain.objectives.base import Objective
 from lmtrain.objectives.guard import StepGuard
 from lmtrain.optim.optimizers import build_optimizer
 from lmtrain.optim.schedules import build_schedule
-from lmtrain.run.build_callbacks import build_callbacks, build_feed, check_monitors
+from lmtrain.run.build_callbacks import Length, build_callbacks, build_feed, check_monitors
 from lmtrain.run.features import contents_of_features, features_on
 from lmtrain.run.loggers import build_loggers
 from lmtrain.run_folder.folder import RunDir
@@ -74,8 +76,18 @@ class Run:
     metrics: Metrics
     preemption: Preemption
     trainer: pl.Trainer
-    total_steps: int
     scored_on: str | None  # names the rows that checkpoint.monitor is measured on
+    ranking: str  # min, max or last, see `ranking`
+
+    @property
+    def total_steps(self) -> int:
+        """Of the run, as it is planned now: a budget of time may change it."""
+        return self.objective.total_steps
+
+    def set_length(self, steps: int) -> None:
+        """Gives a run with a budget the length that its checkpoint has."""
+        budget = next(c for c in self.trainer.callbacks if isinstance(c, TimeBudget))  # type: ignore[attr-defined]
+        budget.set_length(self.trainer, self.objective, steps)
 
 
 def build(config: Config, run_dir: RunDir, console: Console, started: float) -> Run:
@@ -92,19 +104,35 @@ def build(config: Config, run_dir: RunDir, console: Console, started: float) -> 
     val_sets = world.together(lambda: build_val_sets(config, corpus))
     objective = build_objective(config, corpus, total_steps, stop)
     fit_to_model(config, corpus, objective.model.unpacked_because, [s.rows for s in val_sets.values()])
-    datamodule = build_datamodule(config, corpus, total_steps, val_sets)
+    at_most = total_steps if config.budget.minutes is None else _at_most(config, rows)
+    datamodule = build_datamodule(config, corpus, at_most, val_sets)
     metrics = build_metrics(config, run_dir, corpus, objective, val_sets)
     samples = build_samples(config, run_dir, corpus, console)
     check_monitors(config, corpus, objective, samples, val_sets)
     feed = build_feed(config, run_dir, corpus, stop, total_steps)
     preemption = Preemption(stop)
     rows_of = functools.partial(scored_on, config, corpus, val_sets)
-    callbacks = build_callbacks(config, run_dir, metrics, samples, feed, preemption, console, total_steps, rows_of)
+    validated = sum(seen_rows(rows, config.data.micro_batch_size, config.trainer.limit_val_batches)
+                    for rows in datamodule.val_sets.values())  # fmt: skip
+    ranked = ranking(config, corpus, val_sets)
+    length = Length(total_steps, at_most, validated)
+    callbacks = build_callbacks(config, run_dir, metrics, samples, feed, preemption, console, length, rows_of, ranked)
     trainer = build_trainer(config, run_dir, callbacks, metrics.records, total_steps)
     monitored = rows_of(config.checkpoint.monitor)
-    return Run(
-        config, run_dir, console, corpus, objective, datamodule, metrics, preemption, trainer, total_steps, monitored
-    )
+    return Run(config, run_dir, console, corpus, objective, datamodule, metrics, preemption, trainer, monitored, ranked)
+
+
+def _at_most(config: Config, rows: int) -> int:
+    """Steps after which the passes over the data are done that a run with a budget may make."""
+    epochs = config.trainer.max_epochs
+    return ENDLESS if epochs is None else horizon(None, epochs, rows, step_sizes(config.data))
+
+
+def ranking(config: Config, corpus: Corpus, val_sets: dict[str, ValSet]) -> str:
+    """How checkpoints are ranked by checkpoint.monitor: min, max, or LAST where it is measured on too few rows."""
+    rows, _ = measured_on(corpus, val_sets, config.checkpoint.monitor)
+    few = rows is not None and count(rows) < config.checkpoint.min_val_rows
+    return retention.LAST if few else config.checkpoint.mode
 
 
 def rows_to_train(config: Config, corpus: Corpus) -> Rows:
@@ -226,7 +254,7 @@ def build_metrics(
 
 def build_samples(config: Config, run_dir: RunDir, corpus: Corpus, console: Console) -> Samples | None:
     cfg = config.callbacks.samples
-    if cfg.every_n_validations == 0 or corpus.val is None:
+    if cfg.every_n_validations == 0 or corpus.val is None or config.objective.scalar_head:
         return None
     prompts = prompts_of(cfg, corpus, config.data.system_prompt)
     scores = TextMetrics(cfg.metrics, config.run.allow_target)

@@ -3,8 +3,10 @@
 import math
 import os
 import shutil
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import lightning.pytorch as pl
 from rich.console import Console
@@ -14,10 +16,12 @@ from lmtrain.callbacks.average import WeightAverage
 from lmtrain.callbacks.checkpoints import Checkpoints
 from lmtrain.callbacks.metrics import Metrics, WriteRecords
 from lmtrain.callbacks.progress import PlainLines, RichBar
+from lmtrain.callbacks.rollouts import Rollouts
 from lmtrain.callbacks.routing import Routing
 from lmtrain.callbacks.samples import Samples
 from lmtrain.callbacks.stopping import BadSteps, Preemption
 from lmtrain.callbacks.stream import FeedStream
+from lmtrain.callbacks.time_budget import HasLength, TimeBudget, steps_of_validation
 from lmtrain.callbacks.validation import EarlyStopping, Validation
 from lmtrain.config import places
 from lmtrain.config.effect import TRIAL
@@ -27,13 +31,14 @@ from lmtrain.data.corpus import Corpus
 from lmtrain.data.stream.ring import StreamRows
 from lmtrain.data.val_sets import ValSet
 from lmtrain.distributed import process_group as world
+from lmtrain.distributed import ranks
 from lmtrain.distributed.stop_signals import StopRequest
 from lmtrain.errors import UserError
 from lmtrain.objectives.base import Objective
+from lmtrain.objectives.grpo_options import GRPOOptions
 from lmtrain.run_folder.folder import RunDir
 
-# Seconds: a minute less than torch's process groups wait for a rank, for the pauses between attempts to read.
-_PATIENCE_OF_GLOO, _PATIENCE_OF_NCCL = 29 * 60, 9 * 60
+_PAUSES = 60  # seconds between attempts to read, which ranks wait besides
 
 
 def check_monitors(
@@ -70,6 +75,14 @@ def _reported(objective: Objective, bytes_per_token: float | None) -> list[str]:
     return [*names, "perplexity", *(["bits_per_byte"] if bytes_per_token else [])]
 
 
+class Length(NamedTuple):
+    """How long a run is planned to be."""
+
+    steps: int
+    at_most: int  # steps that a budget of time may make of it
+    validated: int  # rows that a validation reads
+
+
 def build_callbacks(
     config: Config,
     run_dir: RunDir,
@@ -78,8 +91,9 @@ def build_callbacks(
     feed: FeedStream | None,
     preemption: Preemption,
     console: Console,
-    total_steps: int,
+    length: Length,
     scored_on: Callable[[str], str | None],
+    ranking: str,
 ) -> list[pl.Callback]:
     """In the order they run: numbers, validation, samples, screen, a user's own, the record, the checkpoint last."""
     cb, t = config.callbacks, config.trainer
@@ -89,7 +103,7 @@ def build_callbacks(
         samples,
         average,
         every_n_steps=t.val_check_interval,
-        total_steps=total_steps,
+        total_steps=length.steps,
         before_training=t.val_before_training,
     )
     checkpoints = Checkpoints(
@@ -97,15 +111,18 @@ def build_callbacks(
         metrics,
         config.checkpoint,
         every_n_steps=t.save_every_n_steps,
-        total_steps=total_steps,
+        total_steps=length.steps,
         scored_on=scored_on(config.checkpoint.monitor),
+        mode=ranking,
     )
-    bar = progress_bar(config, console, total_steps)
+    bar = progress_bar(config, console, length.steps)
+    parts: list[HasLength | None] = [validation, checkpoints, bar, feed]
     if bar is not None:
         metrics.listeners.append(bar.listen)
     callbacks: list[pl.Callback | None] = [
         metrics,
         Routing(metrics.records, config.router.warn_after_steps, config.memory.router_noise),
+        _rollouts(config, run_dir, metrics, console),
         BadSteps(run_dir.path, t.max_bad_steps, t.log_every_n_steps),
         average,
         validation,
@@ -114,12 +131,36 @@ def build_callbacks(
         bar,
         *_users_callbacks(config),
         feed,  # may ask for a stop
+        time_budget(config, console, length, [part for part in parts if part is not None]),
         # A request to stop is obeyed once all have logged: some Lightning callbacks log an extra time when they see it.
         preemption,
         WriteRecords(metrics.records),
         checkpoints,
     ]
     return [callback for callback in callbacks if callback is not None]
+
+
+def _rollouts(config: Config, run_dir: RunDir, metrics: Metrics, console: Console) -> Rollouts | None:
+    options = config.objective
+    if not isinstance(options, GRPOOptions):
+        return None
+    kept = run_dir.path / "rollouts" if options.keep_rollouts else None
+    return Rollouts(metrics.records, run_dir.samples, kept, options.warn_after_steps, console)
+
+
+def time_budget(config: Config, console: Console, length: Length, parts: Sequence[HasLength]) -> TimeBudget | None:
+    """What keeps the run within budget.minutes; `parts`: what has to be told of another length."""
+    if config.budget.minutes is None:
+        return None
+    return TimeBudget(
+        60 * config.budget.minutes,
+        float(os.environ.get(ranks.BEGAN, time.time())),
+        console,
+        at_most=length.at_most,
+        validate_every=config.trainer.val_check_interval,
+        validation_steps=steps_of_validation(length.validated, config.data.global_batch_size),
+        parts=parts,
+    )
 
 
 def _users_callbacks(config: Config) -> list[pl.Callback]:
@@ -137,7 +178,7 @@ def outside(config: Config, run_dir: RunDir, callbacks: list[pl.Callback]) -> li
         if not type(c).__module__.startswith("lmtrain.")
     ]  # fmt: skip
     return [
-        f"{who}: {argument} is {place}, outside the run's folder: what is written there is no part of the run, and "
+        f"{who}: {argument} is {place}, outside the run's folder: what is written there is not part of the run, and "
         f"nothing in it is removed with it"
         for who, arguments in named
         for argument, place in places.outside(arguments, roots)
@@ -171,11 +212,12 @@ def build_feed(
 def check_patience(config: Config) -> None:
     """UserError where other ranks would give up on the first one while it still tries to read."""
     patience = config.data.ring_patience or 0.0
-    longest = _PATIENCE_OF_GLOO if config.trainer.accelerator == "cpu" else _PATIENCE_OF_NCCL
+    longest = config.trainer.rank_timeout - _PAUSES
     if world.size() > 1 and patience > longest:
         raise UserError(
-            f"data.ring_patience={patience:g}: the ranks wait for the one that reads, and give up a minute after "
-            f"{longest} seconds: set data.ring_patience={longest} or less"
+            f"data.ring_patience={patience:g}: the ranks wait for the one that reads, and give up after trainer."
+            f"rank_timeout={config.trainer.rank_timeout} seconds: set data.ring_patience={max(0, longest)} or less, or "
+            f"trainer.rank_timeout={math.ceil(patience) + _PAUSES}"
         )
 
 

@@ -29,6 +29,12 @@ def explain(error: BaseException, run: "Run") -> RunError | None:
             f"a data loading process ended unexpectedly ({first_line(error)}): most often memory; set "
             f"data.num_workers=0 to load in the training process and see its own error; {last_good(run)}"
         )
+    if run.trainer.world_size > 1 and "Timed out waiting" in str(error):  # gloo's words
+        return RunError(
+            f"rank {run.trainer.global_rank} waited {run.config.trainer.rank_timeout} s for another that did nothing "
+            f"(trainer.rank_timeout): what that one was doing stands in its own output, and of GPUs in {run.dir.ranks}/"
+            f"nccl_trace_rank_*, which torchfrtrace reads; {last_good(run)}"
+        )
     if isinstance(error, MisconfigurationException) or "self.log(" in str(error):  # Lightning's words
         return RunError(f"{' '.join(str(error).split())}; {last_good(run)}")
     return None
@@ -40,8 +46,9 @@ def refuse_lost_model(run: "Run") -> None:
     loss = last.get("val/loss", 0.0)
     if not math.isfinite(loss):
         raise RunError(
-            f"val/loss is {loss} at step {last['step']:,}: the model is lost, and nothing is exported. What helps most "
-            f"often: a lower optimizer.lr, a longer schedule.warmup_steps, trainer.precision=32-true; {last_good(run)}"
+            f"val/loss is {loss} at step {last['step']:,}: the model has diverged, and nothing is exported. What helps "
+            f"most often: a lower optimizer.lr, a longer schedule.warmup_steps, trainer.precision=32-true; "
+            f"{last_good(run)}"
         )
 
 

@@ -4,12 +4,13 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from lmtrain.adapters.memory_adapter import Memory
 from lmtrain.config.fingerprint import FEATURE
 from lmtrain.config.schema import Config
 from lmtrain.models.feature import Feature
 from lmtrain.models.fp8 import Fp8
 
-FEATURES: list[Feature] = [Fp8()]
+FEATURES: list[Feature] = [Memory(), Fp8()]
 
 
 def features_on(config: Config) -> list[Feature]:

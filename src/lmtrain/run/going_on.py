@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from lmtrain.config.batch import horizon, step_sizes
 from lmtrain.config.effect import TRIAL
-from lmtrain.config.override_text import typed_keys
+from lmtrain.config.override_text import bare_or_quoted, typed_keys
 from lmtrain.data.chat.templates import own_template
 from lmtrain.distributed.ranks import typed
 from lmtrain.generation.prompts import a_prompt
@@ -28,9 +28,8 @@ def say_how_to_go_on(run: "Run") -> None:
     if os.environ.get(TRIAL):
         run.console.print(f"{stopped}.")
         return
-    words = [w for w in typed() if not w.startswith(("run.resume=", "run.dir="))]
     run.console.print(f"{stopped}. Continue with:")
-    print(f"  {command('train', [*words, f'run.dir={run.dir.path}', 'run.resume=auto'])}", flush=True)
+    print(f"  {continuing(run)}", flush=True)
 
 
 def next_commands(run: "Run", status: str) -> list[str]:
@@ -38,10 +37,22 @@ def next_commands(run: "Run", status: str) -> list[str]:
     here = near(run.dir.path)
     chats = run.config.data.rows != "text" and own_template(run.corpus.tokenizer) is not None
     first = command("chat", [here]) if chats else command("generate", [here, _prompt(run)])
-    lines = [first, *([command("evaluate", [here])] if run.corpus.val is not None else [])]
+    lines = [] if run.config.objective.scalar_head else [first]  # which writes nothing
+    lines += [command("evaluate", [here])] if run.corpus.val is not None else []
     if status != "stopped_early":  # more steps are not what it lacks
-        lines.append(f"the same command with {' '.join([*_resumes(run, here), *longer(run)])}")
+        lines.append(continuing(run, *longer(run)))
     return lines
+
+
+def continuing(run: "Run", *changes: str) -> str:
+    """The command that continues this very run, with `changes` in the place of what it set before."""
+    words = typed()
+    keys = typed_keys(words)
+    named = run.config.run.name is not None and "run.dir" not in keys and keys.get("run.resume", "auto") == "auto"
+    where = [] if named else [f"run.dir={bare_or_quoted(near(run.dir.path))}", "run.resume=auto"]
+    set_again = {*typed_keys([*changes, *where]), *(["budget.minutes"] if changes else [])}
+    kept = [w for w in words if w.startswith("-") or "=" not in w or not set_again & typed_keys([w]).keys()]
+    return command("train", [*kept, *where, *changes])
 
 
 def near(path: Path) -> str:
@@ -59,16 +70,10 @@ def _prompt(run: "Run") -> str:
     return "Once upon a time"
 
 
-def _resumes(run: "Run", here: str) -> list[str]:
-    """What the command lacks so that it continues this very run."""
-    keys = typed_keys(typed())
-    if run.config.run.name is not None and "run.dir" not in keys and keys.get("run.resume", "auto") == "auto":
-        return []
-    return [f"run.dir={here}", "run.resume=auto"]
-
-
 def longer(run: "Run") -> list[str]:
     """Twice the length, by the key that ended the run; the other key, where it would end it earlier, is taken away."""
+    if run.config.budget.minutes is not None:
+        return [f"budget.minutes={2 * run.config.budget.minutes:g}"]
     t, sizes, rows = run.config.trainer, step_sizes(run.config.data), len(rows_to_train(run.config, run.corpus))
     steps, epochs = t.max_steps, t.max_epochs
     by_epochs = epochs is not None and horizon(None, epochs, rows, sizes) == run.total_steps != steps

@@ -85,6 +85,8 @@ def _launch(module: str, folder: Path, processes: int, max_restarts: int, opened
     os.environ |= {_LAUNCHER: str(os.getpid()), TYPED: shlex.join(typed())}
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # a rank that a library's crash ends says where it was
+    for name, value in _flight_recorder(folder).items():
+        os.environ.setdefault(name, value)
     ranks.limit_spinning()  # where Python code, not the command line, starts the run
     settings = LaunchConfig(
         min_nodes=1,
@@ -103,23 +105,45 @@ def _launch(module: str, folder: Path, processes: int, max_restarts: int, opened
         elastic_launch(settings, sys.executable)("-m", module, str(folder / "config.yaml"), opened)
     except ChildFailedError as failure:
         rank = _first_to_fail(folder, failure.failures)
-        first = failure.failures[rank]
-        if first.exitcode == errors.WRONG_INPUT:
+        note = _read_note(folder, rank)
+        code = failure.failures[rank].exitcode if note is None else note[1]
+        if code == errors.WRONG_INPUT:
             return errors.WRONG_INPUT  # the rank, or rank 0 for all, has said why
-        errors.print_error(f"rank {rank} failed first, {_how(first.exitcode)}")
+        errors.print_error(f"rank {rank} failed first, {_how(code)}")
         return errors.FAILED
     except SignalException as stopped:
         return -int(stopped.sigval)
     return errors.FINISHED
 
 
+def _flight_recorder(folder: Path) -> dict[str, str]:
+    """Variables that make NCCL write what each rank waited for into the folder of a run that hangs.
+
+    `torchfrtrace` reads the files. A buffer of 2,000 calls is what PyTorch's tutorial recommends.
+    """
+    return {
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_FR_DUMP_TEMP_FILE": f"{folder}/nccl_trace_rank_",
+    }
+
+
 def _note_of_failure(folder: Path, rank: int) -> Path:
     return folder / f"rank_{rank}_failed_at"
 
 
-def _note_failure(path: Path, nanoseconds: int) -> None:
+def _note_failure(path: Path, nanoseconds: int, code: int) -> None:
     with contextlib.suppress(OSError):  # the disk may be what failed
-        write_atomic(path, str(nanoseconds))
+        write_atomic(path, f"{nanoseconds} {code}")
+
+
+def _read_note(folder: Path, rank: int) -> tuple[int, int] | None:
+    """When a rank failed and the exit code that it meant to give: the launcher's SIGTERM may come before its exit."""
+    note = _note_of_failure(folder, rank)
+    if not note.exists():
+        return None
+    nanoseconds, code = note.read_text().split()
+    return int(nanoseconds), int(code)
 
 
 def _has_failed(folder: Path, rank: int) -> bool:
@@ -141,9 +165,9 @@ def _first_to_fail(folder: Path, failures: dict[int, Any]) -> int:
     earliest = min(failure.timestamp for failure in failures.values())  # seconds
 
     def order(rank: int) -> tuple[int, int]:
-        failure, note = failures[rank], _note_of_failure(folder, rank)
-        if note.exists():
-            return 1, int(note.read_text())
+        failure, note = failures[rank], _read_note(folder, rank)
+        if note is not None:
+            return 1, note[0]
         if failure.exitcode == -signal.SIGTERM or failure.timestamp > earliest + 1:
             return 3, 0
         return (2, 0) if failure.exitcode == -signal.SIGABRT else (0, 0)
@@ -176,12 +200,12 @@ def as_rank(words: Sequence[str], job: Callable[[Config], int]) -> int:
     except (UserError, RunError) as error:
         now = time.time_ns()
         printed = print_from_rank(error)  # before a write: the launcher ends this rank soon after another has left
-        _note_failure(failed_at, now)
+        _note_failure(failed_at, now, error.exit_code)
         if not printed and not _has_failed(config_path.parent, rank=0):
             errors.print_error(str(error))
         return error.exit_code
     except Exception:
-        _note_failure(failed_at, time.time_ns())
+        _note_failure(failed_at, time.time_ns(), errors.FAILED)
         raise
     finally:
         _clear_after_launcher()

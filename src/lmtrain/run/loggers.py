@@ -259,7 +259,7 @@ def note_sent(loggers: Iterable[Logger], run_dir: RunDir) -> None:
 def write_again(loggers: Iterable[Logger], run_dir: RunDir, step: int) -> None:
     """Puts back what goes when a run is resumed after `step`, or what was not sent when it was killed.
 
-    Lightning's CSV file begins anew: all records. TensorBoard drops what it had from `step` on: that step's.
+    Lightning's CSV file begins again: all records. TensorBoard drops what it had from `step` on: that step's.
     """
     for logger in loggers:
         if isinstance(logger, Joined):

@@ -12,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from lmtrain import terminal
-from lmtrain.adapters.memory_adapter import describe_memory, memory_of
 from lmtrain.adapters.trainable import adapter_of, describe_adapter
 from lmtrain.callbacks.step_numbers import has_nvml
+from lmtrain.checkpoints import retention
 from lmtrain.config import effect
 from lmtrain.config.batch import Stages, row_lengths, split_over, step_sizes
 from lmtrain.config.deepspeed import overruled
@@ -23,10 +23,13 @@ from lmtrain.config.override_text import typed_keys
 from lmtrain.config.schema import Config
 from lmtrain.config.strategies import outside_fp8
 from lmtrain.data.loaders import rows_of_step, seen_rows
+from lmtrain.data.text import leakage
+from lmtrain.data.text.windows import Windows
+from lmtrain.data.val_sets import count
 from lmtrain.distributed import devices, ranks
 from lmtrain.errors import UserError
 from lmtrain.files import write_atomic
-from lmtrain.models import flops
+from lmtrain.models import dial, flops
 from lmtrain.models.blocks import decoder_blocks
 from lmtrain.optim.groups import table_rows
 from lmtrain.optim.skipping import can_skip
@@ -42,8 +45,7 @@ if TYPE_CHECKING:
     from lmtrain.run.build import Run
 
 _SHOWN = 160  # tokens of the first row
-_LINES = 6  # of it in a log
-_FEW = 10  # validation rows: below, scores are called noise
+_LINES = 2  # of it in a log
 _SI = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -109,7 +111,6 @@ def plan_rows(run: "Run", resumed_from: str | None, done: int) -> list[tuple[str
     rows = [
         ("model", f"{c.model.name}: {si(total)} parameters ({si(trainable)} trained, {si(embedding)} in embeddings)"),
         *(("adapter", describe_adapter(found, c.peft)) for found in [adapter_of(model)] if found),
-        *(("memory", describe_memory(found)) for found in [memory_of(model)] if found),
         *(("attention", f"the model's own: {why}") for why in [getattr(model, "own_attention_because", None)] if why),
         ("data", "\n".join([*corpus.words, *corpus.notes])),
         ("tokenizer", f"{c.tokenizer.kind}, {len(corpus.tokenizer):,} tokens"),
@@ -142,7 +143,7 @@ def growth_rows(c: Config) -> list[tuple[str, str]]:
     """What grows while the run is young, and when."""
     lengths, sizes, found = row_lengths(c.data), step_sizes(c.data), []
     if lengths is not None:
-        found.append(("row length", f"{lengths.in_words()}: tokens, as many a step as ever"))
+        found.append(("row length", f"{lengths.in_words()}: tokens; the tokens per step stay the same"))
     if len(sizes.values) > 1:
         scaling = {"none": "the schedule's", "sqrt": "times (rows / {0})^(1/2)", "linear": "times rows / {0}"}
         rate = scaling[c.data.batch_warmup.lr_scaling].format(sizes.last)
@@ -162,13 +163,14 @@ def flops_in_all(run: "Run", tokens_per_row: float) -> float:
 
 
 def compile_words(run: "Run") -> str:
-    """What torch.compile is applied to, or why nothing on a GPU."""
+    """What torch.compile is applied to, or why nothing on a GPU or in a long run on a CPU."""
     t = run.config.trainer
     if t.compile:
         return f", compiled: {len(decoder_blocks(run.objective.model.model))} blocks and the loss"
-    if t.accelerator != "cuda":
+    why = devices.why_not_compiled(t)
+    if t.accelerator != "cuda" and (why is None or run.config.budget.minutes is None):
         return ""
-    return f", not compiled: {devices.why_not_compiled(t) or 'trainer.compile=false'}"
+    return f", not compiled: {why or 'trainer.compile=false'}"
 
 
 def matmul_words(c: "Config") -> str:
@@ -205,7 +207,19 @@ def validation_words(run: "Run") -> str:
     seen = seen_rows(rows, c.data.micro_batch_size, c.trainer.limit_val_batches)
     every = c.trainer.val_check_interval or run.total_steps
     first = "before the first step, " if c.trainer.val_before_training else ""
-    return f"{seen:,} of {counted(len(rows), 'row')}, {first}every {counted(every, 'step')} and after the last"
+    words = f"{seen:,} of {counted(len(rows), 'row')}, {first}every {counted(every, 'step')} and after the last"
+    return words + _seen_in_training(run)
+
+
+def _seen_in_training(run: "Run") -> str:
+    """How much of the validation text the training text holds too, where it is more than a few words."""
+    train, val, token = run.corpus.train, run.corpus.val, run.corpus.val_bytes_per_token
+    if not isinstance(train, Windows) or not isinstance(val, Windows) or not token:
+        return ""
+    share = leakage.share_seen(train.shards, val.shards, max(8, round(leakage.PIECE / token)))
+    if share < 0.01:
+        return ""
+    return f"; {share:.0%} of it stands in the training text word for word ({leakage.PIECE} bytes or more)"
 
 
 def groups_table(run: "Run") -> Table:
@@ -249,6 +263,33 @@ def documents(tokenizer: Any, ids: list[int]) -> Text:
     return text
 
 
+_COMPILING_PAYS = 1e13  # FLOPs: a minute or two of a CPU
+
+
+def for_size(run: "Run", epochs: float) -> list[str]:
+    """What the size of the model and the length of the run call for."""
+    c, model, notes = run.config, run.objective.model.model, []
+    total, _, embedding = flops.parameter_counts(model)
+    tokens = run.corpus.epoch_tokens
+    if c.model.init == "scratch" and c.data.rows == "text" and epochs > 1 and total - embedding > dial.FED * tokens:
+        smaller = "choose a smaller model"
+        if c.model.name == dial.NAME:
+            smaller = f"{dial.KEY}={dial.fed_by(tokens)[-1]} is what it feeds"
+        notes.append(
+            f"{si(total - embedding)} weights in layers for {si(tokens)} tokens of text, seen {epochs:.1f} times, are"
+            f" too many: it will learn them by heart; {smaller}, or bring more text"
+        )
+    t = c.trainer
+    long = flops_in_all(run, tokens / len(run.corpus.train)) > _COMPILING_PAYS
+    gains = devices.gains_on_cpu(c) and not t.compile and "trainer.compile" not in typed_keys(ranks.typed())
+    if long and gains and t.accelerator == "cpu":
+        notes.append(
+            devices.why_not_compiled(t)
+            or "trainer.compile=true compiles the blocks in 10 to 30 s, for steps of 0.6 to 0.85 of their time"
+        )
+    return notes
+
+
 def advice(run: "Run") -> list[str]:
     """What a practitioner would say, looking at the plan."""
     c, corpus, notes = run.config, run.corpus, []
@@ -258,13 +299,19 @@ def advice(run: "Run") -> list[str]:
             f"{epochs:.0f} passes over the training data: expect overfitting "
             f"(trainer.max_epochs=4 ends earlier; callbacks.early_stopping.enabled=true stops when it sets in)"
         )
+    notes += for_size(run, epochs)
     if unheard := overruled(c):
-        notes.append(f"{c.trainer.deepspeed.config}: of it the run's own config overrules {', '.join(unheard)}")
+        notes.append(f"{c.trainer.deepspeed.config}: the run's own config overrides {', '.join(unheard)}")
     if c.budget.minutes is not None:
         notes.append(
-            f"budget.minutes={c.budget.minutes:g} chose trainer.max_steps={c.trainer.max_steps:,} by the time of some "
-            f"steps on this machine; the run keeps it when it is continued"
+            f"budget.minutes={c.budget.minutes:g} chose {counted(run.total_steps, 'step')} by the time of some on this "
+            f"machine; while it trains, the clock decides how many there will be"
         )
+        if round(epochs, 2) == c.trainer.max_epochs:
+            notes.append(
+                f"the data is small for budget.minutes={c.budget.minutes:g}: the run ends after "
+                f"{c.trainer.max_epochs} passes over it, as more rarely help (trainer.max_epochs=40 decides instead)"
+            )
     notes += for_mixtures(corpus.train, run.total_steps)
     notes += effect.inference_note(ranks.typed(), c, ranks.proposed())
     notes += unlikely(c, run.total_steps, os.cpu_count() or 1, typed_keys(ranks.typed()))
@@ -277,10 +324,11 @@ def advice(run: "Run") -> list[str]:
         notes.append(
             f"there is no validation split: no val/loss, no best checkpoint ({corpus.how_to_validate(c.data)})"
         )
-    elif len(corpus.val) < _FEW:
+    elif run.ranking == retention.LAST:
         notes.append(
-            f"validation has {counted(len(corpus.val), 'row')}: small differences of val/loss are noise, and so is "
-            f"which checkpoint is `best` (generate.checkpoint=last takes the last one; data.val_path names more rows)"
+            f"validation has {counted(count(corpus.val), 'row')}: small differences of {c.checkpoint.monitor} are "
+            f"noise, so the last checkpoint is taken for the best (checkpoint.min_val_rows=0 compares them all the "
+            f"same; data.val_path names more rows)"
         )
     if c.data.rows != "text" and leaves_out_bos(corpus.tokenizer):
         notes.append(

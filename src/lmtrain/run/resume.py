@@ -5,12 +5,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lmtrain.callbacks.metrics import Metrics
+from lmtrain.callbacks.time_budget import TimeBudget
 from lmtrain.checkpoints import retention, store
 from lmtrain.config import compose as rules
-from lmtrain.config.fingerprint import Fingerprint, changes, check_names, not_compared, read_config, said_aloud
+from lmtrain.config.fingerprint import Fingerprint, changed_since, changes, check_names, not_compared, read_config
+from lmtrain.config.override_text import typed_keys
 from lmtrain.config.schema import Config
 from lmtrain.data.corpus import Corpus
 from lmtrain.distributed import process_group as world
+from lmtrain.distributed.ranks import typed
 from lmtrain.errors import RunError, UserError, reason
 from lmtrain.run.loggers import note_sent, write_again
 from lmtrain.run_folder import folder as run_dir
@@ -69,6 +72,25 @@ def _tell_of_unverified(folder: Path, tell: Callable[[str], None]) -> None:
         )
 
 
+def keep_validation_split(config: Config, folder: RunDir, tell: Callable[[str], None]) -> None:
+    """Sets data.min_val_rows to that of the run that is to be continued, so that its split stays what it was.
+
+    Runs of earlier versions have none, and held out data.val_fraction of small data, too.
+    """
+    mode, data = run_dir.resume_mode(config), config.data
+    if mode == "none" or "data.min_val_rows" in typed_keys(typed()) or not data.min_val_rows:
+        return
+    file = folder.config if mode == "auto" else Path(mode).expanduser().absolute().parents[1] / "config.yaml"
+    try:
+        saved = rules.read(file) if file.is_file() else {}
+    except UserError:
+        return
+    own = saved["data"].get("min_val_rows", 0) if isinstance(saved.get("data"), dict) else data.min_val_rows
+    if own != data.min_val_rows:
+        data.min_val_rows = own
+        tell(f"validation rows are held out as when this run began: data.min_val_rows={own}")
+
+
 def named_alike(ours: Fingerprint, theirs: dict[str, Any], corpus: Corpus) -> Fingerprint:
     """A run's fingerprint, with its data called what the checkpoint calls it, where an earlier version would have."""
     contents = theirs["contents"] if "keys" in theirs else theirs
@@ -109,9 +131,9 @@ def check_fingerprint(
             f"{config.checkpoint.monitor} is measured on other rows than up to step {max(others):,}: scores are "
             f"not compared with those before; `best` and early stopping start over with the next validation"
         )
-    aloud = said_aloud(before, config)
-    if aloud:
-        tell(f"changed since this run's last start: {', '.join(aloud)}")
+    changed = changed_since(before, config)
+    if changed:
+        tell(f"changed since this run's last start: {', '.join(changed)}")
     unknown = not_compared(theirs, ours, config)
     if unknown:
         tell(f"{checkpoint.name} is of an earlier version: what it had for {', '.join(unknown)} could not be compared")
@@ -125,8 +147,19 @@ def _last_start(checkpoint: Path, config: Config) -> dict[str, Any]:
         return {}
 
 
-def fit_schedule(run: "Run", schedule_steps: int, tell: Callable[[str], None]) -> None:
-    """When the run was made longer or shorter: keep the schedule it began with, or stretch it; said aloud."""
+def fit_schedule(run: "Run", saved: dict[str, Any], tell: Callable[[str], None]) -> None:
+    """When the run was made longer or shorter: keep the schedule it began with, or stretch it; reported.
+
+    A run with a budget of time goes on with the length that it had when it was saved, or with what its larger budget
+    gives.
+
+    Args:
+        saved: trainer.pt of the checkpoint.
+    """
+    schedule_steps = saved["schedule_steps"]
+    if run.config.budget.minutes is not None:
+        _fit_budget(run, saved, tell)
+        return
     if schedule_steps == run.total_steps:
         return
     rule = run.config.run.schedule_on_resume
@@ -138,6 +171,16 @@ def fit_schedule(run: "Run", schedule_steps: int, tell: Callable[[str], None]) -
         )
     else:
         tell(f"the learning rate's schedule, planned for {schedule_steps:,} steps, now spans {run.total_steps:,}")
+
+
+def _fit_budget(run: "Run", saved: dict[str, Any], tell: Callable[[str], None]) -> None:
+    seconds, step = 60 * run.config.budget.minutes, saved["global_step"]  # type: ignore[operator]
+    used = saved["callbacks"].get(TimeBudget.__name__, {}).get("used", 0.0)
+    steps = saved["schedule_steps"]
+    if step >= steps and used < 0.95 * seconds:  # it has ended, and the budget is larger now
+        steps = max(step + 1, round(step * seconds / max(used, 1.0)))
+    run.set_length(steps)
+    tell(f"{used / 60:.1f} of {seconds / 60:g} minutes of the budget were used up to step {step:,}")
 
 
 def knows_validation(checkpoint: Path) -> bool:

@@ -47,8 +47,9 @@ class Session:
 
     def build(self, stack: contextlib.ExitStack) -> Run:
         """Everything the run needs; other processes are kept out of its folder until `stack` ends."""
+        resume.keep_validation_split(self.config, self.folder, self.notes.append)
         freeze(self.config)
-        world.connect(self.config.trainer.accelerator)
+        world.connect(self.config.trainer.accelerator, self.config.trainer.rank_timeout)
         world.together(lambda: self._lock(stack) if world.rank() == 0 else None)
         return self._build()
 
@@ -84,7 +85,7 @@ class Session:
             hold_to(run.objective, saved["fingerprint"], config.router.over_layers)
             ours = resume.named_alike(run.objective.fingerprint, saved["fingerprint"], run.corpus)
             resume.check_fingerprint(self.checkpoint, saved["fingerprint"], ours, config, notes.append, run.scored_on)
-            resume.fit_schedule(run, saved["schedule_steps"], notes.append)
+            resume.fit_schedule(run, saved, notes.append)
             run.objective.continue_from(saved)
         after = store.step_of(self.checkpoint) if self.checkpoint is not None else 0
         self.is_done = world.from_first(lambda: after >= run.total_steps and run_dir.has_ended(self.folder, after))
@@ -100,7 +101,7 @@ class Session:
             found = run_dir.tokenizer_files(self.folder)
             if said and found == said:
                 return  # as it was written, maybe by another version of the libraries
-            if said:
+            if said and found:
                 self.notes.append(f"{self.folder.tokenizer} was changed since {self.checkpoint.name}: rewritten")
         run_dir.write_tokenizer(self.folder, tokenizer)
 

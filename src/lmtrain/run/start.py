@@ -82,7 +82,7 @@ def _as_rank(config: Config, layout: RankLayout) -> int:
     split_over(config, layout.per_node * layout.nodes)
     if ranks.was_restarted():
         config.run.resume = "auto"
-    world.connect(config.trainer.accelerator)
+    world.connect(config.trainer.accelerator, config.trainer.rank_timeout)
     existed = run_dir.existing_part(run_dir.locate(config))
     opened = world.from_first(lambda: _open_for_all(config))
     if isinstance(opened, int):

@@ -37,7 +37,10 @@ SUMMARY = {
     "train": Definition("as in metrics.jsonl", "the step logged last", "its train/..., and which step it was", _LOOP),
     "validation": Definition("as in metrics.jsonl", "the last validation", "its val/..., and which step it was", _LOOP),
     "best_metric": Definition(
-        "as in metrics.jsonl", "the checkpoints that stand", "checkpoint.monitor of the best by checkpoint.mode", _LOOP
+        "as in metrics.jsonl",
+        "the checkpoints that stand",
+        "checkpoint.monitor of the best; checkpoint.min_val_rows",
+        _LOOP,
     ),
     "tokens_per_s": Definition(
         "tokens/s", "all ranks, steps since this process began", "tokens / time without validations, saves and samples"
@@ -64,7 +67,7 @@ def write_summary(run: "Run", status: str, started: float, error: BaseException 
     """summary.json: written last, so its presence says that the run has ended and how."""
     checkpoints = store.scan(run.dir.checkpoints)
     scores = retention.scores(run.dir.checkpoints, run.config.checkpoint.monitor, run.scored_on)
-    best = retention.best_of(scores, run.config.checkpoint.mode)
+    best = retention.best_of(scores, run.ranking)
     metrics = run.metrics
     summary = {
         "status": status,
@@ -112,7 +115,6 @@ def note_failure(run: "Run", started: float, error: BaseException) -> None:
 
 def export(run: "Run") -> list[Path]:
     """Writes <run>/export and, where there is an adapter to merge (export.merge), <run>/export_merged."""
-    from lmtrain.adapters.memory_adapter import reads_memory
     from lmtrain.adapters.trainable import adapter_of
     from lmtrain.exports.hf_folder import export_model
     from lmtrain.run_folder.trained import from_run
@@ -127,7 +129,7 @@ def export(run: "Run") -> list[Path]:
         for feature in features_on(run.config):
             feature.restore_model(model)
     folders = [(run.dir.export, False)]
-    if cfg.merge and adapter_of(model) is not None and not reads_memory(model):
+    if cfg.merge and adapter_of(model) is not None:
         folders.append((run.dir.export_merged, True))  # last: it changes the model
     return [
         export_model(
@@ -170,7 +172,7 @@ def show(run: "Run", summary: dict[str, Any], exported: list[Path]) -> None:
     for key in ("val/loss", "val/perplexity", "val/bits_per_byte", "val/rewards/accuracy", "val/rewards/margin"):
         if key in val:
             table.add_row(key, f"{val[key]:.4f}")
-    for monitor, value in (summary["best_metric"] or {}).items():
+    for monitor, value in (summary["best_metric"] or {}).items() if run.ranking != retention.LAST else ():
         table.add_row("best", f"{monitor} {value:.4f} at step {int(summary['best'].rpartition('_')[2]):,}")
     table.add_row("tokens", f"{summary['tokens']:,}")
     if summary["tokens_per_s"]:

@@ -66,7 +66,8 @@ def readable_rows(path: Path) -> list[dict[str, Any]]:
 def of_validation(row: dict[str, Any]) -> bool:
     """Of metrics.jsonl or samples.jsonl."""
     of_step = "rows" in row  # a record of training, whatever else was logged with it
-    return "prompt" in row or (not of_step and any(key.startswith("val/") for key in row))
+    of_rollout = "reward" in row  # completions of a step's rollout
+    return ("prompt" in row and not of_rollout) or (not of_step and any(key.startswith("val/") for key in row))
 
 
 def _rewrite(path: Path, lines: list[bytes], problems: list[str], tell: Callable[[str], None]) -> None:

@@ -93,7 +93,7 @@ def _check_summary(summary: Any) -> None:
         raise ValueError("it has no status")
     best = summary.get("best_metric") or {}
     if not isinstance(best, dict) or not all(isinstance(value, int | float | None) for value in best.values()):
-        raise ValueError("its best_metric is no number")
+        raise ValueError("its best_metric is not a number")
 
 
 def checkpoint_names(folder: Path) -> list[str]:
@@ -138,7 +138,9 @@ def resume_mode(config: Config) -> str:
 
 def asked(config: Config) -> dict[str, Any]:
     """What decides when a run has ended."""
-    return {"max_steps": config.trainer.max_steps, "max_epochs": config.trainer.max_epochs}
+    t, minutes = config.trainer, config.budget.minutes
+    budget = {} if minutes is None else {"minutes": minutes}
+    return {"max_steps": t.max_steps, "max_epochs": t.max_epochs, **budget}
 
 
 def is_finished(config: Config) -> bool:
@@ -146,12 +148,8 @@ def is_finished(config: Config) -> bool:
     folder = RunDir(locate(config))
     if resume_mode(config) != "auto" or not folder.config.exists():
         return False
-    summary = folder.read_summary()
-    if (
-        summary is None
-        or summary["status"] not in ("finished", "stopped_early")
-        or summary.get("asked") != asked(config)
-    ):
+    summary = _ended(folder)
+    if summary is None or summary.get("asked") != asked(config):
         return False
     print(nothing_to_do(folder))
     return True
@@ -159,8 +157,14 @@ def is_finished(config: Config) -> bool:
 
 def has_ended(folder: RunDir, step: int) -> bool:
     """Whether a run has ended, and said so, with the checkpoint of this step."""
+    summary = _ended(folder)
+    return summary is not None and summary["step"] == step
+
+
+def _ended(folder: RunDir) -> dict[str, Any] | None:
+    """The summary of a run that has ended and said so."""
     summary = folder.read_summary()
-    return summary is not None and summary["status"] in ("finished", "stopped_early") and summary["step"] == step
+    return summary if summary is not None and summary["status"] in ("finished", "stopped_early") else None
 
 
 def nothing_to_do(folder: RunDir) -> str:
@@ -171,6 +175,8 @@ def nothing_to_do(folder: RunDir) -> str:
     key = f"trainer.max_steps={2 * step}"
     if epochs is not None and asked.get("max_steps") != step:
         key = f"trainer.max_epochs={2 * epochs}"
+    if asked.get("minutes") is not None:
+        key = f"budget.minutes={2 * asked['minutes']:g}"
     return (
         f"{folder.path} is finished: nothing to do after {counted(step, 'step')}. To train it further, the same "
         f"command with {key}; for a new run, another run.name"
@@ -283,3 +289,20 @@ def refuse_links(folder: Path) -> None:
         for path in (Path(place) / name for name in (*below, *files)):
             if path.is_symlink() and not path.match("wandb/*run-*/logs/debug-core.log"):
                 refuse_link_at(path, folder)
+
+
+def gives_rewards(export: Path) -> bool:
+    """Whether an exported folder holds a model with a scalar head, or an adapter of one."""
+    adapter = export / "adapter_config.json"
+    if adapter.exists():
+        return json.loads(adapter.read_text(encoding="utf-8")).get("task_type") == "SEQ_CLS"
+    path = export / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return any(str(name).endswith("ForSequenceClassification") for name in config.get("architectures") or [])
+
+
+def loading_class(export: Path) -> tuple[str, str]:
+    """The package and the class that load an exported folder."""
+    kind = "SequenceClassification" if gives_rewards(export) else "CausalLM"
+    is_adapter = (export / "adapter_config.json").exists()
+    return ("peft", f"AutoPeftModelFor{kind}") if is_adapter else ("transformers", f"AutoModelFor{kind}")

@@ -58,7 +58,7 @@ def _wait(lock: FileLock, folder: Path, patience: float) -> None:
     print(f"another process is still training in {folder}: waiting for it to end", flush=True)
     try:
         lock.acquire(timeout=patience, poll_interval=0.2)
-        if folder.stat().st_ino != os.fstat(opened).st_ino:  # acquiring made it anew
+        if folder.stat().st_ino != os.fstat(opened).st_ino:  # acquiring made it again
             (folder / NAME).unlink()
             lock.release()
             with contextlib.suppress(OSError):  # not empty: another process is in it

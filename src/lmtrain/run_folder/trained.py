@@ -21,6 +21,7 @@ from lmtrain.data import hub, tokenizers
 from lmtrain.errors import RunError, UserError, first_line
 from lmtrain.models import folder
 from lmtrain.models.folder import is_exported
+from lmtrain.models.scalar_head import has_scalar_head, padding_of, refuse_scalar_head, set_padding
 from lmtrain.objectives.base import Objective
 from lmtrain.run_folder.folder import RunDir
 
@@ -131,16 +132,19 @@ def load(name: str, which: str, grants: trust.Grants) -> tuple[PreTrainedModel, 
     options: dict[str, Any] = {"local_files_only": offline, "trust_remote_code": code_runs}
     try:
         if is_adapter:
-            from peft import AutoPeftModelForCausalLM
+            from lmtrain.adapters.lora import load_adapter
 
-            model = AutoPeftModelForCausalLM.from_pretrained(path).get_base_model()
+            model = load_adapter(path)
         elif path.exists() and is_exported(path):
             model = memory_export.load(path)
             options["config"] = model.config  # else the tokenizer asks to run the folder's code
         else:
             model = folder.from_pretrained(name, **options)
         if not path.exists() or any(any(path.glob(names)) for names in _TOKENIZER_FILES):
-            return model, tokenizers.usable(AutoTokenizer.from_pretrained(name, **options))
+            tokenizer = tokenizers.usable(AutoTokenizer.from_pretrained(name, **options))
+            if has_scalar_head(model) and padding_of(model) is None:  # an adapter's base says nothing of it
+                set_padding(model, tokenizer)
+            return model, tokenizer
     except UserError:
         raise
     except Exception as error:  # the hub's, transformers', safetensors' and pickle's errors share no base class
@@ -153,7 +157,7 @@ def load(name: str, which: str, grants: trust.Grants) -> tuple[PreTrainedModel, 
                     f"the weights in {name} are damaged ({found}), nothing in it was run: export or download it again"
                 ) from error
             raise UserError(f"{name} holds no model that can be loaded ({found}); nothing in it was run") from error
-        raise UserError(f"{name} is no folder here and can't be had from the hub: {first_line(error)}") from error
+        raise UserError(f"{name} is not a folder here and can't be loaded from the hub: {first_line(error)}") from error
     raise UserError(f"{path} has no tokenizer (tokenizer.json): copy the one its model was trained with there")
 
 
@@ -182,6 +186,7 @@ def load_asked(config: Config) -> tuple[PreTrainedModel, Any]:
     if config.run_dir is None:
         raise UserError("which model? set run_dir=outputs/<name>, an exported folder or a hub name")
     model, tokenizer = load(config.run_dir, config.generate.checkpoint, trust.granted(config))
+    refuse_scalar_head(model, "writing")
     place(model, config.trainer.accelerator)
     return model, tokenizer
 

@@ -145,7 +145,7 @@ def _strings(node: dict[str, Any], key: str, where: str) -> tuple[str, ...]:
         raise UserError(f"{where}.{key} must be a list of texts, such as [objective=sft, trainer.max_steps=100]")
     for word in value:
         if word.startswith("-"):  # would be a flag of the command that runs the stage
-            raise UserError(f"{where}.{key}: {word} is no override; flags are typed")
+            raise UserError(f"{where}.{key}: {word} is not an override; flags are typed")
     return tuple(value)
 
 
@@ -183,7 +183,7 @@ def _check_needs(all_of_them: list[Stage | Evaluation], stages: dict[str, Stage]
             if needed not in stages:
                 near = difflib.get_close_matches(needed, stages, n=1)
                 hint = f"; did you mean {near[0]}?" if near else ""
-                raise UserError(f"{kind} {one.name} needs {needed}, which is no stage{hint} ({', '.join(stages)})")
+                raise UserError(f"{kind} {one.name} needs {needed}, which is not a stage{hint} ({', '.join(stages)})")
 
 
 _OWN = ("run.name", "run.root", "run.dir")  # of the pipeline's folder

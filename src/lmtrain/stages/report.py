@@ -3,20 +3,38 @@
 import io
 import json
 import math
+import re
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from lmtrain import terminal
 from lmtrain.errors import UserError
-from lmtrain.files import read_regular, write_atomic
-from lmtrain.reports.report_page import as_text, asset, document, table
+from lmtrain.files import read_jsonl, read_regular, write_atomic
+from lmtrain.reports.curves import charts, with_names_of_today
+from lmtrain.reports.report import time_in_words
+from lmtrain.reports.report_page import (
+    as_text,
+    asset,
+    broken,
+    charts_of,
+    document,
+    line_of,
+    numbers,
+    script,
+    smoothing,
+    table,
+)
 from lmtrain.run_folder.folder import RunDir
 from lmtrain.secrets import shown
 from lmtrain.stages.plan import PipelinePlan, PlannedStage
 from lmtrain.stages.state import State
 
 Row = list[str]
+Score = tuple[float, float | None]  # and its standard error
+_STAGES = ["stage", "status", "steps", "tokens", "val/loss", "time"]
+_ANSWERS = 6  # prompts whose answers are shown side by side
+_NORMAL = 1.96  # standard errors from a mean to the end of its 95 % interval
 
 
 def show_plan(plan: PipelinePlan, statuses: dict[str, str]) -> None:
@@ -78,14 +96,21 @@ def write(plan: PipelinePlan, state: State) -> Path:
     stages, scores = _stages(plan, state), _scores(plan)
     names = [one.name for one in plan.stages]
     console = terminal.console()
-    console.print(_table("stages", ["stage", "status", "steps", "tokens", "val/loss", "minutes"], stages))
-    cells = [[what, score, *(_number(found.get(name)) for name in names)] for (what, score), found in scores.items()]
-    if cells:
-        console.print(_table("scores of what each exported", ["evaluation", "score", *names], cells))
+    console.print(_table("stages", _STAGES, stages))
+    rows = [[what, score, *(_with_error(found.get(name)) for name in names)] for (what, score), found in scores.items()]
+    if rows:
+        title = "scores of what each exported, with the standard error of those that are means over rows"
+        console.print(_table(title, ["evaluation", "score", *names], rows))
+    console.print(f"total time: {time_in_words(_seconds(state))}", highlight=False)
     page = plan.folder / "report.html"
-    write_atomic(page, _page(plan, stages, names, cells))
-    tree = {f"{what}/{score}": found for (what, score), found in scores.items()}
-    write_atomic(plan.folder / "report.json", json.dumps({"stages": names, "scores": tree}, indent=2) + "\n")
+    write_atomic(page, _page(plan, state, stages, rows))
+    tree = {f"{what}/{score}": {name: found[0] for name, found in one.items()} for (what, score), one in scores.items()}
+    errors = {
+        f"{what}/{score}": {name: found[1] for name, found in one.items() if found[1] is not None}
+        for (what, score), one in scores.items()
+    }
+    written = {"stages": names, "scores": tree, "standard_errors": errors, "seconds": _seconds(state)}
+    write_atomic(plan.folder / "report.json", json.dumps(written, indent=2) + "\n")
     console.print(f"written: {page}", markup=False, highlight=False, soft_wrap=True)
     return page
 
@@ -95,29 +120,35 @@ def _stages(plan: PipelinePlan, state: State) -> list[Row]:
     for one in plan.stages:
         summary = RunDir(one.run).read_summary() or {}
         row = state.rows.get(one.name)
-        minutes = f"{row.seconds / 60:.1f}" if row is not None else ""
-        metrics = summary.get("metrics") or {}
-        loss = metrics.get("val/loss", (summary.get("best_metric") or {}).get("val/loss"))
-        tokens = summary.get("tokens")
+        seconds = time_in_words(row.seconds) if row is not None else ""
+        loss, tokens = (summary.get("validation") or {}).get("val/loss"), summary.get("tokens")
         rows.append([one.name, str(summary.get("status", "")), f"{summary.get('step', 0):,}",
-                     f"{tokens:,}" if isinstance(tokens, int) else "", _number(loss), minutes])  # fmt: skip
+                     f"{tokens:,}" if isinstance(tokens, int) else "", _number(loss), seconds])  # fmt: skip
     return rows
 
 
-def _scores(plan: PipelinePlan) -> dict[tuple[str, str], dict[str, float]]:
-    """(evaluation, score) to the value of each stage."""
-    found: dict[tuple[str, str], dict[str, float]] = {}
+def _seconds(state: State) -> float:
+    """How long all stages and evaluations have taken, over all starts."""
+    return round(sum(row.seconds for row in state.rows.values()), 1)
+
+
+def _scores(plan: PipelinePlan) -> dict[tuple[str, str], dict[str, Score]]:
+    """(evaluation, score) to the value of each stage and its standard error."""
+    found: dict[tuple[str, str], dict[str, Score]] = {}
     for one in plan.evaluations:
         try:
-            scores = json.loads(read_regular(one.file))["scores"]
+            tree = json.loads(read_regular(one.file))
+            scores, intervals = tree["scores"], tree.get("intervals_95", {})
+            for score, value in scores.items():
+                low, high = intervals.get(score, (None, None))
+                error = None if low is None else (float(high) - float(low)) / (2 * _NORMAL)
+                found.setdefault((one.evaluation.name, str(score)), {})[one.of] = (float(value), error)
         except FileNotFoundError:
             continue
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
                 f"{one.file} can't be read ({error}): remove it, and the same command scores again"
             ) from None
-        for score, value in scores.items():
-            found.setdefault((one.evaluation.name, str(score)), {})[one.of] = float(value)
     return found
 
 
@@ -125,17 +156,70 @@ def _number(value: Any) -> str:
     return f"{value:.4f}" if isinstance(value, int | float) and math.isfinite(value) else ""
 
 
-def _page(plan: PipelinePlan, stages: list[Row], names: list[str], scores: list[Row]) -> str:
-    title = f"pipeline {plan.pipeline.name}"
+def _with_error(score: Score | None) -> str:
+    """0.4312 ± 0.0087."""
+    value, error = score or (None, None)
+    return f"{_number(value)} ± {_number(error)}" if _number(error) else _number(value)
+
+
+def _page(plan: PipelinePlan, state: State, stages: list[Row], scores: list[Row]) -> str:
+    title, names = f"pipeline {plan.pipeline.name}", [one.name for one in plan.stages]
+    charts = _curves(plan)
+    tokens = sum(int(row[3].replace(",", "")) for row in stages if row[3])
+    facts = [(time_in_words(_seconds(state)), "total time"), (f"{tokens:,}", "tokens trained in all stages"),
+             (stages[-1][4] or stages[-1][1], f"val/loss of {names[-1]}" if stages[-1][4] else names[-1])]  # fmt: skip
     links = [
         f'<li><a href="{escape(name)}/report.html">{escape(name)}</a>: curves, samples, settings</li>' for name in names
     ]
     body = [
-        f"<h1>{as_text(title)}</h1>",
+        f"<h1>{broken(title)}</h1>",
+        f'<p class="soft">{broken(", then ".join(names))}</p>',
+        numbers(facts),
+        *_answers(plan),
         "<h2>Scores of what each stage exported</h2>",
+        '<p class="soft">± is a standard error, from the bootstrap over rows; scores without one are of all rows '
+        "at once.</p>",
         table(["evaluation", "score", *names], scores),
+        "<h2>Curves</h2>",
+        *([smoothing(), charts_of(charts), script(charts)] if charts else []),
         "<h2>Stages</h2>",
-        table(["stage", "status", "steps", "tokens", "val/loss", "minutes"], stages),
+        table(_STAGES, stages),
         f"<ul>{''.join(links)}</ul>",
     ]
     return document(title, asset("report.css"), body)
+
+
+def _curves(plan: PipelinePlan) -> dict[str, list[dict[str, Any]]]:
+    """The losses of each stage, and how often DPO's preferences are right."""
+    found = {}
+    for one in plan.stages:
+        drawn = charts(with_names_of_today(row) for row in read_jsonl(RunDir(one.run).metrics))
+        for chart in ("loss", "rewards/accuracy"):
+            if chart in drawn:
+                found[f"{one.name}: {chart}"] = [line_of(c, c.name, i) for i, c in enumerate(drawn[chart])]
+    return found
+
+
+def _answers(plan: PipelinePlan) -> list[str]:
+    """What each stage's model answers to the same prompts, of an evaluation that writes answers."""
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for one in plan.evaluations:
+        file = one.file.with_name(f"{one.file.stem}.rows.jsonl")
+        if one.of not in rows and file.is_file():
+            written = [row for row in read_jsonl(file) if isinstance(row.get("answer"), str)]
+            rows |= {one.of: written[:_ANSWERS]} if written else {}
+    if not rows:
+        return []
+    parts = ["<h2>The same prompts, answered by each stage</h2>"]
+    for asked in zip(*rows.values(), strict=False):
+        texts = [(name, row["answer"]) for name, row in zip(rows, asked, strict=True)]
+        texts += [("reference", str(asked[0].get("reference")))] if asked[0].get("reference") else []
+        beside = "".join(f"<div><h4>{broken(name)}</h4>{_answer(text)}</div>" for name, text in texts)
+        parts.append(f'<h3>{as_text(str(asked[0].get("prompt")))}</h3><div class="beside">{beside}</div>')
+    return parts
+
+
+def _answer(text: str) -> str:
+    """A text with at most one empty line in a row: models that have learned little write many."""
+    shown = re.sub(r"\n\s*\n", "\n\n", text.strip())
+    return f"<pre>{as_text(shown)}</pre>" if shown else '<pre class="soft">(nothing but blanks)</pre>'

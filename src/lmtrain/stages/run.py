@@ -125,7 +125,7 @@ class _Pipeline:
             elif (digest := state.export_digest(one)) is not None:
                 found[one.name], known[one.name] = state.FINISHED, digest
             else:
-                found[one.name] = "goes on"
+                found[one.name] = "continues"
         return found
 
     def _stage(self, one: PlannedStage, work_: Work) -> int:
@@ -143,7 +143,7 @@ class _Pipeline:
         if (one.run / "config.yaml").exists():
             words.append("run.resume=auto")
         else:
-            shutil.rmtree(one.run, ignore_errors=True)  # what a start that was killed early left is no run
+            shutil.rmtree(one.run, ignore_errors=True)  # what a start that was killed early left is not a run
         print(f"stage {one.name}: {command('train', words)}", flush=True)
         started, log = time.monotonic(), self.plan.folder / f"{one.name}.log"
         code = work_.run("train", [*words, *self.plan.flags], log)

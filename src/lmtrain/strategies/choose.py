@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lmtrain.checkpoints import store
 from lmtrain.config.schema import Config, TrainerConfig
 from lmtrain.config.strategies import outside_fp8
+from lmtrain.models.feature import ADDED
 from lmtrain.strategies.lightning_private import half_dtype
 
 
@@ -59,9 +60,6 @@ class DDPStrategy(strategies.DDPStrategy):
             state |= {key: value.clone() for key, value in state.items() if isinstance(value, Tensor) and value.is_cpu}
 
 
-ADAPTERS = ("lora_", "trainable_tokens_delta", ".memory.", ".memory_bank.")  # in the names of their parameters
-
-
 def for_lightning(config: Config) -> tuple[str | None, list[HalfPrecision]]:
     """The Trainer's `precision`, or None and the plugin in its place."""
     t = config.trainer
@@ -88,7 +86,7 @@ class AdapterHalfPrecision(HalfPrecision):
             yield
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        kept = {p: p.data for n, p in module.named_parameters() if any(part in n for part in ADAPTERS)}
+        kept = {p: p.data for n, p in module.named_parameters() if any(part in n for part in ADDED)}
         module = super().convert_module(module)
         for parameter, data in kept.items():
             parameter.data = data

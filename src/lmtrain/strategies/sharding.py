@@ -72,7 +72,8 @@ def shard(
     spread(outside(model, blocks), device)
     # The root's own parameters are needed first in backward, so they stay.
     fully_shard(model, mesh=root_mesh or mesh, mp_policy=plain, offload_policy=offload, reshard_after_forward=False)
-    register_fsdp_forward_method(model, "log_probs")
+    for method in ("log_probs", "divergence", "scores"):
+        register_fsdp_forward_method(model, method)
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -93,8 +94,28 @@ def root_gathered(model: nn.Module) -> Iterator[None]:
         model.reshard()
 
 
+@contextlib.contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """Within it every rank holds all weights of the model and calls it by itself, as often as it likes."""
+    if isinstance(model, FSDPModule):
+        model._get_fsdp_state()._lazy_init()  # a rollout comes before the first forward of the root, which would do it
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    kept = [module._get_fsdp_state()._fsdp_param_group for module in sharded]
+    before = [group.post_forward_mesh_info if group is not None else None for group in kept]
+    for module in sharded:
+        module.set_reshard_after_forward(False, recurse=False)
+        module.unshard()
+    try:
+        yield
+    finally:
+        for module, group, mesh in zip(sharded, kept, before, strict=True):
+            if group is not None:
+                module.set_reshard_after_forward(mesh is not None, recurse=False)
+            module.reshard()
+
+
 def reshard(model: nn.Module) -> None:
-    """Frees what is gathered of a sharded model, so that the next forward gathers anew."""
+    """Frees what is gathered of a sharded model, so that the next forward gathers again."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -21,7 +21,7 @@ DRAWN = 24  # keys, each a chart of its own
 def report(folder: Path) -> int:
     """Prints the table and writes <folder>/sweep.png."""
     if not (folder / "trials.jsonl").is_file():
-        raise UserError(f"{folder} is no sweep's folder: it has no trials.jsonl")
+        raise UserError(f"{folder} is not a sweep's folder: it has no trials.jsonl")
     trials = Trials(folder).rows
     if not trials:
         raise UserError(f"{folder}: no trial has been started yet")
@@ -80,7 +80,7 @@ def table(trials: list[Trial], keys: list[str], monitor: str) -> Any:
         score = "" if trial.score is None else f"{trial.score:.5g}"
         chosen = [shown(values.get(key, "")) for key in keys]
         cells = [str(trial.number), *chosen, score, trial.status, f"{trial.seconds:.0f}", last_line(trial)]
-        made.add_row(*map(Text, cells))  # as Text: brackets in an error are no markup
+        made.add_row(*map(Text, cells))  # as Text: brackets in an error are not markup
     return made
 
 

@@ -95,7 +95,7 @@ def propose(space: dict[str, Any], sweep: SweepConfig, mode: str, trials: list[T
     """The next trial's overrides: a function of the trials so far and the seed, so that a sweep that was interrupted
     goes on as if it had not been.
 
-    The study is built anew from the trials, which are all there is to it: no second file has to agree with
+    The study is built again from the trials, which are all there is to it: no second file has to agree with
     trials.jsonl. A trial without a finite score is a failed one to Optuna, which then learns nothing from it.
 
     Args:

@@ -1,4 +1,4 @@
-"""A trial as a process of its own: forked from one that has imported torch already, or started anew."""
+"""A trial as a process of its own: forked from one that has imported torch already, or started again."""
 
 import atexit
 import importlib

@@ -47,7 +47,7 @@ class Trial:
                 raise TypeError(f"{name} is {getattr(self, name)!r:.80}")
         for word in (*self.overrides, *self.fixed):
             if not isinstance(word, str):
-                raise TypeError(f"{word!r:.80} is no override")
+                raise TypeError(f"{word!r:.80} is not an override")
 
 
 class Trials:
@@ -58,7 +58,7 @@ class Trials:
         try:
             self.rows = [Trial(**row) for row in read_jsonl(self.path)]
         except TypeError as error:
-            raise UserError(f"{self.path} holds a row that is no trial ({error}); fix or remove it") from None
+            raise UserError(f"{self.path} holds a row that is not a trial ({error}); fix or remove it") from None
 
     def write(self) -> None:
         write_atomic(self.path, "".join(json.dumps(asdict(row)) + "\n" for row in self.rows))
@@ -97,7 +97,7 @@ def command(trial: Trial, folder: Path) -> list[str]:
     words = [*trial.fixed, *trial.overrides, f"run.dir={bare_or_quoted(str(run))}"]
     if (run / "config.yaml").exists():
         return [*(w for w in words if not w.startswith("run.resume=")), "run.resume=auto"]
-    shutil.rmtree(run, ignore_errors=True)  # what a start that was killed early left is no run
+    shutil.rmtree(run, ignore_errors=True)  # what a start that was killed early left is not a run
     return words
 
 

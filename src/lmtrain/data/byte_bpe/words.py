@@ -59,7 +59,7 @@ def qwen2(characters: np.ndarray, kinds: np.ndarray) -> np.ndarray:
     """The same for Qwen2's pattern."""
     white, newline = kinds >= SPACE, kinds == NEWLINE
     begins = _kind_begins(kinds) | (kinds == NUMBER)
-    # White space: its last character goes to the word after it or stands alone, if it is no newline.
+    # White space: its last character goes to the word after it or stands alone, if it is not a newline.
     begins[:-1] |= white[:-1] & ~newline[:-1] & _in_word(kinds)[1:]
     begins[1:] &= ~((kinds[1:] == OTHER) & (kinds[:-1] == SPACE))
     _begin_letters(begins, kinds)

@@ -238,13 +238,15 @@ def _oasst_tree(values: dict[str, Any], where: str) -> list[dict[str, Any]]:
     turns: list[dict[str, Any]] = []
     while node is not None:
         if not isinstance(node, Mapping) or node.get("role") not in list(names):
-            raise BadRow(where, f"turn {len(turns) + 1} of the tree is no message with the role prompter or assistant")
+            raise BadRow(
+                where, f"turn {len(turns) + 1} of the tree is not a message with the role prompter or assistant"
+            )
         turns.append({"role": names[node["role"]], "content": text_of(node.get("text"), "a text of the tree", where)})
         replies = node.get("replies") or []
         if not isinstance(replies, list) or not all(isinstance(reply, Mapping) for reply in replies):
-            raise BadRow(where, f"the replies to turn {len(turns)} of the tree are no list of messages")
+            raise BadRow(where, f"the replies to turn {len(turns)} of the tree are not a list of messages")
         if not all(isinstance(reply.get("rank") or 0, int | float) for reply in replies):
-            raise BadRow(where, f"a reply to turn {len(turns)} of the tree has a rank that is no number")
+            raise BadRow(where, f"a reply to turn {len(turns)} of the tree has a rank that is not a number")
         there = [reply for reply in replies if not reply.get("deleted")]
         # Unranked replies (of trees with a single one, mostly) come after ranked ones, in the order written.
         node = min(there, key=lambda r: (r.get("rank") is None, r.get("rank") or 0), default=None)

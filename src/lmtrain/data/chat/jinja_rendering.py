@@ -121,9 +121,9 @@ class Template:
                 f"text, so the model could never learn to stop: choose another with data.chat_template"
             )
 
-    def prompt(self, messages: list[dict[str, Any]], tools: Any, where: str) -> str:
-        """The text up to and including the words that ask for an answer."""
-        return self.render_texts([messages], tools, where, add_generation_prompt=True)[0]
+    def prompt(self, messages: list[dict[str, Any]], tools: Any, where: str, ask: bool = True) -> str:
+        """The text up to and including the words that ask for an answer; without them where `ask` is false."""
+        return self.render_texts([messages], tools, where, add_generation_prompt=ask)[0]
 
     def differs(self, one: Conversation, other: Conversation, shown: int) -> bool:
         """Whether the first `shown` messages of two conversations read otherwise, or the template refuses the other."""

@@ -40,10 +40,10 @@ PAIR_FORMATS = {
     ),
     "preference": Format(
         ("prompt|question|instruction|conversations|messages", "chosen", "rejected"),
-        ("score_chosen", "score_rejected", "input", "system", "tools"),
+        ("margin", "score_chosen", "score_rejected", "input", "system", "tools"),
     ),
-    "preference_text": Format(("prompt", "chosen", "rejected"), ("score_chosen", "score_rejected")),
-    "implicit_prompt": Format(("chosen", "rejected"), ("score_chosen", "score_rejected", "system", "tools")),
+    "preference_text": Format(("prompt", "chosen", "rejected"), ("margin", "score_chosen", "score_rejected")),
+    "implicit_prompt": Format(("chosen", "rejected"), ("margin", "score_chosen", "score_rejected", "system", "tools")),
 }
 # How the conversations of hh-rlhf (Anthropic) are written: a blank line, then who speaks.
 _SPEAKER = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
@@ -217,11 +217,16 @@ def _different(pair: Pair) -> Pair:
 
 
 def _margin(values: dict[str, Any], where: str) -> float | None:
-    """score_chosen - score_rejected, where the row has both.
+    """The row's margin, or else score_chosen - score_rejected, where the row has both.
 
     Raises:
-        BadRow: a score is no finite number, or the rejected answer has the higher one.
+        BadRow: one is not a finite number, or says that the rejected answer is the better one.
     """
+    if values.get("margin") is not None:
+        margin = _number(values["margin"], "margin", where)
+        if margin < 0:
+            raise BadRow(where, f"margin is {margin:g}: the rejected answer is the better one; swap the two")
+        return margin
     scores = [values.get("score_chosen"), values.get("score_rejected")]
     if None in scores:
         return None

@@ -201,14 +201,14 @@ class ChatTemplate(Template):
             f"{conversation.where}: the chat template ({self.label}) asks for an answer with words that the answer "
             f"isn't written with, so the model would learn from a text that it never sees. Before turn {turn + 1} it "
             f"writes ...{before[max(0, at - 30) : at]!r}, then {before[at : at + 30]!r}; with the answer "
-            f"{own[at : at + 30]!r} stands there. Ways out: choose another with data.chat_template, or mark the "
+            f"{own[at : at + 30]!r} stands there. Possible fixes: choose another with data.chat_template, or mark the "
             f"answers in the template with {{% generation %}}"
         )
 
     def _rewrites(self, conversation: Conversation, turns: list[int]) -> str:
         return (
             f"{conversation.where}: the chat template ({self.label}) writes a conversation otherwise while it is going "
-            f"on than when it is over, so its {len(turns)} answers can't be learned from one text. Ways out: "
+            f"on than when it is over, so its {len(turns)} answers can't be learned from one text. Possible fixes: "
             f"data.train_on=last_assistant, or for conversations assistant (each answer from a text of its own), or "
             f"choose another with data.chat_template"
         )

@@ -175,6 +175,12 @@ class ChatEncoder:
         messages = asked.messages[: answers_of(asked.messages)[-1]]
         return self._tokens(self._chat.prompt(messages, asked.tools, asked.where))[0]
 
+    def without_generation_prompt(self, sample: Conversation) -> list[int]:
+        """The turns before the last answer as the template writes them, without what asks for an answer."""
+        asked = self._masked(sample)
+        messages = asked.messages[: answers_of(asked.messages)[-1]]
+        return self._tokens(self._chat.prompt(messages, asked.tools, asked.where, ask=False))[0]
+
     def reference(self, sample: Conversation | Completion) -> str:
         """The answer that stands in the data where the model writes its own."""
         if isinstance(sample, Completion):

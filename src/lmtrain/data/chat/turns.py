@@ -63,7 +63,7 @@ def turns_of(value: Any, where: str, column: str = "messages") -> list[dict[str,
     "train": False: it is shown to the model and not learned.
 
     Raises:
-        BadRow: what is no list of turns, or holds a turn without role or text or with an unknown role.
+        BadRow: what is not a list of turns, or holds a turn without role or text or with an unknown role.
     """
     if isinstance(value, str):  # a list that was written as a string
         value = _from_json(value)
@@ -166,7 +166,7 @@ def text_of(value: Any, what: str, where: str, may_be_empty: bool = False) -> st
 def _whole_text(value: Any, what: str, where: str) -> Any:
     """The value, if all strings in it are text that UTF-8 can hold; raises BadRow otherwise."""
     if isinstance(value, str) and _HALF.search(value):
-        raise BadRow(where, f"{what} holds half a surrogate pair (\\ud800 to \\udfff), which is no character")
+        raise BadRow(where, f"{what} holds half a surrogate pair (\\ud800 to \\udfff), which is not a character")
     if isinstance(value, Mapping):
         for key, item in value.items():
             _whole_text(key, what, where)

@@ -1,10 +1,13 @@
 """Documents of token bins as examples: those with a loss mask, as often as weights say, or text in pieces of a row."""
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
+import torch
 
 from lmtrain.data.order import Repeats
 from lmtrain.data.store import contents
@@ -39,6 +42,12 @@ class Examples:
     def labels(self) -> np.ndarray:
         """What the row format said of each example besides its tokens, int64 [n]."""
         return self._of(np.concatenate([shard.read_labels() for shard in self.shards]))
+
+    @cached_property
+    def texts(self) -> list[str]:
+        """What the row format kept of each example's row in words, a line each; empty where it kept nothing."""
+        stored = [text for s in self.shards for text in (s.read_texts() if s.texts else [""] * s.documents)]
+        return stored if self._stored is None else [stored[i] for i in self._stored]
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -98,6 +107,36 @@ def earlier_fingerprints(splits: dict[str, Examples]) -> list[str]:
 
 def _parts(examples: Examples, which: int, dtype: str) -> Iterator[bytes]:
     return (examples.read(i)[which].astype(dtype).tobytes() for i in range(len(examples)))
+
+
+class ExampleRows(ABC):
+    """Row i is example i, or with `group` that many from i * group on; what rows of this kind share.
+
+    unit: the name under which a micro-batch tells how many rows it weighs.
+    """
+
+    group: ClassVar[int] = 1
+    unit: ClassVar[str]
+
+    def __init__(self, examples: Examples) -> None:
+        self.examples = examples
+
+    def __len__(self) -> int:
+        return len(self.examples) // self.group
+
+    @property
+    def epoch_tokens(self) -> int:
+        """Tokens of all micro-batches of an epoch."""
+        return self.examples.tokens
+
+    @abstractmethod
+    def read(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
+        """A micro-batch from (epoch, row) pairs."""
+
+    def empty(self) -> dict[str, torch.Tensor]:
+        """One that weighs nothing: the ranks of a step run equally many micro-batches."""
+        batch = self.read(np.zeros((1, 2), dtype=np.int64))
+        return {**batch, self.unit: torch.tensor(0), "seen": torch.tensor(0)}
 
 
 class TextPieces(Examples):

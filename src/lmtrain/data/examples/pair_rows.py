@@ -7,11 +7,11 @@ import torch
 
 from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig
-from lmtrain.data.chat.conversations import Completion, Conversation
+from lmtrain.data.chat.conversations import Completion, Conversation, column_of
 from lmtrain.data.chat.pairs import Pair, detect_pair_format, to_pairs
 from lmtrain.data.chat.turns import BadRow, unread
 from lmtrain.data.examples.chat_rows import TemplateRows
-from lmtrain.data.examples.documents import Examples
+from lmtrain.data.examples.documents import ExampleRows, Examples
 from lmtrain.data.examples.row_format import Encoded, Example
 from lmtrain.data.examples.rows import documents_at
 
@@ -27,7 +27,7 @@ class PairRowEncoder(TemplateRows):
 
     def __init__(self, tokenizer: Any, cfg: DataConfig) -> None:
         super().__init__(tokenizer, cfg)
-        self.identity = {**self.identity, "pairs": 1}
+        self.identity = {**self.identity, "pairs": 2}
 
     def encode(self, row: dict[str, Any], where: str, cfg: DataConfig, question: bool) -> Encoded:
         """The pairs of a row, chosen and rejected in turn.
@@ -49,7 +49,9 @@ class PairRowEncoder(TemplateRows):
             examples += fitted
             cut += tokens_cut
         asked = self.question(self._preferred(pairs[0])) if question and examples else None
-        return Encoded(examples, cut, asked, pairs[0].dropped_turns, [*self.chat.remarks, *unread(row)])
+        margin = repr(pairs[0].margin) if row.get(column_of("margin", row, cfg) or "") is not None else None
+        remarks = [*self.chat.remarks, *unread(row)]
+        return Encoded(examples, cut, asked, pairs[0].dropped_turns, remarks, kept=margin)
 
     @staticmethod
     def make_rows(examples: Examples, config: Config, seed: int | None) -> tuple["PairRows", str]:
@@ -113,28 +115,29 @@ def _fit_prompt(chosen: Tokens, rejected: Tokens, most: int | None) -> tuple[Tok
     return (chosen[0][over:], chosen[1][over:]), (rejected[0][over:], rejected[1][over:]), 2 * over
 
 
-class PairRows:
+class PairRows(ExampleRows):
     """Row i is pair i: examples 2i (chosen) and 2i + 1 (rejected). A micro-batch has no padding.
 
     share_prompts: what both answers of a pair begin with is there once, and the rejected answer goes on from it.
     reference: [n, 2] fp64, log-probabilities of the chosen and the rejected answers that were computed before
         training; None where there are none.
+    margins: [n] fp64, the data's column margin, 0 where a row says nothing; None where no row does.
     padded: each answer is a row of its own, for models that can't keep several in a row apart.
     """
 
     group = 2
+    unit = "pairs"
 
     def __init__(self, examples: Examples, *, share_prompts: bool) -> None:
-        self.examples, self.share_prompts = examples, share_prompts
+        super().__init__(examples)
+        self.share_prompts = share_prompts
         self.reference: np.ndarray | None = None
+        self.margins = margins_of(examples)
         self.padded = False
 
     def pad(self) -> None:
         """Makes each answer a row of its own, with its prompt, padded to the longest of its micro-batch."""
         self.padded, self.share_prompts = True, False
-
-    def __len__(self) -> int:
-        return len(self.examples) // self.group
 
     def title(self, example: int) -> str:
         """What an example is, for inspect."""
@@ -148,8 +151,9 @@ class PairRows:
             prefix_lengths, kv_index and cu_kv as of `models.documents.Prefixes`;
             scored int64 [C]: positions in N of the tokens that the answers are scored by; before int64 [C]: those of
             the tokens just before them; answer int64 [C]: which answer each belongs to, 2p the chosen and 2p + 1 the
-            rejected one of pair p; lengths int64 [2P]: the number of each answer's; pairs, seen int64 []: P and N;
-            reference int64 [P, 2] (bits of fp64) where there is one. Padded: input_ids [2P, T],
+            rejected one of pair p; lengths int64 [2P]: the number of each answer's; ends int64 [2P]: position in N of
+            the last token after the answer; pairs, seen int64 []: P and N; reference int64 [P, 2] and margin int64 [P]
+            (bits of fp64) where there are any. Padded: input_ids [2P, T],
             positions in its 2P * T, and neither position_ids nor cu_seqlens.
         """
         pairs = [(self.examples.read(2 * int(row)), self.examples.read(2 * int(row) + 1)) for _, row in rows]
@@ -158,6 +162,7 @@ class PairRows:
         batch = lay_answers([answer for pair in pairs for answer in pair], prefixes)
         starts = batch["cu_seqlens"].tolist()
         batch |= {"pairs": torch.tensor(len(rows)), "seen": torch.tensor(starts[-1])}
+        batch["ends"] = torch.tensor(starts[1:]) - 1
         if self.share_prompts:  # also where there are none: a compiled model would have a variant for each
             _add_prefixes(batch, prefixes, starts)
         if self.padded:
@@ -165,6 +170,8 @@ class PairRows:
         if self.reference is not None:
             # As bits: Lightning rounds what is floating-point in a batch to the model's dtype, to 3 digits in bf16.
             batch["reference"] = torch.from_numpy(self.reference[rows[:, 1]]).view(torch.int64)
+        if self.margins is not None:
+            batch["margin"] = torch.from_numpy(self.margins[rows[:, 1]]).view(torch.int64)
         return batch
 
     @property
@@ -177,10 +184,12 @@ class PairRows:
         shared = [common_prompt(self.examples.read(2 * i), self.examples.read(2 * i + 1)) for i in some]
         return total - round(np.mean(shared) * len(self))
 
-    def empty(self) -> dict[str, torch.Tensor]:
-        """A pair that weighs nothing: the ranks of a step run equally many micro-batches."""
-        batch = self.read(np.zeros((1, 2), dtype=np.int64))
-        return {**batch, "pairs": torch.tensor(0), "seen": torch.tensor(0)}
+
+def margins_of(examples: Examples) -> np.ndarray | None:
+    """The margin of each pair, fp64 [n]; None where no row of the data says one."""
+    if not any(shard.texts for shard in examples.shards):
+        return None
+    return np.array([float(text or 0) for text in examples.texts[::2]])
 
 
 def common_prompt(chosen: Answer, rejected: Answer) -> int:
@@ -228,7 +237,8 @@ def pad_answers(batch: dict[str, torch.Tensor]) -> None:
     padded = torch.zeros(len(lengths) * longest, dtype=torch.int64)
     padded[place] = batch["input_ids"].flatten()
     batch["input_ids"] = padded.view(len(lengths), longest)
-    batch["scored"], batch["before"] = place[batch["scored"]], place[batch["before"]]
+    for name in batch.keys() & {"scored", "before", "ends"}:
+        batch[name] = place[batch[name]]
 
 
 def _add_prefixes(batch: dict[str, torch.Tensor], prefixes: list[int], starts: list[int]) -> None:

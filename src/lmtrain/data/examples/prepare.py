@@ -17,7 +17,15 @@ from lmtrain.data.examples.row_format import Encoded, Example, RowEncoder
 from lmtrain.data.order import Repeats
 from lmtrain.data.sources.records import MixturePart, open_parts, split_records
 from lmtrain.data.store import bins, contents
-from lmtrain.data.store.prepared import PreparedData, folder_key, folder_of, new_meta, prepare_folder, settings
+from lmtrain.data.store.prepared import (
+    PreparedData,
+    folder_key,
+    folder_to_use,
+    min_val_rows,
+    new_meta,
+    prepare_folder,
+    settings,
+)
 from lmtrain.data.store.progress import PrepareProgress
 from lmtrain.data.store.writer import BinWriter
 from lmtrain.errors import UserError
@@ -83,8 +91,9 @@ def prepare_examples(
         parts=[{"source": p.source.settings, "resolved": p.source.resolved, "data": settings(p.cfg)} for p in parts],
         tokenizer_hash=tokenizers.tokenizer_hash(tokenizer),
         encoder=encoder.identity,
+        **min_val_rows(cfg),
     )
-    target = folder_of(cfg, f"{parts[0].source.label}-{named.label}", key)
+    target = folder_to_use(cfg, f"{parts[0].source.label}-{named.label}", key)
     notes = [note for part in parts for note in part.source.notes]
     with PrepareProgress(progress) as show:
 
@@ -98,10 +107,10 @@ def prepare_examples(
             encoder.finish_tokenizer(tokenizer)
             tokenizers.save(tokenizer, folder / "tokenizer")
             meta |= {"group": encoder.group, "words": encoder.words, "questions": questions}
+            meta["notes"] = [note for part in parts for note in getattr(part.source, "notes_of_reading", list)()]
             bins.save_meta(meta, folder)
 
         found = dict(vars(prepare_folder(target, fill, notes, cfg, show)))
-        found["notes"] += [note for part in parts for note in getattr(part.source, "notes_of_reading", list)()]
     weights = [part.weight for part in parts]
     if any(weight != 1 for weight in weights):
         found["fingerprint"] = contents.fingerprint([found["fingerprint"], [str(weight) for weight in weights]])
@@ -174,7 +183,7 @@ def _write_part(
                     counts.untrained_at, counts.untrained_text = where, short(encoder.decode(group[-1][0]))
                 continue
             show.advance(0, sum(len(example[0]) for example in group))
-            _write(group, writer, counts)
+            _write(group, writer, counts, encoded.kept)
         if groups and questions is not None and encoded.question is not None:
             questions.append(encoded.question)
 
@@ -189,10 +198,10 @@ def _encode(row: dict[str, Any] | str, where: str, cfg: DataConfig, encoder: Row
         raise BadRow(where, "the row is nested too deep") from None
 
 
-def _write(group: list[Example], writer: BinWriter, counts: Counts) -> None:
+def _write(group: list[Example], writer: BinWriter, counts: Counts, kept: str | None) -> None:
     for ids, trained, *label in group:
         array = np.array(ids, dtype=writer.dtypes["bin"])
-        writer.append(array, np.array(trained), ends_document=True, label=label[0] if label else None)
+        writer.append(array, np.array(trained), ends_document=True, label=label[0] if label else None, text=kept)
         counts.examples += 1
         counts.tokens += len(ids)
         counts.trained += sum(trained)

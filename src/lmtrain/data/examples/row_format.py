@@ -23,6 +23,7 @@ class Encoded:
     dropped_turns: int = 0  # before the first user turn
     remarks: list[Remark] = field(default_factory=list)  # what the plan says of it
     texts: int = 1  # that its conversation became, for the chat template rewrites earlier turns
+    kept: str | None = None  # a line of text that is kept beside each of its examples (Examples.texts)
 
 
 class RowEncoder(Protocol):

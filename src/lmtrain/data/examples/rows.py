@@ -147,7 +147,7 @@ class PaddedRows:
         Returns:
             input_ids int64 [B, T]; labels int64 [B, T], shifted: labels[b, t] is token t + 1 where that is learned,
             else IGNORE; learned int64 [n]: where in the B * T flattened tokens there is a label, so that logits are
-            made there alone; seen int64 []: tokens that are no padding.
+            made there alone; seen int64 []: tokens that are not padding.
         """
         parts = [self.examples.read(int(self.order[row])) for _, row in rows]
         longest = max(len(ids) for ids, _ in parts)

@@ -12,7 +12,7 @@ from lmtrain.data.chat.pairs import answer_turns, prompt_turns
 from lmtrain.data.chat.templates import fit
 from lmtrain.data.chat.turns import BadRow, check, unread
 from lmtrain.data.examples.chat_rows import TemplateRows
-from lmtrain.data.examples.documents import Examples
+from lmtrain.data.examples.documents import ExampleRows, Examples
 from lmtrain.data.examples.pair_rows import Answer, lay_answers, pad_answers
 from lmtrain.data.examples.row_format import Encoded
 
@@ -77,23 +77,15 @@ def _detect(columns: Any, cfg: DataConfig) -> str:
     return "unpaired"
 
 
-class UnpairedRows:
+class UnpairedRows(ExampleRows):
     """Row i is answer i. A micro-batch has no padding, unless each answer is to be a row of its own (`pad`)."""
 
+    unit = "answers"
     coupled = True  # each prompt is read with the completion of another row, too
-
-    def __init__(self, examples: Examples) -> None:
-        self.examples, self.padded = examples, False
+    padded = False
 
     def pad(self) -> None:
         self.padded = True
-
-    def __len__(self) -> int:
-        return len(self.examples)
-
-    @property
-    def epoch_tokens(self) -> int:
-        return self.examples.tokens
 
     def title(self, example: int) -> str:
         label = "desirable" if self.examples.labels[example] else "undesirable"
@@ -118,11 +110,6 @@ class UnpairedRows:
             "answers": torch.tensor(len(rows)),
             "seen": torch.tensor(sum(len(ids) for ids, _ in own)),
         }
-
-    def empty(self) -> dict[str, torch.Tensor]:
-        """An answer that weighs nothing: the ranks of a step run equally many micro-batches."""
-        batch = self.read(np.zeros((1, 2), dtype=np.int64))
-        return {**batch, "answers": torch.tensor(0), "seen": torch.tensor(0)}
 
     def _lay(self, answers: list[Answer]) -> dict[str, torch.Tensor]:
         batch = lay_answers(answers, [0] * len(answers))

@@ -54,7 +54,7 @@ def open_source(cfg: DataConfig) -> Source:
     """The source that `cfg` names; `data.path` set by the user wins over a dataset's name.
 
     Raises:
-        UserError: a missing or empty file, a name the hub doesn't have, a document_start that is no pattern.
+        UserError: a missing or empty file, a name the hub doesn't have, a document_start that is not a pattern.
     """
     if cfg.val_path and not cfg.path:
         raise UserError(f"data.val_path={cfg.val_path} goes with files to train on: set data.path too")
@@ -84,7 +84,7 @@ def pieces(source: Source, cfg: DataConfig, name: str) -> Iterator[Piece] | None
     assert train is not None
     if cfg.val_fraction == 0:
         return train if name == "train" else None
-    share = share_to_hold_out(_filtered(source, cfg, "train") or iter(()), cfg.val_fraction)
+    share = share_to_hold_out(_filtered(source, cfg, "train") or iter(()), cfg.val_fraction, cfg.min_val_rows)
     cut = plan_cut(_filtered(source, cfg, "train") or iter(()), share)
     return at_least(split(train, share, cut, held_out=name == "val"), 1)
 
@@ -230,7 +230,7 @@ class _HubSource:
 def open_own(cfg: DataConfig) -> Any:
     """The object of the class that data.source names, with what the key of prepared data needs.
 
-    Its identity is what the class says it is and the text of the module it stands in: a changed class is read anew.
+    Its identity is what the class says it is and the text of the module it stands in: a changed class is read again.
 
     Raises:
         UserError: the class is not allowed, can't be imported or lacks what a source has; its arguments are others, or
@@ -243,7 +243,7 @@ def open_own(cfg: DataConfig) -> Any:
     missing = lacking(cls, ("label", "settings", "resolved", "notes", *reads))
     if missing:
         raise UserError(
-            f"data.source={cfg.source} is no source of {'text' if cfg.rows == 'text' else 'rows'}: it lacks "
+            f"data.source={cfg.source} is not a source of {'text' if cfg.rows == 'text' else 'rows'}: it lacks "
             f"{', '.join(missing)} (lmtrain.data.sources.choose.Source says what they are; those that __init__ sets "
             f"stand on the class with their type, label: str)"
         )

@@ -218,7 +218,7 @@ def _of_characters(text: str, path: File) -> str:
             text.encode()
         except UnicodeEncodeError:
             raise UserError(
-                f"{path}: a text holds half a surrogate pair (\\ud800 to \\udfff), which is no character: fix or "
+                f"{path}: a text holds half a surrogate pair (\\ud800 to \\udfff), which is not a character: fix or "
                 f"remove that row"
             ) from None
     return text

@@ -99,7 +99,8 @@ def encoding_notes(paths: Iterable[File]) -> list[str]:
     if not found:
         return []
     shown = ", ".join(f"{path} ({name})" for path, name in found[:3]) + (" ..." if len(found) > 3 else "")
-    return [f"{len(found):,} {'file is' if len(found) == 1 else 'files are'} not UTF-8, read as told: {shown}"]
+    files = "1 file is" if len(found) == 1 else f"{len(found):,} files are"
+    return [f"{files} not UTF-8; read in the detected encoding: {shown}"]
 
 
 def raw_lines(path: File) -> Iterator[str]:

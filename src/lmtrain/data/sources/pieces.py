@@ -59,13 +59,12 @@ def first(pieces: Iterable[Piece], num_documents: int) -> Iterator[Piece]:
             return
 
 
-FEW = 20  # rows or documents: where fewer would be held out, up to MOST of the data are
-FEW_CHARACTERS = 20_000  # the same of a text that is cut: some twenty rows
-MOST = 0.1
+MOST = 0.1  # of the data, at most, where more than data.val_fraction is held out
+CHARACTERS = 1000  # of a text that is cut: they count as a row
 
 
-def enough(fraction: float, there: int, few: int = FEW) -> float:
-    """The share to hold out of so many rows: `fraction`, or more where it comes to one or a few, which only show noise.
+def enough(fraction: float, there: int, few: int) -> float:
+    """The share to hold out of so many rows: `fraction`, or more where it comes to fewer than `few`.
 
     Nothing is held out where `fraction` doesn't come to a whole one.
     """
@@ -74,16 +73,18 @@ def enough(fraction: float, there: int, few: int = FEW) -> float:
     return max(fraction, min(MOST, few / there))
 
 
-def share_to_hold_out(pieces: Iterable[Piece], fraction: float) -> float:
+def share_to_hold_out(pieces: Iterable[Piece], fraction: float, few: int) -> float:
     """`fraction`, or of a small corpus a larger share (`enough`). Reads no more than it needs to."""
+    if few == 0:
+        return fraction
     documents = length = 0
     for piece in pieces:
         length += len(piece.text)
         documents += piece.ends
-        if length * fraction >= FEW_CHARACTERS:
+        if length * fraction >= few * CHARACTERS:
             return fraction
     in_documents = documents >= math.ceil(1 / fraction)
-    return enough(fraction, documents) if in_documents else enough(fraction, length, FEW_CHARACTERS)
+    return enough(fraction, documents, few) if in_documents else enough(fraction, length, few * CHARACTERS)
 
 
 def plan_cut(pieces: Iterable[Piece], fraction: float) -> int | None:

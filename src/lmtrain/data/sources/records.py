@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.sources.choose import open_source
-from lmtrain.data.sources.pieces import FEW, enough, is_held_out
+from lmtrain.data.sources.pieces import enough, is_held_out
 from lmtrain.data.sources.tables import Record
 from lmtrain.errors import UserError
 
@@ -57,7 +57,7 @@ def open_parts(cfg: DataConfig) -> list[MixturePart]:
         if not cfg.mixture:
             raise UserError("data.mixture is empty: list sources, data.mixture=[{path: a.jsonl, weight: 2}, {name: b}]")
         return [_part(cfg, entry, number) for number, entry in enumerate(cfg.mixture)]
-    questions = cfg.source == "python_stdlib" and cfg.rows in ("conversations", "pairs")
+    questions = cfg.source == "python_stdlib" and cfg.rows != "text"
     if cfg.source not in ("hub", "files") and "." not in cfg.source and not questions:
         raise UserError(f"data.source={cfg.source} holds text, not rows: choose data=chat_jsonl data.path=..., say")
     return [MixturePart(cfg, open_source(cfg), Fraction(1))]  # type: ignore[arg-type]
@@ -79,7 +79,7 @@ def _part(cfg: DataConfig, entry: dict[str, Any], number: int) -> MixturePart:
 def split_records(part: MixturePart, name: str) -> Iterator[Record] | None:
     """The rows of split "train" or "val"; where the source has no validation split, every (1 / val_fraction)-th row.
 
-    Of few rows a larger share is held out (`pieces.enough`). None where there is to be no validation split.
+    Of few rows a larger share is held out (data.min_val_rows). None where there is to be no validation split.
     data.num_samples counts rows of the source's own split.
     """
     own = _first(part.source.records("val"), part.cfg.num_samples)
@@ -89,8 +89,9 @@ def split_records(part: MixturePart, name: str) -> Iterator[Record] | None:
     if part.cfg.val_fraction == 0 or train is None:
         return train if name == "train" else None
     looked_at = _first(part.source.records("train"), part.cfg.num_samples) or ()
-    there = sum(1 for _ in itertools.islice(looked_at, math.ceil(FEW / part.cfg.val_fraction)))
-    return _held_out(train, enough(part.cfg.val_fraction, there), name == "val")
+    few = part.cfg.min_val_rows
+    there = sum(1 for _ in itertools.islice(looked_at, math.ceil(few / part.cfg.val_fraction)))
+    return _held_out(train, enough(part.cfg.val_fraction, there, few), name == "val")
 
 
 def _first(rows: Iterator[Record] | None, number: int | None) -> Iterator[Record] | None:

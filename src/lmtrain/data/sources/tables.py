@@ -127,7 +127,7 @@ class _Decoder:
         self._twice.clear()
         row, end = self._decoder.raw_decode(text, at)
         if self._twice:
-            return f"the key {self._twice[0]!r} stands twice in one object", end
+            return f"the key {self._twice[0]!r} appears twice in one object", end
         if not isinstance(row, dict):
             return f"a JSON object with columns is needed, found {_excerpt(text[at : min(end, at + 200)])}", end
         return row, end

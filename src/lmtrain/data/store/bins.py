@@ -7,6 +7,7 @@ A folder of token bins holds
     train_00000.docs     uint64, little endian: where each document that ends in this shard ends (exclusive, in tokens)
     train_00000.mask     examples only: one byte for each token, 1 where it is learned
     train_00000.labels   examples of some row formats only: int64, little endian, one for each document
+    train_00000.texts    the same: UTF-8, a line for each document
     tokenizer/           the tokenizer, as save_pretrained writes it
 A document lies in one shard unless it is longer than a whole shard. nanoGPT's folders (train.bin and val.bin, no
 sidecar) are read too.
@@ -39,6 +40,7 @@ class ShardMeta(TypedDict):
     docs_sha256: NotRequired[str]
     mask_sha256: NotRequired[str]  # examples only
     labels_sha256: NotRequired[str]  # examples with labels only
+    texts_sha256: NotRequired[str]  # examples with texts only
 
 
 class SplitMeta(TypedDict):
@@ -64,6 +66,7 @@ class Meta(TypedDict):
     key: dict[str, Any]
     group: NotRequired[int]  # examples: how many belong together, 2 for pairs
     words: NotRequired[str]  # examples: what the rows were taken for
+    notes: NotRequired[list[str]]  # what was noticed while the source was read
     questions: NotRequired[list[dict[str, Any]]]  # examples: of the validation rows, see examples.row_format.Encoded
 
 

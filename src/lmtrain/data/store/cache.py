@@ -20,7 +20,7 @@ from lmtrain.data.store.progress import RowProgress
 from lmtrain.errors import UserError
 from lmtrain.files import fsync
 
-PART = 512  # rows whose numbers are kept together
+PART = 128  # rows whose numbers are kept together
 
 
 def build_once(
@@ -39,7 +39,7 @@ def build_once(
         try:
             lock.acquire(timeout=0)
         except Timeout:
-            if "RANK" not in os.environ:  # ranks of one run wait for each other, which is nobody's news
+            if "RANK" not in os.environ:  # ranks of one run wait for each other, which is no news
                 say(f"another process is preparing {target}; waiting for it")
             lock.acquire()
     except OSError as error:
@@ -115,6 +115,22 @@ def parts_of(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.parts")
 
 
+def compute_share(
+    parts: Path, rows: np.ndarray, numbers: Callable[[np.ndarray], np.ndarray], rank: int, ranks: int
+) -> None:
+    """Saves every `ranks`-th part of what `compute_in_parts` gives, from the `rank`-th on, where it isn't there yet."""
+    parts.mkdir(parents=True, exist_ok=True)
+    for path, some in list(_parts(parts, rows))[rank::ranks]:
+        if not path.exists():
+            _save(path, numbers(some))
+
+
+def _parts(folder: Path, rows: np.ndarray) -> Iterator[tuple[Path, np.ndarray]]:
+    """The file and the rows of each part."""
+    for number, start in enumerate(range(0, len(rows), PART)):
+        yield folder / f"{number:08d}.npy", rows[start : start + PART]
+
+
 def compute_in_parts(
     parts: Path, rows: np.ndarray, numbers: Callable[[np.ndarray], np.ndarray], progress: RowProgress
 ) -> np.ndarray:
@@ -129,9 +145,7 @@ def compute_in_parts(
     """
     parts.mkdir(parents=True, exist_ok=True)
     found = []
-    for number, start in enumerate(range(0, len(rows), PART)):
-        some = rows[start : start + PART]
-        path = parts / f"{number:08d}.npy"
+    for path, some in _parts(parts, rows):
         if not path.exists():
             _save(path, numbers(some))
         found.append(load_numbers(path))
@@ -150,7 +164,7 @@ def load_numbers(path: Path) -> np.ndarray:
 
 def _save(path: Path, numbers: np.ndarray) -> None:
     """Whole or not at all."""
-    temporary = path.with_suffix(".tmp.npy")
+    temporary = path.with_suffix(f".{os.getpid()}.tmp.npy")
     np.save(temporary, numbers)
     fsync(temporary)
     temporary.replace(path)

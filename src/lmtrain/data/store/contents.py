@@ -164,7 +164,7 @@ def _read_all(paths: list[Path], facts: Facts, say: Callable[[str], None]) -> di
     """sha256 of files of any size; what is found is remembered, also where the reading is interrupted later."""
     total = sum(path.stat().st_size for path in paths)
     if total >= _SAY_FROM:
-        say(f"reading {total / 1e9:,.1f} GB of token data to know it again: once, until the files change")
+        say(f"reading {total / 1e9:,.1f} GB of token data to identify it (once, until the files change)")
     done, shown = 0, time.monotonic()
 
     def advance(size: int) -> None:

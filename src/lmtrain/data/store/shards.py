@@ -12,7 +12,7 @@ import numpy as np
 
 from lmtrain.errors import RunError, UserError
 
-SIDES = ("docs", "mask", "labels")  # what may lie beside a file of tokens, by suffix
+SIDES = ("docs", "mask", "labels", "texts")  # what may lie beside a file of tokens, by suffix
 END_BYTES = 8  # one uint64 per document
 _OPEN_FILES = 256  # well under the usual limit of 1024 per process, whatever the number of shards
 _BLOCK_ENDS = 512  # document ends per read: 4 KiB
@@ -71,12 +71,14 @@ class Shard:
         docs: Path | None = None,
         mask: Path | None = None,
         labels: Path | None = None,
+        texts: Path | None = None,
     ) -> None:
         """Raises UserError where a file is missing or its size is not what `tokens` says."""
         self.path, self.tokens, self.docs, self.mask, self.labels = Path(path), tokens, docs, mask, labels
+        self.texts = texts
         self.dtype = np.dtype(dtype).newbyteorder("<")
         try:
-            self._versions = {file: _version(file) for file in (self.path, docs, mask, labels) if file is not None}
+            self._versions = {file: _version(file) for file in (self.path, docs, mask, labels, texts) if file}
         except OSError as error:
             raise UserError(f"token bin {error.filename} is missing or unreadable: {error.strerror}") from None
         self.documents, rest = divmod(self._versions[docs][1], END_BYTES) if docs else (0, 0)
@@ -113,6 +115,11 @@ class Shard:
         """The label of each document that ends in the shard, int64; of a shard with labels."""
         assert self.labels is not None
         return self._array(self.labels, "<i8", 0, self.documents).astype(np.int64)
+
+    def read_texts(self) -> list[str]:
+        """The line of text of each document that ends in the shard; of a shard with texts."""
+        assert self.texts is not None
+        return self._array(self.texts, "u1", 0, self._versions[self.texts][1]).tobytes().decode().split("\n")[:-1]
 
     def document_ends(self, start: int, stop: int) -> np.ndarray:
         """Ends (exclusive token offsets in this shard, int64, ascending) of documents with start <= end < stop."""

@@ -66,6 +66,7 @@ class _OpenShard:
         self.document_start = 0  # where the open document starts
         self.ends: list[int] = []  # of the documents that end in it
         self.labels: list[int] = []  # of those documents, where they have any
+        self.texts: list[str] = []  # the same
 
     def move_open_document(self, other: "_OpenShard") -> None:
         for suffix, stream in self.streams.items():
@@ -77,6 +78,9 @@ class _OpenShard:
             if suffix == "docs" or numbers:
                 self.streams[suffix] = _Stream(self.stem.with_suffix(f".{suffix}"), np.dtype(f"<i{END_BYTES}"))
                 self.streams[suffix].write(np.asarray(numbers, dtype=np.int64))
+        if self.texts:
+            self.streams["texts"] = _Stream(self.stem.with_suffix(".texts"), np.dtype("u1"))
+            self.streams["texts"].write(np.frombuffer("\n".join([*self.texts, ""]).encode(), dtype=np.uint8))
         found: dict[str, Any] = {
             "file": f"{self.stem.name}.bin",
             "tokens": self.tokens,
@@ -113,10 +117,12 @@ class BinWriter:
         ends_document: bool,
         text_bytes: int = 0,
         label: int | None = None,
+        text: str | None = None,
     ) -> None:
         """Adds token ids [n], and their loss mask [n] where there is one, to the open document.
 
-        ends_document: closes it; `label` is the document's.
+        ends_document: closes it; `label` and `text`, a line without a line break, are the document's. Where
+            some documents have a text, the others have an empty one.
         """
         self.bytes += text_bytes
         shard = self._open
@@ -134,14 +140,17 @@ class BinWriter:
             self._write(self._open, ids[part], None if mask is None else mask[part])
             done += len(ids[part])
         if ends_document and self._document_tokens:
-            self._end_document(label)
+            self._end_document(label, text)
 
-    def _end_document(self, label: int | None) -> None:
+    def _end_document(self, label: int | None, text: str | None) -> None:
         assert self._open is not None
         self.documents += 1
         self._open.ends.append(self._open.tokens)
         if label is not None:
             self._open.labels.append(label)
+        if text is not None or self._open.texts:
+            before = len(self._open.ends) - 1 - len(self._open.texts)
+            self._open.texts += [*[""] * before, text or ""]
         self._open.document_start, self._document_tokens = self._open.tokens, 0
         for stream in self._open.streams.values():
             stream.end_document()

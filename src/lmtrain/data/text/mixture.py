@@ -15,7 +15,7 @@ from lmtrain.data.sources import choose as sources
 from lmtrain.data.sources.records import check_keys
 from lmtrain.data.store import contents
 from lmtrain.data.store.cache import build_once
-from lmtrain.data.store.prepared import PreparedData, folder_key, folder_of, settings
+from lmtrain.data.store.prepared import PreparedData, folder_key, folder_of, min_val_rows, settings
 from lmtrain.data.store.progress import PrepareProgress
 from lmtrain.data.text.prepare import prepare
 from lmtrain.errors import UserError
@@ -23,8 +23,8 @@ from lmtrain.errors import UserError
 _CHANGES = 6  # of a source's share that the plan shows
 _MIXED = ("weight", "max_epochs")
 _KEYS = ("path", "val_path", "name", "config_name", "revision", "source", "format", "train_split", "val_split",
-         "val_fraction", "num_samples", "streaming", "text_column", "column_separator", "sample_by", "document_start",
-         "min_length", "append_eos", *_MIXED)  # fmt: skip
+         "val_fraction", "min_val_rows", "num_samples", "streaming", "text_column", "column_separator", "sample_by",
+         "document_start", "min_length", "append_eos", *_MIXED)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +79,8 @@ def _config(cfg: DataConfig, entry: dict[str, Any], where: str) -> DataConfig:
     if own.get("source") not in (None, "python_stdlib", "bins", "files", "hub"):
         raise UserError(f"{where}.source={own['source']}: files, hub, bins or python_stdlib")
     place = {"source": "files" if "path" in own else "hub", "mixture": None, "mixture_temperature": None}
+    if "val_fraction" in own:  # as where it is typed
+        own = {"min_val_rows": 0, **own}
     return dataclasses.replace(cfg, **{**place, **own})
 
 
@@ -88,7 +90,7 @@ def _weights(entry: dict[str, Any], where: str) -> dict[int, float]:
     weights = given if isinstance(given, dict) else {0: given}
     for step, weight in weights.items():
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise UserError(f"{where}.weight={given}: {step!r} is no step; by step it is {{0: 1.0, 8000: 0.2}}")
+            raise UserError(f"{where}.weight={given}: {step!r} is not a step; by step it is {{0: 1.0, 8000: 0.2}}")
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
             raise UserError(f"{where}.weight={given}: a weight is a number from 0 up")
     if 0 not in weights:
@@ -133,7 +135,9 @@ def _shared_tokenizer(
     if not opened:
         return tokenizer_cfg
     named = tokenizers.identity(tokenizer_cfg)
-    key = folder_key(cfg, tokenizer_cfg, tokenizer_of=[[s.settings, s.resolved, settings(part)] for s, part in opened])
+    key = folder_key(
+        cfg, tokenizer_cfg, tokenizer_of=[[s.settings, s.resolved, settings(c) | min_val_rows(c)] for s, c in opened]
+    )
     target = folder_of(cfg, f"mixture-{named.label}", key)
 
     def texts(name: str) -> Iterator[str]:

@@ -3,7 +3,6 @@
 Bins that are there already (data=bins) are opened: a folder that lmtrain prepared, or nanoGPT's train.bin and val.bin.
 """
 
-import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,11 +19,13 @@ from lmtrain.data.store.contents import Facts
 from lmtrain.data.store.prepared import (
     PreparedData,
     folder_key,
-    folder_of,
+    folder_to_use,
     is_complete,
+    min_val_rows,
     new_meta,
     open_folder,
     prepare_folder,
+    without_min_val_rows,
 )
 from lmtrain.data.store.progress import PrepareProgress
 from lmtrain.data.store.writer import BinWriter
@@ -54,8 +55,9 @@ def prepare(cfg: DataConfig, tokenizer_cfg: TokenizerConfig, progress: bool = Tr
             source=source.settings,
             made_with=named.settings,
             resolved={"source": source.resolved, "tokenizer": named.resolved},
+            **min_val_rows(cfg),
         )
-        target = folder_of(cfg, f"{source.label}-{named.label}", key)
+        target = folder_to_use(cfg, f"{source.label}-{named.label}", key)
         if None in key["resolved"].values() and not is_complete(target):
             target = _prepared_before(target, key, show) or target
 
@@ -66,11 +68,10 @@ def prepare(cfg: DataConfig, tokenizer_cfg: TokenizerConfig, progress: bool = Tr
                 counts = _write_split(folder, cfg, source, name, encoder, meta["dtype"], show)
                 if counts is not None:
                     meta["splits"][name] = counts
+            meta["notes"] = getattr(source, "notes_of_reading", list)()
             bins.save_meta(meta, folder)
 
-        prepared = prepare_folder(target, fill, source.notes, cfg, show)
-        reading: list[str] = getattr(source, "notes_of_reading", list)()
-        return dataclasses.replace(prepared, notes=[*prepared.notes, *reading]) if reading else prepared
+        return prepare_folder(target, fill, source.notes, cfg, show)
 
 
 def _prepared_before(target: Path, key: dict[str, Any], show: PrepareProgress) -> Path | None:
@@ -82,7 +83,7 @@ def _prepared_before(target: Path, key: dict[str, Any], show: PrepareProgress) -
             continue
         theirs = bins.load_meta(folder)["key"]
         resolved = {**theirs.get("resolved", {}), **dict.fromkeys(unknown)}
-        if {**theirs, "resolved": resolved} == key:
+        if {**theirs, "resolved": resolved} in (key, without_min_val_rows(key)):
             found.append(folder)
     newest = max(found, key=lambda f: (f / bins.META).stat().st_mtime_ns, default=None)
     if newest is not None:

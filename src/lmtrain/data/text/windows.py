@@ -18,7 +18,7 @@ class Windows:
     """All windows of a split.
 
     Each shard with T tokens is cut into windows of `seq_len` inputs; the label of a token is the one after it, so a
-    window reads seq_len + 1 tokens. In training the cut points move by an offset that each epoch draws anew (less than
+    window reads seq_len + 1 tokens. In training the cut points move by an offset that each epoch draws again (less than
     a window), so that repeated epochs do not always cut the same sentences; every window appears exactly once an epoch.
     """
 

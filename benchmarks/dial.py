@@ -1,0 +1,128 @@
+"""Where the rules of experiment=dial come from: rates at several depths, and which depth learns most in some time.
+
+python benchmarks/dial.py --json numbers.json rates     the loss at half, the same and twice the rule's rate
+python benchmarks/dial.py --json numbers.json law       depths after equal times, and the law fitted to them
+python benchmarks/dial.py --json numbers.json search    the dial against 24 random shapes, rates and batches
+
+The text is the standard library's source. Runs are processes of one thread; what is in the file of `--json` is not run
+again. The law has the form of Hoffmann et al. 2022 (arXiv:2203.15556): bits per byte = E + A / N^0.5 + B / D^0.5, with
+N the weights of the layers and D the tokens.
+"""
+
+import argparse
+import functools
+import itertools
+import random
+import resource
+import sys
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+from kept import Kept, train
+from machine import setting
+
+from lmtrain.models.dial import weights
+
+RATES = {2: 300, 4: 200, 6: 100}  # depth: steps
+FACTORS = (0.5, 1.0, 2.0)
+TIMES = {30: (2, 3, 4), 100: (2, 3, 4, 5), 250: (2, 3, 4, 5)}  # seconds of training on one thread: depths
+EXPONENT = 0.5  # of N and D: with that of N free, 0.5 to 0.9 fit eleven runs about as well
+SEARCHED, DRAWN = 60, 24  # seconds of the processor for the steps of each; how many are drawn
+ROW, ROWS = 256, 4  # tokens of a row, rows of a step for each layer
+
+
+def tokens(depth: int, steps: int) -> int:
+    return ROW * ROWS * depth * steps
+
+
+def score(depth: int, steps: int, factor: float = 1.0) -> float:
+    """Bits per byte of the held-out modules."""
+    rate = 6e-3 * (depth / 4) ** -0.5 * factor
+    return bits([f"model.num_hidden_layers={depth}", f"trainer.max_steps={steps}", f"optimizer.lr={rate:.4g}"])
+
+
+def step_seconds(depth: int) -> float:
+    words = [f"model.num_hidden_layers={depth}", "trainer.max_steps=30", "trainer.log_every_n_steps=2"]
+    rows = train(["experiment=dial", *words, "trainer.limit_val_batches=1"])
+    return median(row["step_ms"] for row in rows if row["step"] > 10 and "step_ms" in row) / 1000
+
+
+def rates(kept: Kept) -> None:
+    for factor, (depth, steps) in itertools.product(FACTORS, RATES.items()):
+        name = f"depth {depth}, rate x {factor:g}, {steps} steps"
+        kept.number("bits_per_byte", name, functools.partial(score, depth, steps, factor))
+
+
+def law(kept: Kept) -> None:
+    depths = sorted({depth for some in TIMES.values() for depth in some})
+    seconds = {d: kept.number("step_s", f"depth {d}", functools.partial(step_seconds, d)) for d in depths}
+    found = []
+    for time, some in TIMES.items():
+        for depth in some:
+            steps = round(time / seconds[depth])
+            loss = kept.number(
+                "bits_per_byte", f"depth {depth}, {time} s, {steps} steps", functools.partial(score, depth, steps)
+            )
+            found.append((weights(depth), tokens(depth, steps), loss))
+    n, d, losses = (np.array(column, dtype=float) for column in zip(*found, strict=True))
+    columns = np.stack([np.ones_like(n), n**-EXPONENT, d**-EXPONENT], axis=1) / losses[:, None]
+    (e, a, b), *_ = np.linalg.lstsq(columns, np.ones_like(losses), rcond=None)  # relative errors
+    off = abs((e + a / n**EXPONENT + b / d**EXPONENT) / losses - 1).max()
+    print(f"bits per byte = {e:.3f} + {a:.4g} / N^{EXPONENT} + {b:.4g} / D^{EXPONENT}, {off:.1%} off at most")
+    for depth in depths:
+        print(f"depth {depth}: {weights(depth):,} weights, {1e6 * seconds[depth] / tokens(depth, 1):.1f} us a token")
+    print(setting())
+
+
+def bits(words: list[str]) -> float:
+    rows = train(["experiment=dial", *words])
+    return next(row["val/bits_per_byte"] for row in reversed(rows) if "val/bits_per_byte" in row)
+
+
+def processor_seconds(words: list[str]) -> float:
+    """The processor's time for a step: other work on the machine hardly changes it."""
+
+    def of(steps: int) -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        train(["experiment=dial", *words, f"trainer.max_steps={steps}", "trainer.limit_val_batches=1"])
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    return (of(40) - of(10)) / 30
+
+
+def drawn() -> list[list[str]]:
+    """Depth, width, rate and rows at random, widely around the dial's."""
+    draw, found = random.Random(0), list[list[str]]()
+    for _ in range(DRAWN):
+        depth, width = draw.randint(1, 5), 32 * draw.randint(2, 6)
+        rate, rows = 6e-3 * 10 ** draw.uniform(-0.7, 0.5), draw.choice([4, 8, 12, 16, 32])
+        shape = [f"num_hidden_layers={depth}", f"hidden_size={width}", f"num_attention_heads={width // 32}"]
+        shape.append(f"intermediate_size={8 * width // 3}")
+        found.append([*(f"model.{s}" for s in shape), f"optimizer.lr={rate:.3g}", f"data.global_batch_size={rows}"])
+    return found
+
+
+def search(kept: Kept) -> None:
+    for words in [*([f"model.num_hidden_layers={depth}"] for depth in (2, 3)), *drawn()]:
+        name = " ".join(word.partition(".")[2] for word in words)
+        step = kept.number("processor_s", name, functools.partial(processor_seconds, words))
+        steps = round(SEARCHED / step)
+        kept.number(
+            "bits_per_byte", f"{name}, {steps} steps", functools.partial(bits, [*words, f"trainer.max_steps={steps}"])
+        )
+    print(setting())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, required=True, help="where numbers are kept; read at the start")
+    parser.add_argument("part", choices=("rates", "law", "search"))
+    options = parser.parse_args()
+    {"rates": rates, "law": law, "search": search}[options.part](Kept(options.json))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

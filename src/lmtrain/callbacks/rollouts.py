@@ -1,0 +1,146 @@
+"""What people see of rollouts: completions with their rewards, rewards that fail, steps that teach nothing."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from rich.console import Console
+from rich.text import Text
+
+from lmtrain import terminal
+from lmtrain.callbacks.records import Records
+from lmtrain.config.effect import TRIAL
+from lmtrain.data.order import mix64
+from lmtrain.objectives.grpo import GRPO
+from lmtrain.rollouts.rollout import Group
+from lmtrain.terminal import visible
+
+
+class Rollouts(pl.Callback):
+    """Reads `objective.rollout`, rank 0's part of the step's completions, after each step."""
+
+    def __init__(
+        self, records: Records, samples: Path, kept: Path | None, warn_after_steps: int | None, console: Console
+    ) -> None:
+        """
+        Args:
+            samples: the run's samples.jsonl.
+            kept: the folder that whole rollouts are written to; None: they aren't.
+        """
+        self.records, self.samples, self.kept, self.console = records, samples, kept, console
+        self.warn_after_steps = warn_after_steps
+        self.idle_steps, self.warned = 0, False
+        self.told: list[str] = []  # failures
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"idle_steps": self.idle_steps, "warned": self.warned, "told": list(self.told)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.idle_steps, self.warned = state_dict["idle_steps"], state_dict["warned"]
+        self.told = list(state_dict["told"])
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
+        assert isinstance(pl_module, GRPO)
+        step, groups = trainer.global_step, pl_module.rollout
+        if self.kept is not None:
+            keep(groups, self.kept / f"step_{step:08d}_rank{trainer.global_rank}.parquet")
+        self.idle_steps = 0 if pl_module.has_signal else self.idle_steps + 1
+        if not trainer.is_global_zero:
+            return
+        self._warn(pl_module, step)
+        if groups and self.records.holds(validation=False):
+            self._show(chosen(groups, step), step)
+
+    def _warn(self, module: GRPO, step: int) -> None:
+        for reason, count in module.failures.items():
+            kind = reason.split(":")[0]
+            if kind not in self.told:
+                self.told.append(kind)
+                terminal.console().print(
+                    f"note: step {step:,}: the reward {reason} ({count} completions). They are left out of their "
+                    f"groups and counted in train/reward_failures",
+                    highlight=False, markup=False,
+                )  # fmt: skip
+        if self.warn_after_steps is None or self.idle_steps < self.warn_after_steps or self.warned:
+            return
+        self.warned = True
+        rewards = sorted({float(r) for group in module.rollout for r in group.rewards})
+        same = f"all rewards are {rewards[0]:g}" if len(rewards) == 1 else "within each group all rewards are equal"
+        terminal.console().print(
+            f"note: step {step:,}: {same} for {self.idle_steps:,} steps, so nothing is learned. Where they are low the "
+            f"task is too hard: fine-tune on some answers first (objective=sft), begin with easier prompts, add a part "
+            f"to the reward that is given sooner (reward=sum, for a form say), or raise objective.group_size or "
+            f"objective.temperature. Where they are high it is learned: take harder prompts",
+            highlight=False, markup=False,
+        )  # fmt: skip
+
+    def _show(self, found: list[tuple[str, Group, int]], step: int) -> None:
+        with self.samples.open("a", encoding="utf-8") as file:
+            for which, group, i in found:
+                row = {"step": step, "prompt": shown_prompt(group), "text": group.texts[i], "which": which,
+                       "reward": number(group.rewards[i]), "advantage": number(group.advantages[i])}  # fmt: skip
+                if len(group.parts) > 1:
+                    row["rewards"] = {name: number(values[i]) for name, values in group.parts.items()}
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        if os.environ.get(TRIAL) or not self.console.is_terminal:
+            return
+        for which, group, i in found:
+            given, text = _short(shown_prompt(group), 40), _short(group.texts[i], 90)
+            words = Text.assemble(
+                (f"{which:<7}", "bold"), f"{float(group.rewards[i]):<7.3g}", (given, "dim"), " ", text
+            )
+            self.console.print(words, soft_wrap=True)
+
+
+def chosen(groups: list[Group], step: int) -> list[tuple[str, Group, int]]:
+    """The completions of a rollout with the highest and the lowest reward, and one at random, the same in every run."""
+    each = [(group, i) for group in groups for i in range(len(group.texts))]
+    scored = [(group, i) for group, i in each if group.rewards[i] == group.rewards[i]] or each
+    best = max(scored, key=lambda at: float(at[0].rewards[at[1]]))
+    worst = min(scored, key=lambda at: float(at[0].rewards[at[1]]))
+    random = each[mix64(step, len(each)) % len(each)]
+    return [("best", *best), ("worst", *worst), ("random", *random)]
+
+
+def number(value: Any) -> float | None:
+    """None for NaN, which JSON has not."""
+    return float(value) if value == value else None
+
+
+def shown_prompt(group: Group) -> str:
+    """The prompt in words: of messages the last user's."""
+    columns = group.prompt.columns
+    prompt = next((columns[name] for name in ("prompt", "question", "instruction", "messages") if name in columns), "")
+    if isinstance(prompt, str):
+        return prompt
+    users = ("user", "human")  # what follows the last of theirs is the answer that the data has
+    turns = [turn for turn in prompt if isinstance(turn, dict) and turn.get("role", turn.get("from")) in users]
+    return str(turns[-1].get("content") or turns[-1].get("value") or "") if turns else ""
+
+
+def keep(groups: list[Group], path: Path) -> None:
+    """Writes a rollout as a Parquet file, a row for each completion."""
+    import pyarrow
+    from pyarrow import parquet
+
+    rows = [
+        {
+            "epoch": group.prompt.epoch, "row": group.prompt.row, "sample": i, "prompt": shown_prompt(group),
+            "prompt_ids": list(group.prompt.ids), "text": group.texts[i], "completion_ids": completion.ids,
+            "sampler_log_probs": completion.log_probs, "reward": number(group.rewards[i]),
+            "advantage": number(group.advantages[i]), "ended": completion.ended, "resampled": group.resampled,
+            **{f"reward_{name}": number(values[i]) for name, values in group.parts.items() if len(group.parts) > 1},
+        }
+        for group in groups for i, completion in enumerate(group.completions)
+    ]  # fmt: skip
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    parquet.write_table(pyarrow.Table.from_pylist(rows), temporary)
+    temporary.replace(path)
+
+
+def _short(text: str, characters: int) -> str:
+    words = visible(" ".join(text.split()))
+    return words if len(words) <= characters else f"{words[:characters]}..."

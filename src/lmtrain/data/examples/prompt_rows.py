@@ -1,0 +1,159 @@
+"""Prompts {prompt, any other columns}: what a model is asked, and what rewards know of it."""
+
+import json
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from lmtrain.config.schema import Config
+from lmtrain.config.schema_data import DataConfig
+from lmtrain.data.chat.conversations import Completion, Conversation, UnfitColumns, column_of
+from lmtrain.data.chat.pairs import prompt_turns
+from lmtrain.data.chat.turns import BadRow, check, tools_of
+from lmtrain.data.examples.chat_rows import TemplateRows
+from lmtrain.data.examples.documents import ExampleRows, Examples
+from lmtrain.data.examples.row_format import Encoded
+from lmtrain.errors import UserError
+
+PROMPT = "prompt|question|instruction|messages"
+
+
+class PromptRowEncoder(TemplateRows):
+    """One example a row: the prompt up to where the model begins to write; the row itself is kept beside it.
+
+    A prompt that is text goes to the model as it is where the tokenizer has no chat template and data.chat_template
+    names none, else as a user's turn. Messages always go through the template.
+    """
+
+    group = 1
+
+    def __init__(self, tokenizer: Any, cfg: DataConfig) -> None:
+        super().__init__(tokenizer, cfg)
+        self.identity = {**self.identity, "prompts": 1}
+        self._asks = False  # the template has been seen to ask for an answer
+
+    def encode(self, row: dict[str, Any], where: str, cfg: DataConfig, question: bool) -> Encoded:
+        """
+        Raises:
+            BadRow: no prompt, a column that JSON can't hold, a prompt longer than data.max_prompt_length.
+            UserError: a chat template that doesn't ask for an answer.
+        """
+        self.chat.begin_row()
+        self.format_of(row, where, cfg, _detect)
+        prompt = row.get(column_of(PROMPT, row, cfg) or "")
+        if prompt is None or prompt == "" or prompt == []:
+            raise BadRow(where, "the prompt is empty")
+        ids = self._ids(prompt, row, where, cfg)
+        most = cfg.max_prompt_length
+        if most is not None and len(ids) > most:
+            if cfg.on_too_long == "drop":
+                return Encoded([])
+            raise BadRow(where, f"the prompt has {len(ids)} tokens and data.max_prompt_length is {most}: shorten it, "
+                         f"or leave such prompts out with data.on_too_long=drop")  # fmt: skip
+        try:
+            kept = json.dumps(row, ensure_ascii=False, allow_nan=False, default=_plain)
+        except (TypeError, ValueError) as error:
+            raise BadRow(where, f"a column is nothing that JSON can hold: {error}") from None
+        remarks = self.chat.remarks
+        return Encoded([(ids, [True] * len(ids))], remarks=remarks, kept=kept)
+
+    def _ids(self, prompt: Any, row: dict[str, Any], where: str, cfg: DataConfig) -> list[int]:
+        if isinstance(prompt, str) and self.chat.template is None:
+            return self.chat.prompt_ids(Completion(prompt, "", where))
+        turns = prompt_turns({"prompt": prompt}, where)
+        if cfg.system_prompt and turns[0]["role"] != "system":
+            turns = [{"role": "system", "content": cfg.system_prompt}, *turns]
+        while turns and turns[-1]["role"] == "assistant":  # the answer that the data has
+            turns = turns[:-1]
+        answer = {"role": "assistant", "content": "..."}
+        check([*turns, answer], where)
+        asked = Conversation([*turns, answer], tools_of(row.get("tools"), where), where)
+        ids = self.chat.prompt_ids(asked)
+        self._asks = self._asks or ids != self.chat.without_generation_prompt(asked)
+        if not self._asks:
+            raise UserError(
+                f"{where}: the chat template writes nothing that asks for an answer (add_generation_prompt changes "
+                f"nothing), so the model would go on with the user's turn: name another with data.chat_template, or "
+                f"write prompts as text for a tokenizer without a template"
+            )
+        return ids
+
+    @staticmethod
+    def make_rows(examples: Examples, config: Config, seed: int | None) -> tuple["PromptRows", str]:
+        longest = int(examples.lengths.max()) if len(examples) else 0
+        return PromptRows(examples), f"{len(examples):,} prompts of up to {longest:,} tokens"
+
+
+def _detect(columns: Any, cfg: DataConfig) -> str:
+    if column_of(PROMPT, columns, cfg) is None:
+        raise UnfitColumns(
+            f"there is no prompt (the row has {', '.join(columns)}); say what yours is called with "
+            f"data.columns={{prompt: ...}}"
+        )
+    return "prompts"
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has no kind for, of files that hold more kinds of values: dates and decimals as text."""
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    if isinstance(value, bytes):
+        raise TypeError("bytes")
+    return str(value)
+
+
+class PromptRow(NamedTuple):
+    """A prompt of a step."""
+
+    epoch: int
+    row: int
+    ids: list[int]
+    columns: dict[str, Any]  # the row as it stands in the data, its prompt included
+
+
+class PromptRows(ExampleRows):
+    """Row i is prompt i."""
+
+    unit = "prompts"
+
+    def title(self, example: int) -> str:
+        return f"prompt {example + 1:,} of {len(self):,}"
+
+    def prompt(self, epoch: int, row: int) -> PromptRow:
+        return PromptRow(epoch, row, self.examples.read(row)[0].tolist(), json.loads(self.examples.texts[row]))
+
+    def read(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
+        """A micro-batch of prompts, from (epoch, row) pairs [P, 2]; `prompts_of` reads it.
+
+        Returns:
+            input_ids int64 [1, N], one prompt after the other; cu_seqlens int32 [P + 1], where each begins; scored
+            int64 [0], for nothing is learned of them; texts uint8 [M], the rows as JSON in UTF-8, and text_ends
+            int64 [P]; epoch, row int64 [P]; prompts, seen int64 []: P and N.
+        """
+        ids = [self.examples.read(int(row))[0] for _, row in rows]
+        texts = [np.frombuffer(self.examples.texts[int(row)].encode(), dtype=np.uint8) for _, row in rows]
+        return {
+            "input_ids": torch.from_numpy(np.concatenate(ids))[None],
+            "cu_seqlens": torch.tensor([0, *np.cumsum([len(part) for part in ids]).tolist()], dtype=torch.int32),
+            "scored": torch.zeros(0, dtype=torch.int64),
+            "texts": torch.from_numpy(np.concatenate(texts)),
+            "text_ends": torch.from_numpy(np.cumsum([len(part) for part in texts])),
+            "epoch": torch.from_numpy(rows[:, 0].copy()),
+            "row": torch.from_numpy(rows[:, 1].copy()),
+            "prompts": torch.tensor(len(rows)),
+            "seen": torch.tensor(sum(map(len, ids))),
+        }
+
+
+def prompts_of(batch: dict[str, torch.Tensor]) -> list[PromptRow]:
+    """The prompts of a micro-batch that `PromptRows.read` or `empty` gave."""
+    if not int(batch["prompts"]):
+        return []
+    ids, texts = batch["input_ids"][0].tolist(), bytes(batch["texts"].tolist())
+    starts, text_ends = batch["cu_seqlens"].tolist(), batch["text_ends"].tolist()
+    found = []
+    for i, (epoch, row) in enumerate(zip(batch["epoch"].tolist(), batch["row"].tolist(), strict=True)):
+        text = texts[text_ends[i - 1] if i else 0 : text_ends[i]]
+        found.append(PromptRow(epoch, row, ids[starts[i] : starts[i + 1]], json.loads(text)))
+    return found

@@ -1,0 +1,55 @@
+"""Which depth of model=dial learns most in the time there is, by a law fitted to runs (benchmarks/dial.py).
+
+The form is Hoffmann et al. 2022's (arXiv:2203.15556); tokens that are seen again count as Muennighoff et al. 2023 have
+it (arXiv:2305.16264). The law was fitted on Python source: of other text its bits differ, the best depth hardly.
+"""
+
+import math
+
+NAME = "dial"
+KEY = "model.num_hidden_layers"
+DEPTHS = range(1, 17)
+# Bits per byte = E + A / weights ** ALPHA + B / tokens ** BETA.
+E, A, ALPHA, B, BETA = 1.067, 87.22, 0.5, 512.5, 0.5
+_TOKEN, _WEIGHT = 19.0, 8.5e-5  # the time of a token, to each other: without weights, and of each
+_WORN = 15.4  # passes after which a repeated token is worth little (R* of Muennighoff et al.)
+FED = 2  # weights of the layers for each token of the text: a model with more that sees it again learns it by heart
+
+
+def weights(depth: int) -> int:
+    """Weights of the layers, width 32 x depth: attention or convolution 4 x width^2, feed-forward 8 x width^2."""
+    return 12 * (32 * depth) ** 2 * depth
+
+
+def fed_by(tokens: float) -> list[int]:
+    """The depths that a text of so many tokens feeds, the least one in any case."""
+    return [depth for depth in DEPTHS if weights(depth) <= FED * tokens] or [DEPTHS[0]]
+
+
+def worth(tokens: float, unique: float) -> float:
+    """New tokens that are worth as much as `tokens`, of which only `unique` differ."""
+    if tokens <= unique:
+        return tokens
+    return unique * (1 + _WORN * (1 - math.exp(-(tokens / unique - 1) / _WORN)))
+
+
+def expected(depth: int, tokens: float) -> float:
+    """Bits per byte of held-out Python source after so many new tokens."""
+    return E + A / weights(depth) ** ALPHA + B / max(1.0, tokens) ** BETA
+
+
+def cost(depth: int) -> float:
+    """The time of a token in training, in units that are the same for all depths."""
+    return _TOKEN + _WEIGHT * weights(depth)
+
+
+def best_depth(seconds: float, depth: int, token_seconds: float, unique: float) -> int:
+    """The depth with the least expected loss.
+
+    Args:
+        seconds: of training.
+        depth: at which a token was measured to take `token_seconds`.
+        unique: tokens of the text.
+    """
+    unit = token_seconds / cost(depth)
+    return min(fed_by(unique), key=lambda d: expected(d, worth(seconds / (unit * cost(d)), unique)))

@@ -1,0 +1,206 @@
+"""Distillation: the student's next tokens come to be distributed as a teacher's, on data or on what the student writes.
+
+Forward and reverse KL and what lies between (Agarwal et al. 2024, "On-policy distillation of language models", GKD,
+arXiv:2306.13649). The unit of weight is the learned token.
+"""
+
+import zlib
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lmtrain.config.constraints import CONTENT, MACHINE, MODEL, TRAJECTORY, above_zero, at_least, up_to_one
+from lmtrain.config.options import LoadedModelConfig
+from lmtrain.config.schema import Config, ObjectiveConfig
+from lmtrain.config.schema_data import TokenizerConfig
+from lmtrain.config.strategies import refuse_split_layers
+from lmtrain.data import tokenizers
+from lmtrain.data.corpus import Corpus
+from lmtrain.data.order import mix64
+from lmtrain.data.text.windows import IGNORE
+from lmtrain.distributed.devices import total
+from lmtrain.errors import UserError
+from lmtrain.losses.distillation import OutputHead
+from lmtrain.models.blocks import evaluating, output_head
+from lmtrain.models.build import build_model
+from lmtrain.models.folder import export_of
+from lmtrain.models.language_model import LanguageModel
+from lmtrain.objectives.base import Objective
+from lmtrain.objectives.parts import Definition, LossParts
+from lmtrain.objectives.reference import first_values_hash
+from lmtrain.rollouts.engine import Request, Sampling
+from lmtrain.rollouts.in_process import InProcess
+from lmtrain.strategies import sharding
+
+_STUDENT = 0x67_6B_64  # sets the seeds of the student's own samples apart
+_FORMULA = {"closed form": "tests/losses/test_distillation.py::test_equals_the_closed_form"}
+_TRL = {"TRL's GKDTrainer": "tests/parity/test_gkd_trl.py::test_losses_and_gradient_norms", **_FORMULA}
+DISTILLATION = {
+    "loss": Definition("nats", "learned tokens", "beta 0: KL(teacher || student), 1: KL(student || teacher), between: "
+                       "generalised JSD (losses/distillation.py)", _TRL),
+    "on_policy": Definition("share", "learned tokens", "written by the student itself in this step"),
+}  # fmt: skip
+
+
+@dataclass(kw_only=True)
+class DistillOptions(ObjectiveConfig):
+    rows: ClassVar[str] = "conversations"
+
+    teacher: Annotated[str | None, MODEL, CONTENT]
+    beta: Annotated[float, TRAJECTORY, up_to_one]
+    temperature: Annotated[float, TRAJECTORY, above_zero]
+    on_policy: Annotated[float, TRAJECTORY, up_to_one]
+    max_new_tokens: Annotated[int, TRAJECTORY, at_least(1)]
+    sampling_temperature: Annotated[float, TRAJECTORY, above_zero]
+    rollout_batch_size: Annotated[int, MACHINE, at_least(1)]
+
+    def check(self, config: Config) -> None:
+        if not self.teacher:
+            raise UserError(
+                "objective=distill learns from a teacher: set objective.teacher=NAME, of a run, a folder or the hub"
+            )
+        if self.beta < 0:
+            raise UserError(f"objective.beta={self.beta}: a number from 0 (forward KL) to 1 (reverse KL) is needed")
+        if self.on_policy and config.data.packing != "off":
+            raise UserError(
+                "objective.on_policy: the student goes on from the prompt of each row, so a row may hold one "
+                "conversation: set data.packing=off"
+            )
+        refuse_split_layers(config.trainer.strategy, "distillation reads the student's output embedding whole")
+
+
+class Distill(Objective):
+    """A micro-batch is that of fine-tuning: {input_ids, labels, learned, seen, [position_ids, cu_seqlens]}."""
+
+    Options = DistillOptions
+    definitions = DISTILLATION
+    loss_is_nll = False
+
+    def prepare(self, config: Config, corpus: Corpus) -> None:
+        """Raises UserError where there is no such teacher, or its tokenizer is another."""
+        assert isinstance(config.objective, DistillOptions)
+        self.options, self.tokenizer = config.objective, corpus.tokenizer
+        name = export_of(str(self.options.teacher))
+        check_tokenizer(name, corpus.tokenizer)
+        cfg = LoadedModelConfig(
+            name="teacher",
+            init="pretrained",
+            name_or_path=name,
+            trust_remote_code=config.model.trust_remote_code,
+            attention=config.model.attention,
+            learning_rate=0.0,
+            vocab_size=None,
+            vocab_multiple_of=1,
+            dropout=0.0,
+        )
+        eos = corpus.tokenizer.eos_token_id
+        model = build_model(cfg, len(corpus.tokenizer), eos, config.data.seq_len)
+        self.fingerprint["contents"]["teacher"] = first_values_hash(model)
+        teacher = LanguageModel(model.eval().requires_grad_(False), config.objective, config.router)
+        self._teacher = [teacher]  # in a list: no submodule, so in no checkpoint and on no optimizer
+        self.end_ids = tuple(corpus.end_ids or [eos])
+        self.scale: Tensor | float = 1.0
+        self.is_on_policy = False
+
+    @property
+    def teacher(self) -> LanguageModel:
+        return self._teacher[0]
+
+    def on_placed(self) -> None:
+        self.teacher.to(self.device)
+
+    def count_tokens(self, batch: dict[str, Tensor]) -> Tensor:
+        return (batch["labels"] != IGNORE).sum()
+
+    def plan_rows(self) -> list[tuple[str, str]]:
+        o = self.options
+        kind = {0.0: "forward KL", 1.0: "reverse KL"}.get(o.beta, f"generalised JSD, beta={o.beta:g}")
+        where = f"{o.on_policy:.0%} of steps on the student's own samples" if o.on_policy else "on the data"
+        return [("loss", f"{kind} at temperature {o.temperature:g}, {where}; teacher: {o.teacher}")]
+
+    @torch.no_grad()
+    def look_ahead(self, micro_batches: list[dict[str, Tensor]], n_tokens: Tensor) -> None:
+        """On its share of steps replaces the answers of the step by the student's own."""
+        step = self.trainer.global_step
+        self.scale = 1.0
+        self.is_on_policy = mix64(_STUDENT, self.seed, step) < self.options.on_policy * 2**64
+        if not self.is_on_policy:
+            return
+        prompts = [prompts_of(batch) for batch in micro_batches]
+        gathered = sharding.gathered(self.model) if sharding.is_sharded(self.model) else evaluating(self.model)
+        with gathered:
+            written = self._written(step, [p for some in prompts for p in some])
+        for batch, some in zip(micro_batches, prompts, strict=True):
+            answers = [written.pop(0) for _ in some]
+            if some:
+                batch.clear()
+                batch.update({name: value.to(self.device) for name, value in padded(some, answers).items()})
+        counted = sum((self.count_tokens(batch) for batch in micro_batches), torch.zeros((), device=self.device))
+        # The step's sums are divided by the labels of the data: these are others.
+        self.scale = n_tokens / total(self.trainer, counted.double()).clamp(min=1)
+
+    def _written(self, step: int, prompts: list[list[int]]) -> list[list[int]]:
+        o = self.options
+        sampling = Sampling(o.max_new_tokens, o.sampling_temperature, 1.0, self.end_ids)
+        keys = (mix64(_STUDENT, self.seed, step, zlib.crc32(np.array(p, dtype="<i8").tobytes())) for p in prompts)
+        requests = [Request(p, key) for p, key in zip(prompts, keys, strict=True)]
+        engine = InProcess(self.model.model, o.rollout_batch_size)
+        return [completion.ids for completion in engine.generate(requests, sampling)]
+
+    def micro_batch_loss(self, batch: dict[str, Tensor]) -> LossParts:
+        o, labels = self.options, batch["labels"].flatten()
+        at = batch["learned"] if "learned" in batch else (labels != IGNORE).nonzero()[:, 0]
+        where = {name: batch.get(name) for name in ("input_ids", "position_ids", "cu_seqlens")}
+        with torch.no_grad():
+            hidden, _ = self.teacher.hidden_states(**where)  # type: ignore[arg-type]
+            hidden, weight, bias = output_head(self.teacher.model, hidden.flatten(0, 1).index_select(0, at))
+        head = OutputHead(weight, bias, self.teacher.logit_scale, self.teacher.logit_softcap)
+        each = self.model.divergence(
+            **where,  # type: ignore[arg-type]
+            at=at, teacher_hidden=hidden, teacher=head, vocabulary=len(self.tokenizer), beta=o.beta,
+            temperature=o.temperature,
+        )  # fmt: skip
+        scale = self.scale if self.training else 1.0
+        loss, n = each.double().sum() * scale, self.count_tokens(batch)
+        sums = {"loss": loss.detach()}
+        if self.training:
+            sums["on_policy"] = (n * scale * self.is_on_policy).double()
+        return LossParts(loss, n, sums)
+
+
+def check_tokenizer(teacher: str, tokenizer: Any) -> None:
+    """Raises UserError unless the teacher's tokenizer gives the same ids."""
+    cfg = TokenizerConfig(kind="hub", name_or_path=teacher)
+    theirs = tokenizers.load_or_train(cfg, lambda _: iter(()), tokenizers.identity(cfg))
+    if tokenizers.tokenizer_hash(theirs) != tokenizers.tokenizer_hash(tokenizer):
+        raise UserError(
+            f"objective.teacher={teacher} has another tokenizer ({len(theirs):,} tokens) than the student "
+            f"({len(tokenizer):,}): what each says of a next token can't be compared. Choose a teacher of the "
+            f"student's family, or train the student with its tokenizer: tokenizer=hub tokenizer.name_or_path={teacher}"
+        )
+
+
+def prompts_of(batch: dict[str, Tensor]) -> list[list[int]]:
+    """Of each row of a padded micro-batch the tokens before its first learned one; of rows that learn none, none."""
+    found = []
+    for ids, labels in zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True):
+        first = next((i for i, label in enumerate(labels) if label != IGNORE), None)
+        if first is not None:
+            found.append(ids[: first + 1])
+    return found
+
+
+def padded(prompts: list[list[int]], answers: list[list[int]]) -> dict[str, Tensor]:
+    """Prompts with their answers as rows of fine-tuning, of which the answers are learned."""
+    longest = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
+    ids = np.zeros((len(prompts), longest), dtype=np.int64)
+    labels = np.full_like(ids, IGNORE)
+    for b, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        whole = [*prompt, *answer]
+        ids[b, : len(whole)] = whole
+        labels[b, len(prompt) - 1 : len(whole) - 1] = answer
+    learned = torch.from_numpy(np.flatnonzero(labels != IGNORE))
+    return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels), "learned": learned}

@@ -1,0 +1,354 @@
+"""Learning from rewards: the model's own completions, those better than their group become likelier.
+
+A micro-batch is some prompts (`data.examples.prompt_rows.PromptRows`); before a step's first forward their completions
+are sampled, scored and compared (`rollouts/`), and then trained on (`losses/policy.py`). The unit of weight is the
+completion, so that the parts of a step add up whatever the lengths; what is averaged over tokens is scaled by the
+tokens of the whole step.
+
+With objective.updates_per_rollout=U a rollout samples the prompts of the next U steps with the weights of the first:
+what TRL calls steps_per_generation, with num_iterations=1. What is left of a rollout is saved with a checkpoint. With
+U=1 nothing is: a rollout follows from weights, seed and step.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lmtrain.config.schema import Config
+from lmtrain.data.corpus import Corpus
+from lmtrain.data.examples.prompt_rows import PromptRow, PromptRows, prompts_of
+from lmtrain.data.order import mix64
+from lmtrain.distributed import process_group as world
+from lmtrain.distributed.devices import data_parallel, total
+from lmtrain.errors import RunError, UserError
+from lmtrain.losses.policy import VARIANTS, LossSettings, Sampled, advantages, per_completion, policy_loss
+from lmtrain.models.blocks import evaluating
+from lmtrain.models.language_model import LogProbs
+from lmtrain.objectives.base import Objective
+from lmtrain.objectives.grpo_options import ROLLOUTS, GRPOOptions
+from lmtrain.objectives.parts import LossParts, add_sums
+from lmtrain.objectives.start_check import FirstSteps
+from lmtrain.objectives.with_reference import ReferenceObjective
+from lmtrain.rewards.scoring import SOLE, Scorer, build_rewards
+from lmtrain.rollouts.engine import Engine, Sampling
+from lmtrain.rollouts.rollout import Group, Maker, keep_old, pack_groups, report_of, tensors_of, unpack_groups
+from lmtrain.strategies import sharding
+
+OF_TOKENS = ("entropy", "kl", "clip_fraction", "logps/sampler", "logps/trainer", "sampler_difference")
+
+
+class GRPO(ReferenceObjective):
+    """`rollout` holds the groups of the step that is trained, `pending` those of the steps after it."""
+
+    Options = GRPOOptions
+    definitions = ROLLOUTS
+    answers = 1
+
+    def prepare(self, config: Config, corpus: Corpus) -> None:
+        """Raises UserError where there is no reward, or prompts leave no room for completions."""
+        assert isinstance(config.objective, GRPOOptions)
+        assert isinstance(corpus.train, PromptRows)
+        self.options = o = config.objective
+        self.prompts, self.total_prompts = corpus.train, len(corpus.train)
+        self.variant = VARIANTS[o.loss]
+        self.variant = self.variant._replace(**{
+            name: value for name in ("clip_low", "clip_high") if (value := getattr(o, name)) is not None
+        })  # fmt: skip
+        self.loss_settings = LossSettings(
+            self.variant.clip_low, self.variant.clip_high, o.max_new_tokens, o.kl_coef, o.kl_estimator, o.kl_by_ratio
+        )
+        parts = build_rewards(config.reward, config.run.allow_target)
+        self.reward_names = [part.name for part in parts if part.name != SOLE]
+        self.check_room(corpus)
+        sampling = Sampling(o.max_new_tokens, o.temperature, o.top_p, end_ids(corpus, o.stop_tokens))
+        self.maker = Maker(
+            self.make_engine(), sampling, Scorer(parts, o.reward_timeout), corpus.tokenizer, self.variant, o.group_size,
+            self.overlong_buffer(), dict(config.data.columns or {}), self.seed,
+        )  # fmt: skip
+        greedy = sampling._replace(temperature=0.0, top_p=1.0)
+        self.judge = replace(self.maker, sampling=greedy, group_size=1, overlong_buffer=0)
+        self.settle_reference(o.reference if o.kl_coef else "none", config)
+        contents = {part.name: content for part in parts if (content := part.reward.content()) is not None}
+        self.fingerprint["contents"] |= {"reward": contents} if contents else {}
+        self.pending: dict[int, dict[tuple[int, int], Group]] = {}  # by step, and by the epoch and row of the prompt
+        self.rollout: list[Group] = []
+        self.failures: dict[str, int] = {}  # how often which failure of a reward was seen in this step's rollout
+        self.completions_per_token = torch.ones(())
+        self.has_signal = True  # some group of the step has an advantage that is not 0
+
+    def make_engine(self) -> Engine:
+        if self.options.engine == "vllm":
+            from lmtrain.rollouts.vllm_engine import VLLM
+
+            return VLLM(self.model.model)
+        from lmtrain.rollouts.in_process import InProcess
+
+        return InProcess(self.model.model, self.options.rollout_batch_size)
+
+    def check_room(self, corpus: Corpus) -> None:
+        """Raises UserError where a prompt and its completion are longer than the model's positions."""
+        most = getattr(self.model.model.config.get_text_config(), "max_position_embeddings", None) or 2**31
+        room = most - self.options.max_new_tokens
+        for rows in (corpus.train, corpus.val):
+            if rows is None:
+                continue
+            longest = int(rows.examples.lengths.max())  # type: ignore[attr-defined]
+            if longest > room:
+                raise UserError(
+                    f"a prompt has {longest:,} tokens, and the model's {most:,} positions less "
+                    f"objective.max_new_tokens={self.options.max_new_tokens} leave room for {max(room, 0):,}: set "
+                    f"data.max_prompt_length={max(room, 1)}, which leaves longer prompts out, or lower "
+                    f"objective.max_new_tokens"
+                )
+
+    def on_placed(self) -> None:
+        super().on_placed()
+        for part in self.maker.scorer.parts:
+            part.reward.place(self.trainer.strategy.root_device)
+
+    def overlong_buffer(self) -> int:
+        wanted = self.options.overlong_buffer
+        return round(self.variant.overlong_share * self.options.max_new_tokens) if wanted is None else wanted
+
+    def count_tokens(self, batch: dict[str, Tensor]) -> Tensor:
+        return batch["prompts"] * self.options.group_size
+
+    def validation_names(self) -> list[str]:
+        return ["loss", "reward", *(f"reward/{name}" for name in self.reward_names), "response_length", "cut_off",
+                "reward_failures"]  # fmt: skip
+
+    def plan_rows(self) -> list[tuple[str, str]]:
+        o, rows = self.options, []
+        clip = "" if self.variant.ratio == "none" else f", clip -{self.variant.clip_low:g} +{self.variant.clip_high:g}"
+        kl = f", {o.kl_coef:g} x KL ({o.kl_estimator}) to {self.reference_words()}" if o.kl_coef else ", no reference"
+        rows.append(("loss", f"{o.loss}{clip}{kl}"))
+        updates = f", {o.updates_per_rollout} updates a rollout" if o.updates_per_rollout > 1 else ""
+        rows.append(("rollouts", f"{o.group_size} completions a prompt, up to {o.max_new_tokens:,} tokens, temperature "
+                     f"{o.temperature:g}{updates}; by {o.engine}, {o.rollout_batch_size} at once"))  # fmt: skip
+        parts = self.maker.scorer.parts
+        words = [f"{p.weight:g} x {type(p.reward).__name__}" + f" ({p.name})" * (p.name != SOLE) for p in parts]
+        return [*rows, ("reward", " + ".join(words))]
+
+    def check_start(self, batch: dict[str, Tensor]) -> Tensor:
+        raise NotImplementedError("what is compared with the reference is sampled first: see _check_reference")
+
+    def looks(self, batch: dict[str, Tensor]) -> list[FirstSteps]:
+        return Objective.looks(self, batch)
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        super().training_step(batch, batch_idx)
+        assert self.last_step is not None
+        self.last_step = self.last_step._replace(seen=self.tokens_read)  # known once they are sampled
+
+    @torch.no_grad()
+    def look_ahead(self, micro_batches: list[dict[str, Tensor]], n_tokens: Tensor) -> None:
+        """Puts what the step trains on into its micro-batches: a rollout, or what is left of one.
+
+        Raises:
+            RunError: no completion of the step could be scored.
+        """
+        step = self.trainer.global_step
+        if step not in self.pending:  # a rollout is used up; where a run was made longer, in the middle of its last
+            self._sample(step, micro_batches)
+        found = self.pending.pop(step)
+        groups = [[found[p.epoch, p.row] for p in prompts_of(batch)] for batch in micro_batches]
+        self.rollout = [group for some in groups for group in some]
+        for batch, some in zip(micro_batches, groups, strict=True):
+            report = torch.tensor(list(report_of(some, self.reward_names).values()), dtype=torch.float64)
+            tensors = {**self._tensors(some), "report": report.view(torch.int64)}
+            batch.clear()
+            batch.update({name: value.to(self.device) for name, value in tensors.items()})
+        each = [(c, g) for g in self.rollout for c in g.completions]
+        learned = sum(len(c.ids) for c, _ in each if c.ended or not self.options.mask_cut_off)
+        seen = sum(len(c.ids) + len(g.prompt.ids) for c, g in each)
+        scored = sum(int((~g.rewards.isnan()).sum()) for g in self.rollout)
+        signal = sum(g.has_signal for g in self.rollout)
+        counts = torch.tensor([learned, seen, scored, signal], dtype=torch.float64)
+        tokens, read, scored_by_all, groups_with_signal = total(self.trainer, counts.to(self.device))
+        self.completions_per_token, self.tokens_read = n_tokens / tokens.clamp(min=1), read.long()
+        self.has_signal = bool(groups_with_signal)
+        if not scored_by_all and int(n_tokens):
+            why = next(iter(self.failures), "see what the other ranks say")
+            raise RunError(f"at step {step} no completion could be scored: {why}. Nothing was learned from them; mend "
+                           f"the reward and start again, the run goes on from its last checkpoint")  # fmt: skip
+
+    def _tensors(self, groups: Sequence[Group]) -> dict[str, Tensor]:
+        padded = self.model.unpacked_because is not None
+        return tensors_of(groups, padded=padded, mask_cut_off=self.options.mask_cut_off)
+
+    def _sample(self, step: int, micro_batches: list[dict[str, Tensor]]) -> None:
+        """Fills `pending` with the groups of this step and those after it that share its rollout."""
+        last = min(step + self.options.updates_per_rollout, self.total_steps)
+        batches = {step: micro_batches}
+        dataset = getattr(self.trainer.train_dataloader, "dataset", None)
+        batches |= {later: dataset[later]["micro_batches"] for later in range(step + 1, last)}  # type: ignore[index]
+        self.failures = {}
+        with self._whole_model():
+            for later, some in batches.items():
+                prompts = [prompt for batch in some for prompt in prompts_of(batch)]
+                groups = self._with_signal(later, prompts)
+                self.pending[later] = {(p.epoch, p.row): g for p, g in zip(prompts, groups, strict=True)}
+        if self.options.updates_per_rollout > 1:
+            for later, some in batches.items():
+                for batch in some:
+                    self._score_old([self.pending[later][p.epoch, p.row] for p in prompts_of(batch)])
+
+    def _with_signal(self, step: int, prompts: Sequence[PromptRow]) -> list[Group]:
+        """The groups of prompts, those without signal replaced by others' as often as objective.resample says."""
+        groups = self._groups(step, prompts, 0)
+        times = self.options.resample
+        for attempt in range(1, 1 + (3 if times is None and self.options.loss == "dapo" else times or 0)):
+            idle = [i for i, group in enumerate(groups) if not group.has_signal]
+            if not idle:
+                break
+            others = [self._other(step, prompts[i], attempt) for i in idle]
+            for i, group in zip(idle, self._groups(step, others, attempt), strict=True):
+                groups[i] = group
+        return groups
+
+    def _groups(self, step: int, prompts: Sequence[PromptRow], attempt: int) -> list[Group]:
+        if not prompts:
+            return []
+        groups, reasons = self.maker.groups(step, prompts, attempt)
+        add_counts(self.failures, reasons)
+        return groups
+
+    def _other(self, step: int, prompt: PromptRow, attempt: int) -> PromptRow:
+        """A prompt drawn at random for one whose group had no signal."""
+        row = mix64(self.seed, step, prompt.epoch, prompt.row, attempt) % self.total_prompts
+        return self.prompts.prompt(prompt.epoch, row)
+
+    @contextlib.contextmanager
+    def _whole_model(self) -> Any:
+        """Within it each rank can call the model by itself."""
+        with sharding.gathered(self.model) if sharding.is_sharded(self.model) else contextlib.nullcontext():
+            yield
+
+    def _score_old(self, groups: list[Group]) -> None:
+        """Keeps the log-probabilities of completions under the weights that sampled them, by training's forward."""
+        batch = {name: value.to(self.device) for name, value in self._tensors(groups).items()}
+        with evaluating(self.model):
+            log_probs, _ = self.token_log_probs(batch)
+        if groups:
+            keep_old(groups, log_probs)
+
+    def token_log_probs(self, batch: dict[str, Tensor]) -> tuple[Tensor, LogProbs]:
+        """Log-probabilities [C] fp64 of the sampled tokens at the sampling temperature, and the model's output."""
+        inputs: dict[str, Any] = {name: batch[name] for name in ("input_ids", "scored", "before")}
+        inputs |= {name: batch.get(name) for name in ("position_ids", "cu_seqlens")}
+        out = self.model.log_probs(**inputs, prefixes=None, temperature=self.options.temperature or 1.0)
+        return out.tokens.double(), out
+
+    def micro_batch_loss(self, batch: dict[str, Tensor]) -> LossParts:
+        reference = None
+        if self.reference != "none":
+            with torch.no_grad(), evaluating(self.model), self._reference_weights():
+                reference = self.token_log_probs(batch)[0]
+        policy, out = self.token_log_probs(batch)
+        current = policy.detach()
+        old, sampler = (batch[name].view(torch.float64) if name in batch else current for name in ("old", "sampler"))
+        compared = batch["advantages"].view(torch.float64)
+        real = (batch["sampled"] > 0).double()
+        weight = batch["weight"].double() * real
+        sampled = Sampled(old, batch["answer"], batch["lengths"], compared, weight, reference=reference)
+        cap = self.options.importance_cap
+        if cap is not None:
+            sampled = sampled._replace(correction=(old - sampler).exp().clamp(max=cap))
+        if reference is not None and self.variant.kl_in_reward:
+            sampled = sampled._replace(advantages=self._with_kl(batch, sampled, reference))
+        loss = policy_loss(policy, sampled, self.variant, self.loss_settings, self.completions_per_token)
+        n = batch["sampled"]
+        sums = {
+            "loss": loss.loss.detach(),
+            "clip_fraction": loss.clipped,
+            "entropy": batch["entropy"].view(torch.float64).sum(),
+            "logps/sampler": sampler.sum() * real,
+            "logps/trainer": old.sum() * real,
+            "sampler_difference": (old - sampler).abs().sum() * real,
+            "tokens": batch["lengths"].sum() * real,
+        }
+        if reference is not None:
+            sums["kl"] = loss.kl
+        report = batch["report"].view(torch.float64)
+        sums |= dict(zip(report_of([], self.reward_names), report, strict=True))
+        sums |= {name: value * n for name, value in out.aux.items()}
+        router = 0 if out.router_loss is None else out.router_loss * n
+        return LossParts(loss.loss + router, n, sums)
+
+    def _with_kl(self, batch: dict[str, Tensor], sampled: Sampled, reference: Tensor) -> Tensor:
+        """Advantages [A] of rewards that the log-ratio of each completion to the reference is taken off."""
+        if not int(batch["sampled"]):
+            return sampled.advantages
+        kl = per_completion(sampled.old - reference, sampled)
+        rewards = batch["rewards"].view(torch.float64) - self.options.kl_coef * kl
+        by_group = torch.empty_like(rewards).index_copy(0, batch["place"], rewards).view(-1, self.options.group_size)
+        return advantages(by_group, self.variant).flatten()[batch["place"]]
+
+    def means_of(self, sums: dict[str, Any], n_tokens: Any) -> dict[str, Any]:
+        """Rewards over the completions they were given to, left out where there is none; tokens' means over tokens."""
+        sums = dict(sums)
+        tokens = sums.pop("tokens", 1)
+        of_rewards = {"reward": sums.pop("scored")}
+        of_rewards |= {f"reward/{name}": sums.pop(f"scored/{name}") for name in self.reward_names}
+        counts = {**dict.fromkeys(OF_TOKENS, tokens), **of_rewards}
+        own = {name: (sums.pop(name), count) for name, count in counts.items() if name in sums}
+        means = super().means_of(sums, n_tokens)
+        return means | {n: value / count for n, (value, count) in own.items() if isinstance(count, Tensor) or count}
+
+    @torch.no_grad()
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+        """A greedy completion of each prompt; the loss is minus its reward, so that the best is the lowest."""
+        with self._whole_model():
+            prompts = prompts_of(batch)
+            groups, _ = self.judge.groups(-1, prompts) if prompts else ([], {})
+        found = report_of(groups, self.reward_names)
+        keep = [*self.validation_names(), "scored", *(f"scored/{name}" for name in self.reward_names)]
+        sums = {name: torch.tensor(value, device=self.device) for name, value in found.items() if name in keep}
+        sums = {"loss": -sums["reward"], **sums, "n_tokens": torch.tensor(len(groups), device=self.device)}
+        add_sums(self.val_sums.setdefault(dataloader_idx, {}), sums)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        mine = {step: ([*groups], pack_groups([*groups.values()])) for step, groups in self.pending.items()}
+        # Each rank has sampled its own prompts; whichever ranks go on take theirs from all of them.
+        everywhere = world.gathered(mine) if self.options.updates_per_rollout > 1 else [mine]
+        part = data_parallel(self.trainer)
+        checkpoint["rollout"] = everywhere[:: part.copies]
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        self.pending = {}
+        for rank in checkpoint.get("rollout", []):
+            for step, (keys, packed) in rank.items():
+                groups = unpack_groups(packed)
+                self.pending.setdefault(int(step), {}).update(zip(map(tuple, keys), groups, strict=True))
+
+    @torch.no_grad()
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
+        """`texts`, a greedy completion of each prompt, and `rewards`, fp64 [prompts]."""
+        with self._whole_model():
+            groups, _ = self.judge.groups(-1, prompts_of(batch))
+        return {"texts": [g.texts[0] for g in groups], "rewards": torch.stack([g.rewards[0] for g in groups])}
+
+
+def end_ids(corpus: Corpus, stop_tokens: Sequence[str]) -> tuple[int, ...]:
+    """Ids that end a completion; UserError for a stop token that the tokenizer writes as several, or none."""
+    found = list(corpus.end_ids or [corpus.tokenizer.eos_token_id])
+    for text in stop_tokens:
+        ids = corpus.tokenizer(text, add_special_tokens=False)["input_ids"]
+        if len(ids) != 1:
+            raise UserError(
+                f"objective.stop_tokens: the tokenizer writes {text!r} as {len(ids)} tokens, and one is needed: name "
+                f"the last of them, {corpus.tokenizer.decode(ids[-1:])!r} say"
+            )
+        found += ids
+    return tuple(dict.fromkeys(found))
+
+
+def add_counts(total_: dict[str, int], part: dict[str, int]) -> None:
+    for name, count in part.items():
+        total_[name] = total_.get(name, 0) + count

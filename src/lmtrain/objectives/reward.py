@@ -1,0 +1,120 @@
+"""Reward models: one number for an answer, learned from pairs of which one is preferred (Bradley and Terry 1952).
+
+The loss is that of Ouyang et al. 2022 (arXiv:2203.02155, eq. 1), with the margin of Llama 2 (Touvron et al. 2023,
+arXiv:2307.09288, eq. 2) where the data has one. A micro-batch is what `data.examples.pair_rows.PairRows` reads. The
+unit of weight is the pair.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lmtrain.config.constraints import TRAJECTORY, not_negative
+from lmtrain.config.schema import Config, ObjectiveConfig
+from lmtrain.config.strategies import refuse_split_layers
+from lmtrain.data.corpus import Corpus
+from lmtrain.errors import UserError
+from lmtrain.losses.preferences import bradley_terry
+from lmtrain.models.documents import Prefixes
+from lmtrain.models.language_model import LogProbs
+from lmtrain.models.scalar_head import last_real, padding_of, set_padding
+from lmtrain.objectives.base import Objective
+from lmtrain.objectives.parts import Definition, LossParts
+
+_TRL = {
+    "TRL's RewardTrainer": "tests/parity/test_reward_trl.py::test_losses_and_gradient_norms",
+    "closed form": "tests/objectives/test_reward.py::test_a_step_is_its_formula_however_it_is_split",
+}
+REWARDS = {
+    "loss": Definition(
+        "nats",
+        "pairs",
+        "-log s(r(chosen) - r(rejected) - margin) + objective.center_rewards_coefficient x (r(chosen) + r(rejected))^2",
+        _TRL,
+    ),
+    "rewards/chosen": Definition("reward", "pairs", "r(chosen): what the head says at the answer's last token", _TRL),
+    "rewards/rejected": Definition("reward", "pairs", "the same of the rejected answer", _TRL),
+    "rewards/margin": Definition("reward", "pairs", "rewards/chosen - rewards/rejected", _TRL),
+    "rewards/mean": Definition("reward", "answers", "the mean of both", _TRL),
+    "rewards/accuracy": Definition("share", "pairs", "1 where r(chosen) > r(rejected), else 0", _TRL),
+}
+
+
+@dataclass(kw_only=True)
+class RewardOptions(ObjectiveConfig):
+    rows: ClassVar[str] = "pairs"
+    scalar_head: ClassVar[bool] = True
+
+    center_rewards_coefficient: Annotated[float, TRAJECTORY, not_negative]
+
+    def check(self, config: Config) -> None:
+        refuse_split_layers(config.trainer.strategy, "a scalar head is read outside of its module")
+        if config.memory.num_chapters is not None:
+            raise UserError("memory=bank: a model with a memory predicts tokens, and a reward is a number: memory=none")
+        if config.export.generation:
+            raise UserError("export.generation: a reward model writes nothing, so leave it out")
+
+
+class RewardModel(Objective):
+    """The model is a `...ForSequenceClassification` of transformers with one label."""
+
+    Options = RewardOptions
+    definitions = REWARDS
+    loss_is_nll = False
+
+    def prepare(self, config: Config, corpus: Corpus) -> None:
+        assert isinstance(config.objective, RewardOptions)
+        self.centring = config.objective.center_rewards_coefficient
+        self.has_margins = getattr(corpus.train, "margins", None) is not None
+
+    @classmethod
+    def settle_model(cls, config: Config, model: PreTrainedModel, tokenizer: Any) -> None:
+        super().settle_model(config, model, tokenizer)
+        set_padding(model, tokenizer)
+
+    def count_tokens(self, batch: dict[str, Tensor]) -> Tensor:
+        return batch["pairs"]
+
+    def validation_names(self) -> list[str]:
+        return [*REWARDS, *self.model.router_losses.names()]
+
+    def plan_rows(self) -> list[tuple[str, str]]:
+        margin = ", with the margins of the data" if self.has_margins else ""
+        centred = f", centred by {self.centring:g}" if self.centring else ""
+        return [("loss", f"Bradley-Terry{margin}{centred}; a scalar head at the last token that is no padding")]
+
+    def rewards(self, batch: dict[str, Tensor]) -> tuple[Tensor, LogProbs]:
+        """Of the chosen and the rejected answers, fp64 [P, 2]; and what the model's forward gave."""
+        ids = batch["input_ids"]
+        prefixes = Prefixes(batch["prefix_lengths"], batch["kv_index"], batch["cu_kv"]) if "kv_index" in batch else None
+        at = last_real(ids, batch["ends"], padding_of(self.model.model))
+        out = self.model.scores(ids, batch.get("position_ids"), batch.get("cu_seqlens"), prefixes, at=at)
+        return out.tokens.double().view(-1, 2), out
+
+    def micro_batch_loss(self, batch: dict[str, Tensor]) -> LossParts:
+        rewards, out = self.rewards(batch)
+        chosen, rejected = rewards.unbind(1)
+        n = batch["pairs"]
+        real = (n > 0).to(rewards.dtype)  # the pair of an empty micro-batch weighs nothing
+        margin = batch["margin"].view(torch.float64) if "margin" in batch else None
+        loss_sum = bradley_terry(chosen, rejected, margin, self.centring).sum() * real
+        means = {
+            "rewards/chosen": chosen,
+            "rewards/rejected": rejected,
+            "rewards/margin": chosen - rejected,
+            "rewards/mean": rewards.mean(1),
+            "rewards/accuracy": (chosen > rejected).to(rewards.dtype),
+        }
+        sums = {"loss": loss_sum.detach(), **{name: value.detach().sum() * real for name, value in means.items()}}
+        sums |= {name: value * n for name, value in out.aux.items()}
+        if out.router_loss is not None:
+            loss_sum = loss_sum + out.router_loss * n
+        return LossParts(loss_sum, n, sums)
+
+    @torch.no_grad()
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
+        """`rewards`: of the chosen and the rejected answers, fp64 [P, 2]."""
+        return {"rewards": self.rewards(batch)[0]}

@@ -1,0 +1,127 @@
+"""Runs the code of an answer with its row's tests, in a process of its own with little time, memory and no network.
+
+What this protects against: an endless loop; a program that starts others (they end with it, in a process namespace),
+one that eats all memory or fills the disk, one that calls out (where the system lets an unprivileged process have a
+network namespace; else it is refused, unless `network=true`), and writing by chance into the folder of the run: it
+starts in an empty folder without the run's environment. What it doesn't: code that means harm can read every file that
+the user may read and attack the kernel. For models that are not trusted run all of the training in a container or a
+virtual machine.
+"""
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+from lmtrain.errors import UserError
+from lmtrain.rewards.base import Reward, needed
+
+_FENCE = re.compile(r"```(?:python|py)?\n(.*?)```", re.DOTALL)
+_FILE_BYTES, _PROCESSES = 16 * 2**20, 64
+
+
+def code_of(completion: str) -> str:
+    """The last fenced block of Python, or all of the text where there is none."""
+    blocks = _FENCE.findall(completion)
+    return blocks[-1] if blocks else completion
+
+
+@cache
+def without_network() -> tuple[str, ...] | None:
+    """The command that starts another one without network; None where this system refuses it."""
+    unshare = shutil.which("unshare")
+    if unshare is None:
+        return None
+    command = (unshare, "--map-root-user", "--net", "--pid", "--fork", "--kill-child", "--")
+    works = subprocess.run([*command, "true"], capture_output=True, timeout=10).returncode == 0
+    return command if works else None
+
+
+class CodeTests(Reward):
+    """1 where the answer's Python code, followed by the tests of its row, ends without an error; else 0.
+
+    A program that fails, runs too long or needs too much memory is a wrong answer, not a failure of the reward.
+    """
+
+    def __init__(
+        self,
+        column: str = "tests",
+        seconds: float = 5.0,
+        memory_mb: int = 512,
+        network: bool = False,
+        jobs: int | None = None,
+    ) -> None:
+        """
+        Args:
+            column: holds Python code, assertions say, that is run after the answer's.
+            seconds: of processor time, and of the clock.
+            memory_mb: of address space.
+            network: whether the code may use the network.
+            jobs: programs that run side by side; None: one a core.
+        """
+        if not network and without_network() is None:
+            raise UserError(
+                "reward=code: this system lets no process of yours have a network of its own (unshare --net), so the "
+                "code of answers could call out: run in a container without network and set reward.network=true"
+            )
+        self.column, self.seconds, self.memory, self.network = column, seconds, memory_mb * 2**20, network
+        self.jobs = jobs or os.cpu_count() or 1
+
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]) -> list[float]:
+        tests = needed(columns, self.column, "CodeTests")
+        programs = [f"{code_of(c)}\n\n{t}\n" for c, t in zip(completions, tests, strict=True)]
+        with ThreadPoolExecutor(self.jobs) as pool:
+            return list(pool.map(self._run, programs))
+
+    def _run(self, program: str) -> float:
+        with tempfile.TemporaryDirectory(prefix="lmtrain-code-") as folder:
+            command = [sys.executable, "-I", "-S", "-c", _LIMITED, str(self.seconds), str(self.memory)]
+            prefix = () if self.network else (without_network() or ())
+            process = subprocess.Popen(
+                [*prefix, *command],
+                cwd=folder,
+                env={"PATH": "/usr/bin:/bin", "HOME": folder, "TMPDIR": folder},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            # A program that leaves early, by sys.exit(0) say, has not come to its tests: the end says a word.
+            word, said = secrets.token_hex(16), b""
+            try:
+                said, _ = process.communicate(f"{word}\n{program}".encode(), timeout=self.seconds + 1)
+            except subprocess.TimeoutExpired:
+                pass
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # with all that it has started
+                process.wait()
+        return float(process.returncode == 0 and said == word.encode())
+
+
+# Sets the limits in the new process itself, then runs what stands on its standard input.
+_LIMITED = rf"""
+import os, resource, sys
+seconds, memory = float(sys.argv[1]), int(sys.argv[2])
+for what, most in ((resource.RLIMIT_CPU, int(seconds) + 1), (resource.RLIMIT_AS, memory),
+                   (resource.RLIMIT_FSIZE, {_FILE_BYTES}), (resource.RLIMIT_NPROC, {_PROCESSES}),
+                   (resource.RLIMIT_CORE, 0)):
+    hard = resource.getrlimit(what)[1]
+    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(what, (most, most))
+word, _, program = sys.stdin.read().partition("\n")
+end = os.dup(1)
+os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+sys.argv = ["answer.py"]
+exec(compile(program, "answer.py", "exec"), {{"__name__": "__main__"}})
+os.write(end, word.encode())
+"""

@@ -1,0 +1,105 @@
+"""Rewards that look at the text of an answer: a final number, a pattern, a length."""
+
+import re
+from collections.abc import Sequence
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+from lmtrain.errors import UserError
+from lmtrain.rewards.base import Reward, needed
+
+_NUMBER = re.compile(r"[-+]?\$?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|[-+]?\.\d+")
+
+
+def final_number(text: str, after: str | None = None) -> Decimal | None:
+    """The last number of a text, of what follows the last `after` where that is there; None where there is none."""
+    if after is not None:
+        _, found, text = text.rpartition(after)
+        if not found:
+            return None
+    numbers = _NUMBER.findall(text)
+    try:
+        return Decimal(numbers[-1].replace(",", "").replace("$", "")) if numbers else None
+    except InvalidOperation:
+        return None
+
+
+class ExactNumber(Reward):
+    """`right` where the last number of the completion is the last of the reference, as decimals: 1,000.0 is 1000."""
+
+    def __init__(
+        self,
+        column: str = "answer",
+        after: str | None = None,
+        reference_after: str | None = None,
+        right: float = 1.0,
+        wrong: float = 0.0,
+    ) -> None:
+        """
+        Args:
+            column: holds the reference, a number or a text that ends with one.
+            after: only what follows the last of these in a completion counts, "####" say; None: all of it.
+            reference_after: the same for the reference.
+        """
+        self.column, self.after, self.reference_after = column, after, reference_after
+        self.right, self.wrong = right, wrong
+
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]) -> list[float]:
+        found = []
+        for completion, reference in zip(completions, needed(columns, self.column, "ExactNumber"), strict=True):
+            wanted = final_number(str(reference), self.reference_after)
+            if wanted is None:
+                raise ValueError(f"the column {self.column} holds no number: {str(reference)[:80]!r}")
+            found.append(self.right if final_number(completion, self.after) == wanted else self.wrong)
+        return found
+
+
+class Equal(Reward):
+    """`right` where the completion is the reference, but for white space around both."""
+
+    def __init__(self, column: str = "answer", right: float = 1.0, wrong: float = 0.0) -> None:
+        self.column, self.right, self.wrong = column, right, wrong
+
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]) -> list[float]:
+        pairs = zip(completions, needed(columns, self.column, "Equal"), strict=True)
+        return [self.right if completion.strip() == str(wanted).strip() else self.wrong for completion, wanted in pairs]
+
+
+class Regex(Reward):
+    """`right` where a pattern is found, and with `whole` where all of the completion is it."""
+
+    def __init__(self, pattern: str, whole: bool = True, right: float = 1.0, wrong: float = 0.0) -> None:
+        """
+        Args:
+            pattern: of Python's re, in which `.` also stands for an end of line.
+            whole: whether the completion has to be it from its first character to its last.
+        """
+        try:
+            self.pattern = re.compile(pattern, re.DOTALL)
+        except re.error as error:
+            raise UserError(f"reward: {pattern!r} is no regular expression: {error}") from None
+        self.whole, self.right, self.wrong = whole, right, wrong
+
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]) -> list[float]:
+        looked = self.pattern.fullmatch if self.whole else self.pattern.search
+        return [self.right if looked(completion) else self.wrong for completion in completions]
+
+
+class TaggedFormat(Regex):
+    """Thoughts between one pair of tags, then the answer between another, and nothing else (DeepSeek-R1's format)."""
+
+    def __init__(self, thought: str = "think", answer: str = "answer", right: float = 1.0, wrong: float = 0.0) -> None:
+        t, a = re.escape(thought), re.escape(answer)
+        inside = r"(?:(?!</?(?:" + t + "|" + a + r")>).)*"
+        super().__init__(rf"\s*<{t}>{inside}</{t}>\s*<{a}>{inside}</{a}>\s*", True, right, wrong)
+
+
+class LengthPenalty(Reward):
+    """-1 for each token beyond `most`, over `scale`; with `least` also for those missing below it."""
+
+    def __init__(self, most: int, least: int = 0, scale: float = 100.0) -> None:
+        self.most, self.least, self.scale = most, least, scale
+
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]) -> list[float]:
+        lengths = [len(ids) for ids in needed(columns, "completion_ids", "LengthPenalty")]
+        return [-(max(0, n - self.most) + max(0, self.least - n)) / self.scale for n in lengths]

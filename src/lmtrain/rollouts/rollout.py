@@ -1,0 +1,223 @@
+"""A rollout: the completions of some prompts with their rewards and advantages, and the tensors that are trained on."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lmtrain.data.examples.pair_rows import lay_answers, pad_answers
+from lmtrain.data.examples.prompt_rows import PROMPT, PromptRow
+from lmtrain.data.order import mix64
+from lmtrain.losses.policy import Variant, advantages, deviation, overlong_penalty
+from lmtrain.rewards.scoring import Scorer
+from lmtrain.rollouts.engine import Engine, Request, SampledText, Sampling
+
+_ROLLOUT = 0x726F6C6C  # sets the seeds of completions apart from all others
+
+
+@dataclass
+class Group:
+    """A prompt with its G completions."""
+
+    prompt: PromptRow
+    completions: list[SampledText]
+    texts: list[str]
+    parts: dict[str, list[float]]  # rewards by name; NaN where one failed or said nothing
+    rewards: Tensor  # fp64 [G], the weighted sum with the overlong punishment; NaN where a part failed
+    penalties: list[float]  # of overlong completions
+    advantages: Tensor  # fp64 [G]
+    resampled: int = 0  # how often another prompt took its place
+    old: list[list[float]] | None = None  # log-probabilities by the trainer's forward, where weights change meanwhile
+
+    @property
+    def has_signal(self) -> bool:
+        return bool((self.advantages != 0).any())
+
+
+@dataclass
+class Maker:
+    """Makes groups of prompts: samples, scores, compares."""
+
+    engine: Engine
+    sampling: Sampling
+    scorer: Scorer
+    tokenizer: Any
+    variant: Variant
+    group_size: int
+    overlong_buffer: int
+    columns: Mapping[str, str]  # data.columns, by which the prompt's column is found
+    seed: int
+
+    def groups(self, step: int, prompts: Sequence[PromptRow], attempt: int = 0) -> tuple[list[Group], dict[str, int]]:
+        """The groups of prompts of a step, and how often which failure of a reward was seen.
+
+        attempt: 0 for the step's own prompts; more for those that took the place of groups without signal.
+        """
+        requests = [
+            Request(p.ids, mix64(_ROLLOUT, self.seed, step, p.epoch, p.row, sample, attempt))
+            for p in prompts for sample in range(self.group_size)
+        ]  # fmt: skip
+        completions = self.engine.generate(requests, self.sampling)
+        texts = self.tokenizer.batch_decode([c.ids for c in completions], skip_special_tokens=True)
+        rows = [p.columns for p in prompts for _ in range(self.group_size)]
+        scores = self.scorer([self._prompt(row) for row in rows], texts, self._columns(rows, completions))
+        lengths = torch.tensor([len(c.ids) for c in completions])
+        penalties = overlong_penalty(lengths, self.sampling.max_new_tokens, self.overlong_buffer)
+        totals = (torch.tensor(scores.total, dtype=torch.float64) + penalties).view(-1, self.group_size)
+        compared, found, size = advantages(totals, self.variant), [], self.group_size
+        for i, prompt in enumerate(prompts):
+            own = slice(i * size, (i + 1) * size)
+            parts = {name: values[own] for name, values in scores.parts.items()}
+            found.append(Group(prompt, completions[own], texts[own], parts, totals[i], penalties[own].tolist(),
+                               compared[i], attempt))  # fmt: skip
+        return found, scores.reasons
+
+    def _prompt(self, row: Mapping[str, Any]) -> Any:
+        return row[_prompt_column(tuple(row), tuple(self.columns.items()))]
+
+    def _columns(self, rows: Sequence[Mapping[str, Any]], completions: Sequence[SampledText]) -> dict[str, list[Any]]:
+        prompt = {_prompt_column(tuple(row), tuple(self.columns.items())) for row in rows}
+        names = dict.fromkeys(name for row in rows for name in row if name not in prompt)
+        found: dict[str, list[Any]] = {name: [row.get(name) for row in rows] for name in names}
+        return {
+            **found,
+            "completion_ids": [c.ids for c in completions],
+            "cut_off": [not c.ended for c in completions],
+        }
+
+
+def _prompt_column(names: tuple[str, ...], renamed: tuple[tuple[str, str], ...]) -> str:
+    columns = dict(renamed)
+    if columns.get("prompt") in names:
+        return columns["prompt"]
+    return next(name for name in PROMPT.split("|") if name in names)
+
+
+def tensors_of(groups: Sequence[Group], *, padded: bool, mask_cut_off: bool) -> dict[str, Tensor]:
+    """What is trained on of some groups, A completions with their prompts laid out as `lay_answers` does.
+
+    Args:
+        padded: each completion is a row of its own, for models that can't keep several in a row apart.
+        mask_cut_off: completions that were cut off weigh nothing.
+
+    Returns:
+        input_ids, position_ids, cu_seqlens, scored, before, answer and lengths as of `PairRows.read`; of the C tokens
+        sampler fp64 bits as int64 [C], the sampler's log-probabilities; of completions advantages and entropy, the
+        same [A], as are rewards; weight int64 [A]; place int64 [A], the number of the completion, group after group;
+        sampled int64 []: A, 0 where there are none and one of two tokens stands for them.
+    """
+    if not groups:
+        batch = lay_answers([(np.zeros(2, dtype=np.int64), np.array([False, True]))], [0])
+        blank = _bits([0.0])
+        batch |= {"sampler": blank, "advantages": blank, "entropy": blank, "rewards": blank}
+        batch |= {"weight": torch.zeros(1, dtype=torch.int64), "place": torch.zeros(1, dtype=torch.int64)}
+        if padded:
+            pad_answers(batch)
+        return {**batch, "sampled": torch.tensor(0)}
+    each = _laid(groups)
+    answers = []
+    for group, i in each:
+        prompt, ids = group.prompt.ids, group.completions[i].ids
+        scored = np.arange(len(prompt) + len(ids)) >= len(prompt)
+        answers.append((np.array([*prompt, *ids], dtype=np.int64), scored))
+    batch = lay_answers(answers, [0] * len(answers))
+    if padded:
+        pad_answers(batch)
+    if all(group.old is not None for group in groups):
+        batch["old"] = _bits([p for group, i in each for p in group.old[i]])  # type: ignore[index]
+    size, number = len(groups[0].completions), {id(group): i for i, group in enumerate(groups)}
+    weights = [int(group.completions[i].ended or not mask_cut_off) for group, i in each]
+    return {
+        **batch,
+        "sampler": _bits([p for group, i in each for p in group.completions[i].log_probs]),
+        "advantages": _bits([float(group.advantages[i]) for group, i in each]),
+        "entropy": _bits([group.completions[i].entropy for group, i in each]),
+        "rewards": _bits([float(group.rewards[i]) for group, i in each]),
+        "weight": torch.tensor(weights),
+        "place": torch.tensor([number[id(group)] * size + i for group, i in each]),
+        "sampled": torch.tensor(len(each)),
+    }
+
+
+def _laid(groups: Sequence[Group]) -> list[tuple[Group, int]]:
+    """The completions of some groups in the order of a micro-batch: by length, so that attention over documents one by
+    one has long runs of one shape."""
+    each = [(group, i) for group in groups for i in range(len(group.completions))]
+    return sorted(each, key=lambda at: len(at[0].prompt.ids) + len(at[0].completions[at[1]].ids))
+
+
+def keep_old(groups: Sequence[Group], log_probs: Tensor) -> None:
+    """Keeps the trainer's log-probabilities [C] of a micro-batch of these groups."""
+    values, at = log_probs.tolist(), 0
+    for group in groups:
+        group.old = [[] for _ in group.completions]
+    for group, i in _laid(groups):
+        assert group.old is not None
+        count = len(group.completions[i].ids)
+        group.old[i] = values[at : at + count]
+        at += count
+
+
+def _bits(values: Sequence[float]) -> Tensor:
+    """fp64 as int64: what is floating-point in a batch is rounded to the model's dtype on its way to the device."""
+    return torch.tensor(list(values), dtype=torch.float64).view(torch.int64)
+
+
+def report_of(groups: Sequence[Group], names: Sequence[str]) -> dict[str, float]:
+    """Sums over the completions of some groups, of what the record says of a rollout.
+
+    Args:
+        names: of the rewards of a sum.
+    """
+    sums = dict.fromkeys([*REPORTED, *(f"reward/{n}" for n in names), *(f"scored/{n}" for n in names)], 0.0)
+    for group in groups:
+        size = len(group.completions)
+        known = group.rewards[~group.rewards.isnan()]
+        sums["reward"] += float(known.sum())
+        sums["scored"] += len(known)
+        sums["reward_failures"] += size - len(known)
+        sums["reward_spread"] += size * float(deviation(group.rewards[None]))
+        sums["advantage_spread"] += size * float(group.advantages.std(correction=0))
+        sums["groups_without_signal"] += size * (not group.has_signal)
+        sums["resampled"] += size * group.resampled
+        sums["overlong_penalty"] += sum(group.penalties)
+        sums["response_length"] += sum(len(c.ids) for c in group.completions)
+        sums["cut_off"] += sum(not c.ended for c in group.completions)
+        for name in names:
+            finite = [v for v in group.parts[name] if v == v]
+            sums[f"reward/{name}"] += sum(finite)
+            sums[f"scored/{name}"] += len(finite)
+    return sums
+
+
+REPORTED = ("reward", "scored", "reward_failures", "reward_spread", "advantage_spread", "groups_without_signal",
+            "resampled", "overlong_penalty", "response_length", "cut_off")  # fmt: skip
+
+
+def pack_groups(groups: Sequence[Group]) -> dict[str, Any]:
+    """Groups as plain containers, which a checkpoint may hold."""
+    return {
+        "prompts": [tuple(group.prompt) for group in groups],
+        "completions": [[tuple(c) for c in group.completions] for group in groups],
+        "texts": [group.texts for group in groups],
+        "parts": [group.parts for group in groups],
+        "rewards": [group.rewards for group in groups],
+        "penalties": [group.penalties for group in groups],
+        "advantages": [group.advantages for group in groups],
+        "resampled": [group.resampled for group in groups],
+        "old": [group.old for group in groups],
+    }
+
+
+def unpack_groups(packed: Mapping[str, Any]) -> list[Group]:
+    """What `pack_groups` was given."""
+    return [
+        Group(PromptRow(*prompt), [SampledText(*c) for c in completions], *rest)
+        for prompt, completions, *rest in zip(*(packed[name] for name in _FIELDS), strict=True)
+    ]
+
+
+_FIELDS = ("prompts", "completions", "texts", "parts", "rewards", "penalties", "advantages", "resampled", "old")

@@ -1,0 +1,46 @@
+"""How much of the validation text the training text holds: equal to looking each piece up, and said in the plan."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from inprocess import run
+from lmtrain.data.store.bins import open_bins
+from lmtrain.data.text.leakage import share_seen
+from support import TINY
+
+LENGTH = 20
+
+
+@pytest.mark.parametrize("at_once", [1 << 20, 137])
+def test_share_seen_is_that_of_looking_each_piece_up(
+    at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmtrain.data.text.leakage._AT_ONCE", at_once)
+    draw = np.random.default_rng(0)
+    train, val = (draw.integers(0, 50, n).astype(np.uint16) for n in (3000, 1000))
+    val[300:420] = train[1001:1121]
+    val[500:560] = val[300:360]  # pieces that are equal count each
+    train.tofile(tmp_path / "train.bin")
+    val.tofile(tmp_path / "val.bin")
+    shards = [open_bins(tmp_path, split).shards for split in ("train", "val")]
+    known = {tuple(train[i : i + LENGTH]) for i in range(len(train) - LENGTH + 1)}
+    whole = [tuple(val[i : i + LENGTH]) for i in range(0, len(val), LENGTH)]
+    by_hand = sum(piece in known for piece in whole) / len(whole)
+    # A part begins where the one before ended, so pieces that follow one another are those of the whole or shifted.
+    found = share_seen(*shards, LENGTH)
+    assert found == by_hand if at_once > 1000 else abs(found - by_hand) < 0.08
+    assert by_hand > 0.1
+
+
+def test_the_plan_says_it(tmp_path: Path) -> None:
+    lines = [f"line {n} of a text: {n * 7919 % 1000} and {n * 104729 % 10000} are its numbers\n" for n in range(400)]
+    (tmp_path / "train.txt").write_text("".join(lines))
+    (tmp_path / "val.txt").write_text("".join(lines[100:150]) + "".join(f"new words {n * 31337}\n" for n in range(300)))
+    paths = ["data=text", f"data.path={tmp_path}/train.txt", f"data.val_path={tmp_path}/val.txt"]
+    done = run("train", *TINY, *paths, f"run.dir={tmp_path}/run", "trainer.max_steps=1")
+    assert done.code == 0, done.err
+    assert "of it stands in the training text word for word (100 bytes or more)" in " ".join(
+        done.out.replace("│", " ").split()
+    )

@@ -1,0 +1,81 @@
+"""What lmtrain wrote at commit 69cd62e (22 November 2026) is read today: a checkpoint, an export and a data cache.
+
+`earlier/` is the folder in which that commit's code ran three steps of the command in run/summary.json; losses.json
+holds what the same code logged when it went on to six. Only paths were made relative, and the two files of the
+checkpoint are kept as JSON and safetensors, from which they are made again: git shows what changes, and nothing here is
+a pickle.
+"""
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from inprocess import run, snapshot
+from support import rows
+
+EARLIER = Path(__file__).parent / "earlier"
+
+
+def restored(content: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    """The object of a checkpoint's file: dicts are written as pairs, tensors by their names."""
+    if isinstance(content, list):
+        return [restored(inner, tensors) for inner in content]
+    if not isinstance(content, dict):
+        return content
+    if "tensor" in content:
+        return tensors[content["tensor"]]
+    if "tuple" in content:
+        return tuple(restored(content["tuple"], tensors))
+    return {restored(key, tensors): restored(value, tensors) for key, value in content["pairs"]}
+
+
+def make_checkpoint(folder: Path) -> None:
+    """Makes model.pt and trainer.pt, and puts their sizes and checksums into the manifest."""
+    tensors = load_file(folder / "tensors.safetensors")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["sha256"]
+    for name in ("model", "trainer"):
+        file = folder / f"{name}.pt"
+        torch.save(restored(json.loads((folder / f"{name}.json").read_text()), tensors), file)
+        content = file.read_bytes()
+        manifest["files"][file.name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        (folder / f"{name}.json").unlink()
+    (folder / "tensors.safetensors").unlink()
+    manifest["sha256"] = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "earlier"
+    shutil.copytree(EARLIER, folder)
+    make_checkpoint(folder / "run" / "checkpoints" / "step_00000003")
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def test_a_run_goes_on_as_it_would_have_gone_on_then(here: Path) -> None:
+    cache, expected = snapshot(here / "cache"), json.loads((here / "losses.json").read_text())
+    command = json.loads((here / "run" / "summary.json").read_text())["command"].split()[3:]
+    ended = run("train", *command, "trainer.max_steps=6", "run.resume=auto")
+    assert ended.code == 0, ended.err
+    logged = rows(here / "run" / "metrics.jsonl")
+    for which in ("train", "val"):
+        losses = [row[f"{which}/loss"] for row in logged if f"{which}/loss" in row]
+        assert losses == pytest.approx(expected[which], abs=1e-5)
+    new = {name for name in snapshot(here / "cache") if not name.startswith(".locks")}
+    assert new == set(cache), "the data were prepared again"
+
+
+def test_an_export_is_read(here: Path) -> None:
+    where = ["data=text", "data.val_path=data", "data.path=null", "data.seq_len=32", "trainer.precision=32-true"]
+    ended = run("evaluate", "run_dir=export", *where, "trainer.accelerator=cpu", "evaluate.name=now")
+    assert ended.code == 0, ended.err
+    found = json.loads((here / "outputs" / "evaluations" / "now.json").read_text())["scores"]
+    assert found["loss"] == pytest.approx(5.707926836325016, abs=1e-5)  # what `lmtrain.evaluate` said then

@@ -1,0 +1,33 @@
+"""Rewards with mistakes in them."""
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from lmtrain.rewards.base import Reward
+
+
+class Text(Reward):
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]) -> Any:
+        return ["good"] * len(completions)
+
+
+class Few(Reward):
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]) -> Any:
+        return [1.0]
+
+
+class Raises(Reward):
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]) -> Any:
+        raise ZeroDivisionError("oh dear")
+
+
+class Sleeps(Reward):
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]) -> Any:
+        time.sleep(600)
+
+
+class NaNs(Reward):
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]) -> Any:
+        return [math.nan if i == 1 else 0.5 for i in range(len(completions))]

@@ -1,0 +1,97 @@
+"""Distillation runs: on the data and on the student's own answers; a teacher that can't be compared with."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from inprocess import Ended, run
+from support import REPO, Run, rows
+from tiny_pretrained import save_pretrained
+
+DISTILL = [
+    "objective=distill", "data=chat_jsonl", "data.chat_template=zephyr", "data.packing=off", "data.val_fraction=0",
+    "data.seq_len=128", "data.global_batch_size=8", "data.micro_batch_size=4", "model=pretrained", "schedule=constant",
+    "schedule.warmup_steps=0", "optimizer.lr=3e-3", "optimizer.weight_decay=0", "trainer.precision=32-true",
+    "trainer.max_steps=12", "trainer.log_every_n_steps=1", "logger=none", "export.enabled=false",
+    "report.enabled=false", "run.resume=none", "objective.max_new_tokens=12",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Questions and answers; a student, and a teacher a little away from it."""
+    path = tmp_path_factory.mktemp("distill")
+    student = save_pretrained(path / "student", max_position_embeddings=128)
+    teacher = AutoModelForCausalLM.from_pretrained(student)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for p in teacher.parameters():
+            p += 0.03 * torch.randn_like(p)
+    teacher.save_pretrained(path / "teacher")
+    AutoTokenizer.from_pretrained(student).save_pretrained(path / "teacher")
+    turns = ([{"role": "user", "content": f"and {i}?"}, {"role": "assistant", "content": f"{i} it is" * (1 + i % 3)}]
+             for i in range(32))  # fmt: skip
+    (path / "chats.jsonl").write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in turns))
+    return path
+
+
+def distill(folder: Path, run_dir: Path, *argv: str) -> Ended:
+    return run("train", *DISTILL, f"data.path={folder / 'chats.jsonl'}", f"model.name_or_path={folder / 'student'}",
+               f"objective.teacher={folder / 'teacher'}", f"run.dir={run_dir}", *argv)  # fmt: skip
+
+
+def losses(run_dir: Path) -> list[dict[str, float]]:
+    return [row for row in rows(run_dir / "metrics.jsonl") if "train/loss" in row]
+
+
+def test_the_student_comes_nearer_on_its_own_answers(folder: Path, tmp_path: Path) -> None:
+    """Reverse KL; half of the steps on the data; any split is one run."""
+    found = {}
+    for micro in (4, 2):
+        ended = distill(folder, tmp_path / str(micro), "objective.beta=1", "objective.on_policy=0.5",
+                        f"data.micro_batch_size={micro}")  # fmt: skip
+        assert ended.code == 0, ended.err
+        found[micro] = losses(tmp_path / str(micro))
+    shares = [row["train/on_policy"] for row in found[4]]
+    assert {round(share, 6) for share in shares} == {0.0, 1.0}
+    for whole, split in zip(found[4], found[2], strict=True):
+        assert whole["train/loss"] == pytest.approx(split["train/loss"], rel=1e-4)
+        assert whole["grad_norm"] == pytest.approx(split["grad_norm"], rel=1e-3)
+    own = [row["train/loss"] for row in found[4] if row["train/on_policy"]]
+    assert own[-1] < 0.8 * own[0]
+
+
+@pytest.mark.slow
+def test_two_ranks_learn_what_one_does(folder: Path, tmp_path: Path, lmtrain: Run) -> None:
+    """Loss and gradients of steps on the data and on the student's own answers, whichever rank writes them."""
+    given = [*DISTILL, f"data.path={folder / 'chats.jsonl'}", f"model.name_or_path={folder / 'student'}",
+             f"objective.teacher={folder / 'teacher'}", "objective.on_policy=0.5", "objective.beta=0.5",
+             "trainer.max_steps=4", "trainer.accelerator=cpu", "data.micro_batch_size=2"]  # fmt: skip
+    for devices in (1, 2):
+        done = lmtrain("train", *given, f"trainer.devices={devices}", f"run.dir={tmp_path / str(devices)}",
+                       env={"PYTHONPATH": str(REPO / "src")})  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    one, two = losses(tmp_path / "1"), losses(tmp_path / "2")
+    assert len(one) == len(two) == 4
+    assert {row["train/on_policy"] for row in one} == {0.0, 1.0}
+    for ours, theirs in zip(one, two, strict=True):
+        slack = 1e-6 if ours["step"] == 1 else 2e-5  # AdamW's first updates divide by gradients near 0
+        for key in ("train/loss", "train/on_policy", "grad_norm"):
+            assert ours[key] == pytest.approx(theirs[key], rel=slack, abs=slack), (ours["step"], key)
+
+
+def test_a_teacher_with_another_tokenizer_is_refused(folder: Path, tmp_path: Path) -> None:
+    other = AutoTokenizer.from_pretrained(folder / "student")
+    other.add_tokens(["<|more|>"])
+    teacher = tmp_path / "other"
+    AutoModelForCausalLM.from_pretrained(folder / "teacher").save_pretrained(teacher)
+    other.save_pretrained(teacher)
+    ended = distill(folder, tmp_path / "run", f"objective.teacher={teacher}")
+    assert ended.code == 2
+    assert "has another tokenizer" in ended.err
+    ended = distill(folder, tmp_path / "run", "objective.on_policy=1", "data.packing=greedy")
+    assert ended.code == 2
+    assert "set data.packing=off" in ended.err

@@ -1,0 +1,216 @@
+"""Learning from rewards: what a record says against a plain loop over the rollouts; input that can't be trained on."""
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pyarrow import parquet
+
+from inprocess import Ended, run
+from lmtrain.callbacks.metrics import without_times
+from lmtrain.callbacks.rollouts import shown_prompt
+from lmtrain.data.examples.prompt_rows import PromptRow
+from lmtrain.rollouts.rollout import Group
+from support import REPO, Run, rows
+from tiny_pretrained import save_pretrained
+
+GRPO = [
+    "objective=grpo", "data.val_fraction=0.2", "data.seq_len=64", "data.global_batch_size=4", "data.micro_batch_size=2",
+    "model=pretrained", "optimizer.lr=1e-2", "objective.group_size=3", "objective.max_new_tokens=6",
+    "trainer.precision=32-true", "trainer.max_steps=2", "trainer.log_every_n_steps=1", "trainer.val_check_interval=2",
+    "logger=none", "export.enabled=false", "report.enabled=false", "run.resume=none",
+]  # fmt: skip
+LETTERS = ["reward=regex", "reward.whole=false", "reward.pattern='[a-p]'"]
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    path.write_text(
+        "".join(json.dumps({"prompt": f"{'So, ' * (i % 3)}say {i}", "answer": i}) + "\n" for i in range(20))
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_pretrained(tmp_path_factory.mktemp("llama"))
+
+
+def grpo(prompts: Path, model: Path, run_dir: Path, *argv: str) -> Ended:
+    return run("train", *GRPO, f"data.path={prompts}", f"model.name_or_path={model}", f"run.dir={run_dir}", *argv)
+
+
+def test_a_record_is_what_a_plain_loop_counts(prompts: Path, llama: Path, tmp_path: Path) -> None:
+    """Rewards by part and in sum, spreads, lengths, groups without signal and the sampler's log-probabilities."""
+    parts = (
+        "+reward.parts={letter: {_target_: lmtrain.rewards.text.Regex, pattern: '[a-p]', whole: false, weight: 2}, "
+        "short: {_target_: lmtrain.rewards.text.LengthPenalty, most: 4, scale: 10}}"
+    )
+    ended = grpo(prompts, llama, tmp_path / "run", "reward=sum", parts, "objective.keep_rollouts=true")
+    assert ended.code == 0, ended.err
+    records = [row for row in rows(tmp_path / "run" / "metrics.jsonl") if "train/loss" in row]
+    assert len(records) == 2
+    for record in records:
+        table = parquet.read_table(
+            tmp_path / "run" / "rollouts" / f"step_{record['step']:08d}_rank0.parquet"
+        ).to_pylist()
+        assert len(table) == 12
+        groups: dict[Any, list[dict[str, Any]]] = {}
+        for row in table:
+            letter = 1.0 if any("a" <= c <= "p" for c in row["text"]) else 0.0
+            short = -max(0, len(row["completion_ids"]) - 4) / 10
+            assert (row["reward_letter"], row["reward_short"]) == (letter, pytest.approx(short))
+            assert row["reward"] == pytest.approx(2 * letter + short)
+            groups.setdefault((row["epoch"], row["row"]), []).append(row)
+        spreads, idle, spread_of_advantages = [], 0, []
+        for group in groups.values():
+            assert [row["sample"] for row in group] == [0, 1, 2]
+            rewards = [row["reward"] for row in group]
+            mean = sum(rewards) / 3
+            std = math.sqrt(sum((r - mean) ** 2 for r in rewards) / 2)
+            spreads.append(std)
+            expected = [(r - mean) / (std + 1e-4) for r in rewards]
+            assert [row["advantage"] for row in group] == pytest.approx(expected, abs=1e-9)
+            spread_of_advantages.append(math.sqrt(sum(a * a for a in expected) / 3))
+            idle += all(abs(a) < 1e-12 for a in expected)
+        lengths = [len(row["completion_ids"]) for row in table]
+        counted = {
+            "reward": sum(row["reward"] for row in table) / 12,
+            "reward/letter": sum(row["reward_letter"] for row in table) / 12,
+            "reward/short": sum(row["reward_short"] for row in table) / 12,
+            "reward_spread": sum(spreads) / 4,
+            "advantage_spread": sum(spread_of_advantages) / 4,
+            "groups_without_signal": idle / 4,
+            "response_length": sum(lengths) / 12,
+            "cut_off": sum(not row["ended"] for row in table) / 12,
+            "logps/sampler": sum(sum(row["sampler_log_probs"]) for row in table) / sum(lengths),
+            "reward_failures": 0.0,
+            "overlong_penalty": 0.0,
+            "resampled": 0.0,
+        }
+        for name, value in counted.items():
+            assert record[f"train/{name}"] == pytest.approx(value, abs=1e-9), name
+        assert record["train/sampler_difference"] < 1e-5
+        assert 0 < record["train/entropy"] < math.log(300)
+        read = sum(len(row["prompt_ids"]) + len(row["completion_ids"]) for row in table)
+        assert record["tokens_seen"] - (records[0]["tokens_seen"] if record["step"] == 2 else 0) == read
+    validated = next(row for row in rows(tmp_path / "run" / "metrics.jsonl") if "val/loss" in row)
+    assert validated["val/loss"] == -validated["val/reward"]
+    shown = [row for row in rows(tmp_path / "run" / "samples.jsonl") if "reward" in row]
+    assert [row["which"] for row in shown] == ["best", "worst", "random"] * 2
+    assert all(shown[i]["reward"] >= shown[i + 1]["reward"] for i in (0, 3))
+
+
+def test_any_split_is_one_run(prompts: Path, llama: Path, tmp_path: Path) -> None:
+    """Micro-batches of one and of four prompts, completions written two at a time and all at once."""
+    for name, argv in {"a": ["data.micro_batch_size=1", "objective.rollout_batch_size=2"],
+                       "b": ["data.micro_batch_size=4", "objective.rollout_batch_size=64"]}.items():  # fmt: skip
+        ended = grpo(prompts, llama, tmp_path / name, *LETTERS, "objective.loss=dapo", *argv)
+        assert ended.code == 0, ended.err
+    compare_runs(tmp_path / "a", tmp_path / "b")
+
+
+@pytest.mark.slow
+def test_two_ranks_sample_what_one_does(prompts: Path, llama: Path, tmp_path: Path, lmtrain: Run) -> None:
+    for name, argv in {"one": [], "ddp": ["trainer.devices=2"],
+                       "fsdp": ["trainer.devices=2", "trainer.strategy=fsdp"]}.items():  # fmt: skip
+        done = lmtrain("train", *GRPO, *LETTERS, f"data.path={prompts}", f"model.name_or_path={llama}",
+                       f"run.dir={tmp_path / name}", "trainer.accelerator=cpu", "objective.updates_per_rollout=2",
+                       "objective.kl_coef=0.1", *argv, env={"PYTHONPATH": str(REPO / "src")})  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    compare_runs(tmp_path / "one", tmp_path / "ddp")
+    compare_runs(tmp_path / "one", tmp_path / "fsdp")
+
+
+def compare_runs(one: Path, other: Path) -> None:
+    """The same samples, so the same rewards; all other numbers to rounding."""
+    pairs = zip(
+        *([without_times(row) for row in rows(folder / "metrics.jsonl")] for folder in (one, other)), strict=True
+    )
+    for ours, theirs in pairs:
+        assert ours.keys() == theirs.keys()
+        for key in (k for k in ours if k.startswith(("train/", "val/", "grad"))):
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-4, abs=2e-6), (ours["step"], key)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["reward=none"], "learns from rewards, and there is none"),
+        ([*LETTERS, "objective.group_size=1"], "objective.group_size=1: objective.loss=grpo compares"),
+        ([*LETTERS, "objective.max_new_tokens=60"], r"a prompt has 14 tokens, and the model's 64 positions"),
+        ([*LETTERS, "data=prompts_jsonl", "data.max_prompt_length=3", "data.on_too_long=raise"],
+         "the prompt has 5 tokens"),
+        ([*LETTERS, "objective.engine=vllm"], r"pip install 'lmtrain\[vllm\]'"),
+        ([*LETTERS, "objective.stop_tokens=[ab]"], "writes 'ab' as 2 tokens"),
+        (["reward=exact_number", "reward.column=solution"], "reads the column solution, and the rows have answer"),
+        (["reward=custom", "reward._target_=odd_rewards.Text", "run.allow_target=[odd_rewards]"], "a number is needed"),
+        (["reward=custom", "reward._target_=odd_rewards.Few", "run.allow_target=[odd_rewards]"],
+         "returned 1 values for 12 completions"),
+        (["reward=custom", "reward._target_=odd_rewards.Raises", "run.allow_target=[odd_rewards]"],
+         "no completion could be scored: reward raised ZeroDivisionError: oh dear"),
+        (["reward=custom", "reward._target_=odd_rewards.Sleeps", "run.allow_target=[odd_rewards]",
+          "objective.reward_timeout=0.2"], r"took longer than objective.reward_timeout=0.2 s"),
+        ([*LETTERS, "data=prompts_jsonl", "data.chat_template={template}"],
+         "the chat template writes nothing that asks for an answer"),
+        ([*LETTERS, "trainer.strategy=deepspeed"], "set trainer.strategy=ddp or fsdp"),
+        ([*LETTERS, "objective.loss=rloo", "objective.kl_coef=0.1"], "objective.kl_estimator=k1"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_trained_on_is_said_once(
+    argv: list[str], words: str, prompts: Path, llama: Path, tmp_path: Path
+) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}\n{% endfor %}")
+    ended = grpo(prompts, llama, tmp_path / "run", *(word.format(template=template) for word in argv))
+    assert ended.code in (1, 2), ended.err
+    assert ended.err.count("error: ") == 1
+    assert re.search(words, ended.err), ended.err
+
+
+def test_rewards_that_fail_for_some_are_counted_and_steps_without_signal_are_said(
+    prompts: Path, llama: Path, tmp_path: Path
+) -> None:
+    ended = grpo(prompts, llama, tmp_path / "run", "reward=custom", "reward._target_=odd_rewards.NaNs",
+                 "run.allow_target=[odd_rewards]", "objective.warn_after_steps=2")  # fmt: skip
+    assert ended.code == 0, ended.err
+    records = [row for row in rows(tmp_path / "run" / "metrics.jsonl") if "train/loss" in row]
+    assert [row["train/reward_failures"] for row in records] == [1 / 12, 1 / 12]
+    assert [row["train/groups_without_signal"] for row in records] == [1.0, 1.0]
+    assert ended.out.count("the reward reward returned nan (1 completions)") == 1
+    assert ended.out.count("nothing is learned. Where they are low the task is too hard") == 1
+
+
+def test_groups_without_signal_are_replaced(prompts: Path, llama: Path, tmp_path: Path) -> None:
+    ended = grpo(prompts, llama, tmp_path / "run", *LETTERS, "objective.loss=dapo", "objective.keep_rollouts=true")
+    assert ended.code == 0, ended.err
+    tables = [parquet.read_table(file).to_pylist() for file in sorted((tmp_path / "run" / "rollouts").iterdir())]
+    records = [row for row in rows(tmp_path / "run" / "metrics.jsonl") if "train/loss" in row]
+    for table, record in zip(tables, records, strict=True):
+        assert record["train/resampled"] == pytest.approx(sum(row["resampled"] for row in table) / len(table))
+    assert any(row["resampled"] for table in tables for row in table)
+
+
+@pytest.mark.parametrize(("role", "content"), [("role", "content"), ("from", "value")])
+def test_of_messages_the_question_is_shown_and_not_the_answer_of_the_data(role: str, content: str) -> None:
+    said = [("user", "a?"), ("assistant", "b"), ("user", "and c?"), ("assistant", "d")]
+    messages = [{role: who, content: text} for who, text in said]
+    prompt = PromptRow(0, 0, [1], {"messages": messages})
+    group = Group(prompt, [], [], {}, torch.zeros(0), [], torch.zeros(0))
+    assert shown_prompt(group) == "and c?"
+
+
+def test_a_run_made_longer_in_the_middle_of_its_last_rollout_goes_on(
+    prompts: Path, llama: Path, tmp_path: Path
+) -> None:
+    for steps in (3, 6):
+        ended = grpo(prompts, llama, tmp_path / "run", *LETTERS, "objective.updates_per_rollout=2", "run.resume=auto",
+                     f"trainer.max_steps={steps}", "schedule=constant")  # fmt: skip
+        assert ended.code == 0, ended.err
+    records = [row for row in rows(tmp_path / "run" / "metrics.jsonl") if "train/loss" in row]
+    assert [row["step"] for row in records] == [1, 2, 3, 4, 5, 6]

@@ -1,0 +1,83 @@
+"""experiment=dial: its rules, the law that chooses a depth for a budget of time, and a file of text with a budget."""
+
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+
+from lmtrain.config import compose as rules
+from lmtrain.errors import UserError
+from lmtrain.models import dial
+from support import Run
+
+
+@pytest.mark.parametrize(
+    ("depth", "width", "rows", "rate", "steps"),
+    [(2, 64, 8, 8.485e-3, 960), (4, 128, 16, 6e-3, 3840), (6, 192, 24, 4.899e-3, 8640)],
+)
+def test_the_rules_set_all_else(depth: int, width: int, rows: int, rate: float, steps: int) -> None:
+    config = rules.check(rules.compose(["experiment=dial", f"model.num_hidden_layers={depth}"]))
+    model = config.model
+    assert (model.hidden_size, model.num_attention_heads) == (width, depth)  # type: ignore[attr-defined]
+    assert (config.data.global_batch_size, config.optimizer.lr, config.trainer.max_steps) == (rows, rate, steps)
+    tokens_a_weight = steps * rows * config.data.seq_len / dial.weights(depth)
+    assert tokens_a_weight == pytest.approx(20)
+
+
+def test_what_is_typed_wins_over_its_rule() -> None:
+    words = ["experiment=dial", "model.num_hidden_layers=6", "model.hidden_size=96", "optimizer.lr=0.001"]
+    config = rules.check(rules.compose(words))
+    assert (config.model.hidden_size, config.optimizer.lr) == (96, 0.001)  # type: ignore[attr-defined]
+    assert config.data.global_batch_size == 24
+
+
+def test_a_rule_that_has_no_value_is_refused() -> None:
+    with pytest.raises(UserError, match="power_law: 0 and 4 have to be above 0"):
+        rules.check(rules.compose(["experiment=dial", "model.num_hidden_layers=0"]))
+
+
+def test_tokens_that_are_seen_again_are_worth_less() -> None:
+    assert dial.worth(1e6, 1e6) == dial.worth(1e6, 2e6) == 1e6
+    # Muennighoff et al. 2023: up to four passes are nearly as good as new text, and sixteen are worth about ten.
+    assert dial.worth(4e6, 1e6) == pytest.approx(3.73e6, rel=0.01)
+    assert 9e6 < dial.worth(16e6, 1e6) < 11e6
+    assert dial.worth(1e12, 1e6) == pytest.approx(16.4e6)
+
+
+def test_more_time_and_more_text_ask_for_depth() -> None:
+    depths = [dial.best_depth(seconds, 4, 1e-4, 1e9) for seconds in (10, 60, 300, 1800, 36000)]
+    assert depths == sorted(depths)
+    assert depths[0] < depths[-1]
+    much, little = (dial.best_depth(3600, 4, 1e-4, unique) for unique in (1e9, 1e5))
+    assert little < much
+
+
+def test_a_faster_machine_is_more_time() -> None:
+    assert dial.best_depth(100, 4, 1e-5, 1e9) == dial.best_depth(1000, 4, 1e-4, 1e9)
+
+
+def test_where_it_was_measured_does_not_matter() -> None:
+    """A token at another depth takes as long as `cost` says."""
+    for depth, seconds in itertools.product((2, 6), (30, 600)):
+        there = 1e-4 * dial.cost(depth) / dial.cost(4)
+        assert dial.best_depth(seconds, depth, there, 1e9) == dial.best_depth(seconds, 4, 1e-4, 1e9)
+
+
+@pytest.mark.slow
+def test_a_file_and_minutes_are_enough(tmp_path: Path, lmtrain: Run) -> None:
+    words = ("It was a dark and stormy night; the rain fell in torrents. ", "The quick brown fox jumps. ")
+    (tmp_path / "book.txt").write_text("\n\n".join(words[i % 2] * (1 + i % 7) for i in range(800)))
+    common = ["book.txt", "budget.minutes=0.8", "run.name=book", "trainer.accelerator=cpu", "logger=none"]
+    ended = lmtrain("train", *common)
+    assert ended.returncode == 0, ended.stderr
+    assert "book.txt is plain text: experiment=dial data=text" in ended.stderr
+    chosen = re.search(r"budget.minutes=0.8 chose model.num_hidden_layers=(\d+)", ended.stderr)
+    assert chosen is not None
+    saved = rules.read(tmp_path / "outputs" / "book" / "config.yaml")
+    assert saved["model"]["num_hidden_layers"] == int(chosen[1])
+    assert saved["model"]["hidden_size"] == 32 * int(chosen[1])
+    # The same command again finds the run finished, with the depth that was chosen then.
+    again = lmtrain("train", *common)
+    assert again.returncode == 0
+    assert "nothing to do" in again.stdout

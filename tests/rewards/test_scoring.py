@@ -1,0 +1,139 @@
+"""Rewards: what they say of texts, weights, and what becomes of one that fails, takes too long or returns nonsense."""
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from lmtrain.errors import UserError
+from lmtrain.rewards.base import Reward
+from lmtrain.rewards.code import CodeTests
+from lmtrain.rewards.scoring import Part, Scorer, build_rewards
+from lmtrain.rewards.text import ExactNumber, LengthPenalty, Regex, TaggedFormat, final_number
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("so it is 1,234.50.", "1234.5"), ("$7", "7"), ("-3 or 4", "4"), ("x = -12", "-12"), ("none", None), (".5", "0.5"),
+     ("1.000.000", "0"), ("#### 18", "18")],
+)  # fmt: skip
+def test_the_final_number_of_a_text(text: str, number: str | None) -> None:
+    found = final_number(text)
+    assert (found is None) if number is None else (found == final_number(number))
+
+
+def test_rewards_of_texts() -> None:
+    exact = ExactNumber(after="####", reference_after="####")
+    assert exact([0] * 3, ["1 #### 42", "42", "#### 42.0 apples"], answer=["a #### 42", "#### 42", "#### 42"]) == [
+        1,
+        0,
+        1,
+    ]
+    with pytest.raises(ValueError, match="holds no number"):
+        exact([0], ["1"], answer=["nothing"])
+    assert Regex(r"<\d+>")([0] * 3, ["<12>", "<12> ", "12"]) == [1, 0, 0]
+    assert Regex(r"\d", whole=False, right=0.5, wrong=-1)([0] * 2, ["a1", "b"]) == [0.5, -1]
+    good = "<think>a\nb</think>\n<answer>3</answer>\n"
+    assert TaggedFormat()([0] * 3, [good, good + good, "<answer>3</answer>"]) == [1, 0, 0]
+    ids = [[1], [1] * 3, [1] * 8]
+    assert LengthPenalty(3, least=2, scale=10)([0] * 3, [""] * 3, completion_ids=ids) == [-0.1, 0, -0.5]
+    with pytest.raises(UserError, match="no regular expression"):
+        Regex("(")
+
+
+class Odd(Reward):
+    """Raises for `bad`, returns what `values` says else."""
+
+    def __init__(self, values: Any = None, sleep: float = 0.0) -> None:
+        self.values, self.sleep = values, sleep
+
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]) -> Any:
+        time.sleep(self.sleep)
+        if "bad" in completions:
+            raise ArithmeticError("no  number\nfor it")
+        return [1.0] * len(completions) if self.values is None else self.values
+
+
+def scored(reward: Reward, completions: list[str], **columns: Any) -> Any:
+    parts = [Part("odd", 2.0, reward), Part("one", 0.5, Odd())]
+    return Scorer(parts, 0.3)([0] * len(completions), completions, columns)
+
+
+def test_a_completion_that_a_reward_raises_for_is_counted_and_the_others_are_scored() -> None:
+    found = Scorer([Part("odd", 2.0, Odd())], 5)([0] * 3, ["a", "bad", "b"], {})
+    assert found.failed == [False, True, False]
+    assert found.total[0] == found.total[2] == 2.0
+    assert math.isnan(found.total[1])
+    assert found.reasons == {"odd raised ArithmeticError: no number for it": 1}
+
+
+def test_what_is_no_finite_number_is_a_failure_and_none_is_no_opinion() -> None:
+    found = scored(Odd([math.nan, None, 3, math.inf]), ["a", "b", "c", "d"])
+    assert found.failed == [True, False, False, True]
+    assert found.total[1:3] == [0.5, 6.5]
+    assert found.reasons == {"odd returned nan": 1, "odd returned inf": 1}
+
+
+def test_one_that_never_ends_is_ended() -> None:
+    started = time.monotonic()
+    found = scored(Odd(sleep=60), ["a", "b"])
+    assert time.monotonic() - started < 10
+    assert found.failed == [True, True]
+    assert list(found.reasons) == ["odd took longer than objective.reward_timeout=0.3 s"]
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [([1.0], "returned 1 values for 2 completions"), ("good", "a list with a number"),
+     (["a", "b"], "a number is needed"), (3.0, "a list with a number")],
+)  # fmt: skip
+def test_one_that_returns_something_else_is_refused(values: Any, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        scored(Odd(values), ["x", "y"])
+
+
+def test_a_column_that_no_row_has_is_named() -> None:
+    with pytest.raises(UserError, match=r"reads the column answer, and the rows have solution"):
+        scored(ExactNumber(), ["1"], solution=["1"])
+
+
+def test_what_the_config_names() -> None:
+    one = build_rewards({"_target_": "lmtrain.rewards.text.Regex", "pattern": "a", "weight": 3}, [])
+    assert [(p.name, p.weight, type(p.reward)) for p in one] == [("reward", 3.0, Regex)]
+    form = {"_target_": "lmtrain.rewards.text.TaggedFormat", "weight": 0.2}
+    parts = {"answer": {"_target_": "lmtrain.rewards.text.ExactNumber"}, "form": form}
+    assert [(p.name, p.weight) for p in build_rewards({"parts": parts}, [])] == [("answer", 1.0), ("form", 0.2)]
+    for config, words in [
+        ({}, "there is none"),
+        ({"_target_": "lmtrain.rewards.text.Regex", "pattern": "a", "weight": "much"}, "a number is needed"),
+        ({"_target_": "os.system"}, "outside the known packages"),
+        ({"_target_": "torch.nn.Linear", "in_features": 1, "out_features": 1}, "is not a Reward"),
+    ]:
+        with pytest.raises(UserError, match=words):
+            build_rewards(config, [])
+
+
+PROGRAMS = {
+    "def f(x): return 2 * x": 1,
+    "Here it is:\n```python\ndef f(x):\n    return x + x\n```\nGood?": 1,
+    "def f(x): return x": 0,
+    "import sys\nsys.exit(0)": 0,
+    "import os\nos._exit(0)": 0,
+    "x = ' ' * 10**10": 0,
+    "while True: pass": 0,
+    "import socket\nsocket.create_connection(('127.0.0.1', 9), 1)\ndef f(x): return 4": 0,
+    "import os\nos.setsid()\nif os.fork() == 0:\n    import time\n    time.sleep(60)\ndef f(x): return 4": 1,
+    "open('a', 'w').write('x' * 2**26)\ndef f(x): return 4": 0,
+}
+
+
+def test_code_is_run_with_limits() -> None:
+    """Wrong, endless, greedy and early-leaving programs are wrong answers; what they start ends with them."""
+    started = time.monotonic()
+    found = CodeTests(seconds=1, jobs=4)(
+        [0] * len(PROGRAMS), list(PROGRAMS), tests=["assert f(2) == 4"] * len(PROGRAMS)
+    )
+    assert dict(zip(PROGRAMS, found, strict=True)) == PROGRAMS
+    assert time.monotonic() - started < 30
