@@ -108,7 +108,7 @@ def test_a_neighbours_word_gets_the_one_used_here(override: str, corpus: Path, h
 def test_the_words_used_here_exist() -> None:
     """Where a neighbour's word leads to is a key, a group or an option."""
     more = (["peft=qlora"], ["objective=dpo", "data=preference"], ["objective=sft", "data=mixture"], ["tokenizer=hub"],
-            ["schedule=cosine_restarts"], ["model=llama_nano"])  # fmt: skip
+            ["schedule=cosine_restarts"], ["model=llama_nano"], ["objective=grpo", "reward=sum"])  # fmt: skip
     trees = [config.compose(argv) for argv in ([], ["logger=wandb"], ["model=pretrained"], *more)]
     for word in neighbours.NEIGHBOURS.values():
         key, equals, option = word.split(" ")[0].partition("=")

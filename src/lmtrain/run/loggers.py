@@ -90,6 +90,7 @@ class WandB(Joined, WandbLogger):
         """Opens the run, on rank 0; without a login or a network one that is kept here, to be sent later."""
         import wandb
 
+        _leave_inherited_service()
         try:
             with _hidden_command():
                 _ = self.experiment
@@ -104,6 +105,17 @@ class WandB(Joined, WandbLogger):
                 f"logger.wandb: {first_line(error).rstrip('.')}; this run is logged to {self.save_dir}/wandb, and "
                 f"`wandb sync` sends it (logger.wandb.mode=offline asks for that)"
             )
+
+
+def _leave_inherited_service() -> None:
+    """Makes W&B start a service of this process's own where WANDB_SERVICE names the one of a process that started us.
+
+    That one may still hold the ID of a run that was killed, end before this run, or write its rows after we have left.
+    Its value is VERSION-PID-KIND-ADDRESS.
+    """
+    token = os.environ.get("WANDB_SERVICE", "")
+    if token and token.split("-")[1:2] != [str(os.getpid())]:
+        del os.environ["WANDB_SERVICE"]
 
 
 @contextlib.contextmanager
