@@ -42,7 +42,7 @@ class Notes(pl.Callback):
     """Writes into the run's folder, for each rank, the config it read and what was made of it."""
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        (config,) = sys.argv[1:]  # of lmtrain.run.launch
+        config = sys.argv[1]  # of lmtrain.run.launch, before the words of trust
         found = {
             "pid": os.getpid(),
             "config": Path(config).read_text(),
