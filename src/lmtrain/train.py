@@ -15,7 +15,7 @@ def train(config: "Config") -> int:
     """Trains as `config` says; returns the exit code. Slow imports wait until the screen shows a line."""
     from lmtrain.run.start import start
 
-    if config.budget.minutes is not None:
+    if config.budget.chosen is not None:
         from lmtrain.planning import budget
 
         chosen = budget.settle(config, BEGAN)

@@ -261,8 +261,8 @@ checkpoint_dir -> model.name_or_path
 tokenizer_dir -> tokenizer.name_or_path
 model_name -> model
 initial_checkpoint_dir -> model.name_or_path
-train.max_tokens -> trainer.max_steps
-max_tokens -> trainer.max_steps
+train.max_tokens -> budget.tokens
+max_tokens -> budget.tokens
 train.epochs -> trainer.max_epochs
 train.lr_warmup_steps -> schedule.warmup_steps
 lr_warmup_steps -> schedule.warmup_steps

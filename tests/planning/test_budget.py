@@ -1,6 +1,7 @@
 """budget.minutes: the number of steps it chooses, how the clock changes it, what it gives way to, how runs go on."""
 
 import json
+import math
 import os
 import re
 import time
@@ -8,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from inprocess import message
+from inprocess import message, run
 from lmtrain.config import compose as rules
 from lmtrain.distributed import devices
 from lmtrain.errors import UserError
-from lmtrain.planning.budget import Measured, steps_within
+from lmtrain.planning.budget import Measured, settle, steps_within
 from support import TINY, rows
 
 WORDS = ["data=text", "trainer.accelerator=cpu", "trainer.val_check_interval=50", "run.name=timed"]
@@ -123,3 +124,49 @@ def test_blocks_are_compiled_on_a_cpu_where_the_run_is_long_enough(monkeypatch: 
     assert compiled("budget.minutes=30") is False
     with pytest.raises(UserError, match=r"trainer.compile=true: there is no C\+\+ compiler \(no-such-compiler\)"):
         compiled("trainer.compile=true")
+
+
+GROWING = ["data.curriculum.by=length", "data.curriculum.start_length=8", "data.curriculum.steps=40",
+           "data.batch_warmup.start_size=2", "data.batch_warmup.steps=30"]  # fmt: skip
+
+
+@pytest.mark.parametrize("growing", [[], GROWING], ids=["rows as they are", "rows and steps that grow"])
+def test_a_budget_of_tokens_is_used_up_by_the_last_step(growing: list[str], corpus: Path, tmp_path: Path) -> None:
+    words = [
+        *TINY,
+        "data=text",
+        f"data.path={corpus}",
+        "trainer.accelerator=cpu",
+        *growing,
+        "trainer.log_every_n_steps=1",
+    ]
+    done = run("train", *words, "budget.tokens=2e4", f"run.dir={tmp_path}/run", "run.resume=auto")
+    assert done.code == 0, done.err
+    seen = [row["tokens_seen"] for row in rows(tmp_path / "run" / "metrics.jsonl") if "train/loss" in row]
+    assert seen[-2] < 20_000 <= seen[-1]  # tokens that were trained on, as the run counts them
+    assert f"budget.tokens=20000 chose {len(seen)} steps" in " ".join(
+        (tmp_path / "run" / "plan.txt").read_text().split()
+    )
+    again = run("train", *words, "budget.tokens=2e4", f"run.dir={tmp_path}/run", "run.resume=auto")
+    assert "the same command with budget.tokens=40000" in again.out
+
+
+def test_a_budget_of_flops_gives_a_larger_model_fewer_tokens(corpus: Path, tmp_path: Path) -> None:
+    words = [*TINY, "data=text", f"data.path={corpus}", "trainer.accelerator=cpu", "budget.flops=2e9"]
+    for width in (32, 64):
+        done = run("train", *words, f"model.hidden_size={width}", f"run.dir={tmp_path}/{width}")
+        assert done.code == 0, done.err
+        vocabulary = json.loads((tmp_path / str(width) / "export" / "config.json").read_text())["vocab_size"]
+        # GPT-2 by hand: 2 layers of 12 width^2 + 13 width, the last norm, the tied head; 12 L width T for attention.
+        multiplied = 2 * (12 * width**2 + 13 * width) + 2 * width + vocabulary * width
+        a_token = 6 * multiplied + 12 * 2 * width * 32
+        steps = json.loads((tmp_path / str(width) / "summary.json").read_text())["step"]
+        assert steps == math.ceil(2e9 / a_token / (6 * 32))
+
+
+def test_budgets_that_count_tokens_need_rows_of_a_length_and_stand_alone() -> None:
+    with pytest.raises(UserError, match=r"budget.minutes=1 and budget.flops=2: one of them says how long"):
+        config("budget.minutes=1", "budget.flops=2")
+    chat = rules.compose([*TINY, "objective=sft", "data=chat_jsonl", "data.path=x.jsonl", "budget.tokens=1e6"])
+    with pytest.raises(UserError, match=r"budget.tokens counts rows of data.seq_len=32 tokens.*trainer.max_epochs"):
+        settle(rules.check(chat), time.time())

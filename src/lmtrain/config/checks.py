@@ -8,7 +8,7 @@ from lmtrain.config.batch import check_growth
 from lmtrain.config.constraints import choice
 from lmtrain.config.keys import check_constraints
 from lmtrain.config.options import CausalLMConfig
-from lmtrain.config.schema import Config, MemoryConfig, ScheduleConfig
+from lmtrain.config.schema import BUDGETS, Config, MemoryConfig, ScheduleConfig
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.config.strategies import check_strategy, spell_out
 from lmtrain.config.targets import check_allowed, check_names
@@ -22,6 +22,7 @@ def check_values(c: Config) -> None:
     """Raises UserError for the first value that is not among its choices, out of its range, or unsafe."""
     _check_trainer(c)
     check_constraints(c)
+    _check_budget(c)
     _check_run(c)
     _check_positions(c)
     check_growth(c)
@@ -36,6 +37,12 @@ def check_values(c: Config) -> None:
     _check_targets(c)
     check_strategy(c)
     _check_stream(c)
+
+
+def _check_budget(c: Config) -> None:
+    found = [f"budget.{name}={getattr(c.budget, name):g}" for name in BUDGETS if getattr(c.budget, name) is not None]
+    if len(found) > 1:
+        raise UserError(f"{' and '.join(found)}: one of them says how long the run is; leave the other out")
 
 
 def _check_trainer(c: Config) -> None:

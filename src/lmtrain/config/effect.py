@@ -203,7 +203,7 @@ def epochs_at_most(overrides: Sequence[str], option: str) -> list[str]:
     Args:
         option: of `data`, that reads the file.
     """
-    if set(_LENGTHS) & typed_keys(overrides).keys():
+    if {*_LENGTHS, "budget.tokens", "budget.flops"} & typed_keys(overrides).keys():
         return []
     return [f"trainer.max_epochs={EPOCHS['text' if option in set(_READ_AS.values()) else 'rows']}"]
 
@@ -248,7 +248,7 @@ def inference_note(overrides: Sequence[str], config: Config, proposed: str = "")
         notes.append(
             f"model={typed['model']} trains {weights} further, in rows of {config.data.seq_len:,} tokens (data.seq_len)"
         )
-    chosen = config.budget.minutes is None and config.trainer.max_epochs in EPOCHS.values()  # and not the budget
+    chosen = config.budget.chosen is None and config.trainer.max_epochs in EPOCHS.values()  # and not the budget
     if typed.get("trainer.max_epochs") is None and chosen and "data" not in typed:
         notes.append(_ends(config))
     if proposed or "data.path" not in typed or {"data", "data.source", "experiment"} & typed.keys():

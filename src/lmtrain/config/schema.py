@@ -366,7 +366,19 @@ class TuneConfig:
 
 @dataclass(kw_only=True)
 class BudgetConfig:
-    minutes: Annotated[float | None, SHOWN, above_zero]  # trainer.max_steps is chosen so that a run ends by then
+    """At most one is set; trainer.max_steps is chosen by it."""
+
+    minutes: Annotated[float | None, SHOWN, above_zero]
+    tokens: Annotated[float | None, SHOWN, above_zero]
+    flops: Annotated[float | None, SHOWN, above_zero]
+
+    @property
+    def chosen(self) -> str | None:
+        """The name of the one that is set."""
+        return next((name for name in BUDGETS if getattr(self, name) is not None), None)
+
+
+BUDGETS = tuple(BudgetConfig.__dataclass_fields__)
 
 
 @dataclass(kw_only=True)

@@ -56,7 +56,7 @@ def _propose(paths: Sequence[str], typed: Sequence[str]) -> Proposal:
     if format == "text":
         many = f" ({len(found):,} files)" if len(found) > 1 else ""
         chosen = [] if {"objective", "experiment"} & keys.keys() else ["data=text"]
-        if "budget.minutes" in keys and not _RECIPE & keys.keys():
+        if any(key.startswith("budget.") for key in keys) and not _RECIPE & keys.keys():
             chosen = ["experiment=dial", *chosen]
         read_by = " ".join(chosen) or "data.path"
         return Proposal([*chosen, *own], f"{named} is plain text{many}: {read_by}")

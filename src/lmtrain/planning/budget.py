@@ -1,6 +1,7 @@
-"""How many steps fit into `budget.minutes`, by the time that some steps take on this machine.
+"""How many steps fit into a budget: of minutes by the time that some take here, of tokens or FLOPs by counting.
 
-The number becomes trainer.max_steps; while the run trains, callbacks/time_budget.py keeps it at what the clock says.
+The number becomes trainer.max_steps. With budget.minutes callbacks/time_budget.py keeps it at what the clock says while
+the run trains.
 """
 
 import copy
@@ -9,6 +10,7 @@ import math
 import os
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -18,6 +20,7 @@ from lmtrain import terminal
 from lmtrain.callbacks.stopping import EndsEarly
 from lmtrain.callbacks.time_budget import ENDING_S, steps_of_validation
 from lmtrain.config import safe_yaml
+from lmtrain.config.batch import step_sizes
 from lmtrain.config.effect import EPOCHS
 from lmtrain.config.override_text import typed_keys
 from lmtrain.config.schema import Config
@@ -27,7 +30,8 @@ from lmtrain.distributed import devices, ranks
 from lmtrain.errors import UserError
 from lmtrain.files import read_jsonl, read_regular
 from lmtrain.models import dial
-from lmtrain.planning import trial
+from lmtrain.models.flops import flops_per_token
+from lmtrain.planning import estimation, trial
 from lmtrain.run import build
 from lmtrain.run_folder import folder as run_dir
 from lmtrain.run_folder.folder import RunDir
@@ -50,23 +54,68 @@ class Measured:
 
 
 def settle(config: Config, began: float) -> list[str]:
-    """Sets trainer.max_steps to the steps that end within config.budget.minutes of `began`, a time.time().
+    """Sets trainer.max_steps by config.budget; minutes are counted from `began`, a time.time().
 
-    Validations are spread over them, where how often was not typed. A length that was typed wins, and a run that is
-    continued goes on with the number it had. Data that is small for the time is not passed over more often than helps.
+    Validations are spread over the steps, where how often was not typed. A length that was typed wins.
 
     Returns:
         Words that the command lacks: the depth of model=dial that was chosen. With these it has to be composed again.
 
     Raises:
-        UserError: ranks of another launcher, no time left for training, a trial that fails.
+        UserError: see `_settle_minutes` and `_settle_amount`.
     """
-    typed = typed_keys(ranks.typed())
+    typed, chosen = typed_keys(ranks.typed()), config.budget.chosen
     by_hand = [key for key in ("trainer.max_steps", "trainer.max_epochs") if key in typed]
     if by_hand:
-        print(f"{by_hand[0]}={typed[by_hand[0]]} was typed and decides the length: budget.minutes is left out")
-        config.budget.minutes = None
+        print(f"{by_hand[0]}={typed[by_hand[0]]} was typed and decides the length: budget.{chosen} is left out")
+        setattr(config.budget, str(chosen), None)
         return []
+    if chosen == "minutes":
+        return _settle_minutes(config, began, typed)
+    _settle_amount(config, typed)
+    return []
+
+
+def _settle_amount(config: Config, typed: Mapping[str, Any]) -> None:
+    """Sets trainer.max_steps to the least number of steps that use budget.tokens, or budget.flops, up.
+
+    FLOPs are those of `flops_per_token`, of forward and backward.
+
+    Raises:
+        UserError: rows that are not as long as data.seq_len says, of which tokens can't be told before they are read;
+            budget.flops with ranks of another launcher.
+    """
+    if config.data.rows != "text" or config.data.packing == "off":
+        raise UserError(
+            f"budget.{config.budget.chosen} counts rows of data.seq_len={config.data.seq_len} tokens, and rows here "
+            f"are of any length: set trainer.max_epochs, trainer.max_steps or budget.minutes"
+        )
+    tokens = config.budget.tokens
+    if config.budget.flops is not None:
+        if ranks.started_by() is not None:
+            raise UserError(
+                "budget.flops builds the model before ranks are started: start the run without torchrun and srun, or "
+                "set budget.tokens"
+            )
+        devices.resolve_auto(config)
+        model = estimation.build(config, len(build_corpus(config).tokenizer))
+        tokens = config.budget.flops / flops_per_token(model, config.data.seq_len)
+    rows = math.ceil(tokens / config.data.seq_len)  # type: ignore[operator]  # shorter first ones are cut out of these
+    steps = step_sizes(config.data).steps_for(rows)
+    config.trainer.max_steps = steps
+    if "trainer.val_check_interval" not in typed:
+        config.trainer.val_check_interval = math.ceil(steps / _VALIDATIONS)
+
+
+def _settle_minutes(config: Config, began: float, typed: Mapping[str, Any]) -> list[str]:
+    """Sets trainer.max_steps to the steps that end within budget.minutes, as `settle` says.
+
+    A run that is continued goes on with the number it had. Data that is small for the time is not passed over more
+    often than helps.
+
+    Raises:
+        UserError: ranks of another launcher, no time left for training, a trial that fails.
+    """
     if ranks.started_by() is not None:
         raise UserError(
             "budget.minutes measures this machine before ranks are started: start the run without torchrun and srun, "

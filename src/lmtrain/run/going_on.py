@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from lmtrain.config.batch import horizon, step_sizes
 from lmtrain.config.effect import TRIAL
 from lmtrain.config.override_text import bare_or_quoted, typed_keys
+from lmtrain.config.schema import BUDGETS
 from lmtrain.data.chat.templates import own_template
 from lmtrain.distributed.ranks import typed
 from lmtrain.generation.prompts import a_prompt
@@ -50,7 +51,7 @@ def continuing(run: "Run", *changes: str) -> str:
     keys = typed_keys(words)
     named = run.config.run.name is not None and "run.dir" not in keys and keys.get("run.resume", "auto") == "auto"
     where = [] if named else [f"run.dir={bare_or_quoted(near(run.dir.path))}", "run.resume=auto"]
-    set_again = {*typed_keys([*changes, *where]), *(["budget.minutes"] if changes else [])}
+    set_again = {*typed_keys([*changes, *where]), *(f"budget.{name}" for name in BUDGETS if changes)}
     kept = [w for w in words if w.startswith("-") or "=" not in w or not set_again & typed_keys([w]).keys()]
     return command("train", [*kept, *where, *changes])
 
@@ -72,8 +73,9 @@ def _prompt(run: "Run") -> str:
 
 def longer(run: "Run") -> list[str]:
     """Twice the length, by the key that ended the run; the other key, where it would end it earlier, is taken away."""
-    if run.config.budget.minutes is not None:
-        return [f"budget.minutes={2 * run.config.budget.minutes:g}"]
+    chosen = run.config.budget.chosen
+    if chosen is not None:
+        return [f"budget.{chosen}={2 * getattr(run.config.budget, chosen):g}"]
     t, sizes, rows = run.config.trainer, step_sizes(run.config.data), len(rows_to_train(run.config, run.corpus))
     steps, epochs = t.max_steps, t.max_epochs
     by_epochs = epochs is not None and horizon(None, epochs, rows, sizes) == run.total_steps != steps

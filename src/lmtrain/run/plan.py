@@ -302,16 +302,16 @@ def advice(run: "Run") -> list[str]:
     notes += for_size(run, epochs)
     if unheard := overruled(c):
         notes.append(f"{c.trainer.deepspeed.config}: the run's own config overrides {', '.join(unheard)}")
-    if c.budget.minutes is not None:
+    if c.budget.chosen is not None:
+        how = f"chose {counted(run.total_steps, 'step')}"
+        if c.budget.minutes is not None:
+            how += " by the time of some on this machine; while it trains, the clock decides how many there will be"
+        notes.append(f"budget.{c.budget.chosen}={getattr(c.budget, c.budget.chosen):g} {how}")
+    if c.budget.minutes is not None and round(epochs, 2) == c.trainer.max_epochs:
         notes.append(
-            f"budget.minutes={c.budget.minutes:g} chose {counted(run.total_steps, 'step')} by the time of some on this "
-            f"machine; while it trains, the clock decides how many there will be"
+            f"the data is small for budget.minutes={c.budget.minutes:g}: the run ends after "
+            f"{c.trainer.max_epochs} passes over it, as more rarely help (trainer.max_epochs=40 decides instead)"
         )
-        if round(epochs, 2) == c.trainer.max_epochs:
-            notes.append(
-                f"the data is small for budget.minutes={c.budget.minutes:g}: the run ends after "
-                f"{c.trainer.max_epochs} passes over it, as more rarely help (trainer.max_epochs=40 decides instead)"
-            )
     notes += for_mixtures(corpus.train, run.total_steps)
     notes += effect.inference_note(ranks.typed(), c, ranks.proposed())
     notes += unlikely(c, run.total_steps, os.cpu_count() or 1, typed_keys(ranks.typed()))

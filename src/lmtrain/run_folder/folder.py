@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lmtrain.config import compose as config_rules
-from lmtrain.config.schema import Config
+from lmtrain.config.schema import BUDGETS, Config
 from lmtrain.errors import RunError, UserError, disk_full, reason
 from lmtrain.files import read_regular, temporary_beside, write_atomic
 from lmtrain.run_folder import lock as run_lock
@@ -138,8 +138,8 @@ def resume_mode(config: Config) -> str:
 
 def asked(config: Config) -> dict[str, Any]:
     """What decides when a run has ended."""
-    t, minutes = config.trainer, config.budget.minutes
-    budget = {} if minutes is None else {"minutes": minutes}
+    t, chosen = config.trainer, config.budget.chosen
+    budget = {} if chosen is None else {chosen: getattr(config.budget, chosen)}
     return {"max_steps": t.max_steps, "max_epochs": t.max_epochs, **budget}
 
 
@@ -175,8 +175,9 @@ def nothing_to_do(folder: RunDir) -> str:
     key = f"trainer.max_steps={2 * step}"
     if epochs is not None and asked.get("max_steps") != step:
         key = f"trainer.max_epochs={2 * epochs}"
-    if asked.get("minutes") is not None:
-        key = f"budget.minutes={2 * asked['minutes']:g}"
+    for budget in BUDGETS:
+        if asked.get(budget) is not None:
+            key = f"budget.{budget}={2 * asked[budget]:g}"
     return (
         f"{folder.path} is finished: nothing to do after {counted(step, 'step')}. To train it further, the same "
         f"command with {key}; for a new run, another run.name"
