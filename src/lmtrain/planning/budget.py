@@ -97,6 +97,7 @@ def _settle_amount(config: Config, typed: Mapping[str, Any]) -> None:
                 "budget.flops builds the model before ranks are started: start the run without torchrun and srun, or "
                 "set budget.tokens"
             )
+        quiet_libraries()
         devices.resolve_auto(config)
         model = estimation.build(config, len(build_corpus(config).tokenizer))
         tokens = config.budget.flops / flops_per_token(model, config.data.seq_len)
