@@ -3,6 +3,7 @@
 A full disk is in test_full_disk.py.
 """
 
+import json
 import shutil
 import subprocess
 import time
@@ -198,7 +199,7 @@ def test_early_stopping_without_validation(corpus: Path, here: Path) -> None:
     refuse(corpus, here, argv, "callbacks.early_stopping.monitor=train/loss", "val/loss")
 
 
-@pytest.mark.parametrize("key", ["patience=3", "threshold=0.1", "mode=max", "monitor=val/perplexity"])
+@pytest.mark.parametrize("key", ["patience=3", "threshold=0.1", "stop_at=2", "mode=max", "monitor=val/perplexity"])
 def test_setting_a_key_of_early_stopping_turns_it_on(key: str) -> None:
     override = f"callbacks.early_stopping.{key}"
     assert config.compose([override]).callbacks.early_stopping.enabled
@@ -212,6 +213,15 @@ def test_the_plan_says_when_a_run_stops_early(corpus: Path, here: Path) -> None:
     assert ended.code == 0, ended.err
     said = " ".join(ended.out.replace("│", " ").split())
     assert "early stopping when val/loss (min) has not improved for 3 validations" in said
+
+
+def test_a_run_stops_where_its_score_is_good_enough(corpus: Path, here: Path) -> None:
+    six = ["trainer.max_steps=6", "trainer.val_check_interval=2", "run.dir=run"]
+    ended = train_tiny(corpus, *six, "callbacks.early_stopping.stop_at=100")
+    assert ended.code == 0, ended.err
+    assert "early stopping when val/loss reaches 100, or when" in " ".join(ended.out.replace("│", " ").split())
+    summary = json.loads(Path("run", "summary.json").read_text())
+    assert (summary["status"], summary["step"]) == ("stopped_early", 2)
 
 
 def test_too_little_text_to_validate_on(corpus: Path, here: Path) -> None:

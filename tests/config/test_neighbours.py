@@ -112,6 +112,7 @@ save_last -> checkpoint.keep_last
 every_n_train_steps -> trainer.save_every_n_steps
 monitor -> checkpoint.monitor
 patience -> callbacks.early_stopping.patience
+stopping_threshold -> callbacks.early_stopping.stop_at
 num_workers -> data.num_workers
 # transformers: TrainingArguments and its example scripts
 per_gpu_train_batch_size -> data.micro_batch_size

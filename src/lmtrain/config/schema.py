@@ -223,6 +223,7 @@ class EarlyStoppingConfig:
     mode: Annotated[str, RATE, choice("min", "max")]
     patience: Annotated[int, RATE, at_least(1)]
     threshold: Annotated[float, RATE]
+    stop_at: Annotated[float | None, RATE]
 
 
 @dataclass(kw_only=True)

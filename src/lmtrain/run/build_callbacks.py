@@ -191,6 +191,7 @@ def early_stopping(cfg: EarlyStoppingConfig, scored_on: Callable[[str], str | No
         mode=cfg.mode,
         patience=cfg.patience,
         min_delta=cfg.threshold,
+        stopping_threshold=cfg.stop_at,
         check_on_train_epoch_end=False,
         scored_on=scored_on(cfg.monitor),
     )

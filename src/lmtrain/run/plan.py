@@ -196,7 +196,8 @@ def stopping_words(c: Config) -> str:
     """When the run ends before its last step."""
     es = c.callbacks.early_stopping
     by = f" by more than {es.threshold:g}" if es.threshold else ""
-    return f"when {es.monitor} ({es.mode}) has not improved{by} for {es.patience} validations"
+    reached = "" if es.stop_at is None else f"when {es.monitor} reaches {es.stop_at:g}, or "
+    return f"{reached}when {es.monitor} ({es.mode}) has not improved{by} for {es.patience} validations"
 
 
 def validation_words(run: "Run") -> str:
