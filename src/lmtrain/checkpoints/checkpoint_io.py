@@ -70,15 +70,16 @@ class FolderCheckpointIO(CheckpointIO):
         publish(checkpoint, path)
         self.published()
 
-    def save_together(self, prepare: Callable[[bool], Callable[[], bool] | None]) -> None:
+    def save_together(self, prepare: Callable[[Callable[[Any], Any] | None], Callable[[], bool] | None]) -> None:
         """Writes this rank's part of a checkpoint.
 
         Args:
-            prepare: given whether training goes on while it is written, it takes the values and returns the job, which
-                says whether it published the checkpoint; None where there is nothing to do.
+            prepare: returns the job that writes it, which says whether it published the checkpoint; None where there is
+                nothing to do. It is given what copies tensors to host memory (HostCopies.take) where training goes on
+                while the job runs.
         """
         self.wait()
-        job = prepare(self.background)
+        job = prepare(self._host_copies.take if self.background else None)
         if job is not None:
             self._run(lambda: self.published() if job() else None)
 

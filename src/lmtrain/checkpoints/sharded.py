@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lmtrain.checkpoints import shared_file, store
@@ -22,14 +21,14 @@ from lmtrain.files import write_atomic
 _POLL_SECONDS, _PATIENCE_SECONDS = 0.02, 1800.0  # the second is what collectives wait, too
 
 
-def prepare(checkpoint: dict[str, Any], path: Path, copy: bool) -> Callable[[], bool] | None:
+def prepare(checkpoint: dict[str, Any], path: Path, take: Callable[[Any], Any] | None) -> Callable[[], bool] | None:
     """The job that writes this rank's part and says whether it published the checkpoint; None where `path` is whole.
 
     Every rank must call it.
 
     Args:
         checkpoint: Lightning's, whose `state_dict` and `optimizer_states` hold sharded tensors.
-        copy: take the values now, in host memory, because training goes on while the job runs.
+        take: copies the tensors of a tree to host memory, where training goes on while the job runs; None: not needed.
     """
     rank, ranks = world.rank(), world.size()
     optimizers, states = _without_tensors(checkpoint["optimizer_states"])
@@ -39,11 +38,9 @@ def prepare(checkpoint: dict[str, Any], path: Path, copy: bool) -> Callable[[], 
     if not world.from_first(lambda: _create(path, temporary, layouts)):
         return None
     found = {name: shared_file.pieces(tensors, layouts[name], rank) for name, tensors in files.items()}
-    if copy:
-        found = {name: [_copied(piece) for piece in pieces] for name, pieces in found.items()}
     rest = {key: value for key, value in checkpoint.items() if key != "state_dict"} | {"optimizer_states": optimizers}
-    if copy:
-        rest = torch.utils._pytree.tree_map_only(Tensor, lambda t: t.detach().to("cpu", copy=True), rest)
+    if take is not None:
+        found, rest = take((found, rest))
 
     def job() -> bool:
         with store.explained(path, temporary if rank == 0 else None):
@@ -84,10 +81,6 @@ def _create(path: Path, temporary: Path, layouts: dict[str, shared_file.Layout])
         for name, layout in layouts.items():
             shared_file.create(temporary / name, layout)
     return True
-
-
-def _copied(piece: shared_file.FilePiece) -> shared_file.FilePiece:
-    return piece._replace(values=piece.values.to("cpu", copy=True))
 
 
 def _note(temporary: Path, rank: int) -> Path:

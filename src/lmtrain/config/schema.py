@@ -166,7 +166,7 @@ class FsdpConfig:
     cpu_offload: Annotated[bool, MACHINE]
     copy_per_node: Annotated[bool, MACHINE]
     reduce_each_micro_batch: Annotated[bool, MACHINE]
-    sharded_checkpoint: Annotated[bool, MACHINE]
+    sharded_checkpoint: Annotated[bool | None, MACHINE]
     tensor_parallel_size: Annotated[int, MACHINE, _FSDP_TP]
 
 

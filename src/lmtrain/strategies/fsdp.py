@@ -1,7 +1,7 @@
 """trainer.strategy=fsdp: Lightning's ModelParallelStrategy with this project's sharding and checkpoints.
 
 Checkpoints are the very files one device writes: rank 0 gets the whole tensors one by one, or all ranks write together
-(sharded_checkpoint.py). Reading, each rank maps the files and takes its part, so the folder has to be on a file system
+(checkpoints/sharded.py). Reading, each rank maps the files and takes its part, so the folder has to be on a file system
 all nodes share.
 """
 
@@ -28,6 +28,16 @@ from lmtrain.models import split
 from lmtrain.strategies import sharding
 from lmtrain.strategies.lightning_private import set_group_sizes
 from lmtrain.strategies.placement import HoldsModel, Placement
+
+# Bytes of trained weights. With AdamW's moments rank 0 would gather, hold and write three times as many by itself.
+_TOGETHER_ABOVE = 4 * 2**30
+
+
+def writes_together(options: FsdpConfig, module: nn.Module) -> bool:
+    """Whether every rank writes its part of a checkpoint; all give the same answer, by whole parameters."""
+    if options.sharded_checkpoint is not None:
+        return options.sharded_checkpoint
+    return sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad) > _TOGETHER_ABOVE
 
 
 class FSDPStrategy(Placement, ModelParallelStrategy):
@@ -77,21 +87,23 @@ class FSDPStrategy(Placement, ModelParallelStrategy):
         assert module is not None
         names = trainable_names(module)
         state = {k: v for k, v in module.state_dict(keep_vars=True).items() if names is None or k in names}
-        if self.options.sharded_checkpoint:
+        if writes_together(self.options, module):
             return state
         return layout.gather(state, keep=self.is_global_zero)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
-        if self.options.sharded_checkpoint:
+        assert self.lightning_module is not None
+        if writes_together(self.options, self.lightning_module):
             return optimizer.state_dict()
         return layout.gather(optimizer.state_dict(), keep=self.is_global_zero)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         io = self.checkpoint_io
-        if self.options.sharded_checkpoint and isinstance(io, FolderCheckpointIO):
-            io.save_together(lambda copy: sharded_checkpoint.prepare(checkpoint, Path(filepath), copy))
+        assert self.lightning_module is not None
+        if writes_together(self.options, self.lightning_module) and isinstance(io, FolderCheckpointIO):
+            io.save_together(lambda take: sharded_checkpoint.prepare(checkpoint, Path(filepath), take))
         else:
             Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
 
