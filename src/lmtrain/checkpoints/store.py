@@ -16,7 +16,6 @@ import signal
 import stat
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,13 +23,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from lmtrain.checkpoints import manifest, shared_file
+from lmtrain.checkpoints import checksums, manifest, shared_file
 from lmtrain.errors import RunError, UserError, first_line, reason
 from lmtrain.files import aside, fsync
 
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 _NAME = re.compile(r"step_(\d{8,})")
-_READERS = 16  # threads that compare checksums: SHA-256 takes 1 to 2 GB/s each, and Python waits for none
 
 
 def name_of(step: int) -> str:
@@ -61,8 +59,11 @@ def sweep(folder: Path) -> None:
         shutil.rmtree(leftover, ignore_errors=True) if folder_itself else leftover.unlink(missing_ok=True)
 
 
-def damage(path: Path) -> str | None:
+def damage(path: Path, compare: checksums.Compare = checksums.first_wrong) -> str | None:
     """What is wrong with a checkpoint, or None if every file is as its manifest says, and the manifest as its hash.
+
+    Args:
+        compare: reads the files, once nothing that needs no reading is wrong with them.
 
     Raises:
         RunError: the disk fails to give a file, which is not damage.
@@ -73,7 +74,7 @@ def damage(path: Path) -> str | None:
             return f"it is the checkpoint of step {content['step']}"
         files = {path / name: expected for name, expected in content["files"].items()}
         problems = (_wrong_size(file, expected) for file, expected in files.items())  # which takes no reading
-        return next(filter(None, problems), None) or _wrong_content(files)
+        return next(filter(None, problems), None) or _wrong_content(files, compare)
     except manifest.Damaged as damaged:
         return damaged.what
     except OSError as error:
@@ -93,23 +94,23 @@ def _wrong_size(file: Path, expected: dict[str, Any]) -> str | None:
     return shared_file.gap(file, expected["parts"]) if "parts" in expected else None
 
 
-def _wrong_content(files: dict[Path, dict[str, Any]]) -> str | None:
-    """The first file, or part of one, whose bytes are not those of its checksum; read by several threads."""
-    whole = [(file, 0, expected["bytes"], expected["sha256"], "") for file, expected in files.items()
-             if "parts" not in expected]  # fmt: skip
-    parts = [(file, part["offset"], part["bytes"], part["sha256"], f" at byte {part['offset']}")
-             for file, expected in files.items() for part in expected.get("parts", [])]  # fmt: skip
-
-    def problem(found: tuple[Path, int, int, str, str]) -> str | None:
-        file, offset, count, expected, where = found
-        right = shared_file.sha256(file, offset, count) == expected
-        return None if right else f"{file.name} does not match its checksum{where}"
-
-    with ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1)) as pool:
-        return next(filter(None, pool.map(problem, [*whole, *parts])), None)
+def _wrong_content(files: dict[Path, dict[str, Any]], compare: checksums.Compare) -> str | None:
+    """The first file, or part of one, whose bytes are not those of its checksum."""
+    parts = [
+        checksums.Part(file, part.get("offset", 0), part["bytes"], part["sha256"])
+        for file, expected in files.items()
+        for part in expected.get("parts", [expected])
+    ]
+    wrong = compare(parts)
+    if wrong is None:
+        return None
+    where = f" at byte {wrong.offset}" if "parts" in files[wrong.file] else ""
+    return f"{wrong.file.name} does not match its checksum{where}"
 
 
-def newest_complete(folder: Path, tell: Callable[[str], None] = print) -> Path | None:
+def newest_complete(
+    folder: Path, tell: Callable[[str], None] = print, compare: checksums.Compare = checksums.first_wrong
+) -> Path | None:
     """The newest undamaged checkpoint, None where there is no checkpoint; `tell` gets each that is passed over.
 
     Raises:
@@ -117,7 +118,7 @@ def newest_complete(folder: Path, tell: Callable[[str], None] = print) -> Path |
     """
     damaged: dict[str, str] = {}
     for path in reversed(scan(folder)):
-        problem = damage(path)
+        problem = damage(path, compare)
         if problem is None:
             for name, what in damaged.items():
                 tell(f"checkpoint {name} is damaged ({what}); falling back to {path.name}")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from lmtrain.callbacks.metrics import Metrics
 from lmtrain.callbacks.time_budget import TimeBudget
 from lmtrain.checkpoints import retention, store
+from lmtrain.checkpoints.checksums import Compare
 from lmtrain.config import compose as rules
 from lmtrain.config.fingerprint import Fingerprint, changed_since, changes, check_names, not_compared, read_config
 from lmtrain.config.override_text import typed_keys
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
     from lmtrain.run.build import Run
 
 
-def find(config: Config, folder: RunDir, tell: Callable[[str], None]) -> Path | None:
-    """The checkpoint run.resume asks for, undamaged; `tell` gets what the user should know.
+def find(config: Config, folder: RunDir, tell: Callable[[str], None], compare: Compare) -> Path | None:
+    """The checkpoint run.resume asks for, undamaged by what `compare` reads; `tell` gets what the user should know.
 
     Raises:
         UserError: a path given by hand does not exist or is damaged; of run.resume=auto, all checkpoints are.
@@ -35,7 +36,7 @@ def find(config: Config, folder: RunDir, tell: Callable[[str], None]) -> Path | 
     if mode == "none":
         return None
     if mode == "auto":
-        newest = store.newest_complete(folder.checkpoints, tell)
+        newest = store.newest_complete(folder.checkpoints, tell, compare)
         if newest is None and config.run.resume == "auto":
             tell(f"run.resume=auto: no checkpoint in {folder.checkpoints} yet, so this is a fresh start")
         if newest is not None:
@@ -46,13 +47,13 @@ def find(config: Config, folder: RunDir, tell: Callable[[str], None]) -> Path | 
         raise UserError(f"run.resume={mode}: no such checkpoint folder; run.resume=auto takes the newest of run.dir")
     if (path / "checkpoints").is_dir():
         raise UserError(f"run.resume={mode} is a run: continue it with run.dir={mode} run.resume=auto")
-    problem = store.damage(path)
+    problem = store.damage(path, compare)
     if problem is not None:
         raise UserError(
             f"run.resume={mode} is not a complete checkpoint ({problem}); run.resume=auto takes the newest one"
         )
     newer = [p for p in store.scan(folder.checkpoints) if store.step_of(p) > store.step_of(path)]
-    good = next((p for p in reversed(newer) if store.damage(p) is None), None)
+    good = next((p for p in reversed(newer) if store.damage(p, compare) is None), None)
     if good is not None:
         raise UserError(
             f"run.resume={mode}: the run in {folder.path} has gone on to {good.name}, which would be taken for its "

@@ -13,6 +13,7 @@ from typing import Any
 
 from lmtrain import errors, terminal
 from lmtrain.checkpoints import store
+from lmtrain.checkpoints.checksums import helped_by_ranks
 from lmtrain.config import compose as rules
 from lmtrain.config import environment
 from lmtrain.config.keys import freeze
@@ -74,7 +75,7 @@ class Session:
         terminal.be_quiet(config.run.quiet)
         devices.set_threads(config.trainer.num_threads, int(config.trainer.devices))
         # Read whole to be checked: once.
-        self.checkpoint = world.from_first(lambda: resume.find(config, self.folder, notes.append))
+        self.checkpoint = helped_by_ranks(lambda compare: resume.find(config, self.folder, notes.append, compare))
         console = terminal.console(quiet=os.environ.get("RANK", "0") != "0")
         run = build.build(config, self.folder, console, self.started)
         # A wrong field of export.generation, or a missing token, ends the command here, not after the training.
