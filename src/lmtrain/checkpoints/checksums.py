@@ -13,7 +13,7 @@ T = TypeVar("T")
 _READERS = 16  # threads of a process: SHA-256 takes 1 to 2 GB/s each, and Python waits for none
 
 
-class Part(NamedTuple):
+class CheckedPart(NamedTuple):
     """Bytes of a file and the SHA-256 that a manifest says they have."""
 
     file: Path
@@ -22,10 +22,10 @@ class Part(NamedTuple):
     sha256: str
 
 
-Compare = Callable[[Sequence[Part]], Part | None]
+Compare = Callable[[Sequence[CheckedPart]], CheckedPart | None]
 
 
-def first_wrong(parts: Sequence[Part]) -> Part | None:
+def first_wrong(parts: Sequence[CheckedPart]) -> CheckedPart | None:
     """The first part whose bytes are others; OSError where they can't be read."""
     with ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1)) as pool:
         right = pool.map(lambda part: shared_file.sha256(part.file, part.offset, part.bytes) == part.sha256, parts)
@@ -53,14 +53,14 @@ def helped_by_ranks(find: Callable[[Compare], T]) -> T:
     return world.from_first(found)
 
 
-def _shared(parts: Sequence[Part]) -> Part | None:
+def _shared(parts: Sequence[CheckedPart]) -> CheckedPart | None:
     world.gathered(list(parts))
     wrong, unread = zip(*world.gathered(_of_this_rank(parts)), strict=True)
     left = [part for some in unread for part in some]
     return next((part for part in wrong if part is not None), None) or first_wrong(left)
 
 
-def _of_this_rank(parts: Sequence[Part]) -> tuple[Part | None, list[Part]]:
+def _of_this_rank(parts: Sequence[CheckedPart]) -> tuple[CheckedPart | None, list[CheckedPart]]:
     """The first wrong one among this rank's parts, and those that it could not read."""
     mine = list(parts[world.rank() :: world.size()])
     try:

@@ -97,7 +97,7 @@ def _wrong_size(file: Path, expected: dict[str, Any]) -> str | None:
 def _wrong_content(files: dict[Path, dict[str, Any]], compare: checksums.Compare) -> str | None:
     """The first file, or part of one, whose bytes are not those of its checksum."""
     parts = [
-        checksums.Part(file, part.get("offset", 0), part["bytes"], part["sha256"])
+        checksums.CheckedPart(file, part.get("offset", 0), part["bytes"], part["sha256"])
         for file, expected in files.items()
         for part in expected.get("parts", [expected])
     ]
