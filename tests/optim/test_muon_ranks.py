@@ -1,20 +1,24 @@
 """Muon on two ranks that hold the same matrices: each orthogonalises its share, and the result is one process's."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from lmtrain.optim import muon
 
 SHAPES = [(24, 16)] * 5 + [(16, 24)] * 2 + [(3, 8, 8)] + [(12, 20)]
 
 
-def trained(counts: list[int]) -> list[Tensor]:
+def trained(counts: list[int], lay_out: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> list[Tensor]:
     """Parameters after three steps; `counts` gets how many matrices each call of orthogonalize was given."""
     original = muon.orthogonalize
 
@@ -25,11 +29,11 @@ def trained(counts: list[int]) -> list[Tensor]:
     muon.orthogonalize = counting
     try:
         random = torch.Generator().manual_seed(1)
-        parameters = [torch.randn(shape, generator=random).requires_grad_() for shape in SHAPES]
+        parameters = [lay_out(torch.randn(shape, generator=random)).requires_grad_() for shape in SHAPES]
         optimizer = muon.Muon(parameters, lr=0.02, weight_decay=0.1)
         for _ in range(3):
             for p in parameters:
-                p.grad = torch.randn(p.shape, generator=random)
+                p.grad = lay_out(torch.randn(p.shape, generator=random))
             optimizer.step()
     finally:
         muon.orthogonalize = original
@@ -41,6 +45,35 @@ def rank_of_two(rank: int, folder: str) -> None:
     counts = list[int]()
     torch.save({"parameters": trained(counts), "counts": counts}, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
+
+
+def sharded_rank_of_two(rank: int, folder: str) -> None:
+    """Parameters that are cut by rows as FSDP cuts them, after three steps, and what was computed and sent."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    gathers, original = list[int](), dist.tensor.DTensor.full_tensor
+
+    def counting(tensor: Any, **options: Any) -> Tensor:
+        gathers.append(tensor.numel())
+        return original(tensor, **options)
+
+    counts = list[int]()
+    with mock.patch.object(dist.tensor.DTensor, "full_tensor", counting):
+        parameters = trained(counts, lambda tensor: distribute_tensor(tensor, mesh, [Shard(0)]))
+    whole = [p.full_tensor() for p in parameters]
+    torch.save({"parameters": whole, "counts": counts, "gathers": gathers}, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_sharded_matrices_are_computed_once_and_agree_with_one_process(tmp_path: Path) -> None:
+    multiprocessing.spawn(sharded_rank_of_two, (str(tmp_path),), nprocs=2)
+    found: list[dict[str, Any]] = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
+    for ours, first, second in zip(trained([]), *(found[rank]["parameters"] for rank in (0, 1)), strict=True):
+        assert torch.equal(first, second)
+        torch.testing.assert_close(first, ours, rtol=1e-6, atol=1e-6)
+    assert found[0]["gathers"] == [3 * 8 * 8] * 3  # the experts alone, which are no matrix, are gathered
+    assert [sum(f["counts"]) // 3 for f in found] == [3 + 1 + 2 + 1, 2 + 1 + 1 + 0]
 
 
 @pytest.mark.slow

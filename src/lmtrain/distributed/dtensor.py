@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 # Elements: up to the first a norm in fp32 is right to 1e-6; the second is what is summed at a time beyond.
 _EXACT, _BLOCK = 2**16, 2**12
@@ -94,6 +95,16 @@ def held(parameter: Tensor) -> Tensor:
     if isinstance(parameter, DTensor):
         return parameter.to_local().detach()
     return parameter.ds_tensor if hasattr(parameter, "ds_tensor") else parameter.detach()
+
+
+def rows_shared_over(parameter: Tensor) -> ProcessGroup | None:
+    """The ranks that hold as many rows of a matrix each; None where a rank has all of it, or it is cut otherwise."""
+    if not isinstance(parameter, DTensor) or parameter.ndim != 2:
+        return None
+    mesh, placements = parameter.device_mesh, parameter.placements
+    cut = [dim for dim, placement in enumerate(placements) if not isinstance(placement, Replicate)]
+    even = len(cut) == 1 and placements[cut[0]] == Shard(0) and parameter.shape[0] % mesh.size(cut[0]) == 0
+    return mesh.get_group(cut[0]) if even else None
 
 
 def as_part_of(local: Tensor, parameter: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lmtrain.distributed import process_group as world
 from lmtrain.distributed.devices import cpu_multiplies_bf16
-from lmtrain.distributed.dtensor import as_part_of, held, like, whole
+from lmtrain.distributed.dtensor import as_part_of, held, like, rows_shared_over, whole
 from lmtrain.optim.skipping import can_skip, change, factor, or_else
 
 # Jordan's quintic: steepest at zero, so small singular values grow fastest; all end between about 0.7 and 1.2.
@@ -73,6 +73,34 @@ def orthogonalize_together(matrices: Tensor, steps: int) -> Tensor:
     return gathered[:n]
 
 
+def orthogonalize_rows(rows: Tensor, steps: int, group: dist.ProcessGroup) -> Tensor:
+    """As `orthogonalize`, of matrices whose rows are shared out evenly over the ranks of a group.
+
+    Each rank gets all rows of its share of the matrices, computes these and sends every rank its rows of the result, so
+    what a rank receives is two times the size of its own rows, whatever the number of ranks.
+
+    Args:
+        rows: [N, rows / ranks, columns], this rank's.
+        steps: as of `orthogonalize`.
+
+    Returns: [N, rows / ranks, columns], this rank's rows of the results, in the dtype they are computed in.
+    """
+    ranks, n = dist.get_world_size(group), len(rows)
+    share = -(-n // ranks)  # of the last ranks some may have fewer, or none
+    mine = max(0, min(share, n - dist.get_rank(group) * share))
+    sent = rows.new_zeros((ranks * share, *rows.shape[1:]), dtype=_matmul_dtype(rows.device.type))
+    sent[:n] = rows
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    matrices = received.unflatten(0, (ranks, share)).transpose(0, 1).flatten(1, 2)  # [share, rows, columns]
+    if mine:
+        matrices[:mine] = orthogonalize(matrices[:mine], steps)
+    sent = matrices.unflatten(1, (ranks, -1)).transpose(0, 1).flatten(0, 1).contiguous()
+    found = torch.empty_like(sent)  # not `received`: with one matrix a rank that is what is sent
+    dist.all_to_all_single(found, sent, group=group)
+    return found[:n]
+
+
 def _matmul_dtype(device_type: str) -> torch.dtype:
     native = device_type != "cpu" or cpu_multiplies_bf16()
     return torch.bfloat16 if native else torch.float32
@@ -122,12 +150,13 @@ class Muon(torch.optim.Optimizer):
 
     def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         """One step for parameters of one shape: as many kernels for a hundred as for one."""
-        directions = torch.stack([whole(d) for d in self._directions(parameters, group)])  # [P, ..., rows, columns]
-        matrices = directions.flatten(0, -3)  # [N, rows, columns]
-        updates = orthogonalize_together(matrices, group["ns_steps"]).unflatten(0, directions.shape[:-2])
-        updates = updates.to(parameters[0].dtype)
+        directions, ranks = self._directions(parameters, group), rows_shared_over(parameters[0])
+        if ranks is None:
+            parts = _of_whole_matrices(directions, parameters, group["ns_steps"])
+        else:
+            rows = torch.stack([held(d) for d in directions])
+            parts = list(orthogonalize_rows(rows, group["ns_steps"], ranks).to(parameters[0].dtype))
         scale = ADAMW_UPDATE_RMS * math.sqrt(max(parameters[0].shape[-2:]))
-        parts = [held(like(update, p)) for update, p in zip(updates, parameters, strict=True)]
         change([held(p) for p in parameters], parts, group["lr"] * factor(self), group["weight_decay"], scale)
 
     def _directions(self, parameters: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
@@ -144,6 +173,15 @@ class Muon(torch.optim.Optimizer):
             return states
         directions = torch._foreach_lerp(gradients, momenta, weight)
         return [as_part_of(d, p) for d, p in zip(directions, parameters, strict=True)]
+
+
+def _of_whole_matrices(directions: list[Tensor], parameters: list[Tensor], steps: int) -> list[Tensor]:
+    """What this rank holds of the orthogonal matrices, where it has all of the directions or is sent them."""
+    dtype = _matmul_dtype(parameters[0].device.type)  # which they are rounded to anyway: half as much is sent
+    stacked = torch.stack([whole(d.to(dtype)) for d in directions])  # [P, ..., rows, columns]
+    matrices = stacked.flatten(0, -3)  # [N, rows, columns]
+    updates = orthogonalize_together(matrices, steps).unflatten(0, stacked.shape[:-2]).to(parameters[0].dtype)
+    return [held(like(update, p)) for update, p in zip(updates, parameters, strict=True)]
 
 
 def _equal_shapes(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
