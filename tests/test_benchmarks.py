@@ -69,3 +69,12 @@ def test_the_fine_tuning_benchmarks_print_their_tables(script: str, contenders: 
         (leg,) = numbers["rounds"][name]
         assert leg["per_s"] > 0
         assert 0.2 < leg["peak_gib"] < 20
+
+
+@pytest.mark.slow
+def test_the_table_of_large_models_is_what_its_command_prints() -> None:
+    done = subprocess.run(
+        [sys.executable, REPO / "benchmarks" / "paper.py"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout in (REPO / "docs" / "scale.md").read_text()
+    assert done.stdout.count("\n| ") == 10  # nine rows under the rule
