@@ -343,3 +343,21 @@ def test_bleu_and_rouge_are_sacrebleus_and_rouge_scores(tmp_path: Path) -> None:
     ours = TextMetrics(["bleu", "rouge", "rouge1", "rouge2"]).score(answers, references)
     assert ours == pytest.approx(theirs, abs=1e-6)
     assert 0.1 < theirs["bleu"] < 0.9
+
+
+def test_special_tokens_of_a_completion_are_in_no_score(tmp_path: Path) -> None:
+    """A model's answer is decoded without them, so its reference is compared without them, too."""
+    one = {"prompt": "one and one is ", "completion": "<two>"}
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(one) for _ in range(60)))
+    words = [*TINY, "objective=sft", "data=chat_jsonl", f"data.path={tmp_path}/rows.jsonl", "data.val_fraction=0.2",
+             "data.conversation_format=prompt_completion", "tokenizer.add_tokens=[<,>]", "optimizer.lr=0.01",
+             "trainer.max_steps=30", "schedule.warmup_steps=0", f"run.dir={tmp_path}/run"]  # fmt: skip
+    ended = run("train", *words, "callbacks.samples.metrics=[exact_match]", "callbacks.samples.max_new_tokens=8")
+    assert ended.code == 0, ended.err
+    kept = rows(tmp_path / "run" / "samples.jsonl")[-1]
+    assert (kept["text"], kept["reference"]) == ("two", "two")
+    assert rows(tmp_path / "run" / "metrics.jsonl")[-1]["val/exact_match"] == 1
+    ended = run("evaluate", f"run_dir={tmp_path}/run", "evaluate.answers=4", "evaluate.metrics=[exact_match]",
+                "evaluate.max_new_tokens=8", f"evaluate.dir={tmp_path}/scores")  # fmt: skip
+    assert ended.code == 0, ended.err
+    assert "exact_match 1" in " ".join(ended.out.replace("│", " ").split())

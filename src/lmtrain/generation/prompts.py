@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from lmtrain.config.schema import SamplesConfig
+from lmtrain.data.chat.special_text import reference_of
 from lmtrain.data.chat.templates import own_template, user_turn
 from lmtrain.data.corpus import Corpus
 from lmtrain.data.examples.prepare import MAX_QUESTIONS
@@ -52,7 +53,7 @@ def prompts_of(settings: SamplesConfig, corpus: Corpus, system_prompt: str | Non
     else:
         turn = lambda text: user_turn(corpus.tokenizer, template, text, system_prompt)  # noqa: E731
         found = [Prompt(turn(text), text) for text in settings.prompts]
-    return found + [Prompt(row["prompt_ids"], row["prompt"], row["reference"]) for row in rows]
+    return found + [Prompt(row["prompt_ids"], row["prompt"], reference_of(row, corpus.tokenizer)) for row in rows]
 
 
 def a_prompt(rows: Rows, tokenizer: Any, tokens: int = 24) -> str:

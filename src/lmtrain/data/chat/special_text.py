@@ -67,5 +67,13 @@ def special_pattern(tokenizer: PreTrainedTokenizerFast) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, special_tokens(tokenizer))) or r"(?!)")
 
 
+def reference_of(question: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> str:
+    """The answer that stands in the data, as a model's answer is decoded: without the special tokens in it.
+
+    Those of contents that went through a template are plain text (`PlainText`) and stay.
+    """
+    return question["reference"] if question["chat"] else special_pattern(tokenizer).sub("", question["reference"])
+
+
 def _masked(token: str, character: int) -> str:
     return chr(character) * len(token)
