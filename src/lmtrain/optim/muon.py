@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lmtrain.distributed import process_group as world
 from lmtrain.distributed.devices import cpu_multiplies_bf16
-from lmtrain.distributed.dtensor import as_part_of, held, like, rows_shared_over, whole
+from lmtrain.distributed.dtensor import as_part_of, held, is_part, like, rows_shared_over, whole
 from lmtrain.optim.skipping import can_skip, change, factor, or_else
 
 # Jordan's quintic: steepest at zero, so small singular values grow fastest; all end between about 0.7 and 1.2.
@@ -177,8 +177,10 @@ class Muon(torch.optim.Optimizer):
 
 def _of_whole_matrices(directions: list[Tensor], parameters: list[Tensor], steps: int) -> list[Tensor]:
     """What this rank holds of the orthogonal matrices, where it has all of the directions or is sent them."""
-    dtype = _matmul_dtype(parameters[0].device.type)  # which they are rounded to anyway: half as much is sent
-    stacked = torch.stack([whole(d.to(dtype)) for d in directions])  # [P, ..., rows, columns]
+    if is_part(parameters[0]):
+        dtype = _matmul_dtype(parameters[0].device.type)  # which they are rounded to anyway: half as much is sent
+        directions = [whole(d.to(dtype)) for d in directions]
+    stacked = torch.stack(directions)  # [P, ..., rows, columns]
     matrices = stacked.flatten(0, -3)  # [N, rows, columns]
     updates = orthogonalize_together(matrices, steps).unflatten(0, stacked.shape[:-2]).to(parameters[0].dtype)
     return [held(like(update, p)) for update, p in zip(updates, parameters, strict=True)]
