@@ -64,12 +64,26 @@ def temporary_beside(path: Path) -> Path:
 
     What stands there under such names of processes of this machine that have ended, so were killed, is removed.
     """
-    mine = f"{path.name}.tmp-{re.sub(r'[^A-Za-z0-9]', '', platform.node())}-"
-    for other in path.parent.glob(f"{glob.escape(mine)}*"):
-        number = other.name.removeprefix(mine)
-        if number.isdecimal() and (int(number) == os.getpid() or not _is_running(int(number))):
-            shutil.rmtree(other, ignore_errors=True) if other.is_dir() else other.unlink(missing_ok=True)
-    return path.with_name(f"{mine}{os.getpid()}")
+    mine = path.with_name(f"{path.name}{_mark()}{os.getpid()}")
+    _remove(mine)
+    remove_leftovers(path.parent, glob.escape(path.name))
+    return mine
+
+
+def remove_leftovers(folder: Path, names: str = "*") -> None:
+    """Removes what processes of this machine that have ended left under temporary names of `names`, a glob pattern."""
+    for leftover in folder.glob(f"{names}{_mark()}*"):
+        number = leftover.name.rpartition("-")[2]
+        if number.isdecimal() and not _is_running(int(number)):
+            _remove(leftover)
+
+
+def _mark() -> str:
+    return f".tmp-{re.sub(r'[^A-Za-z0-9]', '', platform.node())}-"
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def _is_running(process: int) -> bool:

@@ -1,5 +1,7 @@
 """Adapters learn what a plain peft loop learns, on every kind of layer, and say no to what can't be right."""
 
+import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,9 @@ from helpers_models import objective
 from inprocess import run
 from lmtrain.adapters import lora as adapters
 from lmtrain.adapters.merge import merged
-from lmtrain.adapters.trainable import adapter_of, check_weights, restore_start, without_frozen
+from lmtrain.adapters.trainable import adapter_of, base_identity, check_weights, restore_start, without_frozen
 from lmtrain.config.schema import OptimizerConfig, PeftConfig
+from lmtrain.data.store.contents import REMEMBER_FROM, Facts
 from lmtrain.errors import UserError
 from lmtrain.models import flops
 from lmtrain.models.blocks import enable_activation_checkpointing
@@ -311,6 +314,22 @@ def test_a_checkpoint_holds_what_is_trained_and_nothing_else(bases: dict[str, Pa
     assert without_frozen(full, full.state_dict()).keys() == full.state_dict().keys()
     full.model.embed_tokens.requires_grad_(False)  # plain freezing, without an adapter
     assert without_frozen(full, full.state_dict()).keys() == trained_state(full).keys()
+
+
+def test_a_large_base_is_read_once_until_it_changes(bases: dict[str, Path], tmp_path: Path) -> None:
+    base, known = tmp_path / "base", tmp_path / "files.json"
+    base.mkdir()
+    weights = base / "model.safetensors"
+    weights.write_bytes(b"a" * REMEMBER_FROM)
+    model = pretrained(bases["gpt2"])
+    digest = hashlib.sha256(hashlib.sha256(b"a" * REMEMBER_FROM).digest()).hexdigest()[:16]
+    assert base_identity(model, str(base), Facts(tmp_path)) == digest
+    facts = json.loads(known.read_text())
+    facts[str(weights)]["sha256"] = "ab" * 32  # nothing but the memory has it
+    known.write_text(json.dumps(facts))
+    assert base_identity(model, str(base), Facts(tmp_path)) == hashlib.sha256(b"\xab" * 32).hexdigest()[:16]
+    weights.write_bytes(b"a" * REMEMBER_FROM)
+    assert base_identity(model, str(base), Facts(tmp_path)) == digest
 
 
 def test_flops_of_a_frozen_base(bases: dict[str, Path]) -> None:

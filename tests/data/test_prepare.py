@@ -16,6 +16,7 @@ from texts import documents
 
 from lmtrain.data import tokenizers
 from lmtrain.data.store import bins
+from lmtrain.data.store.cache import build_once
 from lmtrain.data.text.prepare import prepare
 from lmtrain.errors import RunError, UserError
 
@@ -253,7 +254,7 @@ def wait_for_bytes(folder, count):
     """Until a temporary folder's bin has so many bytes."""
     deadline = time.time() + 60
     while time.time() < deadline:
-        if any(p.stat().st_size >= count for p in folder.glob("*.tmp/train_00000.bin")):
+        if any(p.stat().st_size >= count for p in folder.glob("*.tmp-*/train_00000.bin")):
             return
         time.sleep(0.005)
     raise AssertionError("the child wrote nothing")
@@ -268,11 +269,11 @@ def test_an_interrupted_prepare_leaves_nothing_that_looks_complete(end, tmp_path
     process.send_signal(end)
     assert process.wait(30) != 0
     assert list(cache.glob("*/meta.json")) == []
-    leftovers = list(cache.glob("*.tmp"))
+    leftovers = list(cache.glob("*.tmp-*"))
     assert len(leftovers) == (1 if end == signal.SIGKILL else 0)
     # Another preparation sweeps what the dead writer left, and this one starts over.
     prepare(data_config(path=str(tmp_path / "a.txt"), num_samples=1, sample_by="line"), tokenizer_config(), False)
-    assert list(cache.glob("*.tmp")) == []
+    assert list(cache.glob("*.tmp-*")) == []
     prepared = prepare(cfg, tokenizer_config(), progress=False)
     assert prepared.meta["splits"]["train"]["bytes"] + prepared.meta["splits"]["val"]["bytes"] == os.path.getsize(
         cfg.path
@@ -292,6 +293,31 @@ def test_two_at_once_prepare_it_once(tmp_path, data_config):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_machines_whose_locks_the_other_does_not_see_leave_one_whole_folder(tmp_path, monkeypatch):
+    """Two nodes on a network's file system that keeps locks within a node: the second begins and ends meanwhile."""
+    target = tmp_path / "made"
+
+    def is_complete(folder):
+        return (folder / "whole").exists()
+
+    def other_node(folder):
+        (folder / "by").write_text("two")
+        (folder / "whole").touch()
+
+    def build(folder):
+        (folder / "by").write_text("one")
+        shutil.rmtree(tmp_path / ".locks")  # what the other node's lock is taken on is another file
+        with monkeypatch.context() as patch:
+            patch.setattr("platform.node", lambda: "node-2")
+            build_once(target, is_complete, other_node, print)
+        assert (folder / "by").read_text() == "one", "the other node removed what was being written"
+        (folder / "whole").touch()
+
+    build_once(target, is_complete, build, print)
+    assert (target / "by").read_text() == "two"
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".locks", "made"]
+
+
 def test_memory_is_bounded_for_one_long_document(tmp_path, data_config):
     small = tmp_path / "small.txt"
     small.write_text(some_text(1, 60_000))

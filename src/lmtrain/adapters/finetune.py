@@ -10,6 +10,7 @@ from lmtrain.adapters.trainable import base_identity, train_base, trainable_name
 from lmtrain.config.checks import trains_base
 from lmtrain.config.options import LoadedModelConfig
 from lmtrain.config.schema import Config
+from lmtrain.data.store.contents import Facts
 from lmtrain.models import split
 from lmtrain.models.build import build_model
 
@@ -73,4 +74,5 @@ def starting_weights(config: Config, model: PreTrainedModel) -> dict[str, Any]:
 
         adapter = adapters.file_identity(config.peft.adapter)
     name = config.model.name_or_path or ""
-    return {"model.name_or_path": base_identity(model, name, whole=frozen), "peft.adapter": adapter}
+    whole = Facts(config.data.cache_dir) if frozen else None
+    return {"model.name_or_path": base_identity(model, name, whole), "peft.adapter": adapter}

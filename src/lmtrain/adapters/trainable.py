@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lmtrain.config.schema import PeftConfig
+from lmtrain.data.store.contents import Facts
 from lmtrain.distributed.dtensor import full_shape, like
 from lmtrain.errors import UserError
 from lmtrain.models.feature import ADDED
@@ -126,11 +127,11 @@ def _check_shapes(module: nn.Module, saved: Mapping[str, Any]) -> None:
             )
 
 
-def base_identity(model: PreTrainedModel, name_or_path: str, *, whole: bool) -> str:
+def base_identity(model: PreTrainedModel, name_or_path: str, whole: Facts | None) -> str:
     """What pretrained weights are: a hub commit, or a SHA-256 of a folder's weight files, wherever it lies.
 
     Args:
-        whole: read all of the files; else their sizes and some blocks of each.
+        whole: all of the files are read, and remembered there until they change. None: their sizes and some blocks.
     """
     path = Path(name_or_path).expanduser()
     if not path.is_dir():
@@ -139,7 +140,7 @@ def base_identity(model: PreTrainedModel, name_or_path: str, *, whole: bool) -> 
     digest = hashlib.sha256()
     for file in files:
         with file.open("rb") as handle:
-            digest.update(hashlib.file_digest(handle, "sha256").digest() if whole else _some_of(handle))
+            digest.update(_some_of(handle) if whole is None else bytes.fromhex(whole.digest_of(file)))
     return digest.hexdigest()[:16]
 
 

@@ -38,7 +38,7 @@ class ModelReward(Reward):
         self.model.to(device)
 
     def content(self) -> str:
-        return base_identity(self.model, self.folder, whole=False)
+        return base_identity(self.model, self.folder, whole=None)
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]) -> list[float]:
         rows = [self._ids(prompt, text) for prompt, text in zip(prompts, completions, strict=True)]

@@ -18,7 +18,7 @@ from filelock import FileLock, Timeout
 
 from lmtrain.data.store.progress import RowProgress
 from lmtrain.errors import UserError
-from lmtrain.files import fsync
+from lmtrain.files import fsync, remove_leftovers, temporary_beside
 
 PART = 128  # rows whose numbers are kept together
 
@@ -29,8 +29,9 @@ def build_once(
     """Makes the folder `target` by build(temporary folder), unless it is complete already.
 
     The temporary folder lies beside the target and is renamed when everything in it is on disk, so a writer killed at
-    any moment leaves nothing that looks complete. Writers exclude one another by a lock that dies with its process;
-    temporary folders that nobody holds the lock of are swept.
+    any moment leaves nothing that looks complete. Writers exclude one another by a lock that dies with its process.
+    Where a network's file system keeps locks within a machine, several machines make the same folder, each under a
+    name of its own; the first one stays.
     """
     locks = target.parent / ".locks"
     try:
@@ -47,16 +48,15 @@ def build_once(
     try:
         if is_complete(target):
             return
-        temporary = target.with_name(f"{target.name}.tmp")
-        shutil.rmtree(temporary, ignore_errors=True)  # of a writer that died: nobody else holds our lock
+        temporary = temporary_beside(target)
+        remove_leftovers(target.parent)
         shutil.rmtree(target, ignore_errors=True)
-        sweep(target.parent, besides=temporary)
         with _ends_after_sigterm():
             try:
                 temporary.mkdir()
                 build(temporary)
                 sync_tree(temporary)
-                os.rename(temporary, target)
+                _rename_unless_complete(temporary, target, is_complete)
                 fsync(target.parent)
             except BaseException:  # Ctrl-C too
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -90,18 +90,13 @@ def _ends_after_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def sweep(folder: Path, besides: Path) -> None:
-    """Removes temporary folders, besides one, whose writers are gone."""
-    for leftover in folder.glob("*.tmp"):
-        if leftover == besides or not leftover.is_dir():
-            continue
-        lock = FileLock(folder / ".locks" / f"{leftover.name.removesuffix('.tmp')}.lock")
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            continue
-        shutil.rmtree(leftover, ignore_errors=True)
-        lock.release()
+def _rename_unless_complete(temporary: Path, target: Path, is_complete: Callable[[Path], bool]) -> None:
+    try:
+        os.rename(temporary, target)
+    except OSError:  # a folder that isn't empty is there
+        if not is_complete(target):
+            raise
+        shutil.rmtree(temporary)
 
 
 def sync_tree(folder: Path) -> None:

@@ -36,10 +36,14 @@ class Facts:
         whole = hashlib.sha256()
         for path in paths:
             try:
-                whole.update(str(self.of(path, "sha256", lambda p=path: _sha256(p))).encode())  # type: ignore[misc]
+                whole.update(self.digest_of(path).encode())
             except OSError as error:
                 raise UserError(f"{path} can't be read: {error.strerror}") from None
         return whole.hexdigest()
+
+    def digest_of(self, path: Path) -> str:
+        """sha256 of a file, in hexadecimal digits."""
+        return str(self.of(path, "sha256", lambda: _sha256(path)))
 
     def of(self, path: Path, name: str, find: Callable[[], Any]) -> Any:
         """The fact called `name` about a file: remembered, or found by `find()`."""

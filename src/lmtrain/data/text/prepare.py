@@ -79,7 +79,7 @@ def _prepared_before(target: Path, key: dict[str, Any], show: PrepareProgress) -
     unknown = [name for name, value in key["resolved"].items() if value is None]
     found = []
     for folder in target.parent.glob(f"{target.name.rpartition('-')[0]}-*"):
-        if folder.suffix == ".tmp" or not is_complete(folder):
+        if ".tmp-" in folder.name or not is_complete(folder):
             continue
         theirs = bins.load_meta(folder)["key"]
         resolved = {**theirs.get("resolved", {}), **dict.fromkeys(unknown)}
