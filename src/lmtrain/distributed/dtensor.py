@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
 
 # Elements: up to the first a norm in fp32 is right to 1e-6; the second is what is summed at a time beyond.
 _EXACT, _BLOCK = 2**16, 2**12
@@ -115,6 +116,11 @@ def as_part_of(local: Tensor, parameter: Tensor) -> Tensor:
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
     )
+
+
+def laid_out(x: Tensor, mesh: DeviceMesh, now: Placement, then: Placement) -> Tensor:
+    """This rank's part of what lies on the ranks as `now`, when it lies as `then`; the backward goes the other way."""
+    return DTensor.from_local(x, mesh, [now], run_check=False).redistribute(mesh, [then]).to_local()
 
 
 def part(tensor: Tensor, parameter: Tensor) -> Tensor:

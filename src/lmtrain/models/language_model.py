@@ -1,16 +1,21 @@
 """A transformers causal language model that returns its loss, computed from hidden states in chunks."""
 
 import contextlib
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from lmtrain.config.schema import ObjectiveConfig, RouterConfig
+from lmtrain.distributed.dtensor import laid_out
 from lmtrain.errors import UserError
-from lmtrain.losses.cross_entropy import chunked_cross_entropy
+from lmtrain.losses.cross_entropy import IGNORE_INDEX, CrossEntropy, chunked_cross_entropy
 from lmtrain.losses.distillation import OutputHead, chunked_divergence
 from lmtrain.losses.log_probs import chunked_log_probs
 from lmtrain.models.attention import SLIDES
@@ -90,6 +95,7 @@ class LanguageModel(nn.Module):
             name.endswith("sinks") for name, _ in model.named_parameters()
         )
         self.validates = False  # a validation is going on
+        self.same_rows: DeviceMesh | None = None  # ranks that read the same rows and share out the loss of their tokens
         self._blocks = decoder_blocks(model)
         if config.model_type not in KNOWN_FAMILIES:
             self._compare_logits()
@@ -123,8 +129,22 @@ class LanguageModel(nn.Module):
         hidden, labels = hidden.flatten(0, 1), labels.flatten()
         if learned is not None and len(learned):
             hidden, labels = hidden[learned], labels[learned]
-        hidden, weight, bias = output_head(self.model, hidden)
-        loss = chunked_cross_entropy(
+        loss = self._cross_entropy(*output_head(self.model, hidden), labels)
+        loss_sum = loss.loss_sum
+        aux: dict[str, Tensor] = {}
+        if router_logits:
+            router_loss, aux = self.router_losses(router_logits)
+            loss_sum = loss_sum + router_loss * loss.n_tokens
+        return LanguageModelOutput(loss_sum, loss.nll_sum, loss.n_tokens, aux)
+
+    def _cross_entropy(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> CrossEntropy:
+        """The loss of all tokens [N], whichever ranks compute it."""
+        if self.same_rows is not None:
+            return shared_cross_entropy(self._own_cross_entropy, hidden, weight, bias, labels, self.same_rows)
+        return self._own_cross_entropy(hidden, weight, bias, labels)
+
+    def _own_cross_entropy(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> CrossEntropy:
+        return chunked_cross_entropy(
             hidden,
             weight,
             labels,
@@ -136,12 +156,6 @@ class LanguageModel(nn.Module):
             logit_scale=self.logit_scale,
             compiled=self._compiled(),
         )
-        loss_sum = loss.loss_sum
-        aux: dict[str, Tensor] = {}
-        if router_logits:
-            router_loss, aux = self.router_losses(router_logits)
-            loss_sum = loss_sum + router_loss * loss.n_tokens
-        return LanguageModelOutput(loss_sum, loss.nll_sum, loss.n_tokens, aux)
 
     def log_probs(
         self,
@@ -341,6 +355,50 @@ class LanguageModel(nn.Module):
                 f"{type(self.model).__name__} makes its logits in a way lmtrain doesn't know (off by {difference:.3g}, "
                 f"the largest is {largest:.3g}): this family can't be trained"
             )
+
+
+def shared_cross_entropy(
+    of_rows: Callable[[Tensor, Tensor, Tensor | None, Tensor], CrossEntropy],
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    mesh: DeviceMesh,
+) -> CrossEntropy:
+    """The loss of tokens that all ranks of `mesh` have, each of which computes an equal share of it.
+
+    Every rank gets the whole gradient of `hidden`. Of `weight` and `bias` it gets its share's, times the number of
+    ranks: their mean over the ranks is the whole gradient, as that of parameters whose gradient is the same on all.
+
+    Args:
+        of_rows: the loss of some hidden states, weight, bias and their labels.
+        hidden: [N, D].
+        weight: [V, D].
+        bias: [V].
+        labels: [N] int64, -100 where there is none.
+        mesh: one dimension.
+    """
+    ranks = mesh.size()
+    n_tokens = (labels != IGNORE_INDEX).sum()
+    padding = -len(labels) % ranks
+    hidden = laid_out(F.pad(hidden, (0, 0, 0, padding)), mesh, Replicate(), Shard(0))  # [N / ranks, D]
+    labels = F.pad(labels, (0, padding), value=IGNORE_INDEX).chunk(ranks)[mesh.get_local_rank()]
+    weight = _ScaledGradient.apply(weight, ranks)
+    bias = None if bias is None else _ScaledGradient.apply(bias, ranks)
+    own = of_rows(hidden, weight, bias, labels)
+    loss_sum, nll_sum = (laid_out(x, mesh, Partial(), Replicate()) for x in (own.loss_sum, own.nll_sum))
+    return CrossEntropy(loss_sum, nll_sum.detach(), n_tokens)
+
+
+class _ScaledGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.factor, None
 
 
 def _checked_chunk(value: int | str) -> int | str:

@@ -2,7 +2,8 @@
 
 A layer split by columns gives each rank a part of its outputs; the layer after it, split by rows, takes that part and
 sums over the group. In between, a rank has its attention heads, or its part of the feed-forward width (Megatron-LM,
-Shoeybi et al. 2019, arXiv:1909.08053). Embeddings, norms and the output layer stay whole and compute the same on each.
+Shoeybi et al. 2019, arXiv:1909.08053). Embeddings and norms stay whole and compute the same on each. The output layer
+stays whole too, and each rank computes the logits and the loss of its share of the tokens (language_model.py).
 
 Which layers form pairs is transformers' knowledge (`base_model_tp_plan` of a family's config); GPT-2, whose queries,
 keys and values are one matrix, has its plan here. Split parameters are DTensors; each rank computes with its own part.
@@ -23,6 +24,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from lmtrain.distributed.dtensor import laid_out
 from lmtrain.errors import UserError
 from lmtrain.models.language_model import attention_dropout
 
@@ -207,21 +209,16 @@ def by_columns(layer: Layer, style: str, mesh: DeviceMesh, x: Tensor) -> Tensor:
     # What comes back to the input is each rank's share, summed on its way.
     x = DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
     y = _product(layer, x, _own_part(layer.weight), _own_part(layer.bias))
-    return _laid_out(y, mesh, Shard(-1), Replicate()) if style == "colwise_gather_output" else y
+    return laid_out(y, mesh, Shard(-1), Replicate()) if style == "colwise_gather_output" else y
 
 
 def by_rows(layer: Layer, style: str, mesh: DeviceMesh, x: Tensor) -> Tensor:
     """All outputs, from this rank's part of the inputs (or from its own cut, with rowwise_split_input)."""
     if style == "rowwise_split_input":
-        x = _laid_out(x, mesh, Replicate(), Shard(-1))
+        x = laid_out(x, mesh, Replicate(), Shard(-1))
     y = _product(layer, x, layer.weight.to_local(), None)
-    y = _laid_out(y, mesh, Partial(), Replicate())
+    y = laid_out(y, mesh, Partial(), Replicate())
     return y if layer.bias is None else y + layer.bias.to(y.dtype)
-
-
-def _laid_out(x: Tensor, mesh: DeviceMesh, now: Placement, then: Placement) -> Tensor:
-    """This rank's part of what lies on the ranks as `now`, when it lies as `then`; the backward goes the other way."""
-    return DTensor.from_local(x, mesh, [now], run_check=False).redistribute(mesh, [then]).to_local()
 
 
 def _own_part(parameter: Any) -> Any:

@@ -153,3 +153,4 @@ class TensorParallelStrategy(FSDPStrategy):
             root_mesh=init_device_mesh(self.root_device.type, (self.world_size,)),
             split=lambda block: split.split(block, layers, self.device_mesh["tensor_parallel"]),
         )
+        objective.model.same_rows = self.device_mesh["tensor_parallel"]
