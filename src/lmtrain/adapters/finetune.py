@@ -10,8 +10,9 @@ from lmtrain.adapters.trainable import base_identity, train_base, trainable_name
 from lmtrain.config.checks import trains_base
 from lmtrain.config.options import LoadedModelConfig
 from lmtrain.config.schema import Config
+from lmtrain.config.strategies import context_parallel
 from lmtrain.data.store.contents import Facts
-from lmtrain.models import split
+from lmtrain.models import context, split
 from lmtrain.models.build import build_model
 
 
@@ -19,7 +20,7 @@ def build_trainable_model(config: Config, tokenizer: Any) -> PreTrainedModel:
     """The model of `config` with what is trained marked `requires_grad`; draws from the global generator if scratch.
 
     Raises:
-        UserError: see `build_model`, `adapters.attach` and `split.check`.
+        UserError: see `build_model`, `adapters.attach`, `split.check` and `context.check`.
     """
     memory_adapter.check_chosen(config)
     new_tokens = new_token_ids(config, tokenizer)
@@ -47,6 +48,8 @@ def build_trainable_model(config: Config, tokenizer: Any) -> PreTrainedModel:
         train_base(model)
     if config.trainer.strategy == "fsdp_tp":
         split.check(model, config.trainer.fsdp.tensor_parallel_size)
+    if context_parallel(config.trainer) > 1:
+        context.check(model, context_parallel(config.trainer))
     return model
 
 

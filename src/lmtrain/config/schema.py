@@ -155,6 +155,7 @@ class ScheduleConfig:
 
 _DEEPSPEED = ReadWhere(lambda c: c.trainer.strategy == "deepspeed", "set trainer.strategy=deepspeed")
 _FSDP = ReadWhere(lambda c: c.trainer.strategy in ("fsdp", "fsdp_tp"), "set trainer.strategy=fsdp")
+_FSDP_ONLY = ReadWhere(lambda c: c.trainer.strategy == "fsdp", "set trainer.strategy=fsdp")
 _FSDP_TP = ReadWhere(lambda c: c.trainer.strategy == "fsdp_tp", "set trainer.strategy=fsdp_tp")
 _FP8 = ReadWhere(lambda c: c.trainer.precision == FP8, "set trainer.precision=fp8 too")
 _SPIKES = ReadWhere(lambda c: c.trainer.spike_factor is not None, "set trainer.spike_factor=2.0 too")
@@ -168,6 +169,7 @@ class FsdpConfig:
     reduce_each_micro_batch: Annotated[bool, MACHINE]
     sharded_checkpoint: Annotated[bool | None, MACHINE]
     tensor_parallel_size: Annotated[int, MACHINE, _FSDP_TP]
+    context_parallel_size: Annotated[int, MACHINE, at_least(1), _FSDP_ONLY]
 
 
 @dataclass(kw_only=True)

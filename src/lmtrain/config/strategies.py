@@ -59,8 +59,18 @@ def spell_out(t: TrainerConfig) -> None:
 
 
 def ranks_per_part(t: TrainerConfig) -> int:
-    """How many ranks read the same rows: those of a tensor-parallel group."""
+    """How many ranks read the same rows: those of a tensor-parallel group, or of a context-parallel one."""
+    return tensor_parallel(t) * context_parallel(t)
+
+
+def tensor_parallel(t: TrainerConfig) -> int:
+    """How many ranks share each layer."""
     return t.fsdp.tensor_parallel_size if t.strategy == "fsdp_tp" else 1
+
+
+def context_parallel(t: TrainerConfig) -> int:
+    """How many ranks share each row."""
+    return t.fsdp.context_parallel_size if t.strategy == "fsdp" else 1
 
 
 def check_strategy(c: Config) -> None:
@@ -74,6 +84,8 @@ def check_strategy(c: Config) -> None:
         _check_deepspeed(c)
     if strategy == "fsdp_tp":
         _check_tensor_parallel(c)
+    if context_parallel(c.trainer) > 1:
+        _check_context_parallel(c)
     precisions = ("auto", "32-true", "bf16-mixed", "bf16-true")
     if outside_fp8(c.trainer.precision) not in precisions:
         raise UserError(f"trainer.precision={c.trainer.precision} does not go with {key}: set one of {precisions}")
@@ -100,13 +112,18 @@ def check_strategy(c: Config) -> None:
 
 
 def check_devices(t: TrainerConfig) -> None:
-    """Raises UserError where the devices of a node (known by now) don't form whole tensor-parallel groups."""
+    """Raises UserError where the devices of a node (known by now) don't form whole groups that read the same rows."""
     size, devices = ranks_per_part(t), int(t.devices)
     if devices % size:
-        fits = [f"trainer.fsdp.tensor_parallel_size={d}" for d in range(2, devices + 1) if devices % d == 0]
+        splits_layers = t.strategy == "fsdp_tp"
+        key = f"trainer.fsdp.{'tensor' if splits_layers else 'context'}_parallel_size"
+        fits = [f"{key}={d}" for d in range(2, devices + 1) if devices % d == 0]
+        if not fits:
+            fits = [f"trainer.devices={size}"]
+        elif splits_layers:
+            fits.append("trainer.strategy=fsdp")
         raise UserError(
-            f"trainer.fsdp.tensor_parallel_size={size} does not divide trainer.devices={devices}, the devices of a "
-            f"node: set {' or '.join([*fits, 'trainer.strategy=fsdp' if fits else f'trainer.devices={size}'])}"
+            f"{key}={size} does not divide trainer.devices={devices}, the devices of a node: set {' or '.join(fits)}"
         )
 
 
@@ -127,6 +144,42 @@ def _check_tensor_parallel(c: Config) -> None:
             raise UserError(
                 f"trainer.fsdp.tensor_parallel_size={size} does not divide model.{name}={heads}: each device of a "
                 f"group computes whole heads. Change one of the two, or set trainer.strategy=fsdp"
+            )
+
+
+def _check_context_parallel(c: Config) -> None:
+    """What the config alone tells; what the model tells is in models/context.py."""
+    size, key = c.trainer.fsdp.context_parallel_size, "trainer.fsdp.context_parallel_size"
+    if c.objective.name not in ("causal_lm", "sft"):
+        raise UserError(
+            f"{key}={size} does not go with objective={c.objective.name}, which compares whole rows: set {key}=1 (of "
+            f"the objectives causal_lm and sft share rows)"
+        )
+    if getattr(c.objective, "neftune_alpha", None):
+        raise UserError(
+            f"{key}={size} does not go with objective.neftune_alpha, whose noise follows the length of whole examples: "
+            f"set one of them to null or 1"
+        )
+    if c.memory.num_chapters is not None or getattr(c.model, "num_experts", None) is not None:
+        found = "memory.num_chapters" if c.memory.num_chapters is not None else "model.num_experts"
+        raise UserError(
+            f"{key}={size} does not go with {found}: the balance of routers is computed from the tokens of whole rows, "
+            f"of which a device has a slice. Set {key}=1"
+        )
+    heads = getattr(c.model, "num_attention_heads", None)
+    if heads is not None and heads % size:
+        raise UserError(
+            f"{key}={size} does not divide model.num_attention_heads={heads}, which the devices of a group share out "
+            f"while they attend: change one of the two"
+        )
+    if c.model.attention in ("sdpa", "transformers"):
+        raise UserError(f"{key}={size} does not go with model.attention={c.model.attention}: set model.attention=auto")
+    lengths = {"data.seq_len": c.data.seq_len, "data.curriculum.start_length": c.data.curriculum.start_length}
+    for name, length in lengths.items():
+        if length is not None and length % size and c.data.packing != "off":
+            raise UserError(
+                f"{key}={size} does not divide {name}={length}: each device of a group has equally many tokens of a "
+                f"row. Set {name}={-(-length // size) * size}"
             )
 
 

@@ -134,13 +134,16 @@ class DataParallel(NamedTuple):
 
     size: int  # parts that the rows of a step are split into
     rank: int  # the part this rank reads
-    copies: int  # ranks that read one part
+    copies: int  # ranks that compute the same tokens of it
+    slices: int = 1  # ranks that share each of its rows, a slice of the tokens each
 
 
 def data_parallel(trainer: pl.Trainer) -> DataParallel:
     """Neighbouring ranks form a group, as in the mesh of the strategy."""
     copies = getattr(trainer.strategy, "tensor_parallel_size", 1)
-    return DataParallel(trainer.world_size // copies, trainer.global_rank // copies, copies)
+    slices = getattr(trainer.strategy, "context_parallel_size", 1)
+    together = copies * slices
+    return DataParallel(trainer.world_size // together, trainer.global_rank // together, copies, slices)
 
 
 def total(trainer: pl.Trainer, sums: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface
 
 from lmtrain.errors import UserError
+from lmtrain.models.context import CONTEXT, Context
 from lmtrain.models.documents import Documents, causal_mask, varlen
 
 NAME = "lmtrain"  # the attn_implementation of models built here; transformers never writes it into config.json
@@ -56,7 +57,8 @@ def attention(
     """Causal attention with transformers' AttentionInterface signature.
 
     Args:
-        query: [B, H, T, D]; key, value: [B, H_kv, T, D] with H a multiple of H_kv.
+        query: [B, H, T, D]; key, value: [B, H_kv, T, D] with H a multiple of H_kv. Where ranks share rows T is a
+            slice's, and `documents` those of whole rows.
         sliding_window: a token sees itself and the sliding_window - 1 tokens before it.
         documents: None where each row is one sequence.
         softcap: scores become `softcap * tanh(score / softcap)` (Gemma 2).
@@ -67,6 +69,11 @@ def attention(
     Returns: [B, T, H, D] of autocast's dtype, or value's where it is off, and None (weights are never made).
     """
     _refuse_what_is_not_done_here(module, query, key, attention_mask, sliding_window, kwargs)
+    context: Context | None = getattr(module, CONTEXT, None)
+    if context is not None:
+        dtype = _autocast_dtype(value)
+        query, key, value = context.heads_for_tokens(query.to(dtype), key.to(dtype), value.to(dtype))
+        s_aux = None if s_aux is None else context.own_heads(s_aux)
     if sliding_window is not None and sliding_window >= query.shape[2]:
         sliding_window = None
     scores = AttentionScores(scaling, softcap, s_aux)
@@ -85,6 +92,8 @@ def attention(
         out = _varlen_documents(query, key, value, scaling, sliding_window, documents)
     else:
         out = _flex(query, key, value, scaling, documents.mask(sliding_window)).transpose(1, 2)
+    if context is not None:
+        out = context.tokens_for_heads(out)
     return out.contiguous(), None
 
 

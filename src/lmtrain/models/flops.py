@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from lmtrain.config.deepspeed import engine_config
 from lmtrain.config.schema import Config
-from lmtrain.config.strategies import outside_fp8, ranks_per_part
+from lmtrain.config.strategies import context_parallel, outside_fp8, ranks_per_part, tensor_parallel
 from lmtrain.models.blocks import decoder_blocks
 from lmtrain.models.language_model import auto_chunk_bytes, chunk_bytes_of
 
@@ -159,7 +159,7 @@ def memory_estimate(model: PreTrainedModel, config: Config, card_bytes: int | No
     _, trained, _ = parameter_counts(model)
     weight_bytes = 2 if config.trainer.precision == "bf16-true" else 4
     mixed = outside_fp8(config.trainer.precision).endswith("-mixed")
-    tokens = config.data.micro_batch_size * config.data.seq_len
+    tokens = config.data.micro_batch_size * config.data.seq_len // context_parallel(config.trainer)
     blocks = [p for block in decoder_blocks(model) for p in block.parameters()]
     in_blocks = sum(p.numel() for p in blocks if p.is_floating_point())
     whole = {
@@ -182,7 +182,7 @@ def _parts(whole: dict[str, int], model: PreTrainedModel, config: Config, weight
     fsdp_tp), and what is in no block.
     """
     t = config.trainer
-    group = ranks_per_part(t)
+    group = tensor_parallel(t)
     world = int(t.devices) * t.num_nodes if str(t.devices).isdigit() else 1
     weights = _weights_bytes(model, weight_bytes)
     parameters, gradients, state = whole["parameters"], whole["gradients"], whole["optimizer"]
@@ -191,7 +191,7 @@ def _parts(whole: dict[str, int], model: PreTrainedModel, config: Config, weight
     gathered = weights - sum(blocks) + int(2 * half * max(blocks, default=0)) // group
     if t.strategy in ("fsdp", "fsdp_tp"):
         shards = int(t.devices) if t.fsdp.copy_per_node and world > 1 else world
-        accumulates = config.data.global_batch_size > config.data.micro_batch_size * world // group
+        accumulates = config.data.global_batch_size > config.data.micro_batch_size * world // ranks_per_part(t)
         in_blocks = weight_bytes * sum(parameter_counts(block)[1] for block in decoder_blocks(model))
         held = 0
         if accumulates and not t.fsdp.reduce_each_micro_batch:
@@ -243,7 +243,7 @@ def _activation_bytes(model: PreTrainedModel, config: Config, weight_bytes: int,
     shape = model.config.get_text_config()
     stream, product = weight_bytes, 2 if mixed else weight_bytes  # bytes of the residual stream, of matrix products
     layers = _layers(model)
-    layer = _block_activation_bytes(layers[0], stream, product, mixed, ranks_per_part(config.trainer))
+    layer = _block_activation_bytes(layers[0], stream, product, mixed, tensor_parallel(config.trainer))
     if config.trainer.activation_checkpointing is True:
         return len(layers) * stream * shape.hidden_size + layer
     return len(layers) * layer

@@ -20,6 +20,7 @@ from lmtrain.losses.distillation import OutputHead, chunked_divergence
 from lmtrain.losses.log_probs import chunked_log_probs
 from lmtrain.models.attention import SLIDES
 from lmtrain.models.blocks import decoder_blocks, let_grow, output_head
+from lmtrain.models.context import Context
 from lmtrain.models.documents import Documents, Prefixes, choose_method
 from lmtrain.models.routers import Logits, RouterLosses, Routers
 from lmtrain.models.scalar_head import HEAD, has_scalar_head
@@ -95,7 +96,8 @@ class LanguageModel(nn.Module):
             name.endswith("sinks") for name, _ in model.named_parameters()
         )
         self.validates = False  # a validation is going on
-        self.same_rows: DeviceMesh | None = None  # ranks that read the same rows and share out the loss of their tokens
+        self.same_tokens: DeviceMesh | None = None  # ranks that compute the same hidden states and share out their loss
+        self.context: Context | None = None  # where ranks share rows: inputs are slices of them
         self._blocks = decoder_blocks(model)
         if config.model_type not in KNOWN_FAMILIES:
             self._compare_logits()
@@ -139,8 +141,8 @@ class LanguageModel(nn.Module):
 
     def _cross_entropy(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> CrossEntropy:
         """The loss of all tokens [N], whichever ranks compute it."""
-        if self.same_rows is not None:
-            return shared_cross_entropy(self._own_cross_entropy, hidden, weight, bias, labels, self.same_rows)
+        if self.same_tokens is not None:
+            return shared_cross_entropy(self._own_cross_entropy, hidden, weight, bias, labels, self.same_tokens)
         return self._own_cross_entropy(hidden, weight, bias, labels)
 
     def _own_cross_entropy(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> CrossEntropy:
@@ -268,7 +270,7 @@ class LanguageModel(nn.Module):
             options["position_ids"] = position_ids
         if cu_seqlens is not None:
             options["documents"] = self._documents(cu_seqlens, input_ids, prefixes)
-        elif self.window is not None and self.window < input_ids.shape[1]:
+        elif self.window is not None and self.window < self._whole_shape(input_ids)[1]:
             options["documents"] = self._whole_rows(input_ids)
         if self.routers.by_transformers:
             options["output_router_logits"] = True
@@ -287,11 +289,16 @@ class LanguageModel(nn.Module):
         if self._compiled():
             let_grow(cu_seqlens, *(prefixes or ()))
         bias_dtype = self._attention_dtype(device) if device.type == "cuda" and self.plain_softmax else None
-        return Documents(cu_seqlens, input_ids.shape[0], input_ids.shape[1], method, prefixes, bias_dtype)
+        return Documents(cu_seqlens, *self._whole_shape(input_ids), method, prefixes, bias_dtype)
+
+    def _whole_shape(self, input_ids: Tensor) -> tuple[int, int]:
+        """(B, T) of the rows of which these are all tokens, or a slice."""
+        rows, length = input_ids.shape
+        return rows, length * (1 if self.context is None else self.context.size)
 
     def _whole_rows(self, input_ids: Tensor) -> Documents | None:
         """Rows as documents of their own where flash attention runs: it slides by itself, plain attention by a mask."""
-        rows, length = input_ids.shape
+        rows, length = self._whole_shape(input_ids)
         choice = getattr(self.model, "documents_attention", "transformers")
         if not input_ids.is_cuda or choice not in ("auto", "varlen") or self._method(input_ids.device) != "varlen":
             return None

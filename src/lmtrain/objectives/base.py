@@ -161,7 +161,15 @@ class Objective(Reported):
         return self._optimizer
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Counts a step's tokens over all ranks while it is in host memory; a request to stop rides along."""
+        """Counts a step's tokens over all ranks while it is in host memory; a request to stop rides along.
+
+        Where ranks share rows, each goes on with its slice of them.
+        """
+        context = self.model.context
+        if context is not None and "micro_batches" in batch:
+            batch["micro_batches"] = [context.slice_of(mb) for mb in batch["micro_batches"]]
+        elif context is not None:
+            batch = context.slice_of(batch)
         if "micro_batches" in batch:
             parts = [torch.stack([self.count_tokens(mb), self.count_seen(mb)]) for mb in batch["micro_batches"]]
             counts, self.stop.agreed = agreed(self.trainer, torch.stack(parts).sum(0), self.stop.asked())
@@ -179,8 +187,9 @@ class Objective(Reported):
         self.set_rate(step)
 
         n_tokens, seen = batch["n_tokens"], batch["seen"]
-        # Gradients are averaged over the parts of the step that ranks read; times their number makes that the sum.
-        scale = data_parallel(self.trainer).size / n_tokens.clamp(min=1)
+        # Gradients are averaged over the ranks that compute different tokens; times their number makes that the sum.
+        part = data_parallel(self.trainer)
+        scale = part.size * part.slices / n_tokens.clamp(min=1)
 
         placement = placement_of(self.trainer)
         sums: dict[str, Tensor] = {}
@@ -251,9 +260,9 @@ class Objective(Reported):
     def seed_step(self, step: int) -> None:
         """Dropout and all else random in a step follow from (seed, step, part): nothing to save, nothing to lose.
 
-        Ranks that read the same rows draw the same: what they compute alike must stay alike.
+        Ranks that compute the same tokens draw the same: what they compute alike must stay alike.
         """
-        seed = step_seed(self.seed, step, data_parallel(self.trainer).rank)
+        seed = step_seed(self.seed, step, self.trainer.global_rank // data_parallel(self.trainer).copies)
         torch.default_generator.manual_seed(seed)
         if self.device.type == "cuda":
             torch.cuda.default_generators[self.device.index or 0].manual_seed(seed)

@@ -25,6 +25,7 @@ from lmtrain.checkpoints.checkpoint_io import FolderCheckpointIO
 from lmtrain.config.schema import FsdpConfig
 from lmtrain.distributed import dtensor as layout
 from lmtrain.models import split
+from lmtrain.models.context import Context
 from lmtrain.strategies import sharding
 from lmtrain.strategies.lightning_private import set_group_sizes
 from lmtrain.strategies.placement import HoldsModel, Placement
@@ -41,7 +42,10 @@ def writes_together(options: FsdpConfig, module: nn.Module) -> bool:
 
 
 class FSDPStrategy(Placement, ModelParallelStrategy):
-    """Every rank reads other rows, and parameters, gradients and optimizer state are sharded over all ranks."""
+    """Parameters, gradients and optimizer state are sharded over all ranks.
+
+    Every rank reads other rows, or group r // context_parallel_size does, whose ranks share them.
+    """
 
     replaces_parameters = True
 
@@ -54,6 +58,7 @@ class FSDPStrategy(Placement, ModelParallelStrategy):
             process_group_backend="cpu:gloo,cuda:nccl" if offloads else None,
         )
         self.options, self.precision = options, precision
+        self.context_parallel_size = options.context_parallel_size
 
     @property
     def lightning_restore_optimizer(self) -> bool:
@@ -65,7 +70,16 @@ class FSDPStrategy(Placement, ModelParallelStrategy):
         self.shard(objective)
 
     def shard(self, objective: HoldsModel) -> None:
+        self._share_rows(objective)
         sharding.shard(objective.model, self._mesh(), self.root_device, self.precision, self.options)
+
+    def _share_rows(self, objective: HoldsModel) -> None:
+        size = self.context_parallel_size
+        if size > 1:
+            shape = (self.world_size // size, size)
+            mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=("groups", "context"))["context"]
+            objective.model.context = Context(mesh.get_local_rank(), size, mesh.get_group())
+            objective.model.context.mark(objective.model.model)
 
     def sync_gradients(self, model: nn.Module, last: bool) -> None:
         sharding.sync_gradients(model, last or self.options.reduce_each_micro_batch)
@@ -137,7 +151,7 @@ class TensorParallelStrategy(FSDPStrategy):
 
     def __init__(self, options: FsdpConfig, precision: str, processes: int, accelerator: str) -> None:
         super().__init__(options, precision, processes, accelerator)
-        self.tensor_parallel_size = options.tensor_parallel_size
+        self.tensor_parallel_size, self.context_parallel_size = options.tensor_parallel_size, 1
         set_group_sizes(self, self.tensor_parallel_size, processes // self.tensor_parallel_size)
         # It says for each parameter of a checkpoint that two collectives are needed to make it whole.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
@@ -153,4 +167,4 @@ class TensorParallelStrategy(FSDPStrategy):
             root_mesh=init_device_mesh(self.root_device.type, (self.world_size,)),
             split=lambda block: split.split(block, layers, self.device_mesh["tensor_parallel"]),
         )
-        objective.model.same_rows = self.device_mesh["tensor_parallel"]
+        objective.model.same_tokens = self.device_mesh["tensor_parallel"]
