@@ -19,8 +19,9 @@ from lmtrain.errors import RunError, UserError, reason
 
 def write_atomic(path: Path, text: str) -> None:
     """Writes a small file so that a reader sees the old or the new content, never a half."""
-    temporary = temporary_beside(path)
+    temporary = path
     try:
+        temporary = temporary_beside(path)
         temporary.unlink(missing_ok=True)
         with temporary.open("x", encoding="utf-8") as file:  # never through a link that somebody left there
             file.write(text)
