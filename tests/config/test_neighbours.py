@@ -226,7 +226,6 @@ dataset_test_split -> data.val_split
 n_layers -> model.num_hidden_layers
 num_layers -> model.num_hidden_layers
 depth -> model.num_hidden_layers
-model.depth -> model.num_hidden_layers
 n_heads -> model.num_attention_heads
 num_heads -> model.num_attention_heads
 n_kv_head -> model.num_key_value_heads

@@ -16,8 +16,9 @@ from support import Run
     ("depth", "width", "rows", "rate", "steps"),
     [(2, 64, 8, 8.485e-3, 960), (4, 128, 16, 6e-3, 3840), (6, 192, 24, 4.899e-3, 8640)],
 )
-def test_the_rules_set_all_else(depth: int, width: int, rows: int, rate: float, steps: int) -> None:
-    config = rules.check(rules.compose(["experiment=dial", f"model.num_hidden_layers={depth}"]))
+@pytest.mark.parametrize("key", [dial.KEY, dial.LAYERS])
+def test_the_rules_set_all_else(key: str, depth: int, width: int, rows: int, rate: float, steps: int) -> None:
+    config = rules.check(rules.compose(["experiment=dial", f"{key}={depth}"]))
     model = config.model
     assert (model.hidden_size, model.num_attention_heads) == (width, depth)  # type: ignore[attr-defined]
     assert (config.data.global_batch_size, config.optimizer.lr, config.trainer.max_steps) == (rows, rate, steps)
@@ -26,7 +27,7 @@ def test_the_rules_set_all_else(depth: int, width: int, rows: int, rate: float, 
 
 
 def test_what_is_typed_wins_over_its_rule() -> None:
-    words = ["experiment=dial", "model.num_hidden_layers=6", "model.hidden_size=96", "optimizer.lr=0.001"]
+    words = ["experiment=dial", "model.depth=6", "model.hidden_size=96", "optimizer.lr=0.001"]
     config = rules.check(rules.compose(words))
     assert (config.model.hidden_size, config.optimizer.lr) == (96, 0.001)  # type: ignore[attr-defined]
     assert config.data.global_batch_size == 24
@@ -34,7 +35,12 @@ def test_what_is_typed_wins_over_its_rule() -> None:
 
 def test_a_rule_that_has_no_value_is_refused() -> None:
     with pytest.raises(UserError, match="power_law: 0 and 4 have to be above 0"):
-        rules.check(rules.compose(["experiment=dial", "model.num_hidden_layers=0"]))
+        rules.check(rules.compose(["experiment=dial", "model.depth=0"]))
+
+
+def test_the_dial_of_another_model_is_refused() -> None:
+    with pytest.raises(UserError, match=r"model.depth has no meaning .* it belongs to model=dial"):
+        rules.check(rules.compose(["model=gpt_nano", "model.depth=6"]))
 
 
 def test_tokens_that_are_seen_again_are_worth_less() -> None:
@@ -72,7 +78,7 @@ def test_a_file_and_minutes_are_enough(tmp_path: Path, lmtrain: Run) -> None:
     ended = lmtrain("train", *common)
     assert ended.returncode == 0, ended.stderr
     assert "book.txt is plain text: experiment=dial data=text" in ended.stderr
-    chosen = re.search(r"budget.minutes=0.8 chose model.num_hidden_layers=(\d+)", ended.stderr)
+    chosen = re.search(r"budget.minutes=0.8 chose model.depth=(\d+)", ended.stderr)
     assert chosen is not None
     saved = rules.read(tmp_path / "outputs" / "book" / "config.yaml")
     assert saved["model"]["num_hidden_layers"] == int(chosen[1])

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 MAX_POSITIONS = "max_position_embeddings"
 # Keys of `model` that go into the transformers config under their own name.
-_GENERAL = {"family", *(f.name for f in fields(ModelConfig))}
+_GENERAL = {"family", "depth", *(f.name for f in fields(ModelConfig))}
 SHAPE_KEYS = (*(f.name for f in fields(ScratchModelConfig) if f.name not in _GENERAL), MAX_POSITIONS)
 DROPOUTS = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout", "dropout")
 

@@ -7,7 +7,8 @@ it (arXiv:2305.16264). The law was fitted on Python source: of other text its bi
 import math
 
 NAME = "dial"
-KEY = "model.num_hidden_layers"
+KEY = "model.depth"
+LAYERS = "model.num_hidden_layers"  # which follows from it, and may be typed in its place
 DEPTHS = range(1, 17)
 # Bits per byte = E + A / weights ** ALPHA + B / tokens ** BETA.
 E, A, ALPHA, B, BETA = 1.067, 87.22, 0.5, 512.5, 0.5

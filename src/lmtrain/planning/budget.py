@@ -125,7 +125,7 @@ def _settle_minutes(config: Config, began: float, typed: Mapping[str, Any]) -> l
     os.environ[ranks.BEGAN] = str(began)
     if config.trainer.max_epochs is None and not config.data.streaming:
         config.trainer.max_epochs = EPOCHS["text" if config.data.rows == "text" else "rows"]
-    chooses = config.model.name == dial.NAME and dial.KEY not in typed
+    chooses = config.model.name == dial.NAME and not {dial.KEY, dial.LAYERS} & typed.keys()
     before = _chosen_before(config)
     if before is not None:
         depth = before.get("model", {}).get("num_hidden_layers")
