@@ -14,7 +14,7 @@ from inprocess import Ended, message, run, train_tiny
 from lmtrain.callbacks.validation import EarlyStopping
 from lmtrain.checkpoints import manifest, retention, store
 from lmtrain.objectives.base import Objective
-from support import TINY, thinned
+from support import TINY, rows, thinned
 
 PAIRS = ["objective=dpo", "data=preference_jsonl", "data.chat_template=vicuna", "data.val_fraction=0.2",
          "data.seq_len=512", "model.max_position_embeddings=512", "callbacks.samples.every_n_validations=0",
@@ -265,16 +265,49 @@ def test_a_resumed_run_writes_a_changed_tokenizer_again(text_run: Path, corpus: 
     assert run("export", f"run_dir={tmp_path}/run", "export.checkpoint=step_00000002").code == 0
 
 
-def test_a_decay_from_a_checkpoint_of_a_longer_run_is_a_run_of_that_length(corpus: Path, tmp_path: Path) -> None:
-    wsd = ["schedule=wsd", "schedule.warmup_steps=2", "schedule.decay_ratio=0.25", "trainer.val_check_interval=null"]
-    words = [*wsd, "export.enabled=false", "trainer.save_every_n_steps=6", "callbacks.samples.every_n_validations=0"]
+COOLED = ["schedule.warmup_steps=2", "trainer.val_check_interval=null", "export.enabled=false",
+          "trainer.save_every_n_steps=6", "callbacks.samples.every_n_validations=0"]  # fmt: skip
+
+
+@pytest.mark.parametrize("schedule", ["wsd", "constant_with_warmup"])
+def test_a_cooldown_is_a_run_of_that_length(schedule: str, corpus: Path, tmp_path: Path) -> None:
+    """Bit for bit, from a longer run's checkpoint at the full rate; the same command again continues it."""
     long, alone, branch = (tmp_path / name for name in ("long", "alone", "branch"))
-    assert train_tiny(corpus, *words, f"run.dir={long}", "trainer.max_steps=16", "checkpoint.keep_every=6").code == 0
-    assert train_tiny(corpus, *words, f"run.dir={alone}", "trainer.max_steps=8").code == 0
-    from_it = [f"run.resume={long / 'checkpoints' / 'step_00000006'}", "run.schedule_on_resume=rescale"]
-    ended = train_tiny(corpus, *words, f"run.dir={branch}", "trainer.max_steps=8", *from_it)
+    words = [*COOLED, f"schedule={schedule}", "trainer.max_steps=16", "checkpoint.keep_every=6"]
+    assert train_tiny(corpus, *words, f"run.dir={long}").code == 0
+    short = [*COOLED, "schedule=wsd", "trainer.max_steps=8"]
+    assert train_tiny(corpus, *short, f"run.dir={alone}", "schedule.decay_from=6").code == 0
+    cooled = [*short, f"run.dir={branch}", f"run.cooldown_from={long / 'checkpoints' / 'step_00000006'}"]
+    ended = train_tiny(corpus, *cooled)
     assert ended.code == 0, ended.err
     assert "was changed since" not in ended.out  # of the new folder's tokenizer
     ours, theirs = (torch.load(run / "checkpoints" / "last" / "model.pt", weights_only=True) for run in (branch, alone))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert ours.keys() == theirs.keys()
+    rates = [row["lr"] for row in rows(branch / "metrics.jsonl") if "lr" in row]
+    assert rates[-1] < rates[0]
+    assert "nothing to do" in train_tiny(corpus, *cooled).out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["schedule=wsd", "run.cooldown_from=outputs/long/checkpoints/last"], "name a checkpoint by its step"),
+        (["schedule=cosine", "run.cooldown_from=a/step_00000006"], "set schedule=wsd"),
+        (["schedule=wsd", "run.cooldown_from=a/step_00000016"], "trainer.max_steps=8 is not beyond that step"),
+        (["schedule=wsd", "run.cooldown_from=a/step_00000006", "run.resume=b"], "both say where to begin"),
+        (["schedule=wsd", "run.cooldown_from=a/step_00000006"], "no such checkpoint folder"),
+    ],
+)
+def test_a_cooldown_from_nowhere_is_refused(words: list[str], said: str, corpus: Path, tmp_path: Path) -> None:
+    ended = train_tiny(corpus, *COOLED, *words, "trainer.max_steps=8", f"run.dir={tmp_path}/run")
+    assert ended.code == 2
+    assert said in ended.err
+
+
+def test_a_cooldown_begins_at_the_full_rate(corpus: Path, tmp_path: Path) -> None:
+    assert train_tiny(corpus, *COOLED, "schedule=cosine", "trainer.max_steps=8", f"run.dir={tmp_path}/long").code == 0
+    words = ["schedule=wsd", "trainer.max_steps=12", f"run.dir={tmp_path}/short"]
+    ended = train_tiny(corpus, *COOLED, *words, f"run.cooldown_from={tmp_path}/long/checkpoints/step_00000006")
+    assert ended.code == 2
+    assert "at step 6 the learning rate was 0.55 of its peak" in ended.err  # halfway down to the floor of 0.1

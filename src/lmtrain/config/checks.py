@@ -7,7 +7,7 @@ from typing import Any
 from lmtrain.config.batch import check_growth
 from lmtrain.config.constraints import choice
 from lmtrain.config.keys import check_constraints
-from lmtrain.config.options import CausalLMConfig
+from lmtrain.config.options import CausalLMConfig, WarmupStableDecayConfig
 from lmtrain.config.schema import BUDGETS, Config, MemoryConfig, ScheduleConfig
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.config.strategies import check_strategy, spell_out
@@ -70,6 +70,28 @@ def _check_run(c: Config) -> None:
         raise UserError("the run would never end: set trainer.max_steps or trainer.max_epochs")
     time_limit_seconds(c.run.time_limit)
     _check_schedule(c.schedule)
+    if c.run.cooldown_from is not None:
+        _settle_cooldown(c, c.run.cooldown_from)
+
+
+def _settle_cooldown(c: Config, checkpoint: str) -> None:
+    """Sets what run.cooldown_from stands for: the rate falls from the checkpoint's step to the end of this run.
+
+    Raises:
+        UserError: a schedule that has no decay of its own, a checkpoint that names no step, a run that ends before it.
+    """
+    key, name = f"run.cooldown_from={checkpoint}", re.split(r"[/\\]", checkpoint.rstrip("/\\"))[-1]
+    named = re.fullmatch(r"step_(\d{8,})", name)
+    if named is None:
+        raise UserError(f"{key}: name a checkpoint by its step, outputs/long/checkpoints/step_00004000; links move")
+    if not isinstance(c.schedule, WarmupStableDecayConfig):
+        raise UserError(f"{key} needs a schedule whose decay can begin at that step: set schedule=wsd")
+    if c.run.resume not in (None, "auto"):
+        raise UserError(f"{key} and run.resume={c.run.resume} both say where to begin: leave one of them out")
+    step, last = int(named[1]), c.trainer.max_steps
+    if last is not None and last <= step:
+        raise UserError(f"{key}: trainer.max_steps={last} is not beyond that step; set the step at which to end")
+    c.schedule.decay_from, c.run.schedule_on_resume = step, "rescale"
 
 
 def _check_schedule(schedule: ScheduleConfig) -> None:

@@ -12,6 +12,7 @@ from lmtrain.config.constraints import (
     MACHINE,
     MODEL,
     RATE,
+    SHOWN,
     TRAJECTORY,
     ReadWhere,
     above_zero,
@@ -88,6 +89,7 @@ class ScratchModelConfig(ModelConfig):
     # The fields below are the transformers config's own names.
     hidden_size: Annotated[int | None, MODEL] = None
     num_hidden_layers: Annotated[int | None, MODEL] = None
+    depth: Annotated[int | None, SHOWN] = None  # of model=dial; num_hidden_layers follows from it
     num_attention_heads: Annotated[int | None, MODEL] = None
     num_key_value_heads: Annotated[int | None, MODEL] = None
     head_dim: Annotated[int | None, MODEL] = None
@@ -197,6 +199,7 @@ class PolynomialConfig(ToFloorConfig):
 @dataclass(kw_only=True)
 class WarmupStableDecayConfig(ToFloorConfig):
     decay_ratio: Annotated[float, RATE, above_zero, up_to_one]
+    decay_from: Annotated[int | None, RATE, not_negative] = None  # a step, in place of decay_ratio
     decay_shape: Annotated[str, RATE, choice("linear", "cosine", "sqrt")]
 
 

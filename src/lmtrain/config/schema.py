@@ -47,6 +47,7 @@ class RunConfig:
     dir: Annotated[str | None, SHOWN]  # resolved to an absolute path before anything is written
     root: Annotated[str, SHOWN]
     resume: Annotated[str | None, SHOWN]  # none, auto or a checkpoint; None: auto for a named run, else none
+    cooldown_from: Annotated[str | None, SHOWN]  # a checkpoint of a run at its full rate, which falls from there
     allow_change: Annotated[list[str], SHOWN]  # fingerprint entries that may differ on resume
     schedule_on_resume: Annotated[str, RATE, choice("keep", "rescale")]
     quiet: Annotated[bool, SHOWN]

@@ -134,7 +134,10 @@ def lr_factor(schedule: ScheduleConfig, step: int, total_steps: int | None) -> f
         return (step + 1) / (warmup + 1)
     start = warmup
     if isinstance(schedule, WarmupStableDecayConfig):
-        start = max(warmup, total_steps - _share(schedule.decay_ratio, total_steps))
+        decay_from = schedule.decay_from
+        if decay_from is None:
+            decay_from = total_steps - _share(schedule.decay_ratio, total_steps)
+        start = max(warmup, decay_from)
         if step < start:
             return 1.0
     return floor + (1 - floor) * _decay(schedule, (step - start) / (total_steps - start))

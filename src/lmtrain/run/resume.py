@@ -10,6 +10,7 @@ from lmtrain.checkpoints import retention, store
 from lmtrain.checkpoints.checksums import Compare
 from lmtrain.config import compose as rules
 from lmtrain.config.fingerprint import Fingerprint, changed_since, changes, check_names, not_compared, read_config
+from lmtrain.config.options import WarmupStableDecayConfig
 from lmtrain.config.override_text import typed_keys
 from lmtrain.config.schema import Config
 from lmtrain.data.corpus import Corpus
@@ -43,15 +44,14 @@ def find(config: Config, folder: RunDir, tell: Callable[[str], None], compare: C
             _tell_of_unverified(folder.checkpoints, tell)
         return newest
     path = Path(mode).expanduser().resolve()
+    key = f"run.{'resume' if config.run.cooldown_from is None else 'cooldown_from'}={mode}"
     if not path.is_dir():
-        raise UserError(f"run.resume={mode}: no such checkpoint folder; run.resume=auto takes the newest of run.dir")
+        raise UserError(f"{key}: no such checkpoint folder; run.resume=auto takes the newest of run.dir")
     if (path / "checkpoints").is_dir():
         raise UserError(f"run.resume={mode} is a run: continue it with run.dir={mode} run.resume=auto")
     problem = store.damage(path, compare)
     if problem is not None:
-        raise UserError(
-            f"run.resume={mode} is not a complete checkpoint ({problem}); run.resume=auto takes the newest one"
-        )
+        raise UserError(f"{key} is not a complete checkpoint ({problem}); run.resume=auto takes the newest one")
     newer = [p for p in store.scan(folder.checkpoints) if store.step_of(p) > store.step_of(path)]
     good = next((p for p in reversed(newer) if store.damage(p, compare) is None), None)
     if good is not None:
@@ -161,6 +161,8 @@ def fit_schedule(run: "Run", saved: dict[str, Any], tell: Callable[[str], None])
     if run.config.budget.minutes is not None:
         _fit_budget(run, saved, tell)
         return
+    if run.config.run.cooldown_from is not None:
+        _check_full_rate(run.config, saved)
     if schedule_steps == run.total_steps:
         return
     rule = run.config.run.schedule_on_resume
@@ -172,6 +174,19 @@ def fit_schedule(run: "Run", saved: dict[str, Any], tell: Callable[[str], None])
         )
     else:
         tell(f"the learning rate's schedule, planned for {schedule_steps:,} steps, now spans {run.total_steps:,}")
+
+
+def _check_full_rate(config: Config, saved: dict[str, Any]) -> None:
+    """Raises UserError where the rate of the checkpoint that a cooldown begins at is not its run's full one."""
+    step = saved["global_step"]
+    if not isinstance(config.schedule, WarmupStableDecayConfig) or step != config.schedule.decay_from:
+        return  # the cooldown itself is continued
+    group = saved["optimizer_states"][0]["param_groups"][0]
+    if group["lr"] < group["base_lr"]:
+        raise UserError(
+            f"run.cooldown_from={config.run.cooldown_from}: at step {step:,} the learning rate was "
+            f"{group['lr'] / group['base_lr']:.2f} of its peak; choose a checkpoint between warmup and decay"
+        )
 
 
 def _fit_budget(run: "Run", saved: dict[str, Any], tell: Callable[[str], None]) -> None:

@@ -130,7 +130,13 @@ def existing_part(path: Path) -> Path:
 
 
 def resume_mode(config: Config) -> str:
-    """none, auto, or a checkpoint's path; a named run continues unless told otherwise."""
+    """none, auto, or a checkpoint's path; a named run continues unless told otherwise.
+
+    A cooldown begins at its checkpoint and continues, as others do, where its own folder has one.
+    """
+    cooldown_from = config.run.cooldown_from
+    if cooldown_from is not None:
+        return "auto" if any(locate(config).glob("checkpoints/step_*")) else cooldown_from
     if config.run.resume is not None:
         return config.run.resume
     return "auto" if config.run.name is not None else "none"
