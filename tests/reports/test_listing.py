@@ -55,6 +55,14 @@ def test_a_finished_run_and_one_that_cannot_be_read(corpus: Path, tmp_path: Path
     assert "unreadable" in done.out
 
 
+def test_a_run_that_the_clock_ended_is_whole(tmp_path: Path) -> None:
+    """budget.minutes takes as many steps as there is time for; config.yaml has those that were expected."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("trainer: {max_steps: 76}\ncheckpoint: {}\n")
+    (tmp_path / "run" / "summary.json").write_text('{"status": "finished", "step": 57}')
+    assert [listed.steps() for listed in runs_under(tmp_path)] == ["57 of 57"]
+
+
 def _with_tests() -> dict[str, str]:
     import os
 

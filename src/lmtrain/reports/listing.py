@@ -77,12 +77,14 @@ def read(run: RunDir) -> Listed:
     summary = _json(run.summary)
     monitor, mode = config["checkpoint"]["monitor"], config["checkpoint"]["mode"]
     step, best = _last_and_best(run.metrics, monitor, mode)
+    status, step = _status(run, summary), max(step, whole(summary.get("step")) or 0)
     files = [p for p in (run.config, run.metrics, run.summary) if p.exists()]
     return Listed(
         run.path,
-        _status(run, summary),
-        max(step, whole(summary.get("step")) or 0),
-        whole(config["trainer"]["max_steps"]),
+        status,
+        step,
+        # budget.minutes and epochs may end a run at another step than the config's.
+        step if status == "finished" else whole(config["trainer"]["max_steps"]),
         f"{monitor} {best[1]:.4f} at step {best[0]:,}" if best is not None else None,
         max(p.stat().st_mtime for p in files),
     )
