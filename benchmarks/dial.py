@@ -3,15 +3,17 @@
 python benchmarks/dial.py --json numbers.json rates     the loss at half, the same and twice the rule's rate
 python benchmarks/dial.py --json numbers.json law       depths after equal times, and the law fitted to them
 python benchmarks/dial.py --json numbers.json search    the dial against 24 random shapes, rates and batches
+python benchmarks/dial.py --json numbers.json forecast a.txt b.txt     what three early validations say of the end
 
-The text is the standard library's source. Runs are processes of one thread; what is in the file of `--json` is not run
-again. The law has the form of Hoffmann et al. 2022 (arXiv:2203.15556): bits per byte = E + A / N^0.5 + B / D^0.5, with
-N the weights of the layers and D the tokens.
+The text is the standard library's source; `forecast` takes files of yours, too. Runs are processes of one thread; what
+is in the file of `--json` is not run again. The law has the form of Hoffmann et al. 2022 (arXiv:2203.15556): bits per
+byte = E + A / N^0.5 + B / D^0.5, with N the weights of the layers and D the tokens.
 """
 
 import argparse
 import functools
 import itertools
+import math
 import random
 import resource
 import sys
@@ -22,13 +24,14 @@ import numpy as np
 from kept import Kept, train
 from machine import setting
 
-from lmtrain.models.dial import weights
+from lmtrain.models.dial import forecast, weights
 
 RATES = {2: 300, 4: 200, 6: 100}  # depth: steps
 FACTORS = (0.5, 1.0, 2.0)
 TIMES = {30: (2, 3, 4), 100: (2, 3, 4, 5), 250: (2, 3, 4, 5)}  # seconds of training on one thread: depths
 EXPONENT = 0.5  # of N and D: with that of N free, 0.5 to 0.9 fit eleven runs about as well
 SEARCHED, DRAWN = 60, 24  # seconds of the processor for the steps of each; how many are drawn
+FORECASTS = {2: 300, 3: 500, 4: 300}  # depth: steps
 ROW, ROWS = 256, 4  # tokens of a row, rows of a step for each layer
 
 
@@ -43,7 +46,7 @@ def score(depth: int, steps: int, factor: float = 1.0) -> float:
 
 
 def step_seconds(depth: int) -> float:
-    words = [f"model.num_hidden_layers={depth}", "trainer.max_steps=30", "trainer.log_every_n_steps=2"]
+    words = [f"model.depth={depth}", "trainer.max_steps=30", "trainer.log_every_n_steps=2"]
     rows = train(["experiment=dial", *words, "trainer.limit_val_batches=1"])
     return median(row["step_ms"] for row in rows if row["step"] > 10 and "step_ms" in row) / 1000
 
@@ -115,12 +118,37 @@ def search(kept: Kept) -> None:
     print(setting())
 
 
+def forecast_off(words: list[str], steps: int) -> float:
+    """How far the end of a run is from what its first three of ten validations say: end / forecast - 1."""
+    every = math.ceil(steps / 10.5)
+    rows = train(["experiment=dial", *words, f"trainer.max_steps={steps}", f"trainer.val_check_interval={every}"])
+    scores = [(row["step"], row["val/bits_per_byte"]) for row in rows if "val/bits_per_byte" in row]
+    return scores[-1][1] / forecast(scores[:3], steps) - 1
+
+
+def forecasts(kept: Kept, texts: list[Path]) -> None:
+    of_text = {text.stem: ["data=text", f"data.path={text.absolute()}"] for text in texts}
+    for (name, data), (depth, steps) in itertools.product({"python_stdlib": [], **of_text}.items(), FORECASTS.items()):
+        words = [*data, f"model.depth={depth}"]
+        kept.number(
+            "forecast_off", f"{name}, depth {depth}, {steps} steps", functools.partial(forecast_off, words, steps)
+        )
+    print(setting())
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True, help="where numbers are kept; read at the start")
-    parser.add_argument("part", choices=("rates", "law", "search"))
+    parser.add_argument("part", choices=("rates", "law", "search", "forecast"))
+    parser.add_argument("texts", nargs="*", type=Path, help="more texts, for forecast")
     options = parser.parse_args()
-    {"rates": rates, "law": law, "search": search}[options.part](Kept(options.json))
+    series = {
+        "rates": rates,
+        "law": law,
+        "search": search,
+        "forecast": functools.partial(forecasts, texts=options.texts),
+    }
+    series[options.part](Kept(options.json))
     return 0
 
 

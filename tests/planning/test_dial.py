@@ -1,6 +1,7 @@
 """experiment=dial: its rules, the law that chooses a depth for a budget of time, and a file of text with a budget."""
 
 import itertools
+import json
 import re
 from pathlib import Path
 
@@ -70,6 +71,16 @@ def test_where_it_was_measured_does_not_matter() -> None:
         assert dial.best_depth(seconds, depth, there, 1e9) == dial.best_depth(seconds, 4, 1e-4, 1e9)
 
 
+def test_a_forecast_is_a_line_in_one_over_the_root_of_the_step() -> None:
+    def bits(step: int) -> float:
+        return 1.2 + 5.0 * step**-0.5
+
+    scores = [(step, bits(step)) for step in (40, 80, 120)]
+    assert dial.forecast(scores, 400) == pytest.approx(0.978 * bits(400))
+    off_by_noise = [(step, value + (0.01 if step == 80 else -0.005)) for step, value in scores]
+    assert dial.forecast(off_by_noise, 400) == pytest.approx(0.978 * bits(400), rel=0.02)
+
+
 @pytest.mark.slow
 def test_a_file_and_minutes_are_enough(tmp_path: Path, lmtrain: Run) -> None:
     words = ("It was a dark and stormy night; the rain fell in torrents. ", "The quick brown fox jumps. ")
@@ -83,6 +94,10 @@ def test_a_file_and_minutes_are_enough(tmp_path: Path, lmtrain: Run) -> None:
     saved = rules.read(tmp_path / "outputs" / "book" / "config.yaml")
     assert saved["model"]["num_hidden_layers"] == int(chosen[1])
     assert saved["model"]["hidden_size"] == 32 * int(chosen[1])
+    # After three of its ten validations the run says what it will end at; summary.json has that beside the end.
+    summary = json.loads((tmp_path / "outputs" / "book" / "summary.json").read_text())
+    assert "will be about" in ended.stdout
+    assert summary["forecast"]["low"] < summary["validation"]["val/bits_per_byte"] < summary["forecast"]["high"]
     # The same command again finds the run finished, with the depth that was chosen then.
     again = lmtrain("train", *common)
     assert again.returncode == 0

@@ -14,6 +14,7 @@ from rich.console import Console
 from lmtrain.callbacks import foreign
 from lmtrain.callbacks.average import WeightAverage
 from lmtrain.callbacks.checkpoints import Checkpoints
+from lmtrain.callbacks.forecast import Forecast
 from lmtrain.callbacks.metrics import Metrics, WriteRecords
 from lmtrain.callbacks.progress import PlainLines, RichBar
 from lmtrain.callbacks.rollouts import Rollouts
@@ -25,6 +26,7 @@ from lmtrain.callbacks.time_budget import HasLength, TimeBudget, steps_of_valida
 from lmtrain.callbacks.validation import EarlyStopping, Validation
 from lmtrain.config import places
 from lmtrain.config.effect import TRIAL
+from lmtrain.config.options import WarmupStableDecayConfig
 from lmtrain.config.schema import Config, EarlyStoppingConfig
 from lmtrain.config.targets import build_target
 from lmtrain.data.corpus import Corpus
@@ -34,6 +36,7 @@ from lmtrain.distributed import process_group as world
 from lmtrain.distributed import ranks
 from lmtrain.distributed.stop_signals import StopRequest
 from lmtrain.errors import UserError
+from lmtrain.models import dial
 from lmtrain.objectives.base import Objective
 from lmtrain.objectives.grpo_options import GRPOOptions
 from lmtrain.run_folder.folder import RunDir
@@ -126,6 +129,7 @@ def build_callbacks(
         BadSteps(run_dir.path, t.max_bad_steps, t.log_every_n_steps),
         average,
         validation,
+        _forecast(config, metrics, console),
         early_stopping(cb.early_stopping, scored_on) if cb.early_stopping.enabled else None,
         samples,
         bar,
@@ -146,6 +150,13 @@ def _rollouts(config: Config, run_dir: RunDir, metrics: Metrics, console: Consol
         return None
     kept = run_dir.path / "rollouts" if options.keep_rollouts else None
     return Rollouts(metrics.records, run_dir.samples, kept, options.warn_after_steps, console)
+
+
+def _forecast(config: Config, metrics: Metrics, console: Console) -> Forecast | None:
+    schedule, minutes = config.schedule, config.budget.minutes
+    if minutes is None or config.model.name != dial.NAME or not isinstance(schedule, WarmupStableDecayConfig):
+        return None
+    return Forecast(metrics, schedule, minutes, console)
 
 
 def time_budget(config: Config, console: Console, length: Length, parts: Sequence[HasLength]) -> TimeBudget | None:

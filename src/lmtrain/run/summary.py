@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from rich.table import Table
 
+from lmtrain.callbacks.forecast import SCORE, Forecast
 from lmtrain.callbacks.progress import duration
 from lmtrain.callbacks.step_numbers import peak_resident_bytes
 from lmtrain.checkpoints import retention, store
@@ -88,6 +89,9 @@ def write_summary(run: "Run", status: str, started: float, error: BaseException 
         **provenance(),
         "versions": versions(),
     }
+    made = forecast_of(run)
+    if made is not None:
+        summary["forecast"] = made
     for feature in features_on(run.config):
         summary |= feature.summary(run.objective.model.model, run.config)
     if error is not None:
@@ -97,6 +101,11 @@ def write_summary(run: "Run", status: str, started: float, error: BaseException 
         with contextlib.suppress(OSError, UserError, RunError):  # a full disk is said where it matters
             report.write_own(run.dir)
     return summary
+
+
+def forecast_of(run: "Run") -> dict[str, float] | None:
+    """What a run with a budget was expected to end at: bits per byte, low and high, and the step when it was said."""
+    return next((c.made for c in run.trainer.callbacks if isinstance(c, Forecast)), None)  # type: ignore[attr-defined]
 
 
 def peak_memory() -> int:
@@ -172,6 +181,12 @@ def show(run: "Run", summary: dict[str, Any], exported: list[Path]) -> None:
     for key in ("val/loss", "val/perplexity", "val/bits_per_byte", "val/rewards/accuracy", "val/rewards/margin"):
         if key in val:
             table.add_row(key, f"{val[key]:.4f}")
+    if SCORE in summary.get("forecast", {}) and SCORE in val:
+        made = summary["forecast"]
+        off = val[SCORE] / made[SCORE] - 1
+        table.add_row(
+            "forecast", f"{SCORE} {made[SCORE]:.4f} at step {made['step']:,}; the run ended {off:+.1%} from it"
+        )
     for monitor, value in (summary["best_metric"] or {}).items() if run.ranking != retention.LAST else ():
         table.add_row("best", f"{monitor} {value:.4f} at step {int(summary['best'].rpartition('_')[2]):,}")
     table.add_row("tokens", f"{summary['tokens']:,}")
