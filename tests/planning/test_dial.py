@@ -71,14 +71,25 @@ def test_where_it_was_measured_does_not_matter() -> None:
         assert dial.best_depth(seconds, depth, there, 1e9) == dial.best_depth(seconds, 4, 1e-4, 1e9)
 
 
-def test_a_forecast_is_a_line_in_one_over_the_root_of_the_step() -> None:
+def test_a_forecast_leads_on_to_the_end_and_lower_where_the_curve_is_steep() -> None:
     def bits(step: int) -> float:
         return 1.2 + 5.0 * step**-0.5
 
     scores = [(step, bits(step)) for step in (40, 80, 120)]
-    assert dial.forecast(scores, 400) == pytest.approx(0.978 * bits(400))
-    off_by_noise = [(step, value + (0.01 if step == 80 else -0.005)) for step, value in scores]
-    assert dial.forecast(off_by_noise, 400) == pytest.approx(0.978 * bits(400), rel=0.02)
+    assert dial.forecast(scores, 400) == pytest.approx(1.014 * (bits(120) / bits(80)) ** 0.97 * bits(400))
+    assert dial.forecast([(40, 2.0), (80, 2.0), (120, 2.0)], 400) == pytest.approx(2.028)
+
+
+@pytest.mark.parametrize(
+    ("first_three", "steps", "end"),
+    [  # of benchmarks/RESULTS.md: the standard library, Shakespeare, a text that repeats itself
+        ([(29, 2.6362), (58, 2.3856), (87, 2.2618)], 300, 1.9194),
+        ([(39, 2.7293), (78, 2.5500), (117, 2.4664)], 400, 2.2942),
+        ([(20, 2.3059), (40, 1.9428), (60, 1.8412)], 200, 1.4993),
+    ],
+)
+def test_a_forecast_of_runs_that_were_made(first_three: list[tuple[int, float]], steps: int, end: float) -> None:
+    assert dial.forecast(first_three, steps) == pytest.approx(end, rel=dial.SPREAD)
 
 
 @pytest.mark.slow

@@ -15,8 +15,8 @@ DEPTHS = range(1, 17)
 E, A, ALPHA, B, BETA = 1.067, 87.22, 0.5, 512.5, 0.5
 _TOKEN, _WEIGHT = 19.0, 8.5e-5  # the time of a token, to each other: without weights, and of each
 _WORN = 15.4  # passes after which a repeated token is worth little (R* of Muennighoff et al.)
-# Where a run of experiment=dial ends, over a + b / sqrt(step) through its first validations, and how far off that was.
-_COOLED, SPREAD = 0.978, 0.05
+# Of `forecast`, fitted to runs of experiment=dial (benchmarks/dial.py forecast), and how far off it may be.
+_LEVEL, _STEEPNESS, SPREAD = 1.014, 0.97, 0.05
 FED = 2  # weights of the layers for each token of the text: a model with more that sees it again learns it by heart
 
 
@@ -60,13 +60,16 @@ def best_depth(seconds: float, depth: int, token_seconds: float, unique: float) 
 
 
 def forecast(scores: Sequence[tuple[int, float]], steps: int) -> float:
-    """Bits per byte that a run ends at, by least squares of a + b / sqrt(step) through what it had at its full rate.
+    """Bits per byte that a run ends at, by those of its first three tenths, at the full rate.
+
+    Least squares of a + b / sqrt(step) leads on to the end; what the falling rate gains grows with how steep the curve
+    still was.
 
     Args:
-        scores: (step, bits per byte) of two or more validations.
+        scores: (step, bits per byte) of the validations after one, two and three tenths.
         steps: of the whole run.
     """
     xs, ys = [step**-0.5 for step, _ in scores], [bits for _, bits in scores]
     x, y = sum(xs) / len(xs), sum(ys) / len(ys)
     slope = sum((u - x) * (v - y) for u, v in zip(xs, ys, strict=True)) / sum((u - x) ** 2 for u in xs)
-    return _COOLED * (y + slope * (steps**-0.5 - x))
+    return _LEVEL * (ys[-1] / ys[-2]) ** _STEEPNESS * (y + slope * (steps**-0.5 - x))
