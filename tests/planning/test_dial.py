@@ -95,7 +95,9 @@ def test_a_forecast_of_runs_that_were_made(first_three: list[tuple[int, float]],
 @pytest.mark.slow
 def test_a_file_and_minutes_are_enough(tmp_path: Path, lmtrain: Run) -> None:
     words = ("It was a dark and stormy night; the rain fell in torrents. ", "The quick brown fox jumps. ")
-    (tmp_path / "book.txt").write_text("\n\n".join(words[i % 2] * (1 + i % 7) for i in range(800)))
+    (tmp_path / "book.txt").write_text(
+        "\n\n".join(words[i % 2] * (1 + i % 7) + f"Page {i}, {i * i % 97}." for i in range(500))
+    )
     common = ["book.txt", "budget.minutes=0.8", "run.name=book", "trainer.accelerator=cpu", "logger=none"]
     ended = lmtrain("train", *common)
     assert ended.returncode == 0, ended.stderr

@@ -15,6 +15,9 @@ SCORE = "val/bits_per_byte"
 _VALIDATIONS = 3  # the first of the run, at the full rate; with ten of them they take three tenths of it
 
 
+_FULL = 0.9  # of the peak: the clock may have made the run shorter since its validations were spread
+
+
 class Forecast(pl.Callback):
     """For model=dial, whose curves models/dial.py was fitted to."""
 
@@ -36,7 +39,7 @@ class Forecast(pl.Callback):
         step, bits, steps = trainer.global_step, self.metrics.last_val.get(SCORE), pl_module.total_steps
         if bits is None or step == 0 or len(self.scores) >= _VALIDATIONS:
             return
-        if lr_factor(self.schedule, step, steps) < 1:  # in the warmup, or where the rate falls already
+        if lr_factor(self.schedule, step, steps) < _FULL:  # in the warmup, or where the rate falls already
             return
         self.scores.append((step, bits))
         if len(self.scores) == _VALIDATIONS:

@@ -149,9 +149,10 @@ def _settle_minutes(config: Config, began: float, typed: Mapping[str, Any]) -> l
         )
         _expected[:] = [_at_depth(took, config, depth, "data.global_batch_size" in typed)]
         return [f"{dial.KEY}={depth}"]
+    most = build.at_most(config, len(build.rows_to_train(config, corpus)))
     if "trainer.val_check_interval" not in typed:
-        config.trainer.val_check_interval = math.ceil(steps_within(left, took, config) / _VALIDATIONS)
-    config.trainer.max_steps = steps_within(left, took, config)
+        config.trainer.val_check_interval = math.ceil(min(most, steps_within(left, took, config)) / _VALIDATIONS)
+    config.trainer.max_steps = min(most, steps_within(left, took, config))
     return []
 
 

@@ -104,8 +104,8 @@ def build(config: Config, run_dir: RunDir, console: Console, started: float) -> 
     val_sets = world.together(lambda: build_val_sets(config, corpus))
     objective = build_objective(config, corpus, total_steps, stop)
     fit_to_model(config, corpus, objective.model.unpacked_because, [s.rows for s in val_sets.values()])
-    at_most = total_steps if config.budget.minutes is None else _at_most(config, rows)
-    datamodule = build_datamodule(config, corpus, at_most, val_sets)
+    most = total_steps if config.budget.minutes is None else at_most(config, rows)
+    datamodule = build_datamodule(config, corpus, most, val_sets)
     metrics = build_metrics(config, run_dir, corpus, objective, val_sets)
     samples = build_samples(config, run_dir, corpus, console)
     check_monitors(config, corpus, objective, samples, val_sets)
@@ -115,14 +115,14 @@ def build(config: Config, run_dir: RunDir, console: Console, started: float) -> 
     validated = sum(seen_rows(rows, config.data.micro_batch_size, config.trainer.limit_val_batches)
                     for rows in datamodule.val_sets.values())  # fmt: skip
     ranked = ranking(config, corpus, val_sets)
-    length = Length(total_steps, at_most, validated)
+    length = Length(total_steps, most, validated)
     callbacks = build_callbacks(config, run_dir, metrics, samples, feed, preemption, console, length, rows_of, ranked)
     trainer = build_trainer(config, run_dir, callbacks, metrics.records, total_steps)
     monitored = rows_of(config.checkpoint.monitor)
     return Run(config, run_dir, console, corpus, objective, datamodule, metrics, preemption, trainer, monitored, ranked)
 
 
-def _at_most(config: Config, rows: int) -> int:
+def at_most(config: Config, rows: int) -> int:
     """Steps after which the passes over the data are done that a run with a budget may make."""
     epochs = config.trainer.max_epochs
     return ENDLESS if epochs is None else horizon(None, epochs, rows, step_sizes(config.data))
