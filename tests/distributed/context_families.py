@@ -22,6 +22,8 @@ from lmtrain.models.probe import TESTED
 
 ROW = 10**6  # as data.seq_len: longer than every window
 PLAIN = ("input_ids", "labels")
+# Gemma 4's gradients magnify rounding: 2e-5 in fp32 is 5e-8 where weights are fp64.
+ALLOWED = {"gemma4_text": 1e-4}
 
 
 def compare(variant: Variant) -> str:
@@ -46,7 +48,7 @@ def compare(variant: Variant) -> str:
         for (name, a), b in zip(whole.named_parameters(), shared.parameters(), strict=True):
             if a.grad is not None:
                 off = (summed(b.grad) - a.grad).abs().max() / largest
-                assert off < 1e-6, f"gradient of {name} is off by {off:.2g} of the largest"
+                assert off < ALLOWED.get(variant.family, 1e-6), f"gradient of {name} is off by {off:.2g} of the largest"
         whole.zero_grad()
         shared.zero_grad()
     return "right"
