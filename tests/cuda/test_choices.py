@@ -165,7 +165,7 @@ def test_the_plan_says_what_keeps_a_gpu_waiting(gpu: Any) -> None:
 
 def test_what_a_gpu_does_not_tell_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(notes, "has_nvml", lambda: False)
-    assert notes.not_measured() == ["gpu_utilization and gpu_watts are not logged: pip install nvidia-ml-py"]
+    assert notes.not_measured() == ['gpu_utilization and gpu_watts are not logged: pip install "lmtrain[nvml]"']
     monkeypatch.setattr(notes, "has_nvml", lambda: True)
     assert notes.not_measured() == []
 

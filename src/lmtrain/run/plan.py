@@ -384,7 +384,7 @@ def for_gpus(run: "Run") -> list[str]:
 
 def not_measured() -> list[str]:
     """What records lack on a GPU of which nothing tells utilisation and power."""
-    return [] if has_nvml() else ["gpu_utilization and gpu_watts are not logged: pip install nvidia-ml-py"]
+    return [] if has_nvml() else ['gpu_utilization and gpu_watts are not logged: pip install "lmtrain[nvml]"']
 
 
 def unlikely(c: Config, total_steps: int, cores: int, typed: Collection[str]) -> list[str]:

@@ -24,6 +24,7 @@ from lmtrain.checkpoints import store
 from lmtrain.checkpoints.checkpoint_io import FolderCheckpointIO
 from lmtrain.config.schema import FsdpConfig
 from lmtrain.distributed import dtensor as layout
+from lmtrain.distributed import process_group as world
 from lmtrain.models import split
 from lmtrain.models.context import Context
 from lmtrain.strategies import sharding
@@ -72,6 +73,7 @@ class FSDPStrategy(Placement, ModelParallelStrategy):
     def shard(self, objective: HoldsModel) -> None:
         self._share_rows(objective)
         sharding.shard(objective.model, self._mesh(), self.root_device, self.precision, self.options)
+        world.equal_patience()
 
     def _share_rows(self, objective: HoldsModel) -> None:
         size = self.context_parallel_size
@@ -168,3 +170,4 @@ class TensorParallelStrategy(FSDPStrategy):
             split=lambda block: split.split(block, layers, self.device_mesh["tensor_parallel"]),
         )
         objective.model.same_tokens = self.device_mesh["tensor_parallel"]
+        world.equal_patience()
