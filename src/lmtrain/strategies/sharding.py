@@ -5,7 +5,7 @@ Zhao et al. 2023, arXiv:2304.11277; Rajbhandari et al. 2020 (ZeRO stage 3), arXi
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,10 +20,12 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
+from lmtrain.config.options import LoadedModelConfig
 from lmtrain.config.schema import Config, FsdpConfig
 from lmtrain.distributed import process_group as world
 from lmtrain.models.blocks import decoder_blocks
 from lmtrain.models.language_model import LanguageModel
+from lmtrain.models.weight_files import LEFT, WeightFiles, sizes
 
 RELEASE = "release_gathered"  # attribute of a model under ZeRO-3: DeepSpeed's function for `reshard`
 _HALF = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
@@ -59,8 +61,11 @@ def shard(
     # A CPU's LayerNorm takes no half-precision weight beside an fp32 input.
     policy = half if precision in _HALF and mesh.device_type != "cpu" else plain
     blocks = decoder_blocks(model.model)
+    dim = mesh.ndim - 1
+    # Of layers that are split whole ones are needed.
+    source = source_of(model, (mesh.get_local_rank(dim), mesh.size(dim)) if root_mesh is None else None)
     for block in blocks:
-        spread(block.modules(), device)
+        spread(block.modules(), device, source)
         split(block)
         fully_shard(
             block,
@@ -69,7 +74,7 @@ def shard(
             offload_policy=offload,
             reshard_after_forward=options.reshard_after_forward,
         )
-    spread(outside(model, blocks), device)
+    spread(outside(model, blocks), device, source)
     # The root's own parameters are needed first in backward, so they stay.
     fully_shard(model, mesh=root_mesh or mesh, mp_policy=plain, offload_policy=offload, reshard_after_forward=False)
     for method in ("log_probs", "divergence", "scores"):
@@ -144,6 +149,19 @@ def why_on_every_rank(c: Config) -> str | None:
     return c.objective.why_on_every_rank()
 
 
+def reads_files(c: Config) -> bool:
+    """Whether ranks may read pretrained weights out of their files: nothing else may want to see them before."""
+    return (
+        world.size() > 1
+        and c.trainer.strategy in ("fsdp", "fsdp_tp")
+        and isinstance(c.model, LoadedModelConfig)
+        and c.objective.name in ("causal_lm", "sft")
+        and c.peft.method == "none"
+        and c.memory.num_chapters is None
+        and why_on_every_rank(c) is None
+    )
+
+
 def build(config: Config, make: Callable[[], T]) -> T:
     """What `make` builds: with weights on the first rank, on the meta device on the others where that will do.
 
@@ -162,25 +180,56 @@ def outside(model: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]:
     return [module for module in model.modules() if id(module) not in inside]
 
 
+class FileRows(NamedTuple):
+    """Where the weights of a model are that was left in files."""
+
+    files: WeightFiles
+    part: tuple[int, int] | None  # (number, of how many) this rank keeps of the rows; None: the first rank reads all
+
+    def rows(self, count: int) -> slice:
+        """Of so many, those of this rank: as torch.chunk, and so FSDP2, cuts them."""
+        number, parts = self.part or (0, 1)
+        each = -(-count // parts)
+        return slice(min(number * each, count), min((number + 1) * each, count))
+
+
+def source_of(model: LanguageModel, part: tuple[int, int] | None) -> FileRows | None:
+    """How all ranks come to the weights of a model that the first one may have left in files; None where it hasn't.
+
+    Where a rank does not find the files as the first one does, the first one reads and sends.
+    """
+    left = world.from_first(lambda: getattr(model.model, LEFT, None))
+    if left is None:
+        return None
+    found = world.gathered(sizes(left))
+    return FileRows(WeightFiles(left, model.model), part if all(each == found[0] for each in found) else None)
+
+
 @torch.no_grad()
-def spread(modules: Iterable[nn.Module], device: torch.device) -> None:
+def spread(modules: Iterable[nn.Module], device: torch.device, source: FileRows | None = None) -> None:
     """Puts the first rank's parameters and buffers of `modules` (not of what is in them) onto every rank's `device`.
 
     Tensors stay the objects they are, so tied ones stay tied. Every rank must call it with the same modules.
+
+    Args:
+        source: of parameters that are in files. Of those a rank gets the rows that it keeps; the others hold anything.
     """
     done: set[int] = set()
     for module in modules:
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None and id(tensor) not in done:
-                _receive(tensor, device)
+                _receive(tensor, device, source)
                 done.add(id(tensor))
 
 
-def _receive(tensor: Tensor, device: torch.device) -> None:
+def _receive(tensor: Tensor, device: torch.device, source: FileRows | None) -> None:
     is_meta = tensor.device.type == "meta"
     here = torch.empty_like(tensor, device=device) if is_meta else tensor.detach().to(device)
     here = here.contiguous()
-    if here.numel():
+    in_files = source is not None and tensor in source.files
+    if source is not None and in_files and (source.part is not None or world.rank() == 0):
+        source.files.read(tensor, here, source.rows(len(here)))
+    if here.numel() and not (source is not None and in_files and source.part is not None):
         dist.broadcast(here.view(-1).view(torch.uint8), src=0)  # bytes: gloo and NCCL each lack some dtypes
     if isinstance(tensor, nn.Parameter):
         here = nn.Parameter(here, tensor.requires_grad)
