@@ -3,7 +3,8 @@ output layer behind them."""
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 import torch._dynamo
@@ -111,3 +112,32 @@ def output_head(model: PreTrainedModel, hidden: Tensor) -> tuple[Tensor, Tensor,
         inputs.append(lora_a(head.lora_dropout[name](hidden.to(lora_a.weight.dtype))))
         weights.append(head.scaling[name] * head.lora_B[name].weight)
     return torch.cat(inputs, dim=-1), torch.cat(weights, dim=1), bias  # [..., D + r], [V, D + r]
+
+
+T = TypeVar("T")
+AROUND = "gathered_for"  # attribute of an output layer that is sharded by itself: calls a function of hidden states
+
+
+def at_head(model: PreTrainedModel, compute: Callable[[Tensor, Tensor, Tensor | None], T], hidden: Tensor) -> T:
+    """What `compute` gives for `output_head(model, hidden)`, which is gathered first where it lies in parts."""
+
+    def computed(hidden: Tensor) -> T:
+        return compute(*output_head(model, hidden))
+
+    around = getattr(model.get_output_embeddings(), AROUND, None)
+    return computed(hidden) if around is None else around(computed, hidden)
+
+
+def untied_layers(model: PreTrainedModel) -> tuple[Any, Any] | None:
+    """Embeddings and output layer where each can be gathered by itself: plain layers whose weights nothing else reads.
+
+    A class of a user's own may read them anywhere, and an adapter's layers beside them hold other dtypes.
+    """
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    plain = [
+        isinstance(layer, kind) and type(layer).forward is kind.forward  # also as the subclass that fully_shard makes
+        for layer, kind in ((embeddings, nn.Embedding), (head, nn.Linear))
+    ]
+    if not all(plain) or head.weight is embeddings.weight or not type(model).__module__.startswith("transformers."):
+        return None
+    return embeddings, head

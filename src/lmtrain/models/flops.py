@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from lmtrain.config.deepspeed import engine_config
 from lmtrain.config.schema import Config
 from lmtrain.config.strategies import context_parallel, outside_fp8, ranks_per_part, tensor_parallel
-from lmtrain.models.blocks import decoder_blocks
+from lmtrain.models.blocks import decoder_blocks, untied_layers
 from lmtrain.models.language_model import auto_chunk_bytes, chunk_bytes_of
 
 # DeepSpeed's defaults, in numbers: of gradients reduced at a time, of parameters gathered at a time under ZeRO-3.
@@ -179,7 +179,7 @@ def _parts(whole: dict[str, int], model: PreTrainedModel, config: Config, weight
     """Parameters, gradients and optimizer state of one device where trainer.strategy shares them out (docs/scale.md).
 
     What a device computes with at a time is gathered: the block at work, the next one (of both its own part under
-    fsdp_tp), and what is in no block.
+    fsdp_tp), and what is in no block; untied embeddings, which FSDP gathers for the lookup alone, by themselves.
     """
     t = config.trainer
     group = tensor_parallel(t)
@@ -188,7 +188,12 @@ def _parts(whole: dict[str, int], model: PreTrainedModel, config: Config, weight
     parameters, gradients, state = whole["parameters"], whole["gradients"], whole["optimizer"]
     blocks = [_weights_bytes(block, weight_bytes) for block in decoder_blocks(model)]
     half = 0.5 if outside_fp8(t.precision).endswith("-mixed") and t.accelerator == "cuda" else 1.0
-    gathered = weights - sum(blocks) + int(2 * half * max(blocks, default=0)) // group
+    two_blocks = int(2 * half * max(blocks, default=0)) // group
+    gathered = weights - sum(blocks) + two_blocks
+    apart = untied_layers(model) if t.strategy in ("fsdp", "fsdp_tp") else None
+    if apart is not None:
+        embeddings, head = (_weights_bytes(layer, weight_bytes) for layer in apart)
+        gathered += max(embeddings, int(half * head) + two_blocks) - embeddings - head - two_blocks
     if t.strategy in ("fsdp", "fsdp_tp"):
         shards = int(t.devices) if t.fsdp.copy_per_node and world > 1 else world
         accumulates = config.data.global_batch_size > config.data.micro_batch_size * world // ranks_per_part(t)

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import (
 from lmtrain.config.options import LoadedModelConfig
 from lmtrain.config.schema import Config, FsdpConfig
 from lmtrain.distributed import process_group as world
-from lmtrain.models.blocks import decoder_blocks
+from lmtrain.models.blocks import AROUND, decoder_blocks, untied_layers
 from lmtrain.models.language_model import LanguageModel
 from lmtrain.models.weight_files import LEFT, WeightFiles, sizes
 
@@ -41,10 +41,11 @@ def shard(
     root_mesh: DeviceMesh | None = None,
     split: Callable[[nn.Module], None] = lambda block: None,
 ) -> None:
-    """Shards each decoder block, then the rest (embeddings, last norm, output layer) as one group with the root.
+    """Shards each decoder block, embeddings and output layer where they are not tied, and the rest with the root.
 
-    In mixed precision the blocks are gathered in half precision, in which autocast multiplies, and gradients
-    are summed in fp32. The rest is gathered as it is: the residual stream starts in its dtype, as on one device.
+    In mixed precision blocks and output layer are gathered in half precision, in which autocast multiplies, and
+    gradients are summed in fp32. The rest is gathered as it is: the residual stream starts in its dtype, as on one
+    device.
 
     The first rank's weights are spread just before: no rank ever holds more than its parts and one block.
 
@@ -58,8 +59,7 @@ def shard(
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if options.cpu_offload else OffloadPolicy()
     plain = MixedPrecisionPolicy(cast_forward_inputs=False)
     half = MixedPrecisionPolicy(_HALF.get(precision), torch.float32, cast_forward_inputs=False)
-    # A CPU's LayerNorm takes no half-precision weight beside an fp32 input.
-    policy = half if precision in _HALF and mesh.device_type != "cpu" else plain
+    policy = half if _in_half(precision, mesh.device_type) else plain
     blocks = decoder_blocks(model.model)
     dim = mesh.ndim - 1
     # Of layers that are split whole ones are needed.
@@ -75,10 +75,24 @@ def shard(
             reshard_after_forward=options.reshard_after_forward,
         )
     spread(outside(model, blocks), device, source)
-    # The root's own parameters are needed first in backward, so they stay.
-    fully_shard(model, mesh=root_mesh or mesh, mp_policy=plain, offload_policy=offload, reshard_after_forward=False)
+    everywhere = {"mesh": root_mesh or mesh, "offload_policy": offload}
+    apart = untied_layers(model.model)
+    if apart is not None:
+        embeddings, head = apart
+        fully_shard(embeddings, mp_policy=plain, reshard_after_forward=options.reshard_after_forward, **everywhere)
+        embeddings.set_unshard_in_backward(False)  # which does not read them
+        # Needed last in forward and first in backward, so it stays in between, as what is the root's own does.
+        fully_shard(head, mp_policy=policy, reshard_after_forward=False, **everywhere)
+        setattr(head, AROUND, lambda compute, hidden: compute(hidden))
+        register_fsdp_forward_method(head, AROUND)
+    fully_shard(model, mp_policy=plain, reshard_after_forward=False, **everywhere)
     for method in ("log_probs", "divergence", "scores"):
         register_fsdp_forward_method(model, method)
+
+
+def _in_half(precision: str, device_type: str) -> bool:
+    """Whether matrices are gathered in half precision. A CPU's LayerNorm takes none such beside an fp32 input."""
+    return precision in _HALF and device_type != "cpu"
 
 
 def is_sharded(model: nn.Module) -> bool:
