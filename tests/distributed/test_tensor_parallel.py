@@ -55,7 +55,7 @@ def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     r.two("qwen-tp-to-fsdp", *qwen, "trainer.strategy=fsdp", f"run.resume={r.checkpoint('qwen-tp', 10)}")
     r.launch()
     # Two groups of two; the second run's choices change how parts are gathered and gradients summed.
-    r.two("qwen-2x2", *qwen, *TP, "trainer.fsdp.sharded_checkpoint=true")
+    r.two("qwen-2x2", *qwen, *TP, "trainer.fsdp.sharded_checkpoint=true", "trainer.activation_checkpointing=selective")
     r.two("qwen-tp-to-2x2", *qwen, *TP, f"run.resume={r.checkpoint('qwen-tp', 10)}", "trainer.fsdp.cpu_offload=true",
           "trainer.fsdp.reduce_each_micro_batch=true", "trainer.activation_checkpointing=true")  # fmt: skip
     r.launch(ranks=4)

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -131,7 +131,7 @@ class LanguageModel(nn.Module):
         hidden, labels = hidden.flatten(0, 1), labels.flatten()
         if learned is not None and len(learned):
             hidden, labels = hidden[learned], labels[learned]
-        loss = at_head(self.model, lambda *head: self._cross_entropy(*head, labels), hidden)
+        loss = at_head(self.model, partial(self._cross_entropy, labels=labels), hidden)
         loss_sum = loss.loss_sum
         aux: dict[str, Tensor] = {}
         if router_logits:

@@ -183,7 +183,7 @@ def build_objective(config: Config, corpus: Corpus, total_steps: int, stop: Stop
     for feature in features_on(config):
         feature.change_model(hf_model, config)
     if config.trainer.activation_checkpointing:
-        enable_activation_checkpointing(hf_model)
+        enable_activation_checkpointing(hf_model, config.trainer.activation_checkpointing)
     if config.trainer.compile:
         compile_model(hf_model, changing_lengths=config.data.rows != "text" or config.data.packing == "off")
     allowed = config.run.allow_target

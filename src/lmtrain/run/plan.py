@@ -129,7 +129,7 @@ def plan_rows(run: "Run", resumed_from: str | None, done: int) -> list[tuple[str
                    + ", ".join(f"{name} {gib(size)}" for name, size in memory.items())),
         ("precision", f"{c.trainer.precision}{instead_words(c)} on {run.trainer.world_size} x "
                       f"{devices.device_name(c.trainer.accelerator)}{matmul_words(c)}{compile_words(run)}"
-                      f"{', activation checkpointing' if c.trainer.activation_checkpointing else ''}"),
+                      f"{checkpointing_words(c)}"),
         *(row for feature in features_on(c) for row in feature.plan_rows(model, c)),
         *(("no GPU", why) for why in [devices.why_not_used()] if why),
         ("schedule", f"{c.schedule.name}, peak lr {c.optimizer.lr:g}, {c.optimizer.name}"),
@@ -380,6 +380,13 @@ def for_gpus(run: "Run") -> list[str]:
             f"trainer.precision=bf16-mixed multiplies them at once"
         )
     return [*notes, *(note for feature in features_on(c) for note in feature.notes(c))]
+
+
+def checkpointing_words(c: Config) -> str:
+    """What blocks keep for their backward, where that is not all."""
+    kept = {True: "", "selective": " (selective: products and attention are kept)", "offload": " (in host memory)"}
+    how = c.trainer.activation_checkpointing
+    return f", activation checkpointing{kept[how]}" if how else ""
 
 
 def not_measured() -> list[str]:

@@ -5,7 +5,7 @@ Zhao et al. 2023, arXiv:2304.11277; Rajbhandari et al. 2020 (ZeRO stage 3), arXi
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -75,7 +75,7 @@ def shard(
             reshard_after_forward=options.reshard_after_forward,
         )
     spread(outside(model, blocks), device, source)
-    everywhere = {"mesh": root_mesh or mesh, "offload_policy": offload}
+    everywhere: dict[str, Any] = {"mesh": root_mesh or mesh, "offload_policy": offload}
     apart = untied_layers(model.model)
     if apart is not None:
         embeddings, head = apart
