@@ -39,7 +39,7 @@ def rank_of_two(rank: int, model: str, folder: str, how: str) -> None:
         original(tensor, src=src)
 
     if how == "not found" and rank == 1:
-        sharding.sizes = dict.fromkeys
+        sharding.identities = dict.fromkeys
     in_files = sharding.reads_files(config)
     built = sharding.build(config, lambda: build_language_model(config, Tokens(), in_files))
     here = {p.device.type for p in built.parameters()}

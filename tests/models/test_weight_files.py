@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from helpers_models import tiny
 from lmtrain.models import weight_files
@@ -42,12 +42,14 @@ def test_rows_of_files_are_the_weights(family: str, dtype: torch.dtype, tied: bo
 
     files = weight_files.WeightFiles(getattr(model, weight_files.LEFT), model)
     for name, expected in whole.named_parameters():
+        assert files.take(parameters[name]) == name
+        assert files.take(parameters[name]) is None  # it lets go of it, so that what is sharded can be freed
         for count in (1, 3):  # ranks
             parts = []
             for number in range(count):
                 into = torch.full_like(expected, torch.nan, dtype=torch.float32)
                 rows = FileRows(files, (number, count)).rows(len(into))
-                files.read(parameters[name], into, rows)
+                files.read(name, into, rows)
                 assert into[rows].isfinite().all()
                 assert into.isnan().sum() == into.numel() - into[rows].numel()
                 parts.append(into[rows])
@@ -66,20 +68,34 @@ def _pickled(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
 
 
-@pytest.mark.parametrize("change", [_renamed, _pickled])
-def test_other_names_and_other_files_are_read_as_before(change, tmp_path: Path) -> None:
+def test_other_names_are_read_as_before(tmp_path: Path) -> None:
     folder = saved(tmp_path / "model", "llama")
-    change(folder)
+    _renamed(folder)
     model = read(folder)
+    assert weight_files.may_leave(model.config, str(folder))
     assert not weight_files.leave(model, str(folder))
     assert {p.device.type for p in model.parameters()} == {"cpu"}
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gemma"])
-def test_stacked_experts_and_families_that_are_compared_are_read_as_before(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma"])
+def test_other_files_stacked_experts_and_families_that_are_compared(family: str, tmp_path: Path) -> None:
     """transformers stacks what is in a file for each expert; a family's logits are compared with its weights."""
     folder = saved(tmp_path / "model", family)
-    assert not weight_files.leave(read(folder), str(folder))
+    config = AutoConfig.from_pretrained(folder)
+    assert weight_files.may_leave(config, str(folder)) is (family == "llama")
+    _pickled(folder)
+    assert not weight_files.may_leave(config, str(folder))
+
+
+def test_a_file_of_another_content_is_another_file(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file({"w": torch.zeros(40_000)}, file)
+    left = {"w": str(file), "gone": str(tmp_path / "nowhere")}
+    first = weight_files.identities(left)
+    assert first[str(tmp_path / "nowhere")] is None
+    assert first == weight_files.identities(left)
+    save_file({"w": torch.ones(40_000)}, file)  # of the same size
+    assert first != weight_files.identities(left)
 
 
 @pytest.mark.parametrize("change", [lambda t: t.flip(0), lambda t: t.t().contiguous()])

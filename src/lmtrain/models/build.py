@@ -208,6 +208,8 @@ def _pretrained_config(cfg: LoadedModelConfig) -> PretrainedConfig:
 
 def _left_in_files(cfg: LoadedModelConfig, config: PretrainedConfig) -> PreTrainedModel | None:
     """The model without its weights, which are known to be in files; None where they have to be read."""
+    if not weight_files.may_leave(config, str(cfg.name_or_path)):
+        return None
     model: PreTrainedModel = _from_hub(folder.from_pretrained, cfg, config=config, dtype="auto", scalar_head=False)
     return model if weight_files.leave(model, str(cfg.name_or_path)) else None
 

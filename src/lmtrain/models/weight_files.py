@@ -1,7 +1,7 @@
 """Pretrained weights that stay in their safetensors files until each rank reads its own rows of them."""
 
+import hashlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,27 +10,37 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from lmtrain.models.language_model import KNOWN_FAMILIES
 
 LEFT = "left_in_files"  # attribute of a model whose parameters are on the meta device: {name: file}
 _DTYPES = ("F32", "BF16", "F16")
+_BLOCK = 2**16  # bytes
+
+
+def may_leave(config: PretrainedConfig, name_or_path: str) -> bool:
+    """Whether it is worth a look at the files: not where transformers is known to change what it reads.
+
+    And only of families whose logits need no comparison with weights.
+    """
+    here = Path(name_or_path).expanduser()
+    changed = getattr(config, "quantization_config", None) or getattr(config, "num_experts", None)
+    changed = changed or getattr(config, "num_local_experts", None)
+    return config.model_type in KNOWN_FAMILIES and not changed and (not here.is_dir() or bool(_files(here)))
 
 
 def leave(model: PreTrainedModel, name_or_path: str) -> bool:
     """Puts all parameters of a model that was just read onto the meta device, in fp32, if its files can give them.
 
     They can where each stands in a safetensors file under its own name, as it is: transformers may have renamed,
-    stacked or turned others. And only of families whose logits need no comparison with weights.
+    stacked or turned others.
 
     Args:
         model: in the dtype of its files, whose tensors safetensors then maps: nothing is read yet.
         name_or_path: what it was read from.
     """
     config = model.config
-    if config.model_type not in KNOWN_FAMILIES or getattr(config, "quantization_config", None) is not None:
-        return False
     if any(b.is_floating_point() and b.dtype != torch.float32 for b in model.buffers()):
         return False
     files = _files(_folder(name_or_path, getattr(config, "_commit_hash", None)))
@@ -88,20 +98,31 @@ class WeightFiles:
         self._files = left
         self._readers: dict[str, Any] = {}
 
-    def __contains__(self, tensor: Tensor) -> bool:
-        return tensor in self._names
+    def take(self, tensor: Tensor) -> str | None:
+        """The name of a parameter that is in a file; asked once, as what is kept here would not be freed."""
+        return self._names.pop(tensor, None)
 
-    def read(self, parameter: Tensor, into: Tensor, rows: slice) -> None:
+    def read(self, name: str, into: Tensor, rows: slice) -> None:
         """Copies these rows of a parameter into theirs of `into`, which has its shape."""
         if rows.start == rows.stop:
             return
-        name = self._names[parameter]
         file = self._files[name]
         if file not in self._readers:
             self._readers[file] = safe_open(file, "pt")
         into[rows].copy_(self._readers[file].get_slice(name)[rows])
 
 
-def sizes(left: Mapping[str, str]) -> dict[str, int | None]:
-    """The size of each file as this rank finds it; None where it doesn't."""
-    return {file: os.stat(file).st_size if os.path.exists(file) else None for file in set(left.values())}
+def identities(left: Mapping[str, str]) -> dict[str, str | None]:
+    """What each file is as this rank finds it, by its size, its beginning and its end; None where it doesn't."""
+    return {file: _identity(Path(file)) for file in set(left.values())}
+
+
+def _identity(file: Path) -> str | None:
+    if not file.is_file():
+        return None
+    size = file.stat().st_size
+    with file.open("rb") as handle:
+        ends = handle.read(_BLOCK)
+        handle.seek(max(0, size - _BLOCK))
+        ends += handle.read()
+    return f"{size} {hashlib.sha256(ends).hexdigest()}"

@@ -25,7 +25,7 @@ from lmtrain.config.schema import Config, FsdpConfig
 from lmtrain.distributed import process_group as world
 from lmtrain.models.blocks import AROUND, decoder_blocks, untied_layers
 from lmtrain.models.language_model import LanguageModel
-from lmtrain.models.weight_files import LEFT, WeightFiles, sizes
+from lmtrain.models.weight_files import LEFT, WeightFiles, identities
 
 RELEASE = "release_gathered"  # attribute of a model under ZeRO-3: DeepSpeed's function for `reshard`
 _HALF = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
@@ -215,7 +215,7 @@ def source_of(model: LanguageModel, part: tuple[int, int] | None) -> FileRows | 
     left = world.from_first(lambda: getattr(model.model, LEFT, None))
     if left is None:
         return None
-    found = world.gathered(sizes(left))
+    found = world.gathered(identities(left))
     return FileRows(WeightFiles(left, model.model), part if all(each == found[0] for each in found) else None)
 
 
@@ -240,10 +240,11 @@ def _receive(tensor: Tensor, device: torch.device, source: FileRows | None) -> N
     is_meta = tensor.device.type == "meta"
     here = torch.empty_like(tensor, device=device) if is_meta else tensor.detach().to(device)
     here = here.contiguous()
-    in_files = source is not None and tensor in source.files
-    if source is not None and in_files and (source.part is not None or world.rank() == 0):
-        source.files.read(tensor, here, source.rows(len(here)))
-    if here.numel() and not (source is not None and in_files and source.part is not None):
+    name = None if source is None else source.files.take(tensor)
+    if source is not None and name is not None and (source.part is not None or world.rank() == 0):
+        source.files.read(name, here, source.rows(len(here)))
+    has_own = source is not None and name is not None and source.part is not None
+    if here.numel() and not has_own:
         dist.broadcast(here.view(-1).view(torch.uint8), src=0)  # bytes: gloo and NCCL each lack some dtypes
     if isinstance(tensor, nn.Parameter):
         here = nn.Parameter(here, tensor.requires_grad)
