@@ -236,6 +236,10 @@ IMPOSSIBLE_SPLITS = {
         "2 device(s)",
         "data.global_batch_size=12",
     ),
+    ("data.global_batch_size=16", "data.micro_batch_size=2", "trainer.devices=7", "trainer.accelerator=cpu"): (
+        "16 does not split into 7 device(s)",
+        "set data.global_batch_size=14",
+    ),
     ("data.global_batch_size=0",): ("a whole number from 1",),
 }
 

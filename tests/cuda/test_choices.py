@@ -163,9 +163,21 @@ def test_the_plan_says_what_keeps_a_gpu_waiting(gpu: Any) -> None:
     assert "trainer.precision=bf16-mixed" in note
 
 
+def test_offloaded_activations_need_a_gpu(gpu: Any) -> None:
+    config = check(compose(["trainer.activation_checkpointing=offload", "trainer.accelerator=cpu"]))
+    with pytest.raises(UserError, match="activation_checkpointing=true"):
+        devices.resolve_auto(config)
+    gpu()
+    on_gpu = check(compose(["trainer.activation_checkpointing=offload"]))
+    devices.resolve_auto(on_gpu)
+    assert notes.checkpointing_words(on_gpu) == ", activation checkpointing (in host memory)"
+    with pytest.raises(UserError, match="did you mean selective"):
+        check(compose(["trainer.activation_checkpointing=selectiv"]))
+
+
 def test_what_a_gpu_does_not_tell_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(notes, "has_nvml", lambda: False)
-    assert notes.not_measured() == ["gpu_utilization and gpu_watts are not logged: pip install nvidia-ml-py"]
+    assert notes.not_measured() == ['gpu_utilization and gpu_watts are not logged: pip install "lmtrain[nvml]"']
     monkeypatch.setattr(notes, "has_nvml", lambda: True)
     assert notes.not_measured() == []
 

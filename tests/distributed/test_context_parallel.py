@@ -64,7 +64,7 @@ def test_two_groups_and_checkpoints_that_travel(runs: Runs) -> None:
 def test_families_give_the_loss_and_gradients_of_whole_rows(tmp_path: Path) -> None:
     script = [str(Path(__file__).with_name("context_families.py")), str(tmp_path)]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *script]
-    folders = os.pathsep.join(str(REPO / "tests" / name) for name in ("models", "helpers"))
+    folders = os.pathsep.join(str(REPO / name) for name in ("src", "tests/models", "tests/helpers"))
     done = run_ranks(command, env={**os.environ, "PYTHONPATH": folders})
     assert done.returncode == 0, done.stderr
     for rank in (0, 1):

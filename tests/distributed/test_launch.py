@@ -25,7 +25,7 @@ BREAKS = ["run.allow_target=[mishaps]"]
 
 def environment() -> dict[str, str]:
     """With the callbacks of this folder and of tests/resume."""
-    path = os.pathsep.join([str(HERE), str(HERE.with_name("resume"))])
+    path = os.pathsep.join([str(HERE), str(HERE.with_name("resume")), os.environ.get("PYTHONPATH", "")])
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
 

@@ -57,7 +57,7 @@ def most_while_loading(folder: Path, settings: list[str]) -> int:
     callback = f"callbacks.extra=[{{_target_: mishaps.WaitsWhenLoaded,marker: {marker}}}]"
     # What is freed goes back to the system at once, as a real model's tensors do: glibc keeps those under 32 MiB.
     env = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "1000000"}
-    env["PYTHONPATH"] = str(Path(__file__).parent)
+    env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "lmtrain.train", *names_of([*TINY, *COMMON, *settings]), callback]
     command.append(f"run.dir={folder / 'run'}")
     parent = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
@@ -100,7 +100,8 @@ def test_a_node_holds_the_model_once(task: str, llama: Path, corpus: Path, tmp_p
     weights = 4 * sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(llama).parameters())
     assert weights > 250e6
     print(f"{task}: {(most[0] - most[1]) / weights:.2f} times the model")
-    assert most[0] - most[1] < 1.5 * weights
+    # Of a pretrained model each rank reads its rows: there is nothing but the parts.
+    assert most[0] - most[1] < (1.25 if task == "pretrained" else 1.5) * weights
 
 
 def test_ranks_that_resume_do_not_each_read_the_checkpoint(corpus: Path, tmp_path: Path) -> None:
@@ -130,6 +131,8 @@ def test_every_kind_of_model_is_loaded_as_by_one_process(tmp_path: Path) -> None
     r.one("first", *lora, "trainer.max_steps=2")
     tokens = 'tokenizer.add_tokens=["<|a|>","<|b|>"]'
     tasks = {
+        "plain": [*sft, untied],  # under fsdp both ranks read their rows of the files, as of plain_tied and gpt2
+        "plain_tied": [*sft, tied],
         "grown": [*sft, untied, tokens],
         "grown_tied": [*sft, tied, tokens],
         "lora_tokens": [*lora, tokens],

@@ -35,6 +35,7 @@ def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     r.two("text-offload", *text, FSDP, "trainer.fsdp.cpu_offload=true", "trainer.fsdp.reshard_after_forward=false",
           "trainer.fsdp.reduce_each_micro_batch=true", "trainer.activation_checkpointing=true",
           "checkpoint.async_save=true")  # fmt: skip
+    r.two("text-selective", *text, FSDP, "trainer.activation_checkpointing=selective")
     r.launch()
     for task in ("text", "lora", "dpo", "dpo_lora", "adafactor"):
         saved = f"run.resume={r.checkpoint(f'{task}-fsdp', 10)}"
@@ -55,6 +56,7 @@ def test_numbers_are_those_of_one_process(runs: Runs, task: str) -> None:
 def test_text_in_other_ways(runs: Runs) -> None:
     runs.compare("text-ddp", "text")
     runs.compare("text-offload", "text")
+    runs.compare("text-selective", "text")
     # Both grow what rounding leaves: Newton-Schulz, and a division by the root of a row's and a column's mean.
     runs.compare("muon-fsdp", "muon", rel=1e-4)
     runs.compare("adafactor-fsdp", "adafactor", rel=1e-4)

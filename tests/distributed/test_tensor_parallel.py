@@ -55,7 +55,7 @@ def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     r.two("qwen-tp-to-fsdp", *qwen, "trainer.strategy=fsdp", f"run.resume={r.checkpoint('qwen-tp', 10)}")
     r.launch()
     # Two groups of two; the second run's choices change how parts are gathered and gradients summed.
-    r.two("qwen-2x2", *qwen, *TP, "trainer.fsdp.sharded_checkpoint=true")
+    r.two("qwen-2x2", *qwen, *TP, "trainer.fsdp.sharded_checkpoint=true", "trainer.activation_checkpointing=selective")
     r.two("qwen-tp-to-2x2", *qwen, *TP, f"run.resume={r.checkpoint('qwen-tp', 10)}", "trainer.fsdp.cpu_offload=true",
           "trainer.fsdp.reduce_each_micro_batch=true", "trainer.activation_checkpointing=true")  # fmt: skip
     r.launch(ranks=4)
@@ -138,7 +138,6 @@ def test_families_give_the_logits_and_gradients_of_the_whole_model(tmp_path: Pat
         (["trainer.fsdp.tensor_parallel_size=1"], "2 or more, or set trainer.strategy=fsdp"),
         (["trainer.fsdp.tensor_parallel_size=4", "trainer.devices=4"], "does not divide model.num_attention_heads=2"),
         (["trainer.devices=4", "data.global_batch_size=6", "data.micro_batch_size=2"], "2 group(s) of 2 devices"),
-        (["trainer.fsdp.copy_per_node=true"], "set it to false"),
         (["model=moe_small"], "does not split a mixture of experts"),
         ([*ADAPTED, "peft=lora", "peft.use_dora=true"], "peft.use_dora=true"),
         ([*ADAPTED, "peft=qlora"], "peft.quantization=nf4"),

@@ -150,6 +150,24 @@ def test_memory_by_part():
     assert saved < 0.6 * memory["activations"]
 
 
+def test_untied_embeddings_and_output_layer_are_gathered_at_different_times() -> None:
+    """Two blocks and the output layer, or the embeddings alone, if these are more."""
+    two = ["trainer.devices=2", "data.micro_batch_size=1", "data.global_batch_size=2", "trainer.strategy=fsdp"]
+    for tied in (False, True):
+        model = model_of("llama", vocab_size=40_000, tie_word_embeddings=tied)
+        total, block = (flops.parameter_counts(m)[0] for m in (model, decoder_blocks(model)[0]))
+        table, norm = (m.weight.numel() for m in (model.get_input_embeddings(), model.model.norm))
+        found = flops.memory_estimate(model, run_config(*two))["parameters"]
+        assert found == 4 * total // 2 + 4 * (table + 2 * block + norm)
+    on_gpu = run_config(*two)
+    on_gpu.trainer.accelerator, on_gpu.trainer.precision = "cuda", "bf16-mixed"
+    model = model_of("llama", vocab_size=40_000, tie_word_embeddings=False)
+    total, block = (flops.parameter_counts(m)[0] for m in (model, decoder_blocks(model)[0]))
+    table, norm = (m.weight.numel() for m in (model.get_input_embeddings(), model.model.norm))
+    found = flops.memory_estimate(model, on_gpu)["parameters"]
+    assert found == 4 * total // 2 + 4 * norm + max(4 * table, 2 * table + 4 * block)
+
+
 def test_what_a_device_of_a_tensor_parallel_group_holds():
     """Two groups of two: the sum over all four is the model; at work a device has its half of two blocks."""
     model = model_of("llama", num_attention_heads=4)
@@ -161,7 +179,8 @@ def test_what_a_device_of_a_tensor_parallel_group_holds():
     blocks = [sum(p.numel() for p in block.parameters()) for block in decoder_blocks(model)]
     assert split["gradients"] == total  # 4 bytes over 4 devices; nothing accumulates over two groups
     assert split["optimizer"] == fsdp["optimizer"] == 2 * total
-    assert split["parameters"] == total + 4 * (total - sum(blocks)) + 4 * blocks[0]
+    beside = total - sum(blocks) - model.get_input_embeddings().weight.numel()  # which are gathered for the lookup
+    assert split["parameters"] == total + 4 * beside + 4 * blocks[0]
     assert 0.5 * fsdp["activations"] < split["activations"] < 0.75 * fsdp["activations"]
 
 

@@ -66,12 +66,15 @@ def test_packed_documents_equal_documents_on_their_own(family):
         torch.testing.assert_close(together[name], gradient, rtol=1e-4, atol=1e-4, msg=name)
 
 
-def test_activation_checkpointing_changes_nothing(family):
+@pytest.mark.parametrize("kept", [True, "selective", "offload"])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_activation_checkpointing_changes_nothing(family, kept, mixed):
     batch = packed()
     plain, recomputed = wrapped(family), wrapped(family)
-    enable_activation_checkpointing(recomputed.model)
+    enable_activation_checkpointing(recomputed.model, kept)
     calls = count_calls(recomputed)
-    a, b = plain(**batch), recomputed(**batch)
+    with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+        a, b = plain(**batch), recomputed(**batch)
     torch.testing.assert_close(a.loss_sum, b.loss_sum, rtol=0, atol=0)
     expected, found = gradients(plain, a.loss_sum), gradients(recomputed, b.loss_sum)
     assert calls["forwards"] == 2 * len(decoder_blocks(recomputed.model))  # once forward, once in backward

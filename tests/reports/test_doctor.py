@@ -1,5 +1,7 @@
 """`lmtrain.doctor`: one line a part, exit 1 where training can't run."""
 
+import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,14 @@ def test_a_missing_package_names_its_requirement(monkeypatch) -> None:
     (peft,) = [f for f in machine._packages() if f.name == "peft"]
     assert (peft.good, peft.needed) == (False, True)
     assert "pip install" in peft.words
+
+
+def test_what_is_optional_comes_with_an_extra_that_there_is() -> None:
+    """The packages that doctor names are in the extras that it names for them."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    for name, (extra, _) in machine.OPTIONAL.items():
+        assert any(re.match(rf"{name}\b", line) for line in project["optional-dependencies"][extra]), name
+    assert machine.OPTIONAL["nvidia-ml-py"][0] == "nvml"
 
 
 def test_pip_lines_keep_their_extras(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -16,8 +16,11 @@ from lmtrain.models import context, split
 from lmtrain.models.build import build_model
 
 
-def build_trainable_model(config: Config, tokenizer: Any) -> PreTrainedModel:
+def build_trainable_model(config: Config, tokenizer: Any, in_files: bool = False) -> PreTrainedModel:
     """The model of `config` with what is trained marked `requires_grad`; draws from the global generator if scratch.
+
+    Args:
+        in_files: as of `build_model`.
 
     Raises:
         UserError: see `build_model`, `adapters.attach`, `split.check` and `context.check`.
@@ -32,6 +35,7 @@ def build_trainable_model(config: Config, tokenizer: Any) -> PreTrainedModel:
         new_tokens=new_tokens,
         allow_target=config.run.allow_target,
         scalar_head=config.objective.scalar_head,
+        in_files=in_files,
         **quantized.loading_options(config.peft, config.trainer.precision, config.trainer.accelerator),
     )
     if config.peft.method != "none":

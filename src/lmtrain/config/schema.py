@@ -215,7 +215,7 @@ class TrainerConfig:
     float32_matmul_precision: Annotated[str, MACHINE, choice("highest", "high", "medium")]
     deterministic: Annotated[bool | str, MACHINE, choice("warn")]
     compile: Annotated[bool | str, MACHINE, choice("auto")]
-    activation_checkpointing: Annotated[bool | str, MACHINE, choice("auto")]
+    activation_checkpointing: Annotated[bool | str, MACHINE, choice("auto", "selective", "offload")]
     num_threads: Annotated[int | None, MACHINE, at_least(1)]
 
 

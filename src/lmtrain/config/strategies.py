@@ -132,8 +132,6 @@ def _check_tensor_parallel(c: Config) -> None:
     size, key = c.trainer.fsdp.tensor_parallel_size, "trainer.strategy=fsdp_tp"
     if size < 2:
         raise UserError(f"trainer.fsdp.tensor_parallel_size={size} with {key}: 2 or more, or set trainer.strategy=fsdp")
-    if c.trainer.fsdp.copy_per_node:
-        raise UserError(f"trainer.fsdp.copy_per_node=true does not go with {key}: set it to false")
     if getattr(c.model, "num_experts", None) is not None:
         raise UserError(f"{key} does not split a mixture of experts (model.num_experts): set trainer.strategy=fsdp")
     if c.peft.use_dora:

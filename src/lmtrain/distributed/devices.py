@@ -45,6 +45,11 @@ def resolve_auto(config: Config) -> None:
         raise UserError(f"trainer.compile=true: {obstacle}; trainer.compile=false trains without, slower")
     if t.activation_checkpointing == "auto":
         t.activation_checkpointing = False
+    if t.activation_checkpointing == "offload" and t.accelerator != "cuda":
+        raise UserError(
+            "trainer.activation_checkpointing=offload moves what a GPU holds to host memory, where a CPU has it: "
+            "set trainer.activation_checkpointing=true"
+        )
 
 
 def why_not_used() -> str | None:

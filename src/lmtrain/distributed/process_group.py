@@ -3,9 +3,12 @@
 import datetime
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from lmtrain.errors import RunError, UserError
 
@@ -13,6 +16,9 @@ S = TypeVar("S")
 T = TypeVar("T")
 # Tells ranks of one launcher the folder of the file in which they find each other; unlike a port, nobody takes it.
 MEETING = "LMTRAIN_MEETING"
+_TRACES = "TORCH_FR_DUMP_TEMP_FILE"
+# 2,000 calls is what PyTorch's tutorial recommends.
+_FLIGHT_RECORDER = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_FR_BUFFER_SIZE": "2000"}
 
 
 def connect(accelerator: str, patience: float) -> None:
@@ -25,6 +31,8 @@ def connect(accelerator: str, patience: float) -> None:
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks == 1 or dist.is_initialized():
         return
+    for name, value in _FLIGHT_RECORDER.items():
+        os.environ.setdefault(name, value)
     backend = "cpu:gloo,cuda:nccl" if accelerator == "cuda" else "gloo"
     timeout = datetime.timedelta(seconds=patience)
     meeting = os.environ.get(MEETING)
@@ -35,6 +43,25 @@ def connect(accelerator: str, patience: float) -> None:
     store = dist.FileStore(f"{meeting}/{os.environ['TORCHELASTIC_RESTART_COUNT']}", ranks)
     store.set_timeout(timeout)
     dist.init_process_group(backend, timeout=timeout, store=store, rank=int(os.environ["RANK"]), world_size=ranks)
+
+
+def equal_patience() -> None:
+    """Gives all groups of this rank the time-out of the first one; torch makes each with one of its own."""
+    if size() == 1:
+        return
+    patience = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout  # type: ignore[union-attr]
+    for group in list(distributed_c10d._world.pg_map):
+        distributed_c10d._set_pg_timeout(patience, group)
+
+
+def write_traces_to(folder: Path) -> None:
+    """Where NCCL writes what each rank waited for if a run hangs; `torchfrtrace` reads it. It asks when it writes."""
+    os.environ.setdefault(_TRACES, f"{folder}/nccl_trace_rank_")
+
+
+def traces() -> str:
+    """The files that NCCL writes then, as a pattern."""
+    return f"{os.environ.get(_TRACES, 'nccl_trace_rank_')}*"
 
 
 def size() -> int:

@@ -2,12 +2,15 @@
 output layer behind them."""
 
 import contextlib
+import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 import torch._dynamo
 from torch import Tensor, nn
+from torch.utils import checkpoint
 from transformers import PreTrainedModel
 
 from lmtrain.errors import UserError
@@ -33,8 +36,13 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def enable_activation_checkpointing(model: PreTrainedModel) -> None:
-    """Keeps only each block's input and recomputes the rest in backward (Chen et al. 2016)."""
+def enable_activation_checkpointing(model: PreTrainedModel, kept: bool | str = True) -> None:
+    """Keeps little of each block for its backward, which recomputes the rest (Chen et al. 2016).
+
+    Args:
+        kept: as trainer.activation_checkpointing. True: each block's input. "offload": the same, in host memory.
+            "selective": also the results of matrix products and attention, which take most of a forward's time.
+    """
     if not model.supports_gradient_checkpointing:
         raise UserError(
             f"{type(model).__name__} has no activation checkpointing: set trainer.activation_checkpointing=false"
@@ -42,7 +50,32 @@ def enable_activation_checkpointing(model: PreTrainedModel) -> None:
     # Its name since transformers 5.18, and the one before.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     # The reentrant kind loses gradients where a block's input needs none, as under LoRA.
-    enable({"use_reentrant": False})
+    options: dict[str, Any] = {"use_reentrant": False}
+    if kept == "selective":
+        options["context_fn"] = functools.partial(checkpoint.create_selective_checkpoint_contexts, _policy)
+    enable(options)
+    if kept == "offload":
+        for module in model.modules():
+            if getattr(module, _RECOMPUTES, None) is not None:
+                setattr(module, _RECOMPUTES, _recomputed_from_host)
+
+
+_RECOMPUTES = "_gradient_checkpointing_func"  # transformers' name for what calls a block
+_PRODUCTS = {"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._scaled_mm", "aten._grouped_mm"}
+_ATTENTION = {"aten._flash_attention_forward", "aten._efficient_attention_forward", "aten._cudnn_attention_forward",
+              "torch_attn._varlen_attn", "flex_attention"}  # fmt: skip
+
+
+def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> checkpoint.CheckpointPolicy:
+    name = str(getattr(operator, "overloadpacket", operator))
+    is_kept = name in _PRODUCTS or name in _ATTENTION or name.startswith("aten._scaled_dot_product_")
+    return checkpoint.CheckpointPolicy.MUST_SAVE if is_kept else checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _recomputed_from_host(function: Callable[..., Any], *args: Any) -> Any:
+    """What a block is recomputed from waits in page-locked host memory."""
+    with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
+        return checkpoint.checkpoint(function, *args, use_reentrant=False)
 
 
 log = logging.getLogger(__name__)
@@ -111,3 +144,32 @@ def output_head(model: PreTrainedModel, hidden: Tensor) -> tuple[Tensor, Tensor,
         inputs.append(lora_a(head.lora_dropout[name](hidden.to(lora_a.weight.dtype))))
         weights.append(head.scaling[name] * head.lora_B[name].weight)
     return torch.cat(inputs, dim=-1), torch.cat(weights, dim=1), bias  # [..., D + r], [V, D + r]
+
+
+T = TypeVar("T")
+AROUND = "gathered_for"  # attribute of an output layer that is sharded by itself: calls a function of hidden states
+
+
+def at_head(model: PreTrainedModel, compute: Callable[[Tensor, Tensor, Tensor | None], T], hidden: Tensor) -> T:
+    """What `compute` gives for `output_head(model, hidden)`, which is gathered first where it lies in parts."""
+
+    def computed(hidden: Tensor) -> T:
+        return compute(*output_head(model, hidden))
+
+    around = getattr(model.get_output_embeddings(), AROUND, None)
+    return computed(hidden) if around is None else around(computed, hidden)
+
+
+def untied_layers(model: PreTrainedModel) -> tuple[Any, Any] | None:
+    """Embeddings and output layer where each can be gathered by itself: plain layers whose weights nothing else reads.
+
+    A class of a user's own may read them anywhere, and an adapter's layers beside them hold other dtypes.
+    """
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    plain = [
+        isinstance(layer, kind) and type(layer).forward is kind.forward  # also as the subclass that fully_shard makes
+        for layer, kind in ((embeddings, nn.Embedding), (head, nn.Linear))
+    ]
+    if not all(plain) or head.weight is embeddings.weight or not type(model).__module__.startswith("transformers."):
+        return None
+    return embeddings, head

@@ -18,7 +18,7 @@ from lmtrain.config.options import CustomModelConfig, LoadedModelConfig, Scratch
 from lmtrain.config.schema import ModelConfig
 from lmtrain.data import hub
 from lmtrain.errors import UserError
-from lmtrain.models import folder
+from lmtrain.models import folder, weight_files
 from lmtrain.models.custom import custom_config, custom_model
 from lmtrain.models.documents import CHOICES
 from lmtrain.models.experts import use_experts
@@ -45,6 +45,7 @@ def build_model(
     new_tokens: Sequence[int] = (),
     allow_target: Sequence[str] = (),
     scalar_head: bool = False,
+    in_files: bool = False,
     **loading: Any,
 ) -> PreTrainedModel:
     """The model of `cfg`, in training mode with fp32 parameters, using lmtrain's attention.
@@ -59,6 +60,7 @@ def build_model(
         new_tokens: ids of tokens added to a pretrained model's tokenizer; its embeddings grow where they have no row.
         allow_target: run.allow_target, packages that `model._target_` may name a class of.
         scalar_head: it gives one number for a row instead of the next token; the head is new where the files have none.
+        in_files: pretrained weights may stay in files that can give ranks their rows of them (models/weight_files.py).
         loading: more arguments of `from_pretrained`, such as a quantisation.
 
     Raises:
@@ -82,7 +84,12 @@ def build_model(
         init_residual_projections(model)
     else:
         on_meta = torch.get_default_device().type == "meta"
-        model = _instantiate(cfg, config, scalar_head) if on_meta else _load(cfg, config, scalar_head, loading)
+        if on_meta:
+            model = _instantiate(cfg, config, scalar_head)
+        else:
+            grows = vocab_size > config.get_text_config().vocab_size  # by rows around the mean of those there are
+            left = _left_in_files(cfg, config) if in_files and not grows else None
+            model = left or _load(cfg, config, scalar_head, loading)
         _grow_vocabulary(model, vocab_size)
     _let_padding_learn(model)
     set_attention(cfg.attention, model, seq_len)
@@ -197,6 +204,14 @@ def _pretrained_config(cfg: LoadedModelConfig) -> PretrainedConfig:
     for name, value in overrides.items():
         setattr(config, name, value)
     return config
+
+
+def _left_in_files(cfg: LoadedModelConfig, config: PretrainedConfig) -> PreTrainedModel | None:
+    """The model without its weights, which are known to be in files; None where they have to be read."""
+    if not weight_files.may_leave(config, str(cfg.name_or_path)):
+        return None
+    model: PreTrainedModel = _from_hub(folder.from_pretrained, cfg, config=config, dtype="auto", scalar_head=False)
+    return model if weight_files.leave(model, str(cfg.name_or_path)) else None
 
 
 def _load(

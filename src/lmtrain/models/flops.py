@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from lmtrain.config.deepspeed import engine_config
 from lmtrain.config.schema import Config
 from lmtrain.config.strategies import context_parallel, outside_fp8, ranks_per_part, tensor_parallel
-from lmtrain.models.blocks import decoder_blocks
+from lmtrain.models.blocks import decoder_blocks, untied_layers
 from lmtrain.models.language_model import auto_chunk_bytes, chunk_bytes_of
 
 # DeepSpeed's defaults, in numbers: of gradients reduced at a time, of parameters gathered at a time under ZeRO-3.
@@ -179,7 +179,7 @@ def _parts(whole: dict[str, int], model: PreTrainedModel, config: Config, weight
     """Parameters, gradients and optimizer state of one device where trainer.strategy shares them out (docs/scale.md).
 
     What a device computes with at a time is gathered: the block at work, the next one (of both its own part under
-    fsdp_tp), and what is in no block.
+    fsdp_tp), and what is in no block; untied embeddings, which FSDP gathers for the lookup alone, by themselves.
     """
     t = config.trainer
     group = tensor_parallel(t)
@@ -188,7 +188,12 @@ def _parts(whole: dict[str, int], model: PreTrainedModel, config: Config, weight
     parameters, gradients, state = whole["parameters"], whole["gradients"], whole["optimizer"]
     blocks = [_weights_bytes(block, weight_bytes) for block in decoder_blocks(model)]
     half = 0.5 if outside_fp8(t.precision).endswith("-mixed") and t.accelerator == "cuda" else 1.0
-    gathered = weights - sum(blocks) + int(2 * half * max(blocks, default=0)) // group
+    two_blocks = int(2 * half * max(blocks, default=0)) // group
+    gathered = weights - sum(blocks) + two_blocks
+    apart = untied_layers(model) if t.strategy in ("fsdp", "fsdp_tp") else None
+    if apart is not None:
+        embeddings, head = (_weights_bytes(layer, weight_bytes) for layer in apart)
+        gathered += max(embeddings, int(half * head) + two_blocks) - embeddings - head - two_blocks
     if t.strategy in ("fsdp", "fsdp_tp"):
         shards = int(t.devices) if t.fsdp.copy_per_node and world > 1 else world
         accumulates = config.data.global_batch_size > config.data.micro_batch_size * world // ranks_per_part(t)
@@ -244,15 +249,40 @@ def _activation_bytes(model: PreTrainedModel, config: Config, weight_bytes: int,
     stream, product = weight_bytes, 2 if mixed else weight_bytes  # bytes of the residual stream, of matrix products
     layers = _layers(model)
     layer = _block_activation_bytes(layers[0], stream, product, mixed, tensor_parallel(config.trainer))
-    if config.trainer.activation_checkpointing is True:
-        return len(layers) * stream * shape.hidden_size + layer
-    return len(layers) * layer
+    how = config.trainer.activation_checkpointing
+    if not how:
+        return len(layers) * layer
+    border = stream * shape.hidden_size  # what a block is recomputed from
+    if how == "selective":
+        border += _product_bytes(layers[0], product, tensor_parallel(config.trainer))
+    return (len(layers) * border if how != "offload" else 0) + layer
+
+
+def _product_bytes(shape: Any, product: int, parts: int) -> int:
+    """Per token and layer: the results of matrix products and attention, which selective checkpointing keeps."""
+    hidden, (heads, head_dim) = shape.hidden_size, _heads(shape)
+    queries, keys = heads * head_dim, (getattr(shape, "num_key_value_heads", None) or heads) * head_dim
+    inner, gates = _inner_width(shape), 2 if hasattr(shape, "rms_norm_eps") else 1
+    chosen = getattr(shape, "num_experts_per_tok", None) if getattr(shape, "moe_intermediate_size", None) else None
+    if chosen:
+        fed = chosen * (gates * shape.moe_intermediate_size + hidden)
+    else:
+        fed = gates * inner // parts + hidden
+    return product * (2 * (queries + keys) // parts + hidden + fed)
+
+
+def _inner_width(shape: Any) -> int:
+    """Of a feed-forward layer; the widest where they differ."""
+    inner = getattr(shape, "n_inner", None) or getattr(shape, "intermediate_size", None)
+    if inner is None:
+        inner = 0 if hasattr(shape, "rms_norm_eps") else 4 * shape.hidden_size
+    return max(inner) if isinstance(inner, list | tuple) else inner
 
 
 def _memory_bytes(model: nn.Module, config: Config, tokens: int, product: int) -> int:
     """What the blocks of a memory keep for their backward; with checkpointing, one at a time."""
     kept: list[int] = [m.kept_bytes(tokens, product) for m in model.modules() if hasattr(m, "kept_bytes")]  # type: ignore[operator]
-    return max(kept, default=0) if config.trainer.activation_checkpointing is True else sum(kept)
+    return max(kept, default=0) if config.trainer.activation_checkpointing else sum(kept)
 
 
 def _block_activation_bytes(shape: Any, stream: int, product: int, mixed: bool, parts: int) -> int:
@@ -261,19 +291,16 @@ def _block_activation_bytes(shape: Any, stream: int, product: int, mixed: bool, 
     queries, keys = heads * head_dim, (getattr(shape, "num_key_value_heads", None) or heads) * head_dim
     attention = product * (2 * queries + 2 * keys) // parts  # q, k, v and the output
     if not hasattr(shape, "rms_norm_eps"):  # GPT-2: LayerNorm keeps its input; one projection makes q, k, v
-        inner = getattr(shape, "n_inner", None) or getattr(shape, "intermediate_size", None) or 4 * hidden
-        inner = max(inner) if isinstance(inner, list | tuple) else inner
-        return 2 * stream * hidden + 2 * product * hidden + attention + 2 * product * inner // parts
+        inner = 2 * product * _inner_width(shape) // parts
+        return 2 * stream * hidden + 2 * product * hidden + attention + inner
     # An RMSNorm of separate operations keeps its input and its result; autocast casts the result per projection.
     norms = 4 * stream * hidden + (5 if mixed else 2) * product * hidden
     if shape.model_type.startswith("qwen3"):
         norms += (4 + product) * (queries + keys) // parts  # on q and k, in fp32
-    inner = getattr(shape, "intermediate_size", None) or 0
-    inner = max(inner) if isinstance(inner, list | tuple) else inner
     if getattr(shape, "num_experts_per_tok", None) and getattr(shape, "moe_intermediate_size", None):
         chosen = shape.num_experts_per_tok
         return norms + attention + chosen * product * (4 * shape.moe_intermediate_size + 2 * hidden)
-    return norms + attention + 4 * product * inner // parts
+    return norms + attention + 4 * product * _inner_width(shape) // parts
 
 
 def _logits_bytes(model: PreTrainedModel, config: Config, tokens: int, product: int, card_bytes: int | None) -> int:

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from lmtrain.losses.cross_entropy import IGNORE_INDEX, CrossEntropy, chunked_cro
 from lmtrain.losses.distillation import OutputHead, chunked_divergence
 from lmtrain.losses.log_probs import chunked_log_probs
 from lmtrain.models.attention import SLIDES
-from lmtrain.models.blocks import decoder_blocks, let_grow, output_head
+from lmtrain.models.blocks import at_head, decoder_blocks, let_grow
 from lmtrain.models.context import Context
 from lmtrain.models.documents import Documents, Prefixes, choose_method
 from lmtrain.models.routers import Logits, RouterLosses, Routers
@@ -131,7 +131,7 @@ class LanguageModel(nn.Module):
         hidden, labels = hidden.flatten(0, 1), labels.flatten()
         if learned is not None and len(learned):
             hidden, labels = hidden[learned], labels[learned]
-        loss = self._cross_entropy(*output_head(self.model, hidden), labels)
+        loss = at_head(self.model, partial(self._cross_entropy, labels=labels), hidden)
         loss_sum = loss.loss_sum
         aux: dict[str, Tensor] = {}
         if router_logits:
@@ -184,20 +184,22 @@ class LanguageModel(nn.Module):
             temperature: logits are divided by it.
         """
         hidden, router_logits = self.hidden_states(input_ids, position_ids, cu_seqlens, prefixes)
-        hidden, weight, bias = output_head(self.model, hidden.flatten(0, 1).index_select(0, before))
-        if targets is None:
-            targets = input_ids.flatten().index_select(0, scored)
-        tokens = chunked_log_probs(
-            hidden,
-            weight,
-            targets,
-            bias=bias if bias is None or temperature == 1 else bias / temperature,
-            chunk_tokens=self._chunk(weight, hidden),
-            # cap * tanh(x / cap) / t is (cap / t) * tanh((x / t) / (cap / t))
-            logit_softcap=None if self.logit_softcap is None else self.logit_softcap / temperature,
-            logit_scale=self.logit_scale / temperature,
-            compiled=self._compiled(),
-        )
+        wanted = input_ids.flatten().index_select(0, scored) if targets is None else targets
+
+        def of_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            return chunked_log_probs(
+                hidden,
+                weight,
+                wanted,
+                bias=bias if bias is None or temperature == 1 else bias / temperature,
+                chunk_tokens=self._chunk(weight, hidden),
+                # cap * tanh(x / cap) / t is (cap / t) * tanh((x / t) / (cap / t))
+                logit_softcap=None if self.logit_softcap is None else self.logit_softcap / temperature,
+                logit_scale=self.logit_scale / temperature,
+                compiled=self._compiled(),
+            )
+
+        tokens = at_head(self.model, of_head, hidden.flatten(0, 1).index_select(0, before))
         return LogProbs(tokens, *(self.router_losses(router_logits) if router_logits else (None, {})))
 
     def divergence(
@@ -227,12 +229,15 @@ class LanguageModel(nn.Module):
             temperature: of both.
         """
         hidden, _ = self.hidden_states(input_ids, position_ids, cu_seqlens)
-        hidden, weight, bias = output_head(self.model, hidden.flatten(0, 1).index_select(0, at))
-        head = OutputHead(weight, bias, self.logit_scale, self.logit_softcap)
-        return chunked_divergence(
-            hidden, head, teacher_hidden, teacher, vocabulary=vocabulary, beta=beta, temperature=temperature,
-            chunk_tokens=max(1, self._chunk(weight, hidden) // 2),
-        )  # fmt: skip
+
+        def of_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            head = OutputHead(weight, bias, self.logit_scale, self.logit_softcap)
+            return chunked_divergence(
+                hidden, head, teacher_hidden, teacher, vocabulary=vocabulary, beta=beta, temperature=temperature,
+                chunk_tokens=max(1, self._chunk(weight, hidden) // 2),
+            )  # fmt: skip
+
+        return at_head(self.model, of_head, hidden.flatten(0, 1).index_select(0, at))
 
     def scores(
         self,

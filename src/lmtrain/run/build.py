@@ -178,12 +178,12 @@ def build_datamodule(
 def build_objective(config: Config, corpus: Corpus, total_steps: int, stop: StopRequest | None = None) -> Objective:
     tokenizer = corpus.tokenizer
     pl.seed_everything(config.seed, verbose=False)
-    model = sharding.build(config, lambda: build_language_model(config, tokenizer))
+    model = sharding.build(config, lambda: build_language_model(config, tokenizer, sharding.reads_files(config)))
     hf_model = model.model
     for feature in features_on(config):
         feature.change_model(hf_model, config)
     if config.trainer.activation_checkpointing:
-        enable_activation_checkpointing(hf_model)
+        enable_activation_checkpointing(hf_model, config.trainer.activation_checkpointing)
     if config.trainer.compile:
         compile_model(hf_model, changing_lengths=config.data.rows != "text" or config.data.packing == "off")
     allowed = config.run.allow_target
@@ -213,9 +213,9 @@ def scaled_by_rows(data: DataConfig, schedule: Schedule) -> Schedule:
     return lambda step, total_steps: schedule(step, total_steps) * rate_factor(sizes, scaling, step)
 
 
-def build_language_model(config: Config, tokenizer: Any) -> LanguageModel:
+def build_language_model(config: Config, tokenizer: Any, in_files: bool = False) -> LanguageModel:
     router = replace(config.router, over_layers=over_layers(config))
-    return LanguageModel(build_trainable_model(config, tokenizer), config.objective, router)
+    return LanguageModel(build_trainable_model(config, tokenizer, in_files), config.objective, router)
 
 
 def run_fingerprint(config: Config, corpus: Corpus, hf_model: Any) -> Fingerprint:

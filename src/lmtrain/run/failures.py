@@ -7,6 +7,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lmtrain import errors
+from lmtrain.distributed import process_group as world
 from lmtrain.distributed.devices import data_parallel
 from lmtrain.errors import RunError, disk_full, first_line
 from lmtrain.models import flops
@@ -32,8 +33,8 @@ def explain(error: BaseException, run: "Run") -> RunError | None:
     if run.trainer.world_size > 1 and "Timed out waiting" in str(error):  # gloo's words
         return RunError(
             f"rank {run.trainer.global_rank} waited {run.config.trainer.rank_timeout} s for another that did nothing "
-            f"(trainer.rank_timeout): what that one was doing stands in its own output, and of GPUs in {run.dir.ranks}/"
-            f"nccl_trace_rank_*, which torchfrtrace reads; {last_good(run)}"
+            f"(trainer.rank_timeout): what that one was doing stands in its own output, and of GPUs in "
+            f"{world.traces()}, which torchfrtrace reads; {last_good(run)}"
         )
     if isinstance(error, MisconfigurationException) or "self.log(" in str(error):  # Lightning's words
         return RunError(f"{' '.join(str(error).split())}; {last_good(run)}")

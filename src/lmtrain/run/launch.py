@@ -85,8 +85,7 @@ def _launch(module: str, folder: Path, processes: int, max_restarts: int, opened
     os.environ |= {_LAUNCHER: str(os.getpid()), TYPED: shlex.join(typed())}
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # a rank that a library's crash ends says where it was
-    for name, value in _flight_recorder(folder).items():
-        os.environ.setdefault(name, value)
+    world.write_traces_to(folder)
     ranks.limit_spinning()  # where Python code, not the command line, starts the run
     settings = LaunchConfig(
         min_nodes=1,
@@ -114,18 +113,6 @@ def _launch(module: str, folder: Path, processes: int, max_restarts: int, opened
     except SignalException as stopped:
         return -int(stopped.sigval)
     return errors.FINISHED
-
-
-def _flight_recorder(folder: Path) -> dict[str, str]:
-    """Variables that make NCCL write what each rank waited for into the folder of a run that hangs.
-
-    `torchfrtrace` reads the files. A buffer of 2,000 calls is what PyTorch's tutorial recommends.
-    """
-    return {
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        "TORCH_FR_BUFFER_SIZE": "2000",
-        "TORCH_FR_DUMP_TEMP_FILE": f"{folder}/nccl_trace_rank_",
-    }
 
 
 def _note_of_failure(folder: Path, rank: int) -> Path:

@@ -35,7 +35,7 @@ from lmtrain.optim.groups import table_rows
 from lmtrain.optim.skipping import can_skip
 from lmtrain.reports.inspection import row_mask
 from lmtrain.reports.token_view import has_colour, legend, marked, pieces
-from lmtrain.run import plan_time
+from lmtrain.run import plan_memory, plan_time
 from lmtrain.run.features import features_on
 from lmtrain.secrets import shown
 from lmtrain.strategies import sharding
@@ -55,10 +55,6 @@ def si(value: float, unit: str = "") -> str:
         if abs(value) >= size:
             return f"{value / size:.3g} {letter}{unit}"
     return f"{value:.3g} {unit}".strip()
-
-
-def gib(value: float) -> str:
-    return f"{value / 2**30:.2f} GiB" if value >= 2**28 else f"{value / 2**20:.0f} MiB"
 
 
 def show(run: "Run", resumed_from: str | None, done: int, notes: list[str]) -> None:
@@ -106,7 +102,6 @@ def plan_rows(run: "Run", resumed_from: str | None, done: int) -> list[tuple[str
     per_row, sizes = corpus.epoch_tokens / len(corpus.train), step_sizes(c.data)
     tokens_per_step, tokens = (round(per_row * n) for n in (sizes.last, sizes.before(run.total_steps)))
     compute, per_token = flops_in_all(run, per_row), flops.flops_per_token(model, c.data.seq_len)
-    memory = flops.memory_estimate(model, c)
     val = validation_words(run)
     rows = [
         ("model", f"{c.model.name}: {si(total)} parameters ({si(trainable)} trained, {si(embedding)} in embeddings)"),
@@ -125,11 +120,10 @@ def plan_rows(run: "Run", resumed_from: str | None, done: int) -> list[tuple[str
         *([("average", average_words(c))] if c.callbacks.ema.enabled else []),
         *([("early stopping", stopping_words(c))] if c.callbacks.early_stopping.enabled else []),
         ("compute", f"{si(per_token, 'FLOP')} a token, {si(compute, 'FLOP')} in all"),
-        ("memory", f"about {gib(sum(memory.values()))} a device: "
-                   + ", ".join(f"{name} {gib(size)}" for name, size in memory.items())),
+        *plan_memory.rows(model, c),
         ("precision", f"{c.trainer.precision}{instead_words(c)} on {run.trainer.world_size} x "
                       f"{devices.device_name(c.trainer.accelerator)}{matmul_words(c)}{compile_words(run)}"
-                      f"{', activation checkpointing' if c.trainer.activation_checkpointing else ''}"),
+                      f"{checkpointing_words(c)}"),
         *(row for feature in features_on(c) for row in feature.plan_rows(model, c)),
         *(("no GPU", why) for why in [devices.why_not_used()] if why),
         ("schedule", f"{c.schedule.name}, peak lr {c.optimizer.lr:g}, {c.optimizer.name}"),
@@ -382,9 +376,16 @@ def for_gpus(run: "Run") -> list[str]:
     return [*notes, *(note for feature in features_on(c) for note in feature.notes(c))]
 
 
+def checkpointing_words(c: Config) -> str:
+    """What blocks keep for their backward, where that is not all."""
+    kept = {True: "", "selective": " (selective: products and attention are kept)", "offload": " (in host memory)"}
+    how = c.trainer.activation_checkpointing
+    return f", activation checkpointing{kept[how]}" if how else ""
+
+
 def not_measured() -> list[str]:
     """What records lack on a GPU of which nothing tells utilisation and power."""
-    return [] if has_nvml() else ["gpu_utilization and gpu_watts are not logged: pip install nvidia-ml-py"]
+    return [] if has_nvml() else ['gpu_utilization and gpu_watts are not logged: pip install "lmtrain[nvml]"']
 
 
 def unlikely(c: Config, total_steps: int, cores: int, typed: Collection[str]) -> list[str]:

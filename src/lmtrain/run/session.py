@@ -51,6 +51,8 @@ class Session:
         resume.keep_validation_split(self.config, self.folder, self.notes.append)
         freeze(self.config)
         world.connect(self.config.trainer.accelerator, self.config.trainer.rank_timeout)
+        if world.size() > 1:
+            world.write_traces_to(self.folder.path)  # but where the launcher has named a folder
         world.together(lambda: self._lock(stack) if world.rank() == 0 else None)
         return self._build()
 

@@ -21,6 +21,7 @@ from lmtrain.adapters.trainable import trainable_names
 from lmtrain.checkpoints import store
 from lmtrain.config.deepspeed import engine_config
 from lmtrain.config.schema import TrainerConfig
+from lmtrain.distributed import process_group as world
 from lmtrain.distributed.dtensor import full_shape
 from lmtrain.errors import UserError
 from lmtrain.models.blocks import decoder_blocks
@@ -100,6 +101,7 @@ class DeepSpeedStrategy(Placement, DDPStrategy):
             config=self.config,
             dist_init_required=False,
         )
+        world.equal_patience()
         model = module.model
         module.call_model = self._through_engine(model, model.forward)
         model.log_probs = self._through_engine(model, model.log_probs)

@@ -24,6 +24,7 @@ from lmtrain.checkpoints import store
 from lmtrain.checkpoints.checkpoint_io import FolderCheckpointIO
 from lmtrain.config.schema import FsdpConfig
 from lmtrain.distributed import dtensor as layout
+from lmtrain.distributed import process_group as world
 from lmtrain.models import split
 from lmtrain.models.context import Context
 from lmtrain.strategies import sharding
@@ -72,6 +73,7 @@ class FSDPStrategy(Placement, ModelParallelStrategy):
     def shard(self, objective: HoldsModel) -> None:
         self._share_rows(objective)
         sharding.shard(objective.model, self._mesh(), self.root_device, self.precision, self.options)
+        world.equal_patience()
 
     def _share_rows(self, objective: HoldsModel) -> None:
         size = self.context_parallel_size
@@ -158,13 +160,29 @@ class TensorParallelStrategy(FSDPStrategy):
 
     def shard(self, objective: HoldsModel) -> None:
         layers = split.check(objective.model.model, self.tensor_parallel_size)
+        groups, group, everywhere = self._meshes()
         sharding.shard(
             objective.model,
-            self.device_mesh["data_parallel"],
+            groups,
             self.root_device,
             self.precision,
             self.options,
-            root_mesh=init_device_mesh(self.root_device.type, (self.world_size,)),
-            split=lambda block: split.split(block, layers, self.device_mesh["tensor_parallel"]),
+            root_mesh=everywhere,
+            split=lambda block: split.split(block, layers, group),
         )
-        objective.model.same_tokens = self.device_mesh["tensor_parallel"]
+        objective.model.same_tokens = group
+        world.equal_patience()
+
+    def _meshes(self) -> tuple[DeviceMesh, DeviceMesh, DeviceMesh]:
+        """(what a rank's part of each layer is shared out over, its group, what is not split is shared out over).
+
+        Where each node holds a copy of the model, the first and the last have a dimension of nodes before theirs.
+        """
+        device = self.root_device.type
+        if not (self.options.copy_per_node and self.num_nodes > 1):
+            every = init_device_mesh(device, (self.world_size,))
+            return self.device_mesh["data_parallel"], self.device_mesh["tensor_parallel"], every
+        shape = (self.num_nodes, self.num_processes // self.tensor_parallel_size, self.tensor_parallel_size)
+        mesh = init_device_mesh(device, shape, mesh_dim_names=("nodes", "groups", "tensor"))
+        every = init_device_mesh(device, (self.num_nodes, self.num_processes), mesh_dim_names=("nodes", "devices"))
+        return mesh["nodes", "groups"], mesh["tensor"], every

@@ -5,7 +5,7 @@ Zhao et al. 2023, arXiv:2304.11277; Rajbhandari et al. 2020 (ZeRO stage 3), arXi
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,10 +20,12 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
+from lmtrain.config.options import LoadedModelConfig
 from lmtrain.config.schema import Config, FsdpConfig
 from lmtrain.distributed import process_group as world
-from lmtrain.models.blocks import decoder_blocks
+from lmtrain.models.blocks import AROUND, decoder_blocks, untied_layers
 from lmtrain.models.language_model import LanguageModel
+from lmtrain.models.weight_files import LEFT, WeightFiles, identities
 
 RELEASE = "release_gathered"  # attribute of a model under ZeRO-3: DeepSpeed's function for `reshard`
 _HALF = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
@@ -39,10 +41,11 @@ def shard(
     root_mesh: DeviceMesh | None = None,
     split: Callable[[nn.Module], None] = lambda block: None,
 ) -> None:
-    """Shards each decoder block, then the rest (embeddings, last norm, output layer) as one group with the root.
+    """Shards each decoder block, embeddings and output layer where they are not tied, and the rest with the root.
 
-    In mixed precision the blocks are gathered in half precision, in which autocast multiplies, and gradients
-    are summed in fp32. The rest is gathered as it is: the residual stream starts in its dtype, as on one device.
+    In mixed precision blocks and output layer are gathered in half precision, in which autocast multiplies, and
+    gradients are summed in fp32. The rest is gathered as it is: the residual stream starts in its dtype, as on one
+    device.
 
     The first rank's weights are spread just before: no rank ever holds more than its parts and one block.
 
@@ -56,11 +59,13 @@ def shard(
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if options.cpu_offload else OffloadPolicy()
     plain = MixedPrecisionPolicy(cast_forward_inputs=False)
     half = MixedPrecisionPolicy(_HALF.get(precision), torch.float32, cast_forward_inputs=False)
-    # A CPU's LayerNorm takes no half-precision weight beside an fp32 input.
-    policy = half if precision in _HALF and mesh.device_type != "cpu" else plain
+    policy = half if _in_half(precision, mesh.device_type) else plain
     blocks = decoder_blocks(model.model)
+    dim = mesh.ndim - 1
+    # Of layers that are split whole ones are needed.
+    source = source_of(model, (mesh.get_local_rank(dim), mesh.size(dim)) if root_mesh is None else None)
     for block in blocks:
-        spread(block.modules(), device)
+        spread(block.modules(), device, source)
         split(block)
         fully_shard(
             block,
@@ -69,11 +74,25 @@ def shard(
             offload_policy=offload,
             reshard_after_forward=options.reshard_after_forward,
         )
-    spread(outside(model, blocks), device)
-    # The root's own parameters are needed first in backward, so they stay.
-    fully_shard(model, mesh=root_mesh or mesh, mp_policy=plain, offload_policy=offload, reshard_after_forward=False)
+    spread(outside(model, blocks), device, source)
+    everywhere: dict[str, Any] = {"mesh": root_mesh or mesh, "offload_policy": offload}
+    apart = untied_layers(model.model)
+    if apart is not None:
+        embeddings, head = apart
+        fully_shard(embeddings, mp_policy=plain, reshard_after_forward=options.reshard_after_forward, **everywhere)
+        embeddings.set_unshard_in_backward(False)  # which does not read them
+        # Needed last in forward and first in backward, so it stays in between, as what is the root's own does.
+        fully_shard(head, mp_policy=policy, reshard_after_forward=False, **everywhere)
+        setattr(head, AROUND, lambda compute, hidden: compute(hidden))
+        register_fsdp_forward_method(head, AROUND)
+    fully_shard(model, mp_policy=plain, reshard_after_forward=False, **everywhere)
     for method in ("log_probs", "divergence", "scores"):
         register_fsdp_forward_method(model, method)
+
+
+def _in_half(precision: str, device_type: str) -> bool:
+    """Whether matrices are gathered in half precision. A CPU's LayerNorm takes none such beside an fp32 input."""
+    return precision in _HALF and device_type != "cpu"
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -144,6 +163,19 @@ def why_on_every_rank(c: Config) -> str | None:
     return c.objective.why_on_every_rank()
 
 
+def reads_files(c: Config) -> bool:
+    """Whether ranks may read pretrained weights out of their files: nothing else may want to see them before."""
+    return (
+        world.size() > 1
+        and c.trainer.strategy in ("fsdp", "fsdp_tp")
+        and isinstance(c.model, LoadedModelConfig)
+        and c.objective.name in ("causal_lm", "sft")
+        and c.peft.method == "none"
+        and c.memory.num_chapters is None
+        and why_on_every_rank(c) is None
+    )
+
+
 def build(config: Config, make: Callable[[], T]) -> T:
     """What `make` builds: with weights on the first rank, on the meta device on the others where that will do.
 
@@ -162,25 +194,57 @@ def outside(model: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]:
     return [module for module in model.modules() if id(module) not in inside]
 
 
+class FileRows(NamedTuple):
+    """Where the weights of a model are that was left in files."""
+
+    files: WeightFiles
+    part: tuple[int, int] | None  # (number, of how many) this rank keeps of the rows; None: the first rank reads all
+
+    def rows(self, count: int) -> slice:
+        """Of so many, those of this rank: as torch.chunk, and so FSDP2, cuts them."""
+        number, parts = self.part or (0, 1)
+        each = -(-count // parts)
+        return slice(min(number * each, count), min((number + 1) * each, count))
+
+
+def source_of(model: LanguageModel, part: tuple[int, int] | None) -> FileRows | None:
+    """How all ranks come to the weights of a model that the first one may have left in files; None where it hasn't.
+
+    Where a rank does not find the files as the first one does, the first one reads and sends.
+    """
+    left = world.from_first(lambda: getattr(model.model, LEFT, None))
+    if left is None:
+        return None
+    found = world.gathered(identities(left))
+    return FileRows(WeightFiles(left, model.model), part if all(each == found[0] for each in found) else None)
+
+
 @torch.no_grad()
-def spread(modules: Iterable[nn.Module], device: torch.device) -> None:
+def spread(modules: Iterable[nn.Module], device: torch.device, source: FileRows | None = None) -> None:
     """Puts the first rank's parameters and buffers of `modules` (not of what is in them) onto every rank's `device`.
 
     Tensors stay the objects they are, so tied ones stay tied. Every rank must call it with the same modules.
+
+    Args:
+        source: of parameters that are in files. Of those a rank gets the rows that it keeps; the others hold anything.
     """
     done: set[int] = set()
     for module in modules:
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None and id(tensor) not in done:
-                _receive(tensor, device)
+                _receive(tensor, device, source)
                 done.add(id(tensor))
 
 
-def _receive(tensor: Tensor, device: torch.device) -> None:
+def _receive(tensor: Tensor, device: torch.device, source: FileRows | None) -> None:
     is_meta = tensor.device.type == "meta"
     here = torch.empty_like(tensor, device=device) if is_meta else tensor.detach().to(device)
     here = here.contiguous()
-    if here.numel():
+    name = None if source is None else source.files.take(tensor)
+    if source is not None and name is not None and (source.part is not None or world.rank() == 0):
+        source.files.read(name, here, source.rows(len(here)))
+    has_own = source is not None and name is not None and source.part is not None
+    if here.numel() and not has_own:
         dist.broadcast(here.view(-1).view(torch.uint8), src=0)  # bytes: gloo and NCCL each lack some dtypes
     if isinstance(tensor, nn.Parameter):
         here = nn.Parameter(here, tensor.requires_grad)

@@ -1,0 +1,89 @@
+"""How long ranks wait for one another, where NCCL writes what they waited for, and shares of a reference."""
+
+import datetime
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from torch.distributed.device_mesh import init_device_mesh
+
+from lmtrain.config.compose import check, compose
+from lmtrain.data.store.cache import PART, compute_share
+from lmtrain.distributed import process_group as world
+from lmtrain.run import launch
+
+
+def rank_of_two(rank: int, folder: str) -> None:
+    """Writes the seconds after which this rank gives up in the first group, and in those of a mesh."""
+    patience = datetime.timedelta(seconds=7777)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2, timeout=patience)
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("nodes", "devices"))
+    groups = [dist.group.WORLD, mesh.get_group("devices"), mesh.get_group("nodes")]
+
+    def seconds() -> list[float]:
+        found = [group._get_backend(torch.device("cpu")).options._timeout for group in groups if group is not None]
+        return [timeout.total_seconds() for timeout in found]
+
+    before = seconds()
+    world.equal_patience()
+    Path(f"{folder}/{rank}.json").write_text(json.dumps([before, seconds()]))
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_every_group_waits_as_long_as_the_first(tmp_path: Path) -> None:
+    multiprocessing.spawn(rank_of_two, (str(tmp_path),), nprocs=2)
+    for rank in (0, 1):
+        before, after = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert before[1] == 1800  # what torch gives a group, which is why all are told
+        assert after == [7777] * 3
+
+
+@pytest.mark.slow
+def test_the_flight_recorder_of_ranks_writes_into_the_runs_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rank_that_looks.py").write_text(
+        "import json, os, pathlib\n"
+        "from lmtrain.distributed import process_group as world\n"
+        "world.connect('cpu', 60)\n"
+        "found = {name: value for name, value in os.environ.items() if name.startswith(('TORCH_FR', 'TORCH_NCCL'))}\n"
+        "pathlib.Path(__file__).with_name(os.environ['RANK'] + '.json').write_text(json.dumps(found))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    folder = tmp_path / "run" / "ranks"
+    folder.mkdir(parents=True)
+    assert launch.launch_ranks("rank_that_looks", check(compose([])), folder, processes=2) == 0
+    for rank in (0, 1):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert found["TORCH_FR_DUMP_TEMP_FILE"] == f"{folder}/nccl_trace_rank_"
+        assert (found["TORCH_NCCL_DUMP_ON_TIMEOUT"], found["TORCH_FR_BUFFER_SIZE"]) == ("1", "2000")
+
+
+def test_a_folder_that_is_named_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of the launcher, or the user's own; under torchrun there is none, and it is the run's."""
+    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", "/scratch/trace_")
+    world.write_traces_to(Path("runs/one"))
+    assert world.traces() == "/scratch/trace_*"
+    monkeypatch.delenv("TORCH_FR_DUMP_TEMP_FILE")
+    world.write_traces_to(Path("runs/one"))
+    assert world.traces() == "runs/one/nccl_trace_rank_*"
+
+
+def test_each_rank_computes_its_parts_and_no_others(tmp_path: Path) -> None:
+    """As the reference of DPO and KTO is made before training."""
+    asked: list[list[int]] = [[], []]
+    for rank in (0, 1):
+
+        def numbers(rows: np.ndarray, rank: int = rank) -> np.ndarray:
+            asked[rank].extend(rows.tolist())
+            return rows.astype(np.float64)
+
+        compute_share(tmp_path, np.arange(3 * PART + 1), numbers, rank, 2)
+    assert asked[0] == [*range(PART), *range(2 * PART, 3 * PART)]
+    assert asked[1] == [*range(PART, 2 * PART), 3 * PART]
