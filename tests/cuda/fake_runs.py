@@ -188,7 +188,7 @@ def run(name: str, overrides: list[str], folder: Path) -> dict[str, Any]:
         mock.patch.object(TokenDataModule, "_loader", loader),
         mock.patch.object(FolderCheckpointIO, "_publish"),
         mock.patch.object(
-            quantized, "loading_options", lambda cfg, precision, _: loading_options(cfg, precision, "cpu")
+            quantized, "loading_options", lambda cfg, precision, *_, **__: loading_options(cfg, precision, "cpu")
         ),
         mock.patch.object(bnb.nn.modules, "fix_4bit_weight_quant_state_from_module", keep_state),
         *ranks_of(config.trainer),

@@ -51,6 +51,21 @@ class Notes(pl.Callback):
         Path(trainer.default_root_dir, f"rank_{trainer.global_rank}.json").write_text(json.dumps(found))
 
 
+class NotesParts(pl.Callback):
+    """Writes, for each rank, the bytes it holds of the packed base and of its scales, and of the whole ones."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        found = {"held": 0, "whole": 0, "tables": 0}
+        for name, parameter in pl_module.named_parameters():
+            if name.endswith((".packed", ".scales")):
+                found["held"] += parameter.to_local().numel()
+                found["whole"] += parameter.numel()
+        for name, buffer in pl_module.named_buffers():
+            if name.endswith(".tables"):
+                found["tables"] += buffer.nbytes
+        Path(trainer.default_root_dir, f"parts_{trainer.global_rank}.json").write_text(json.dumps(found))
+
+
 class CountsCollectives(pl.Callback):
     """Writes the names of the collectives of one optimizer step, as torch's profiler sees them."""
 

@@ -13,6 +13,7 @@ from inprocess import message, run
 from lmtrain.config import compose as rules
 from lmtrain.planning import estimation
 from support import thinned
+from tiny_pretrained import save_pretrained
 
 LARGE = [
     "model=llama_7b",
@@ -109,6 +110,27 @@ def test_it_counts_what_the_plan_of_a_run_counts(corpus: Path, tmp_path: Path, m
     from lmtrain.run.plan_memory import gib
 
     assert gib(size) == planned[1]
+
+
+def test_a_base_of_4_bits_is_counted_as_it_lies(tmp_path: Path) -> None:
+    """Half a byte a weight, its scales, LoRA in fp32; of two devices each has half, and two blocks at a time."""
+    pytest.importorskip("bitsandbytes")
+    base = save_pretrained(tmp_path / "base", hidden_size=64, intermediate_size=128)
+    config = rules.check(
+        rules.compose(
+            ["model=pretrained", f"model.name_or_path={base}", "tokenizer=bytes", "peft=qlora", "peft.r=4",
+             "optimizer=adamw", "trainer.strategy=fsdp", "trainer.devices=2", "trainer.precision=32-true",
+             "trainer.accelerator=cpu", "data.seq_len=32"]
+        )
+    )  # fmt: skip
+    estimation.resolve(config)
+    found = estimation.memory(estimation.build(config), config)
+    weights = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128
+    lora = 4 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 128))  # rank 4, on q and o, k and v, and the three of the MLP
+    block = weights // 2 + weights // 64 + 4 * 7 + 4 * (lora + 2 * 64)
+    rest = 4 * (2 * 257 * 64 + 64)
+    assert found["parameters"] == (2 * block + rest) // 2 + rest + 2 * block
+    assert found["optimizer"] == 2 * lora * 8 // 2
 
 
 @pytest.mark.slow

@@ -27,17 +27,24 @@ def build_trainable_model(config: Config, tokenizer: Any, in_files: bool = False
     """
     memory_adapter.check_chosen(config)
     new_tokens = new_token_ids(config, tokenizer)
-    model = build_model(
-        config.model,
-        len(tokenizer),
-        tokenizer.eos_token_id,
-        config.data.seq_len,
-        new_tokens=new_tokens,
-        allow_target=config.run.allow_target,
-        scalar_head=config.objective.scalar_head,
-        in_files=in_files,
-        **quantized.loading_options(config.peft, config.trainer.precision, config.trainer.accelerator),
-    )
+    t = config.trainer
+    to_host = t.strategy == "fsdp"  # whose ranks take their parts from there: a device need not hold the whole base
+    loading = quantized.loading_options(config.peft, t.precision, t.accelerator, to_host=to_host)
+    with quantized.quantising(config.peft, t.accelerator, to_host):
+        model = build_model(
+            config.model,
+            len(tokenizer),
+            tokenizer.eos_token_id,
+            config.data.seq_len,
+            new_tokens=new_tokens,
+            allow_target=config.run.allow_target,
+            scalar_head=config.objective.scalar_head,
+            in_files=in_files,
+            **loading,
+        )
+    quantized.check_shared_out(model, t.strategy)
+    if model.device.type == "meta":
+        quantized.quantise_shapes(model, loading)
     if config.peft.method != "none":
         quantized.make_trainable_on_cpu(model)
     if config.peft.method == "lora":
@@ -50,10 +57,10 @@ def build_trainable_model(config: Config, tokenizer: Any, in_files: bool = False
         memory_adapter.attach(model, config)
     if trains_base(config):
         train_base(model)
-    if config.trainer.strategy == "fsdp_tp":
-        split.check(model, config.trainer.fsdp.tensor_parallel_size)
-    if context_parallel(config.trainer) > 1:
-        context.check(model, context_parallel(config.trainer))
+    if t.strategy == "fsdp_tp":
+        split.check(model, t.fsdp.tensor_parallel_size)
+    if context_parallel(t) > 1:
+        context.check(model, context_parallel(t))
     return model
 
 

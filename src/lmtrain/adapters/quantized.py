@@ -1,5 +1,6 @@
 """Frozen bases stored in 4 bits (Dettmers et al. 2023, arXiv:2305.14314) or 8 (2022, arXiv:2208.07339)."""
 
+import contextlib
 import functools
 import os
 from typing import Any
@@ -9,15 +10,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lmtrain.config.schema import PeftConfig
+from lmtrain.config.strategies import SHARING
 from lmtrain.errors import UserError
 
 
-def loading_options(cfg: PeftConfig, precision: str, accelerator: str) -> dict[str, Any]:
+def loading_options(cfg: PeftConfig, precision: str, accelerator: str, *, to_host: bool = False) -> dict[str, Any]:
     """Arguments of `from_pretrained` that quantise while loading; none where peft.quantization is null.
 
     Args:
         precision: trainer.precision; 4-bit weights are multiplied in its compute dtype.
-        accelerator: cpu, cuda, ...: weights are quantised where they will be used.
+        accelerator: cpu, cuda, ...: where quantised weights are put.
+        to_host: they are put into host memory, wherever they are quantised (see `quantising`).
     """
     if cfg.quantization is None:
         return {}
@@ -38,8 +41,66 @@ def loading_options(cfg: PeftConfig, precision: str, accelerator: str) -> dict[s
             bnb_4bit_use_double_quant=bool(cfg.double_quant),
             bnb_4bit_compute_dtype=compute_dtype(precision),
         )
-    device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if accelerator in ("cuda", "gpu") else accelerator
-    return {"quantization_config": config, "device_map": {"": device}}
+    return {"quantization_config": config, "device_map": {"": "cpu" if to_host else _device(accelerator)}}
+
+
+def _device(accelerator: str) -> str:
+    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if accelerator in ("cuda", "gpu") else accelerator
+
+
+def quantising(cfg: PeftConfig, accelerator: str, to_host: bool) -> contextlib.AbstractContextManager[None]:
+    """Within it a GPU quantises weights of 4 bits that are put into host memory: a CPU takes a minute for a billion."""
+    if cfg.quantization is None or not to_host or _device(accelerator) == "cpu":
+        return contextlib.nullcontext()
+    from lmtrain.adapters.packed import quantised_on
+
+    return quantised_on(torch.device(_device(accelerator)))
+
+
+def quantise_shapes(model: PreTrainedModel, loading: dict[str, Any]) -> None:
+    """Makes a model on the meta device what loading its weights would have made it: layers of bitsandbytes.
+
+    Args:
+        loading: as `loading_options`. Without a quantisation, the one that the model's config.json says counts.
+    """
+    stored = getattr(model.config, "quantization_config", None)
+    config = loading.get("quantization_config") or stored
+    if config is None or not _is_of_bitsandbytes(config):
+        return
+    _require_bitsandbytes("nf4")
+    from transformers.quantizers import AutoHfQuantizer
+
+    from lmtrain.adapters.packed import pack_shapes
+
+    quantizer: Any = AutoHfQuantizer.from_config(stored or config, pre_quantized=stored is not None)
+    quantizer.preprocess_model(model, device_map=None)
+    quantizer.postprocess_model(model)
+    pack_shapes(model)
+
+
+def check_shared_out(model: PreTrainedModel, strategy: str) -> None:
+    """Raises UserError where weights that the files hold quantised can't be shared out by trainer.strategy."""
+    stored = getattr(model.config, "quantization_config", None)
+    if stored is None or strategy not in SHARING:
+        return
+    in_4_bits = _is_of_bitsandbytes(stored) and _said(stored, "load_in_4bit")
+    if strategy == "fsdp" and in_4_bits:
+        return
+    method = _said(stored, "quant_method")
+    raise UserError(
+        f"the weights of {model.config._name_or_path} are stored quantised ({getattr(method, 'value', method)}), which "
+        f"does not go with trainer.strategy={strategy}: set trainer.strategy={'fsdp or ' if in_4_bits else ''}ddp"
+    )
+
+
+def _is_of_bitsandbytes(config: Any) -> bool:
+    method = _said(config, "quant_method")  # what config.json calls so, or a member of an enumeration
+    return getattr(method, "value", method) == "bitsandbytes"
+
+
+def _said(config: Any, name: str) -> Any:
+    """A field of a quantization_config, which is a dict as config.json has it, an object once it was used."""
+    return config.get(name) if isinstance(config, dict) else getattr(config, name, None)
 
 
 @functools.cache

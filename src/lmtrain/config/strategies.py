@@ -100,15 +100,31 @@ def check_strategy(c: Config) -> None:
             f"Set optimizer=adamw: its state is shared out over the devices too"
         )
     if c.peft.quantization is not None:
-        raise UserError(
-            f"peft.quantization={c.peft.quantization} does not go with {key}: set trainer.strategy=ddp, or peft=lora, "
-            f"whose frozen base is shared out over the devices"
-        )
+        _check_quantised(c)
     if c.trainer.precision == "bf16-true" and c.peft.method != "none" and c.peft.modules_to_save:
         raise UserError(
             f"peft.modules_to_save with trainer.precision=bf16-true does not go with {key}, which wants all trained "
             f"parameters of a block in one dtype: set trainer.precision=bf16-mixed"
         )
+
+
+def _check_quantised(c: Config) -> None:
+    """A base of 4 bits is shared out by fsdp alone; one of 8 keeps state of a layer's last product beside it."""
+    strategy, stored = c.trainer.strategy, c.peft.quantization
+    if strategy == "fsdp" and stored != "int8":
+        return
+    found = f"peft.quantization={stored} does not go with trainer.strategy={strategy}"
+    if strategy == "fsdp":
+        raise UserError(
+            f"{found}: of quantised bases those of 4 bits are shared out over the devices. Set peft=qlora, or "
+            f"trainer.strategy=ddp"
+        )
+    why = "splits the matrices of layers" if strategy == "fsdp_tp" else "does not know packed weights and their scales"
+    shares = "trainer.strategy=fsdp" + (" with peft=qlora" if stored == "int8" else "")
+    raise UserError(
+        f"{found}, which {why}: set {shares}, which shares a base of 4 bits out over the devices, or "
+        f"trainer.strategy=ddp"
+    )
 
 
 def check_devices(t: TrainerConfig) -> None:

@@ -187,13 +187,14 @@ def _parts(whole: dict[str, int], model: PreTrainedModel, config: Config, weight
     weights = _weights_bytes(model, weight_bytes)
     parameters, gradients, state = whole["parameters"], whole["gradients"], whole["optimizer"]
     blocks = [_weights_bytes(block, weight_bytes) for block in decoder_blocks(model)]
-    half = 0.5 if outside_fp8(t.precision).endswith("-mixed") and t.accelerator == "cuda" else 1.0
-    two_blocks = int(2 * half * max(blocks, default=0)) // group
+    at_work_bytes = 2 if outside_fp8(t.precision).endswith("-mixed") and t.accelerator == "cuda" else weight_bytes
+    two_blocks = 2 * max((_weights_bytes(block, at_work_bytes) for block in decoder_blocks(model)), default=0) // group
     gathered = weights - sum(blocks) + two_blocks
     apart = untied_layers(model) if t.strategy in ("fsdp", "fsdp_tp") else None
     if apart is not None:
         embeddings, head = (_weights_bytes(layer, weight_bytes) for layer in apart)
-        gathered += max(embeddings, int(half * head) + two_blocks) - embeddings - head - two_blocks
+        at_head = _weights_bytes(apart[1], at_work_bytes) + two_blocks
+        gathered += max(embeddings, at_head) - embeddings - head - two_blocks
     if t.strategy in ("fsdp", "fsdp_tp"):
         shards = int(t.devices) if t.fsdp.copy_per_node and world > 1 else world
         accumulates = config.data.global_batch_size > config.data.micro_batch_size * world // ranks_per_part(t)
@@ -227,8 +228,17 @@ def _parts(whole: dict[str, int], model: PreTrainedModel, config: Config, weight
 
 
 def _weights_bytes(model: nn.Module, weight_bytes: int) -> int:
-    """Quantised weights as they are stored."""
-    return sum(p.numel() * (weight_bytes if p.is_floating_point() else p.itemsize) for p in model.parameters())
+    """Quantised weights as they are stored, with their scales."""
+    return sum(_packed_bytes(p) or weight_bytes * p.numel() for p in model.parameters())
+
+
+def _packed_bytes(parameter: nn.Parameter) -> int:
+    """Bytes of a quantised parameter and, of one in 4 bits, of the scales beside it; 0 of any other."""
+    if parameter.is_floating_point():
+        return 0
+    state: Any = getattr(parameter, "quant_state", None)
+    scales = [] if state is None else [state.absmax, *([state.state2.absmax] if state.state2 is not None else [])]
+    return sum(tensor.numel() * tensor.itemsize for tensor in (parameter, *scales))
 
 
 def _state_bytes(model: nn.Module, optimizer: str) -> float:

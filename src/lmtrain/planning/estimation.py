@@ -141,8 +141,6 @@ def vocabulary(config: Config) -> Vocabulary:
 
 def build(config: Config, tokens: int | None = None) -> PreTrainedModel:
     """The model's shapes; `tokens` is the size of its tokenizer's vocabulary, where that is known."""
-    if config.peft.quantization is not None:
-        raise UserError("peft.quantization: a quantised base can't be estimated without loading it; see the run's plan")
     with torch.device("meta"):
         return build_trainable_model(config, vocabulary(config) if tokens is None else Vocabulary(tokens, []))
 

@@ -70,9 +70,6 @@ def largest_micro_batch(config: Config, folder: Path, found: Found, say: Callabl
         RunError: one row at a time is too much.
     """
     sizes, fits = micro_batch_sizes(config), _estimated if config.trainer.accelerator == "cpu" else _tried
-    if config.peft.quantization is not None and fits is _estimated:
-        found.tried.append("data.micro_batch_size: left alone, what a quantised base needs is not estimated on a CPU")
-        return
     for size in sizes:
         say(f"data.micro_batch_size={size}")
         smaller = copy.deepcopy(config)

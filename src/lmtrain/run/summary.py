@@ -133,7 +133,8 @@ def export(run: "Run") -> list[Path]:
     example = rows.read(np.zeros((1, 2), dtype=np.int64))["input_ids"][:, : run.config.data.seq_len]
     model: Any = run.objective.model.model
     if sharding.is_sharded(run.objective.model):  # the same weights, in one piece
-        model, _, _ = from_run(run.dir, "last", trust.granted(run.config))
+        # A base that was shared out, as it is too large for one GPU, has no room there beside its parts.
+        model, _, _ = from_run(run.dir, "last", trust.granted(run.config), on_host=True)
     else:
         for feature in features_on(run.config):
             feature.restore_model(model)

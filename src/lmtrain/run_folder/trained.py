@@ -29,20 +29,24 @@ _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "merges.txt")  # transfor
 _PREFIX = "model.model."  # LightningModule.model (LanguageModel) .model (transformers)
 
 
-def from_run(run: RunDir, which: str, grants: trust.Grants) -> tuple[PreTrainedModel, Any, Path]:
+def from_run(
+    run: RunDir, which: str, grants: trust.Grants, *, on_host: bool = False
+) -> tuple[PreTrainedModel, Any, Path]:
     """Model, tokenizer and the checkpoint's folder; `which` is best, last or a checkpoint's name.
 
     With callbacks.ema the model has the average. `grants` is what the user has opened (config/trust.py).
 
-    The model is fp32 and on the CPU; one with a quantised base is where its training was, if that is here.
+    The model is fp32 and on the CPU; one with a quantised base is on the GPU it was trained on, if that is here and not
+    `on_host` is asked for.
     """
     config = rules.load(run.config, grants)
     checkpoint = find_checkpoint(run, which)
     state = store.load_trainer_state(checkpoint)
     check_tokenizer(run, state["fingerprint"])
     tokenizer = tokenizers.read(run.tokenizer)
-    if config.peft.quantization is None or not torch.cuda.is_available():
+    if config.peft.quantization is None or on_host or not torch.cuda.is_available():
         config.trainer.accelerator = "cpu"
+    config.trainer.strategy = "auto"  # this process holds all of it
     pl.seed_everything(config.seed, verbose=False)  # what is drawn for a vocabulary that grew
     model = build_trainable_model(config, tokenizer)
     weights = {name.removeprefix(_PREFIX): tensor for name, tensor in store.load_weights(checkpoint).items()}

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
+from lmtrain.adapters.quantized import is_quantized
 from lmtrain.config.options import LoadedModelConfig
 from lmtrain.config.schema import Config, FsdpConfig
 from lmtrain.distributed import process_group as world
@@ -60,6 +61,10 @@ def shard(
     plain = MixedPrecisionPolicy(cast_forward_inputs=False)
     half = MixedPrecisionPolicy(_HALF.get(precision), torch.float32, cast_forward_inputs=False)
     policy = half if _in_half(precision, mesh.device_type) else plain
+    if is_quantized(model.model):
+        from lmtrain.adapters import packed
+
+        packed.take_apart(model, world.from_first(lambda: packed.format_of(model)))
     blocks = decoder_blocks(model.model)
     dim = mesh.ndim - 1
     # Of layers that are split whole ones are needed.
@@ -154,7 +159,7 @@ T = TypeVar("T")
 
 def why_on_every_rank(c: Config) -> str | None:
     """Why each rank has to build the whole model; None where the first one's is enough."""
-    if c.peft.quantization is not None:
+    if c.peft.quantization is not None and c.trainer.strategy != "fsdp":
         return f"peft.quantization={c.peft.quantization} packs weights on each device"
     if c.peft.method != "none" and not c.peft.adapter and str(c.peft.init_weights).startswith(("pissa", "olora")):
         return f"peft.init_weights={c.peft.init_weights} takes the adapter out of the base's weights"
