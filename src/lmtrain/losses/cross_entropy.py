@@ -77,12 +77,10 @@ def chunked_cross_entropy(
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         loss_sum = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
         return CrossEntropy(loss_sum, loss_sum.detach(), n_tokens)
-    dtype = matmul_dtype(hidden, weight)
+    head = Logits(terms, logit_scale, chunk_tokens, matmul_dtype(hidden, weight), compiled)
     with_grad = torch.is_grad_enabled()
     with torch.autocast(hidden.device.type, enabled=False):
-        loss_sum, nll_sum = _ChunkedCrossEntropy.apply(
-            hidden, weight, bias, labels, terms, logit_scale, chunk_tokens, dtype, compiled, with_grad
-        )
+        loss_sum, nll_sum = _ChunkedCrossEntropy.apply(hidden, weight, bias, labels, head, with_grad)
     return CrossEntropy(loss_sum, nll_sum, n_tokens)
 
 
@@ -99,50 +97,72 @@ def matmul_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     return torch.promote_types(hidden.dtype, weight.dtype)
 
 
+class Logits:
+    """How logits are computed from hidden states, a chunk at a time."""
+
+    def __init__(self, terms: Terms, scale: float, chunk_tokens: int, dtype: torch.dtype, compiled: bool) -> None:
+        self.terms, self.scale, self.dtype, self.compiled = terms, scale, dtype, compiled
+        self.chunk_tokens = chunk_tokens
+
+    def chunks(self, rows: int) -> list[slice]:
+        size = max(1, equal_chunk(rows, self.chunk_tokens))
+        return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+
+    def inputs(self, hidden: Tensor) -> Tensor:
+        """What the output embedding is multiplied with, [c, D]."""
+        return (hidden * self.scale if self.scale != 1.0 else hidden).to(self.dtype)
+
+    def nll(
+        self,
+        h: Tensor,
+        w: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        losses: Tensor,
+        gradient: bool,
+        buffer: Tensor | None = None,
+    ) -> Tensor:
+        """Writes losses and negative log-likelihoods into `losses` [2, c]; returns their gradient by the logits [c, V].
+
+        Args:
+            gradient: whether it is asked for; else what is returned has no meaning.
+            buffer: [n, V] with n >= c, which the logits are written to.
+        """
+        logits = torch.mm(h, w.t(), out=None if buffer is None else buffer[: h.shape[0]])  # [c, V]
+        if bias is not None:
+            logits += bias
+        losses_and_gradient(logits, targets, self.terms, losses, gradient, self.compiled)
+        return logits
+
+
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        terms: Terms,
-        logit_scale: float,
-        chunk_tokens: int,
-        dtype: torch.dtype,
-        compiled: bool,
-        with_grad: bool,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, logits: Logits, with_grad: bool
     ) -> tuple[Tensor, Tensor]:
         rows, vocab = hidden.shape[0], weight.shape[0]
         need_hidden, need_weight, need_bias = (with_grad and need for need in ctx.needs_input_grad[:3])
         gradient = need_hidden or need_weight or need_bias
-        chunk_rows = equal_chunk(rows, chunk_tokens)
-        w = weight.to(dtype)
-        logits_buffer = hidden.new_empty(chunk_rows, vocab, dtype=dtype)
+        dtype, w = logits.dtype, weight.to(logits.dtype)
+        buffer = hidden.new_empty(equal_chunk(rows, logits.chunk_tokens), vocab, dtype=dtype)
         grad_hidden = hidden.new_empty(hidden.shape, dtype=dtype) if need_hidden else None
         grad_weight = WeightGradient(weight) if need_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if need_bias and bias is not None else None
         sum_dtype = torch.promote_types(dtype, torch.float32)
         losses = hidden.new_empty(2, rows, dtype=sum_dtype)  # row 0: loss, row 1: negative log-likelihood
 
-        for start in range(0, rows, max(1, chunk_rows)):
-            chunk = slice(start, min(start + chunk_rows, rows))
-            h = (hidden[chunk] * logit_scale if logit_scale != 1.0 else hidden[chunk]).to(dtype)  # [c, D]
+        for chunk in logits.chunks(rows):
+            h = logits.inputs(hidden[chunk])
             # A row without a label has loss and gradient 0. Its gradient is masked in [c, D], not in [c, V].
             labelled = (labels[chunk] != IGNORE_INDEX).unsqueeze(1)  # [c, 1]
-            logits = torch.mm(h, w.t(), out=logits_buffer[: h.shape[0]])  # [c, V]
-            if bias is not None:
-                logits += bias
-            losses_and_gradient(logits, labels[chunk], terms, losses[:, chunk], gradient, compiled)
-            # From here on `logits` holds d loss / d logits.
+            grad_logits = logits.nll(h, w, bias, labels[chunk], losses[:, chunk], gradient, buffer)  # [c, V]
             if grad_hidden is not None:
-                grad = torch.mm(logits, w, out=grad_hidden[chunk])
-                grad *= labelled * logit_scale
+                grad = torch.mm(grad_logits, w, out=grad_hidden[chunk])
+                grad *= labelled * logits.scale
             if grad_weight is not None:
-                grad_weight.add_product(logits, h * labelled)
+                grad_weight.add_product(grad_logits, h * labelled)
             if grad_bias is not None:
-                grad_bias += labelled[:, 0].to(dtype) @ logits
+                grad_bias += labelled[:, 0].to(dtype) @ grad_logits
 
         ctx.gradients = (
             None if grad_hidden is None else grad_hidden.to(hidden.dtype),
@@ -162,7 +182,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             raise RuntimeError("chunked_cross_entropy keeps its gradients for one backward; run the forward again")
         # In place: these tensors are ours, and a second [V, D] would be the largest allocation of the backward.
         scaled = [None if g is None else g.mul_(grad_loss) for g in gradients]
-        return (*scaled, None, None, None, None, None, None, None)
+        return (*scaled, None, None, None)
 
 
 class WeightGradient:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmtrain.losses.cross_entropy import Terms, WeightGradient, equal_chunk, losses_and_gradient, matmul_dtype
+from lmtrain.losses.cross_entropy import Logits, Terms, WeightGradient, matmul_dtype
 
 
 @torch.compiler.disable
@@ -42,49 +42,16 @@ def chunked_log_probs(
 
     Returns: [N] fp32 (fp64 for fp64 inputs), differentiable in hidden, weight and bias.
     """
-    logits = _Logits(Terms(0.0, 0.0, logit_softcap), logit_scale, chunk_tokens, matmul_dtype(hidden, weight), compiled)
+    logits = Logits(Terms(0.0, 0.0, logit_softcap), logit_scale, chunk_tokens, matmul_dtype(hidden, weight), compiled)
     with_grad = torch.is_grad_enabled()
     with torch.autocast(hidden.device.type, enabled=False):
         return _ChunkedLogProbs.apply(hidden, weight, bias, targets, logits, with_grad)
 
 
-class _Logits:
-    """How logits are computed from hidden states, a chunk at a time."""
-
-    def __init__(self, terms: Terms, scale: float, chunk_tokens: int, dtype: torch.dtype, compiled: bool) -> None:
-        self.terms, self.scale, self.dtype, self.compiled = terms, scale, dtype, compiled
-        self.chunk_tokens = chunk_tokens
-
-    def chunks(self, rows: int) -> list[slice]:
-        size = max(1, equal_chunk(rows, self.chunk_tokens))
-        return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
-
-    def inputs(self, hidden: Tensor) -> Tensor:
-        """What the output embedding is multiplied with, [c, D]."""
-        return (hidden * self.scale if self.scale != 1.0 else hidden).to(self.dtype)
-
-    def nll(self, h: Tensor, w: Tensor, bias: Tensor | None, targets: Tensor, losses: Tensor, gradient: bool) -> Tensor:
-        """Writes negative log-likelihoods into `losses` [2, c]; returns their gradient by the logits [c, V] if asked.
-
-        Without `gradient` what is returned has no meaning.
-        """
-        logits = torch.mm(h, w.t())  # [c, V]
-        if bias is not None:
-            logits += bias
-        losses_and_gradient(logits, targets, self.terms, losses, gradient, self.compiled)
-        return logits
-
-
 class _ChunkedLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        logits: _Logits,
-        with_grad: bool,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, logits: Logits, with_grad: bool
     ) -> Tensor:
         rows = hidden.shape[0]
         need_hidden = with_grad and ctx.needs_input_grad[0]
@@ -105,7 +72,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, unit_grad = ctx.saved_tensors
-        logits: _Logits = ctx.logits
+        logits: Logits = ctx.logits
         grad_hidden = None
         if unit_grad is not None:
             factor = (-logits.scale * grad).unsqueeze(1)  # [N, 1]
