@@ -1,7 +1,7 @@
 """How long ranks wait for one another, where NCCL writes what they waited for, and shares of a reference."""
 
-import datetime
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +19,9 @@ from lmtrain.run import launch
 
 def rank_of_two(rank: int, folder: str) -> None:
     """Writes the seconds after which this rank gives up in the first group, and in those of a mesh."""
-    patience = datetime.timedelta(seconds=7777)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2, timeout=patience)
+    ranks = {"RANK": str(rank), "WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": "0", world.MEETING: folder}
+    os.environ.update(ranks)
+    world.connect("cpu", 7777)
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("nodes", "devices"))
     groups = [dist.group.WORLD, mesh.get_group("devices"), mesh.get_group("nodes")]
 

@@ -24,11 +24,11 @@ def test_a_depth_that_the_text_cannot_feed_is_named_with_the_one_that_it_can(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "book.txt").write_text("".join(f"{n} squared is {n * n}.\n" for n in range(3000)))
-    words = ["model=dial", "model.num_hidden_layers=4", "data=text", "data.path=book.txt", "tokenizer=bytes",
+    words = ["model=dial", "model.depth=4", "data=text", "data.path=book.txt", "tokenizer=bytes",
              "data.seq_len=64",
              "data.global_batch_size=800", "data.micro_batch_size=8", "trainer.max_steps=2", "trainer.accelerator=cpu",
              "trainer.limit_val_batches=1", "export.enabled=false", "report.enabled=false"]  # fmt: skip
     run = lmtrain.build(lmtrain.compose(["run.name=deep", *words]))
     notes = " ".join(advice(run._run))
     fed = math.floor((2 * run._run.corpus.epoch_tokens / (12 * 32**2)) ** (1 / 3))
-    assert f"seen 1.6 times, are too many: it will learn them by heart; model.num_hidden_layers={fed} is what" in notes
+    assert f"seen 1.6 times, are too many: it will learn them by heart; model.depth={fed} is what" in notes

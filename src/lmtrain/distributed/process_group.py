@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -21,6 +20,9 @@ _TRACES = "TORCH_FR_DUMP_TEMP_FILE"
 _FLIGHT_RECORDER = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_FR_BUFFER_SIZE": "2000"}
 
 
+_patience: datetime.timedelta | None = None  # of the group that `connect` made
+
+
 def connect(accelerator: str, patience: float) -> None:
     """Makes the process group where this process is one rank of many; Lightning takes the one that is there.
 
@@ -28,13 +30,14 @@ def connect(accelerator: str, patience: float) -> None:
         accelerator: resolved, cpu or cuda.
         patience: seconds after which a rank gives up on the others (trainer.rank_timeout).
     """
+    global _patience
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks == 1 or dist.is_initialized():
         return
     for name, value in _FLIGHT_RECORDER.items():
         os.environ.setdefault(name, value)
     backend = "cpu:gloo,cuda:nccl" if accelerator == "cuda" else "gloo"
-    timeout = datetime.timedelta(seconds=patience)
+    timeout = _patience = datetime.timedelta(seconds=patience)
     meeting = os.environ.get(MEETING)
     if meeting is None:  # torchrun's or SLURM's
         dist.init_process_group(backend, timeout=timeout)
@@ -47,11 +50,9 @@ def connect(accelerator: str, patience: float) -> None:
 
 def equal_patience() -> None:
     """Gives all groups of this rank the time-out of the first one; torch makes each with one of its own."""
-    if size() == 1:
-        return
-    patience = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout  # type: ignore[union-attr]
-    for group in list(distributed_c10d._world.pg_map):
-        distributed_c10d._set_pg_timeout(patience, group)
+    if _patience is not None:
+        for group in list(distributed_c10d._world.pg_map):
+            distributed_c10d._set_pg_timeout(_patience, group)
 
 
 def write_traces_to(folder: Path) -> None:

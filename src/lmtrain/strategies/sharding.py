@@ -61,10 +61,7 @@ def shard(
     plain = MixedPrecisionPolicy(cast_forward_inputs=False)
     half = MixedPrecisionPolicy(_HALF.get(precision), torch.float32, cast_forward_inputs=False)
     policy = half if _in_half(precision, mesh.device_type) else plain
-    if is_quantized(model.model):
-        from lmtrain.adapters import packed
-
-        packed.take_apart(model, world.from_first(lambda: packed.format_of(model)))
+    _take_apart_quantized(model)
     blocks = decoder_blocks(model.model)
     dim = mesh.ndim - 1
     # Of layers that are split whole ones are needed.
@@ -93,6 +90,14 @@ def shard(
     fully_shard(model, mp_policy=plain, reshard_after_forward=False, **everywhere)
     for method in ("log_probs", "divergence", "scores"):
         register_fsdp_forward_method(model, method)
+
+
+def _take_apart_quantized(model: LanguageModel) -> None:
+    """Makes packed weights and scales of a base in 4 bits parameters that can be sharded, on all ranks alike."""
+    if is_quantized(model.model):
+        from lmtrain.adapters import packed
+
+        packed.take_apart(model, world.from_first(lambda: packed.format_of(model)))
 
 
 def _in_half(precision: str, device_type: str) -> bool:
