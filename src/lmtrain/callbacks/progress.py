@@ -32,7 +32,7 @@ _SHOWN = (  # (key of a row, label, format)
     ("tokens_per_s", "tok/s", "{:,.0f}"),
     ("mfu", "mfu", "{:.1%}"),
 )
-LINES = 10  # of a run in a log, besides those of validations
+LINES = 7  # of a run in a log, besides those of validations
 _SECONDS_BETWEEN_UPDATES = 0.2  # of the bar's position; the eye sees no more and the step pays less
 
 
