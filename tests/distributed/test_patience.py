@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from lmtrain.config.compose import check, compose
 from lmtrain.data.store.cache import PART, compute_share
 from lmtrain.distributed import process_group as world
+from lmtrain.objectives.reference import Precomputed
 from lmtrain.run import launch
 
 
@@ -88,3 +89,25 @@ def test_each_rank_computes_its_parts_and_no_others(tmp_path: Path) -> None:
         compute_share(tmp_path, np.arange(3 * PART + 1), numbers, rank, 2)
     assert asked[0] == [*range(PART), *range(2 * PART, 3 * PART)]
     assert asked[1] == [*range(PART, 2 * PART), 3 * PART]
+
+
+def test_the_ranks_of_a_run_share_the_reference_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each in a folder of its own: it asks for its rows of each split, whatever others have written."""
+    asked: dict[int, dict[str, list[int]]] = {}
+    splits = {"train": range(3 * PART + 1), "val": range(PART + 7)}
+    monkeypatch.setattr(world, "size", lambda: 2)
+    monkeypatch.setattr(world, "together", lambda make: make())
+    for rank in (0, 1):
+        monkeypatch.setattr(world, "rank", lambda rank=rank: rank)
+        asked[rank] = {name: [] for name in splits}
+
+        def numbers(split: range, rows: np.ndarray, rank: int = rank) -> np.ndarray:
+            asked[rank]["train" if len(split) == len(splits["train"]) else "val"].extend(rows.tolist())
+            return rows.astype(np.float64)
+
+        Precomputed._compute_shares(object.__new__(Precomputed), splits, numbers, tmp_path / str(rank))
+    for name, rows in splits.items():
+        first, second = asked[0][name], asked[1][name]
+        assert first
+        assert second
+        assert sorted(first + second) == list(rows)
