@@ -318,6 +318,7 @@ def test_machines_whose_locks_the_other_does_not_see_leave_one_whole_folder(tmp_
     assert sorted(p.name for p in tmp_path.iterdir()) == [".locks", "made"]
 
 
+@pytest.mark.slow
 def test_memory_is_bounded_for_one_long_document(tmp_path, data_config):
     small = tmp_path / "small.txt"
     small.write_text(some_text(1, 60_000))

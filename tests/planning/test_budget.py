@@ -83,6 +83,7 @@ def test_a_stopped_run_goes_on_with_the_time_it_has_left(lmtrain, corpus: Path, 
     assert "the same command with budget.minutes=2.5" in again.stdout
 
 
+@pytest.mark.slow
 def test_a_larger_budget_trains_a_finished_run_further(lmtrain, corpus: Path, tmp_path: Path) -> None:
     words = [*TINY, *WORDS, f"data.path={corpus}", f"run.root={tmp_path}"]
     assert lmtrain("train", *words, "trainer.max_steps=4").returncode == 0
@@ -92,20 +93,22 @@ def test_a_larger_budget_trains_a_finished_run_further(lmtrain, corpus: Path, tm
     assert json.loads((tmp_path / "timed" / "summary.json").read_text())["step"] > 4
 
 
-def test_a_typed_length_wins(lmtrain, corpus: Path, tmp_path: Path) -> None:
+def test_a_typed_length_wins(corpus: Path, tmp_path: Path) -> None:
     words = [*TINY, *WORDS, f"data.path={corpus}", "budget.minutes=0.6", f"run.root={tmp_path}", "trainer.max_steps=3"]
-    done = lmtrain("train", *words)
-    assert done.returncode == 0, done.stderr
-    assert "trainer.max_steps=3 was typed and decides the length: budget.minutes is left out" in done.stdout
-    assert "measuring" not in done.stderr
+    done = run("train", *words)
+    assert done.code == 0, done.err
+    assert "trainer.max_steps=3 was typed and decides the length: budget.minutes is left out" in done.out
+    assert "measuring" not in done.err
 
 
-def test_ranks_of_another_launcher_are_refused(lmtrain, corpus: Path) -> None:
+def test_ranks_of_another_launcher_are_refused(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
              "MASTER_PORT": "29511", "TORCHELASTIC_RUN_ID": "none"}  # fmt: skip
-    done = lmtrain("train", *TINY, "data=text", f"data.path={corpus}", "budget.minutes=1", env=ranks)
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert "start the run without torchrun and srun, or set trainer.max_steps" in " ".join(message(done.stderr).split())
+    for name, value in ranks.items():
+        monkeypatch.setenv(name, value)
+    done = run("train", *TINY, "data=text", f"data.path={corpus}", "budget.minutes=1")
+    assert done.code == 2, done.out + done.err
+    assert "start the run without torchrun and srun, or set trainer.max_steps" in " ".join(message(done.err).split())
 
 
 def test_blocks_are_compiled_on_a_cpu_where_the_run_is_long_enough(monkeypatch: pytest.MonkeyPatch) -> None:

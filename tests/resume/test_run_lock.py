@@ -49,6 +49,7 @@ def start_behind(folder: Path, corpus: Path) -> "subprocess.Popen[str]":
     return late
 
 
+@pytest.mark.slow
 def test_a_run_that_was_waited_for_is_not_overwritten(corpus: Path, tmp_path: Path) -> None:
     """There was none yet when the second command looked."""
     folder = tmp_path / "run"
