@@ -1,15 +1,22 @@
 """experiment=dial: its rules, the law that chooses a depth for a budget of time, and a file of text with a budget."""
 
+import io
 import itertools
-import json
+import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from rich.console import Console
 
+from lmtrain.callbacks.forecast import Forecast
 from lmtrain.config import compose as rules
+from lmtrain.config.options import WarmupStableDecayConfig
 from lmtrain.errors import UserError
 from lmtrain.models import dial
+from lmtrain.objectives.causal_lm import CausalLM
 from support import Run
 
 
@@ -71,25 +78,53 @@ def test_where_it_was_measured_does_not_matter() -> None:
         assert dial.best_depth(seconds, depth, there, 1e9) == dial.best_depth(seconds, 4, 1e-4, 1e9)
 
 
-def test_a_forecast_leads_on_to_the_end_and_lower_where_the_curve_is_steep() -> None:
-    def bits(step: int) -> float:
-        return 1.2 + 5.0 * step**-0.5
-
-    scores = [(step, bits(step)) for step in (40, 80, 120)]
-    assert dial.forecast(scores, 400) == pytest.approx(1.014 * (bits(120) / bits(80)) ** 0.97 * bits(400))
-    assert dial.forecast([(40, 2.0), (80, 2.0), (120, 2.0)], 400) == pytest.approx(2.028)
+def test_a_forecast_is_lower_where_the_curve_is_steep_and_the_run_long() -> None:
+    flat, steep = [(30, 2.0), (60, 2.0), (90, 2.0)], [(30, 2.4), (60, 2.2), (90, 2.0)]
+    assert dial.forecast(steep, 300) < dial.forecast(flat, 300)
+    assert dial.forecast(flat, 3000) < dial.forecast(flat, 300)
+    # log(end / third) = 0.261 - 0.961 log(2.4 / 2.2) - 1.722 log(2.2 / 2.0) - 0.039 log(300), by hand
+    assert dial.forecast(steep, 300) == pytest.approx(2.0 * math.exp(0.261 - 0.0836 - 0.1641 - 0.2224), rel=1e-3)
 
 
 @pytest.mark.parametrize(
     ("first_three", "steps", "end"),
-    [  # of benchmarks/RESULTS.md: the standard library, Shakespeare, a text that repeats itself
+    [  # of benchmarks/RESULTS.md: the standard library at 2 and 4 layers, Shakespeare, a text that repeats itself
         ([(29, 2.6362), (58, 2.3856), (87, 2.2618)], 300, 1.9194),
+        ([(176, 1.8730), (352, 1.7060), (528, 1.5952)], 1505, 1.2470),
         ([(39, 2.7293), (78, 2.5500), (117, 2.4664)], 400, 2.2942),
         ([(20, 2.3059), (40, 1.9428), (60, 1.8412)], 200, 1.4993),
     ],
 )
 def test_a_forecast_of_runs_that_were_made(first_three: list[tuple[int, float]], steps: int, end: float) -> None:
     assert dial.forecast(first_three, steps) == pytest.approx(end, rel=dial.SPREAD)
+
+
+@pytest.mark.parametrize(("at_most", "said"), [(math.inf, True), (399, False)])
+def test_the_third_validation_at_the_full_rate_makes_the_forecast(at_most: float, said: bool) -> None:
+    out, objective = io.StringIO(), object.__new__(CausalLM)
+    objective.total_steps = 400
+    schedule = rules.check(rules.compose(["experiment=dial"])).schedule
+    assert isinstance(schedule, WarmupStableDecayConfig)
+    metrics: Any = SimpleNamespace(last_val={})
+    made = Forecast(metrics, schedule, 10.0, at_most, Console(file=out, width=120))
+    scores = [(4, 3.0), (38, 2.5), (76, 2.3), (114, 2.2), (152, 2.1), (380, 1.9)]  # the first within the warmup
+    for step, bits in scores:
+        metrics.last_val = {"val/bits_per_byte": bits}
+        trainer: Any = SimpleNamespace(global_step=step)
+        made.on_validation_end(trainer, objective)
+        resumed = Forecast(metrics, schedule, 10.0, at_most, Console(file=out, width=120))
+        resumed.load_state_dict(made.state_dict())
+        made = resumed
+    expected = dial.forecast(scores[1:4], 400)
+    assert out.getvalue().count(f"will be about {expected:.3f} at the end") == said
+    assert (made.made is not None) is said
+    if made.made is not None:
+        assert made.made == {
+            "val/bits_per_byte": expected,
+            "low": 0.95 * expected,
+            "high": 1.05 * expected,
+            "step": 114,
+        }
 
 
 @pytest.mark.slow
@@ -107,10 +142,6 @@ def test_a_file_and_minutes_are_enough(tmp_path: Path, lmtrain: Run) -> None:
     saved = rules.read(tmp_path / "outputs" / "book" / "config.yaml")
     assert saved["model"]["num_hidden_layers"] == int(chosen[1])
     assert saved["model"]["hidden_size"] == 32 * int(chosen[1])
-    # After three of its ten validations the run says what it will end at; summary.json has that beside the end.
-    summary = json.loads((tmp_path / "outputs" / "book" / "summary.json").read_text())
-    assert "will be about" in ended.stdout
-    assert summary["forecast"]["low"] < summary["validation"]["val/bits_per_byte"] < summary["forecast"]["high"]
     # The same command again finds the run finished, with the depth that was chosen then.
     again = lmtrain("train", *common)
     assert again.returncode == 0

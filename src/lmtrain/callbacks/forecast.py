@@ -21,8 +21,16 @@ _FULL = 0.9  # of the peak: the clock may have made the run shorter since its va
 class Forecast(pl.Callback):
     """For model=dial, whose curves models/dial.py was fitted to."""
 
-    def __init__(self, metrics: Metrics, schedule: WarmupStableDecayConfig, minutes: float, console: Console) -> None:
+    def __init__(
+        self, metrics: Metrics, schedule: WarmupStableDecayConfig, minutes: float, at_most: float, console: Console
+    ) -> None:
+        """
+        Args:
+            minutes: of the budget.
+            at_most: steps of a run that the law holds for: dial.PASSES over the text.
+        """
         self.metrics, self.schedule, self.minutes, self.console = metrics, schedule, minutes, console
+        self.at_most = at_most
         self.scores: list[tuple[int, float]] = []  # (step, bits per byte)
         self.made: dict[str, float] | None = None  # of summary.json
 
@@ -42,7 +50,7 @@ class Forecast(pl.Callback):
         if lr_factor(self.schedule, step, steps) < _FULL:  # in the warmup, or where the rate falls already
             return
         self.scores.append((step, bits))
-        if len(self.scores) == _VALIDATIONS:
+        if len(self.scores) == _VALIDATIONS and steps <= self.at_most:
             self._say(step, steps)
 
     def _say(self, step: int, steps: int) -> None:

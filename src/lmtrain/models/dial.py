@@ -15,8 +15,10 @@ DEPTHS = range(1, 17)
 E, A, ALPHA, B, BETA = 1.067, 87.22, 0.5, 512.5, 0.5
 _TOKEN, _WEIGHT = 19.0, 8.5e-5  # the time of a token, to each other: without weights, and of each
 _WORN = 15.4  # passes after which a repeated token is worth little (R* of Muennighoff et al.)
-# Of `forecast`, fitted to runs of experiment=dial (benchmarks/dial.py forecast), and how far off it may be.
-_LEVEL, _STEEPNESS, SPREAD = 1.014, 0.97, 0.05
+# Numbers of `forecast`, fitted to runs of experiment=dial (benchmarks/dial.py forecast), how far off it may be, and for
+# how many passes over the text it holds; more of them learn by heart, which the first tenths don't show.
+_FORECAST = (0.261, 0.961, 1.722, 0.039)
+SPREAD, PASSES = 0.05, 3
 FED = 2  # weights of the layers for each token of the text: a model with more that sees it again learns it by heart
 
 
@@ -60,16 +62,17 @@ def best_depth(seconds: float, depth: int, token_seconds: float, unique: float) 
 
 
 def forecast(scores: Sequence[tuple[int, float]], steps: int) -> float:
-    """Bits per byte that a run ends at, by those of its first three tenths, at the full rate.
+    """Bits per byte that a run ends at, by those after one, two and three tenths of its steps, at the full rate.
 
-    Least squares of a + b / sqrt(step) leads on to the end; what the falling rate gains grows with how steep the curve
-    still was.
+    log(end / third) = c - a log(first / second) - b log(second / third) - d log(steps): the steeper the curve still is,
+    and the longer the run goes on, the more it gains, and the more the falling rate does.
 
     Args:
-        scores: (step, bits per byte) of the validations after one, two and three tenths.
+        scores: (step, bits per byte) of the three validations.
         steps: of the whole run.
     """
-    xs, ys = [step**-0.5 for step, _ in scores], [bits for _, bits in scores]
-    x, y = sum(xs) / len(xs), sum(ys) / len(ys)
-    slope = sum((u - x) * (v - y) for u, v in zip(xs, ys, strict=True)) / sum((u - x) ** 2 for u in xs)
-    return _LEVEL * (ys[-1] / ys[-2]) ** _STEEPNESS * (y + slope * (steps**-0.5 - x))
+    first, second, third = (bits for _, bits in scores)
+    level, early, late, longer = _FORECAST
+    return third * math.exp(
+        level - early * math.log(first / second) - late * math.log(second / third) - longer * math.log(steps)
+    )

@@ -129,7 +129,7 @@ def build_callbacks(
         BadSteps(run_dir.path, t.max_bad_steps, t.log_every_n_steps),
         average,
         validation,
-        _forecast(config, metrics, console),
+        _forecast(config, metrics, length, console),
         early_stopping(cb.early_stopping, scored_on) if cb.early_stopping.enabled else None,
         samples,
         bar,
@@ -152,11 +152,12 @@ def _rollouts(config: Config, run_dir: RunDir, metrics: Metrics, console: Consol
     return Rollouts(metrics.records, run_dir.samples, kept, options.warn_after_steps, console)
 
 
-def _forecast(config: Config, metrics: Metrics, console: Console) -> Forecast | None:
-    schedule, minutes = config.schedule, config.budget.minutes
+def _forecast(config: Config, metrics: Metrics, length: Length, console: Console) -> Forecast | None:
+    schedule, minutes, epochs = config.schedule, config.budget.minutes, config.trainer.max_epochs
     if minutes is None or config.model.name != dial.NAME or not isinstance(schedule, WarmupStableDecayConfig):
         return None
-    return Forecast(metrics, schedule, minutes, console)
+    at_most = length.at_most * dial.PASSES / epochs if epochs is not None else math.inf
+    return Forecast(metrics, schedule, minutes, at_most, console)
 
 
 def time_budget(config: Config, console: Console, length: Length, parts: Sequence[HasLength]) -> TimeBudget | None:
