@@ -170,6 +170,7 @@ class FsdpConfig:
     reduce_each_micro_batch: Annotated[bool, MACHINE]
     sharded_checkpoint: Annotated[bool | None, MACHINE]
     tensor_parallel_size: Annotated[int, MACHINE, _FSDP_TP]
+    sequence_parallel: Annotated[bool, MACHINE, _FSDP_TP]
     context_parallel_size: Annotated[int, MACHINE, at_least(1), _FSDP_ONLY]
 
 

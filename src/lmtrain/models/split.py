@@ -27,6 +27,7 @@ from transformers.pytorch_utils import Conv1D
 from lmtrain.distributed.dtensor import laid_out
 from lmtrain.errors import UserError
 from lmtrain.models.language_model import attention_dropout
+from lmtrain.models.split_tokens import TokenShares
 
 # Outputs of a layer come in so many blocks side by side, each of which is split: queries, keys, values.
 PACKED, BLOCKS = "packed_colwise", 3
@@ -44,20 +45,23 @@ Layer = Any  # nn.Linear, or GPT-2's Conv1D, whose weight is transposed
 INSTEAD = "Set trainer.strategy=fsdp, which shares out any model"
 
 
-def split(part: nn.Module, layers: dict[nn.Module, str], mesh: DeviceMesh) -> None:
+def split(part: nn.Module, layers: dict[nn.Module, str], mesh: DeviceMesh, tokens: TokenShares | None = None) -> None:
     """Splits what is in `part` of a model's `layers` (from `check`), in place: their parameters are DTensors then.
 
     Args:
         part: with whole parameters.
         mesh: one dimension.
+        tokens: where each rank holds its share of the tokens between layers.
     """
+    if tokens is not None:
+        tokens.split(part, layers)
     for parent in list(part.modules()):
         for module in list(parent.children()):
             style = layers.get(module)
             if style == PER_HEAD_NORM:
                 _split_norm(module, mesh)
             elif style is not None:
-                (_split_adapted if is_adapted(module) else _split_layer)(module, style, mesh)
+                (_split_adapted if is_adapted(module) else _split_layer)(module, style, mesh, tokens)
             if style == PACKED:  # GPT-2 cuts what c_attn gives at this width
                 attn: Any = parent
                 attn.split_size //= mesh.size()
@@ -108,6 +112,15 @@ def check(model: PreTrainedModel, size: int) -> dict[nn.Module, str]:
         if style != PER_HEAD_NORM:
             _check_layer(model.get_submodule(name), name, style, size)
     return {model.get_submodule(name): style for name, style in layers.items()}
+
+
+def check_tokens(model: PreTrainedModel) -> None:
+    """Raises UserError where tokens can't be shared out between the layers (trainer.fsdp.sequence_parallel)."""
+    key, off = "trainer.fsdp.sequence_parallel=true", "set trainer.fsdp.sequence_parallel=false"
+    if any(is_adapted(module) for module in model.modules()):
+        raise UserError(f"{key} does not go with LoRA, whose whole halves would be given shares of gradients: {off}")
+    if any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
+        raise UserError(f"{key}: dropout would be drawn for each rank's tokens. Set model.dropout=0, or {off[4:]}")
 
 
 def _plan(model: PreTrainedModel) -> dict[str, str]:
@@ -161,11 +174,11 @@ def is_adapted(module: nn.Module) -> bool:
     return isinstance(getattr(module, "lora_A", None), nn.ModuleDict)
 
 
-def _split_adapted(module: Any, style: str, mesh: DeviceMesh) -> None:
+def _split_adapted(module: Any, style: str, mesh: DeviceMesh, tokens: TokenShares | None) -> None:
     """LoRA's B is split as the columns of its layer are, A as the rows; the other one is whole on each rank."""
-    _split_layer(module.base_layer, style, mesh)
+    _split_layer(module.base_layer, style, mesh, tokens)
     for name in module.lora_A:
-        _split_layer((module.lora_B if style in COLUMNS else module.lora_A)[name], style, mesh)
+        _split_layer((module.lora_B if style in COLUMNS else module.lora_A)[name], style, mesh, tokens)
         dropout = module.lora_dropout[name]
         if style == "rowwise" and isinstance(dropout, nn.Dropout):
             dropout.forward = partial(_own_part_of_dropout, dropout, mesh)  # type: ignore[method-assign]
@@ -180,7 +193,7 @@ def _own_part_of_dropout(dropout: nn.Dropout, mesh: DeviceMesh, x: Tensor) -> Te
     return x * factors.narrow(-1, mesh.get_local_rank() * width, width)
 
 
-def _split_layer(layer: Layer, style: str, mesh: DeviceMesh) -> None:
+def _split_layer(layer: Layer, style: str, mesh: DeviceMesh, tokens: TokenShares | None = None) -> None:
     """Splits the parameters of one layer, and has it compute with its rank's part of them."""
     transposed = isinstance(layer, Conv1D)
     if style in ROWS:
@@ -192,8 +205,10 @@ def _split_layer(layer: Layer, style: str, mesh: DeviceMesh) -> None:
     else:
         _distribute(layer, "weight", mesh, Shard(1 if transposed else 0))
         _distribute(layer, "bias", mesh, Shard(0))
+    if tokens is not None and style in ROWS:
+        _distribute(layer, "bias", mesh, Replicate())
     compute: Callable[..., Tensor] = by_rows if style in ROWS else by_columns
-    layer.forward = partial(compute, layer, style, mesh)
+    layer.forward = partial(compute, layer, style, mesh, tokens)
 
 
 def _distribute(layer: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
@@ -204,21 +219,28 @@ def _distribute(layer: nn.Module, name: str, mesh: DeviceMesh, placement: Placem
         layer.register_parameter(name, nn.Parameter(parts, requires_grad=parameter.requires_grad))
 
 
-def by_columns(layer: Layer, style: str, mesh: DeviceMesh, x: Tensor) -> Tensor:
+def by_columns(layer: Layer, style: str, mesh: DeviceMesh, tokens: TokenShares | None, x: Tensor) -> Tensor:
     """This rank's part of the outputs, [..., outputs / ranks], or with colwise_gather_output all of them."""
-    # What comes back to the input is each rank's share, summed on its way.
-    x = DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
+    if tokens is None:  # else what gathered the tokens does so
+        # What comes back to the input is each rank's share, summed on its way.
+        x = DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
     y = _product(layer, x, _own_part(layer.weight), _own_part(layer.bias))
     return laid_out(y, mesh, Shard(-1), Replicate()) if style == "colwise_gather_output" else y
 
 
-def by_rows(layer: Layer, style: str, mesh: DeviceMesh, x: Tensor) -> Tensor:
-    """All outputs, from this rank's part of the inputs (or from its own cut, with rowwise_split_input)."""
+def by_rows(layer: Layer, style: str, mesh: DeviceMesh, tokens: TokenShares | None, x: Tensor) -> Tensor:
+    """All outputs, from this rank's part of the inputs (or from its own cut, with rowwise_split_input).
+
+    Of all tokens, or of this rank's.
+    """
     if style == "rowwise_split_input":
         x = laid_out(x, mesh, Replicate(), Shard(-1))
     y = _product(layer, x, layer.weight.to_local(), None)
-    y = laid_out(y, mesh, Partial(), Replicate())
-    return y if layer.bias is None else y + layer.bias.to(y.dtype)
+    if tokens is None:
+        y = laid_out(y, mesh, Partial(), Replicate())
+        return y if layer.bias is None else y + layer.bias.to(y.dtype)
+    y = tokens.summed(y)
+    return y if layer.bias is None else y + layer.bias.to_local(grad_placements=[Partial()]).to(y.dtype)
 
 
 def _own_part(parameter: Any) -> Any:

@@ -26,7 +26,9 @@ from lmtrain.config.schema import FsdpConfig
 from lmtrain.distributed import dtensor as layout
 from lmtrain.distributed import process_group as world
 from lmtrain.models import split
+from lmtrain.models.blocks import decoder_blocks
 from lmtrain.models.context import Context
+from lmtrain.models.split_tokens import TokenShares
 from lmtrain.strategies import sharding
 from lmtrain.strategies.lightning_private import set_group_sizes
 from lmtrain.strategies.placement import HoldsModel, Placement
@@ -159,8 +161,15 @@ class TensorParallelStrategy(FSDPStrategy):
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
     def shard(self, objective: HoldsModel) -> None:
-        layers = split.check(objective.model.model, self.tensor_parallel_size)
+        model = objective.model.model
+        layers = split.check(model, self.tensor_parallel_size)
         groups, group, everywhere = self._meshes()
+        tokens = TokenShares(group) if self.options.sequence_parallel else None
+        if tokens is not None:
+            split.check_tokens(model)
+            blocks = decoder_blocks(model)
+            tokens.enter(blocks[0])
+            tokens.leave(blocks[-1])
         sharding.shard(
             objective.model,
             groups,
@@ -168,7 +177,7 @@ class TensorParallelStrategy(FSDPStrategy):
             self.precision,
             self.options,
             root_mesh=everywhere,
-            split=lambda block: split.split(block, layers, group),
+            split=lambda block: split.split(block, layers, group, tokens),
         )
         objective.model.same_tokens = group
         world.equal_patience()
