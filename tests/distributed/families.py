@@ -1,6 +1,7 @@
 """Compares models whose layers are split over the ranks with themselves, unsplit.
 
-`torch.distributed.run ... families.py FOLDER FAMILY,FAMILY,...` writes what each rank found into the folder.
+`torch.distributed.run ... families.py FOLDER FAMILY,FAMILY,...` writes what each rank found into the folder, of tokens
+that all ranks hold between the layers and of such that they share.
 """
 
 import copy
@@ -17,7 +18,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lmtrain.distributed.dtensor import whole
 from lmtrain.distributed.ranks import leave
+from lmtrain.models.blocks import decoder_blocks
 from lmtrain.models.split import check, split
+from lmtrain.models.split_tokens import TokenShares
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -26,7 +29,7 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 
 
-def compare(family: str) -> str:
+def compare(family: str, shares_tokens: bool) -> str:
     """How far logits and gradients are from the unsplit model's, or what went wrong."""
     torch.manual_seed(0)
     sizes = {k: v for k, v in SIZES.items() if family != "gpt2" or k not in ("intermediate_size", "head_dim")}
@@ -37,8 +40,14 @@ def compare(family: str) -> str:
         torch.nn.init.normal_(parameter, std=0.2)
     whole_model = copy.deepcopy(model)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    split(model, check(model, mesh.size()), mesh)
-    ids = torch.randint(0, 64, (2, 16))
+    layers, blocks = check(model, mesh.size()), decoder_blocks(model)
+    tokens = TokenShares(mesh) if shares_tokens else None
+    if tokens is not None:
+        tokens.enter(blocks[0])
+        tokens.leave(blocks[-1])
+    for block in blocks:
+        split(block, layers, mesh, tokens)
+    ids = torch.randint(0, 64, (2, 15))  # not a multiple of the ranks
     outputs = [m(input_ids=ids, labels=ids, use_cache=False) for m in (whole_model, model)]
     for out in outputs:
         out.loss.backward()
@@ -56,7 +65,7 @@ def main(folder: Path, families: list[str]) -> None:
     found = {}
     for family in families:
         try:
-            found[family] = compare(family)
+            found[family] = f"{compare(family, False)}, {compare(family, True)}"
         except Exception:
             found[family] = traceback.format_exc()
     (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))

@@ -8,8 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+import lmtrain
 from inprocess import message, run
+from lmtrain.callbacks.samples import Samples
 from lmtrain.config import compose as rules
 from lmtrain.distributed import devices
 from lmtrain.errors import UserError
@@ -81,6 +84,22 @@ def test_a_stopped_run_goes_on_with_the_time_it_has_left(lmtrain, corpus: Path, 
     again = lmtrain("train", *words)
     assert again.returncode == 0
     assert "the same command with budget.minutes=2.5" in again.stdout
+
+
+def test_an_early_sample_is_written_and_changes_nothing(corpus: Path, tmp_path: Path) -> None:
+    weights = []
+    for early in (None, 2):
+        words = [*TINY, "data=text", f"data.path={corpus}", f"run.dir={tmp_path / str(early)}", "trainer.max_steps=4",
+                 "trainer.val_check_interval=4", "model.dropout=0.1", "trainer.accelerator=cpu",
+                 "callbacks.samples.max_new_tokens=4", "export.enabled=false"]  # fmt: skip
+        run = lmtrain.build(lmtrain.compose(words))
+        (samples,) = (callback for callback in run.trainer.callbacks if isinstance(callback, Samples))
+        samples.early = early
+        run.fit()
+        steps = {row["step"] for row in rows(tmp_path / str(early) / "samples.jsonl")}
+        assert steps == ({4} if early is None else {2, 4})
+        weights.append([p.detach().clone() for p in run.objective.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
 
 
 @pytest.mark.slow

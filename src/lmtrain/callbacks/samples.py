@@ -39,10 +39,15 @@ class Samples(pl.Callback):
         text_metrics: TextMetrics,
         console: Console,
         seed: int,
+        early: int | None = None,
     ) -> None:
+        """
+        Args:
+            early: a step at which to write texts besides, long before the first validation (on one device).
+        """
         self.path, self.tokenizer, self.prompts, self.end_ids = path, tokenizer, prompts, end_ids
         self.cfg, self.console, self.seed = cfg, console, seed
-        self.text_metrics = text_metrics
+        self.text_metrics, self.early = text_metrics, early
         self.validations = 0
         self.texts: list[str] = []  # of this validation
 
@@ -84,7 +89,16 @@ class Samples(pl.Callback):
             together=together,
         )
 
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
+        if trainer.global_step == self.early and trainer.world_size == 1:
+            assert isinstance(pl_module, Objective)
+            self.texts = [self._continue(pl_module, prompt, False) for prompt in self.prompts]
+            self._show(trainer)
+
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._show(trainer)
+
+    def _show(self, trainer: pl.Trainer) -> None:
         if not self.texts or not trainer.is_global_zero or trainer.state.fn != TrainerFn.FITTING:
             return
         step = trainer.global_step

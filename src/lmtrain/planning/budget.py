@@ -41,7 +41,7 @@ _MEASURED_S = 1.2  # how long steps are measured; a step that takes longer is me
 _VALIDATIONS = 10.5  # of a run; the half keeps the last of them away from that at the end
 # On a CPU steps are measured uncompiled: the share of their time that compiled ones take, and seconds of compiling.
 _COMPILED, _COMPILING_S = 0.68, 20.0
-_FEWEST, _MOST, _RANKS = 6, 400, 20  # steps; the last with several ranks
+_FEWEST, _MOST, _RANKS = 4, 400, 20  # steps; the last with several ranks
 
 
 @dataclass

@@ -258,7 +258,10 @@ def build_samples(config: Config, run_dir: RunDir, corpus: Corpus, console: Cons
         return None
     prompts = prompts_of(cfg, corpus, config.data.system_prompt)
     scores = TextMetrics(cfg.metrics, config.run.allow_target)
-    return Samples(run_dir.samples, corpus.tokenizer, prompts, corpus.end_ids, cfg, scores, console, config.seed)
+    every = config.trainer.val_check_interval
+    # A run with a budget shows what it writes within its first minute.
+    early = math.ceil(every / 3) if config.budget.minutes is not None and every is not None else None
+    return Samples(run_dir.samples, corpus.tokenizer, prompts, corpus.end_ids, cfg, scores, console, config.seed, early)
 
 
 def cluster_environment() -> ClusterEnvironment:
