@@ -18,7 +18,7 @@ _WORN = 15.4  # passes after which a repeated token is worth little (R* of Muenn
 # Numbers of `forecast`, fitted to runs of experiment=dial (benchmarks/dial.py forecast), how far off it may be, and for
 # how many passes over the text it holds; more of them learn by heart, which the first tenths don't show.
 _FORECAST = (0.241, 0.849, 2.015, 0.036)
-SPREAD, PASSES = 0.05, 3
+SPREAD, PASSES = 0.08, 3
 FED = 2  # weights of the layers for each token of the text: a model with more that sees it again learns it by heart
 
 
