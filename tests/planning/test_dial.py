@@ -121,8 +121,8 @@ def test_the_third_validation_at_the_full_rate_makes_the_forecast(at_most: float
     if made.made is not None:
         assert made.made == {
             "val/bits_per_byte": expected,
-            "low": 0.95 * expected,
-            "high": 1.05 * expected,
+            "low": pytest.approx(0.92 * expected),
+            "high": pytest.approx(1.08 * expected),
             "step": 114,
         }
 
