@@ -147,8 +147,9 @@ def _settle_minutes(config: Config, began: float, typed: Mapping[str, Any]) -> l
             f"budget.minutes={config.budget.minutes:g} chose {dial.KEY}={depth}: of the dial's depths the one that is "
             f"expected to learn most in the time"
         )
-        _expected[:] = [_at_depth(took, config, depth, "data.global_batch_size" in typed)]
-        return [f"{dial.KEY}={depth}"]
+        if depth != config.model.num_hidden_layers:  # type: ignore[attr-defined]
+            _expected[:] = [_at_depth(took, config, depth, "data.global_batch_size" in typed)]
+            return [f"{dial.KEY}={depth}"]
     most = build.at_most(config, len(build.rows_to_train(config, corpus)))
     if "trainer.val_check_interval" not in typed:
         config.trainer.val_check_interval = math.ceil(min(most, steps_within(left, took, config)) / _VALIDATIONS)
