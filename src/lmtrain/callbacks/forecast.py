@@ -13,8 +13,6 @@ from lmtrain.optim.schedules import lr_factor
 
 SCORE = "val/bits_per_byte"
 _VALIDATIONS = 3  # the first of the run, at the full rate; with ten of them they take three tenths of it
-
-
 _FULL = 0.9  # of the peak: the clock may have made the run shorter since its validations were spread
 
 

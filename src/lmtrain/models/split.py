@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.nn import functional as F
 from transformers import PreTrainedModel
@@ -27,7 +26,7 @@ from transformers.pytorch_utils import Conv1D
 from lmtrain.distributed.dtensor import laid_out
 from lmtrain.errors import UserError
 from lmtrain.models.language_model import attention_dropout
-from lmtrain.models.split_tokens import TokenShares
+from lmtrain.models.split_tokens import TokenShares, split_norm
 
 # Outputs of a layer come in so many blocks side by side, each of which is split: queries, keys, values.
 PACKED, BLOCKS = "packed_colwise", 3
@@ -59,20 +58,12 @@ def split(part: nn.Module, layers: dict[nn.Module, str], mesh: DeviceMesh, token
         for module in list(parent.children()):
             style = layers.get(module)
             if style == PER_HEAD_NORM:
-                _split_norm(module, mesh)
+                split_norm(module, mesh, sequence_dim=2)  # of single heads, of which each rank has some
             elif style is not None:
                 (_split_adapted if is_adapted(module) else _split_layer)(module, style, mesh, tokens)
             if style == PACKED:  # GPT-2 cuts what c_attn gives at this width
                 attn: Any = parent
                 attn.split_size //= mesh.size()
-
-
-def _split_norm(module: nn.Module, mesh: DeviceMesh) -> None:
-    """A norm of single heads, of which each rank has some: what they give the weight's gradient is summed."""
-    frozen = {name for name, p in module.named_parameters() if not p.requires_grad}
-    parallelize_module(module, mesh, SequenceParallel(sequence_dim=2, use_local_output=True))
-    for name, p in module.named_parameters():
-        p.requires_grad_(name not in frozen)
 
 
 def check(model: PreTrainedModel, size: int) -> dict[nn.Module, str]:

@@ -64,13 +64,13 @@ class TokenShares:
             if any(module in split for module in part.modules()):
                 part.register_forward_pre_hook(partial(_change_hidden, self.gathered), with_kwargs=True)
             elif any(True for _ in part.parameters()):
-                _split_norm(part, self.mesh)
+                split_norm(part, self.mesh, sequence_dim=1)
 
 
-def _split_norm(module: nn.Module, mesh: DeviceMesh) -> None:
-    """A norm of this rank's tokens: what they give the weight's gradient is summed over the ranks."""
+def split_norm(module: nn.Module, mesh: DeviceMesh, sequence_dim: int) -> None:
+    """A norm of a rank's part of dimension `sequence_dim`: its weight's gradient is summed over the ranks."""
     frozen = {name for name, p in module.named_parameters() if not p.requires_grad}
-    parallelize_module(module, mesh, SequenceParallel(sequence_dim=1, use_local_output=True))
+    parallelize_module(module, mesh, SequenceParallel(sequence_dim=sequence_dim, use_local_output=True))
     for name, p in module.named_parameters():
         p.requires_grad_(name not in frozen)
 
