@@ -5,14 +5,17 @@ an eighth of the packed weights. The few tensors a layer needs besides (a rank h
 """
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from bitsandbytes.functional import QuantState
-from bitsandbytes.nn import Int8Params, Linear4bit, Linear8bitLt, Params4bit
 from torch import Tensor, nn
+
+if TYPE_CHECKING:  # an extra: each function imports what it needs
+    from bitsandbytes.functional import QuantState
+    from bitsandbytes.nn import Params4bit
 
 
 class Form(NamedTuple):
@@ -26,8 +29,8 @@ class Form(NamedTuple):
     scale_dtype: torch.dtype = torch.float32
 
 
-class Packed(Linear4bit):
-    """A Linear4bit that puts its weight together from parts, at each use.
+class Packed(nn.Module):
+    """What makes a Linear4bit put its weight together from parts, at each use (see `_packed_linear`).
 
     All are bytes, also those of numbers in fp32: FSDP's mixed precision and bf16-true would cast these.
 
@@ -45,6 +48,8 @@ class Packed(Linear4bit):
     @property
     def weight(self) -> Any:
         """A view of the parts, so of what is gathered, as every other Linear4bit has it."""
+        from bitsandbytes.nn import Params4bit
+
         form = self.form
         return Params4bit(
             self.packed,
@@ -62,7 +67,9 @@ class Packed(Linear4bit):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)  # the parts as they are, and no weight
 
-    def _state(self) -> QuantState:
+    def _state(self) -> "QuantState":
+        from bitsandbytes.functional import QuantState
+
         form, tables = self.form, self.tables.view(torch.float32)
         known = {"shape": form.shape, "code": tables[:16], "blocksize": form.blocksize, "quant_type": form.quant_type,
                  "dtype": form.dtype}  # fmt: skip
@@ -73,9 +80,18 @@ class Packed(Linear4bit):
         return QuantState(self.scales, offset=offset, state2=outer, **known)
 
 
+@functools.cache
+def _packed_linear() -> type[nn.Module]:
+    from bitsandbytes.nn import Linear4bit
+
+    return type("PackedLinear4bit", (Packed, Linear4bit), {})
+
+
 @contextlib.contextmanager
 def quantised_on(device: torch.device) -> Iterator[None]:
     """Within it weights in host memory go to `device` to be quantised, one at a time, and come back."""
+    from bitsandbytes.nn import Params4bit
+
     quantise = Params4bit._quantize
 
     def there_and_back(self: Any, _: Any) -> Any:
@@ -117,10 +133,12 @@ def take_apart(model: nn.Module, base: BaseFormat) -> None:
 
 
 def _layers(model: nn.Module) -> list[Any]:
+    from bitsandbytes.nn import Linear4bit
+
     return [module for module in model.modules() if type(module) is Linear4bit]
 
 
-def _form_of(state: QuantState) -> Form:
+def _form_of(state: "QuantState") -> Form:
     form = Form(state.shape, state.blocksize, state.quant_type, state.dtype)
     outer = state.state2
     return form if outer is None else form._replace(scale_blocksize=outer.blocksize, scale_dtype=outer.dtype)
@@ -133,7 +151,7 @@ def _take_apart(layer: Any, form: Form) -> None:
         tables += [state.state2.code, state.state2.absmax, state.offset.view(1).to(state.code.device)]
     del layer.weight
     layer.quant_state = None
-    layer.__class__ = Packed
+    layer.__class__ = _packed_linear()
     layer.form = form
     packed = weight.detach().as_subclass(Tensor).view(torch.uint8).view(-1, 1)
     layer.packed = nn.Parameter(packed, requires_grad=False)
@@ -143,6 +161,8 @@ def _take_apart(layer: Any, form: Form) -> None:
 
 def pack_shapes(model: nn.Module) -> None:
     """Gives bitsandbytes' layers of a model on the meta device the tensors that quantised ones have."""
+    from bitsandbytes.nn import Int8Params, Linear4bit, Linear8bitLt
+
     layer: Any
     for layer in model.modules():
         if isinstance(layer, Linear4bit):
@@ -152,7 +172,10 @@ def pack_shapes(model: nn.Module) -> None:
             layer.weight = Int8Params(whole, requires_grad=False)
 
 
-def _packed_shape(layer: Any) -> Params4bit:
+def _packed_shape(layer: Any) -> "Params4bit":
+    from bitsandbytes.functional import QuantState
+    from bitsandbytes.nn import Params4bit
+
     numbers, old = layer.out_features * layer.in_features, layer.weight
     blocks = math.ceil(numbers / old.blocksize)
     outer = offset = None
