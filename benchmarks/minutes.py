@@ -29,7 +29,7 @@ from machine import setting, warn_if_busy
 HERE = Path(__file__).resolve().parent
 HELD_OUT = 100_000  # characters
 RATES = (1e-3, 2e-3, 4e-3)
-SHORT = {"nanogpt": 100, "trainer": 4}  # steps by which the length is chosen
+SHORT = {"nanogpt": 200, "trainer": 4}  # steps by which the length is chosen; nanoGPT warms up for 100
 
 
 class Text:
