@@ -29,6 +29,7 @@ from lmtrain.data.store.prepared import (
 )
 from lmtrain.data.store.progress import PrepareProgress
 from lmtrain.data.store.writer import BinWriter
+from lmtrain.data.text.dedup import without_repeats
 from lmtrain.data.text.encode import Encoder, make_encoder
 from lmtrain.data.tokenizers import Identity
 from lmtrain.errors import UserError
@@ -47,7 +48,8 @@ def prepare(cfg: DataConfig, tokenizer_cfg: TokenizerConfig, progress: bool = Tr
     with PrepareProgress(progress) as show:
         if cfg.source == "bins":
             return open_folder(*open_ready(cfg, tokenizer_cfg, show.say), [], cfg, show)
-        source, named = sources.open_source(cfg), tokenizers.identity(tokenizer_cfg)
+        source = without_repeats(sources.open_source(cfg), cfg, show)
+        named = tokenizers.identity(tokenizer_cfg)
         key = folder_key(
             cfg,
             tokenizer_cfg,
