@@ -94,6 +94,15 @@ def test_training_loses_what_a_validation_split_has(texts: list[str], tmp_path: 
     assert not {texts[0], texts[5]} & set(documents_of(folder))
 
 
+def test_repeats_are_counted_where_they_stay(texts: list[str], tmp_path: Path) -> None:
+    repeated = len(texts) - len(set(texts))
+    folder = prepare(tmp_path, write(tmp_path / "t.jsonl", texts), "data.val_fraction=0")
+    assert len(documents_of(folder)) == 100
+    assert f"{repeated} of 100 documents ({repeated}%)" in " ".join(bins.load_meta(folder)["notes"])
+    folder = prepare(tmp_path, write(tmp_path / "u.jsonl", [*dict.fromkeys(texts)]), "data.val_fraction=0")
+    assert bins.load_meta(folder)["notes"] == []
+
+
 @pytest.mark.parametrize("size", [1, 7, 100])
 @pytest.mark.parametrize("index", [dedup._exact, dedup._near])
 def test_where_pieces_are_cut_changes_nothing(texts: list[str], size: int, index) -> None:

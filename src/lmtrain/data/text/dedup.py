@@ -28,6 +28,7 @@ NEAR = 0.8
 _WORDS = 5
 _SIGNATURE = 128  # hashes; the standard error of a similarity of 0.8 is 0.035
 _AT_ONCE = 4096  # runs of words that are hashed together: 4 MB
+_COUNTED, _MANY = 1_000_000, 0.01  # some 100 MB of memory
 _VERSION = 1  # raised when the same text comes to leave out other documents
 _ENDS_WORD = re.compile(r"\s(?=\S*$)")
 
@@ -114,6 +115,34 @@ def _without(pieces: Iterable[Piece], left_out: set[int]) -> Iterator[Piece]:
         if document not in left_out:
             yield piece
         document += piece.ends
+
+
+class Repeats:
+    """Counts documents that an earlier one equals, of the first _COUNTED of a split, while they are tokenized."""
+
+    def __init__(self) -> None:
+        self.seen: set[bytes] = set()
+        self.documents = 0
+
+    def watch(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
+        digest = hashlib.blake2b(digest_size=16)
+        for piece in pieces:
+            yield piece
+            if self.documents == _COUNTED:
+                continue
+            digest.update(piece.text.encode())
+            if piece.ends:
+                self.seen.add(digest.digest())
+                self.documents += 1
+                digest = hashlib.blake2b(digest_size=16)
+
+    def notes(self) -> list[str]:
+        """For the plan, where they are a share of _MANY or more."""
+        repeated = self.documents - len(self.seen)
+        if repeated < _MANY * self.documents or not repeated:
+            return []
+        share = f"{repeated:,} of {self.documents:,} documents ({repeated / self.documents:.0%})"
+        return [f"{share} are an earlier one again, letter for letter: data.dedup=exact leaves them out"]
 
 
 class _Index(Protocol):
