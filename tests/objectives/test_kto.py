@@ -153,7 +153,7 @@ def test_completions_come_from_the_step_on_every_rank(answers: Path, llama: Path
     def pairs(rank: int, world_size: int, micro: int, step: int, size: int = 5) -> list[list[int]]:
         dataset = StepDataset(found, seed=3, sizes=Stages.constant(size), micro_batch_size=micro, max_epochs=1,
                               rank=rank, world_size=world_size)  # fmt: skip
-        return [pair for share in dataset.shares(step) for pair in share[:, 1:].tolist()]
+        return [pair for share in dataset.shares(step, dataset.row_ids(step)) for pair in share[:, 1:].tolist()]
 
     order = StepDataset(found, seed=3, sizes=Stages.constant(5), micro_batch_size=5, max_epochs=1, rank=0, world_size=1)
     whole = pairs(0, 1, 5, 0)

@@ -66,6 +66,10 @@ _IS_STREAM = ReadWhere(
     f"{_HUB}; files are streamed with data.ring_bytes=... beside it",
 )
 _OF_RING = ReadWhere(lambda c: c.data.ring_bytes is not None, "set data.ring_bytes too")
+_OF_WHOLE_TEXT = ReadWhere(
+    lambda c: c.data.rows == "text" and c.data.ring_bytes is None and c.data.source != "bins",
+    "all of the text is read for it before it is tokenized, which bins are already and a ring does as it trains",
+)
 _OF_FILES = ReadWhere(
     lambda c: c.data.source not in ("python_stdlib", "mixture") and "." not in c.data.source,
     "choose what reads it: data=text, jsonl, parquet, bins, chat_jsonl or preference_jsonl",
@@ -119,6 +123,7 @@ class DataConfig:
     # rows are joined into one document until a row that matches this pattern
     document_start: Annotated[str | None, PREPARED] = None
     min_length: Annotated[int | None, PREPARED, not_negative] = None
+    dedup: Annotated[str | None, PREPARED, choice("exact", "near"), _OF_WHOLE_TEXT] = None  # see data/text/dedup.py
     append_eos: Annotated[bool | None, PREPARED] = None
     shard_tokens: Annotated[int | None, PREPARED, at_least(1)] = None
     # A stream larger than the disk, see data/stream/.

@@ -110,9 +110,8 @@ class StepDataset(Dataset):
         lengths = getattr(self.rows, "lengths", None)
         return chosen if lengths is None else chosen[np.argsort(-lengths[chosen[:, 1]], kind="stable")]
 
-    def shares(self, step: int) -> list[np.ndarray]:
-        """This rank's micro-batches of a step, as what `Rows.read` takes; some may be empty."""
-        chosen = self.row_ids(step)
+    def shares(self, step: int, chosen: np.ndarray) -> list[np.ndarray]:
+        """This rank's micro-batches of a step's `row_ids`, as what `Rows.read` takes; some may be empty."""
         # A last step of one row has no other: it takes that of the step before.
         if len(chosen) == 1 and step > 0:
             others = self.row_ids(step - 1)[-1:, 1]
@@ -122,7 +121,8 @@ class StepDataset(Dataset):
         return order.rank_share(chosen, self.rank, self.world_size, self.micro_batch_size)
 
     def __getitem__(self, step: int) -> dict[str, Any]:
-        chosen, shares = self.row_ids(step), self.shares(step)
+        chosen = self.row_ids(step)
+        shares = self.shares(step, chosen)
         micro_batches = [self.rows.read(share) if len(share) else self.rows.empty() for share in shares]
         if self.lengths is not None:
             micro_batches = [cut_rows(micro_batch, self.lengths.at(step)) for micro_batch in micro_batches]

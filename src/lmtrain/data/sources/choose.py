@@ -77,19 +77,20 @@ def pieces(source: Source, cfg: DataConfig, name: str) -> Iterator[Piece] | None
     data.min_length and data.num_samples apply to each split of the corpus; what is held out by data.val_fraction
     comes out of the documents they leave.
     """
-    held_out = _filtered(source, cfg, "val")
+    held_out = filtered(source, cfg, "val")
     if held_out is not None:
-        return held_out if name == "val" else _filtered(source, cfg, "train")
-    train = _filtered(source, cfg, "train")
+        return held_out if name == "val" else filtered(source, cfg, "train")
+    train = filtered(source, cfg, "train")
     assert train is not None
     if cfg.val_fraction == 0:
         return train if name == "train" else None
-    share = share_to_hold_out(_filtered(source, cfg, "train") or iter(()), cfg.val_fraction, cfg.min_val_rows)
-    cut = plan_cut(_filtered(source, cfg, "train") or iter(()), share)
+    share = share_to_hold_out(filtered(source, cfg, "train") or iter(()), cfg.val_fraction, cfg.min_val_rows)
+    cut = plan_cut(filtered(source, cfg, "train") or iter(()), share)
     return at_least(split(train, share, cut, held_out=name == "val"), 1)
 
 
-def _filtered(source: Source, cfg: DataConfig, name: str) -> Iterator[Piece] | None:
+def filtered(source: Source, cfg: DataConfig, name: str) -> Iterator[Piece] | None:
+    """The documents of a split that data.min_length and data.num_samples leave; None where the source has none."""
     found = source.pieces(name)
     if found is None:
         return None

@@ -29,6 +29,7 @@ from lmtrain.data.store.prepared import (
 )
 from lmtrain.data.store.progress import PrepareProgress
 from lmtrain.data.store.writer import BinWriter
+from lmtrain.data.text.dedup import Repeats, without_repeats
 from lmtrain.data.text.encode import Encoder, make_encoder
 from lmtrain.data.tokenizers import Identity
 from lmtrain.errors import UserError
@@ -47,7 +48,8 @@ def prepare(cfg: DataConfig, tokenizer_cfg: TokenizerConfig, progress: bool = Tr
     with PrepareProgress(progress) as show:
         if cfg.source == "bins":
             return open_folder(*open_ready(cfg, tokenizer_cfg, show.say), [], cfg, show)
-        source, named = sources.open_source(cfg), tokenizers.identity(tokenizer_cfg)
+        source = without_repeats(sources.open_source(cfg), cfg, show)
+        named = tokenizers.identity(tokenizer_cfg)
         key = folder_key(
             cfg,
             tokenizer_cfg,
@@ -64,11 +66,12 @@ def prepare(cfg: DataConfig, tokenizer_cfg: TokenizerConfig, progress: bool = Tr
         def fill(folder: Path) -> None:
             tokenizer = _tokenizer_of(folder, cfg, tokenizer_cfg, source, named, show)
             encoder, meta = make_encoder(tokenizer, cfg), new_meta(tokenizer, key)
-            for name in ("train", "val"):
-                counts = _write_split(folder, cfg, source, name, encoder, meta["dtype"], show)
+            repeats = {"train": Repeats(), "val": Repeats()}
+            for name, counter in repeats.items():
+                counts = _write_split(folder, cfg, source, name, encoder, meta["dtype"], counter, show)
                 if counts is not None:
                     meta["splits"][name] = counts
-            meta["notes"] = getattr(source, "notes_of_reading", list)()
+            meta["notes"] = [*getattr(source, "notes_of_reading", list)(), *repeats["train"].notes()]
             bins.save_meta(meta, folder)
 
         return prepare_folder(target, fill, source.notes, cfg, show)
@@ -145,6 +148,7 @@ def _write_split(
     name: str,
     encoder: Encoder,
     dtype: str,
+    repeats: Repeats,
     show: PrepareProgress,
 ) -> bins.SplitMeta | None:
     """Tokenizes one split; None where there is no such split or nothing is left of it."""
@@ -153,7 +157,7 @@ def _write_split(
         return None
     show.start(name, sources.expected_bytes(source, cfg, name))
     with BinWriter(folder, name, dtype, cfg.shard_tokens or 2**30) as writer:
-        for part in encoder.encode(pieces):
+        for part in encoder.encode(repeats.watch(pieces)):
             writer.append(part.ids, ends_document=part.ends, text_bytes=part.text_bytes)
             show.advance(part.text_bytes, len(part.ids))
         counts = writer.close()

@@ -1,0 +1,152 @@
+"""data.dedup: which documents are left out, against similarities computed from whole sets of runs of words."""
+
+import itertools
+import json
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+from inprocess import TWO_STEPS, run
+from lmtrain.data.store import bins
+from lmtrain.data.text import dedup
+from support import TINY
+
+WORDS = [f"w{n}" for n in range(400)]
+
+
+def runs(text: str) -> set[tuple[str, ...]]:
+    words = text.lower().split()
+    return {tuple(words[i : i + 5]) for i in range(len(words) - 4)}
+
+
+def similarity(one: str, other: str) -> float:
+    a, b = runs(one), runs(other)
+    return len(a & b) / len(a | b)
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[str]:
+    """A hundred documents of 60 to 200 words, of which more than half are changed copies of earlier ones."""
+    draw = random.Random(3)
+    found: list[str] = []
+    for number in range(100):
+        words = [draw.choice(WORDS) for _ in range(draw.randint(60, 200))]
+        if number >= 10 and draw.random() < 0.6:
+            words = draw.choice(found).split()
+            for _ in range(draw.choice([0, 0, 1, 2, 5, 20])):
+                words[draw.randrange(len(words))] = draw.choice(WORDS)
+        found.append(" ".join(words))
+    return found
+
+
+def write(file: Path, documents: list[str]) -> Path:
+    file.write_text("".join(json.dumps({"text": d}) + "\n" for d in documents))
+    return file
+
+
+def prepare(tmp_path: Path, file: Path, *words: str) -> Path:
+    """The folder of the prepared data."""
+    cache = tmp_path / "cache"
+    done = run("prepare", "data=jsonl", f"data.path={file}", "tokenizer=bytes", f"data.cache_dir={cache}", *words)
+    assert done.code == 0, done.err
+    return max(cache.glob("*/meta.json"), key=lambda p: p.stat().st_mtime_ns).parent
+
+
+def documents_of(folder: Path, split: str = "train") -> list[str]:
+    found = bins.open_bins(folder, split)
+    ids = [int(i) for shard in found.shards for i in shard.read(0, shard.tokens)]
+    meta = bins.load_meta(folder)
+    end = max(ids)
+    assert meta["splits"][split]["documents"] == ids.count(end)
+    return [bytes(part).decode() for ends, part in itertools.groupby(ids, lambda i: i == end) if not ends]
+
+
+def test_near_repeats_are_left_out_and_no_others(texts: list[str], tmp_path: Path) -> None:
+    folder = prepare(tmp_path, write(tmp_path / "t.jsonl", texts), "data.dedup=near", "data.val_fraction=0")
+    kept = documents_of(folder)
+    assert kept == list(dict.fromkeys(t for t in texts if t in kept))  # the first of each, in order
+    assert 40 < len(kept) < 80
+    for text in set(texts) - set(kept):  # four standard errors of the estimate below 0.8
+        assert max(similarity(text, k) for k in kept) > 0.66
+    for one, other in itertools.combinations(kept, 2):
+        assert similarity(one, other) < 0.94
+    assert f"data.dedup left out {100 - len(kept)} of 100 documents" in " ".join(bins.load_meta(folder)["notes"])
+
+
+def test_exact_is_the_text_without_its_repeats(texts: list[str], tmp_path: Path) -> None:
+    spaced = [t.replace(" ", "  ", 3) if i % 7 == 0 else t for i, t in enumerate(texts)]
+    folder = prepare(tmp_path, write(tmp_path / "t.jsonl", spaced), "data.dedup=exact", "data.val_fraction=0")
+    first: dict[str, str] = {}
+    for text in spaced:
+        first.setdefault(" ".join(text.split()), text)
+    assert documents_of(folder) == list(first.values())
+    plain = prepare(tmp_path, write(tmp_path / "u.jsonl", list(first.values())), "data.val_fraction=0")
+    assert bins.load_meta(plain)["splits"] == bins.load_meta(folder)["splits"]
+
+
+def test_training_loses_what_a_validation_split_has(texts: list[str], tmp_path: Path) -> None:
+    val = write(tmp_path / "v.jsonl", [texts[0], texts[0], texts[5]])
+    own = [f"data.val_path={val}", "data.dedup=near"]
+    folder = prepare(tmp_path, write(tmp_path / "t.jsonl", texts), *own)
+    assert documents_of(folder, "val") == [texts[0], texts[0], texts[5]]  # a benchmark stays as it is
+    assert not {texts[0], texts[5]} & set(documents_of(folder))
+
+
+def test_repeats_are_counted_where_they_stay(texts: list[str], tmp_path: Path) -> None:
+    repeated = len(texts) - len(set(texts))
+    folder = prepare(tmp_path, write(tmp_path / "t.jsonl", texts), "data.val_fraction=0")
+    assert len(documents_of(folder)) == 100
+    assert f"{repeated} of 100 documents ({repeated}%)" in " ".join(bins.load_meta(folder)["notes"])
+    folder = prepare(tmp_path, write(tmp_path / "u.jsonl", [*dict.fromkeys(texts)]), "data.val_fraction=0")
+    assert bins.load_meta(folder)["notes"] == []
+
+
+@pytest.mark.parametrize("size", [1, 7, 100])
+@pytest.mark.parametrize("index", [dedup._exact, dedup._near])
+def test_where_pieces_are_cut_changes_nothing(texts: list[str], size: int, index) -> None:
+    whole, cut = index(), index()
+    for text in [*texts[:40], "few words", "few  words", ""]:
+        pieces = [text[i : i + size] for i in range(0, len(text), size)]
+        assert cut.is_new(pieces) == whole.is_new([text])
+
+
+def test_samples_are_counted_before(texts: list[str], tmp_path: Path) -> None:
+    some = ["data.dedup=exact", "data.num_samples=10", "data.val_fraction=0"]
+    folder = prepare(tmp_path, write(tmp_path / "t.jsonl", [texts[0]] * 9 + texts), *some)
+    assert documents_of(folder) == [texts[0]]  # no more was read than was asked for
+
+
+def test_repeats_are_looked_for_once(texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write(tmp_path / "t.jsonl", texts)
+    first = prepare(tmp_path, file, "data.dedup=near", "tokenizer=bytes")
+    monkeypatch.setattr(dedup._Near, "is_new", None)  # would fail
+    other = prepare(tmp_path, file, "data.dedup=near", "tokenizer=bpe", "tokenizer.vocab_size=300")
+    assert other != first
+    counts = [bins.load_meta(folder)["splits"]["train"]["documents"] for folder in (first, other)]
+    assert counts[0] == counts[1]
+
+
+def test_a_run_says_what_it_left_out(texts: list[str], tmp_path: Path) -> None:
+    file = write(tmp_path / "t.jsonl", texts)
+    done = run(
+        "train", *TINY, *TWO_STEPS, "data=jsonl", f"data.path={file}", "data.dedup=near", f"run.dir={tmp_path}/run"
+    )
+    assert done.code == 0, done.err
+    assert "data.dedup left out" in (tmp_path / "run" / "plan.txt").read_text()
+
+
+def test_what_it_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write(tmp_path / "t.jsonl", ["some text"])
+    asked = ["data=jsonl", f"data.path={file}", f"data.cache_dir={tmp_path}/cache"]
+    for words, said in {
+        ("data.dedup=fuzzy",): "exact, near",
+        ("data.dedup=near", "data.streaming=true", "data.ring_bytes=10000000"): "data.dedup",
+    }.items():
+        ended = run("prepare", *asked, *words)
+        assert (ended.code, said in ended.err) == (2, True), ended.err
+    monkeypatch.setitem(sys.modules, "datasketch", None)
+    ended = run("prepare", *asked, "data.dedup=near")
+    assert ended.code == 2
+    assert 'pip install "lmtrain[dedup]"' in ended.err
