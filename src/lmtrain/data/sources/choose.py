@@ -13,7 +13,6 @@ from lmtrain.config.targets import build_target, building, class_named, lacking
 from lmtrain.data.hub import Unreachable, commit_of
 from lmtrain.data.sources import files, hub, stdlib
 from lmtrain.data.sources.addresses import size_of
-from lmtrain.data.sources.lines import encoding_notes
 from lmtrain.data.sources.pieces import Piece, at_least, first, join_rows, plan_cut, share_to_hold_out, split
 from lmtrain.data.store.contents import Facts
 from lmtrain.errors import UserError
@@ -159,10 +158,6 @@ class _FileSource:
 
     def records(self, name: str) -> Iterator[tuple[str, dict[str, Any] | str]] | None:
         return files.read_records(self.splits[name]) if name in self.splits else None
-
-    def notes_of_reading(self) -> list[str]:
-        """For the plan, once the files were read: which are in another encoding than UTF-8."""
-        return encoding_notes(path for part in self.splits.values() for path, _ in part)
 
     def text_bytes(self, name: str) -> int | None:
         part = self.splits.get(name, [])

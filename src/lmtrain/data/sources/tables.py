@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lmtrain.data.sources.addresses import File, opened
-from lmtrain.data.sources.lines import BROKEN, data_lines, located_data_lines, open_binary, table_lines
+from lmtrain.data.sources.lines import BROKEN, data_lines, located_data_lines, open_binary
 from lmtrain.errors import ReadError, UserError
 
 if TYPE_CHECKING:  # 150 MB on disk, and only columnar files need it: imported where one is read
@@ -156,7 +156,7 @@ def _excerpt(line: str) -> str:
 def _csv(path: File, columns: list[str] | None, delimiter: str = ",") -> Iterator[Record]:
     """Every value is a string. The first line names the columns; quotes are read as RFC 4180 has them."""
     csv.field_size_limit(sys.maxsize)
-    reader = csv.reader(table_lines(path), delimiter=delimiter, strict=True)
+    reader = csv.reader(data_lines(path), delimiter=delimiter, strict=True)
     names: list[str] | None = None
     while True:
         start = reader.line_num + 1
