@@ -20,11 +20,15 @@ _ROWS = 256  # rows read at a time
 _CONVERTED = "refs/convert/parquet"  # the hub's own conversion of datasets that come as a loading script
 
 
-def _broken() -> tuple[type[Exception], ...]:
-    """What a damaged or vanished file raises in reading."""
+@contextmanager
+def _explained(where: str) -> Iterator[None]:
+    """What a damaged or vanished file raises in reading as one message."""
     import pyarrow as pa
 
-    return OSError, ConnectionError, ValueError, pa.ArrowException
+    try:
+        yield
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise ReadError(f"{where} can't be read from {endpoint()}: {first_line(error)}") from None
 
 
 @contextmanager
@@ -101,9 +105,7 @@ def load_splits(cfg: DataConfig, commit: str | None, unreachable: str) -> Any:
     import datasets
 
     name = str(cfg.name)
-    options: dict[str, Any] = {"streaming": cfg.streaming}
-    if not cfg.streaming:
-        options["num_proc"] = cfg.num_proc
+    options = {"streaming": cfg.streaming, "num_proc": None if cfg.streaming else cfg.num_proc}
     try:
         if commit is None:
             with _offline():
@@ -115,7 +117,7 @@ def load_splits(cfg: DataConfig, commit: str | None, unreachable: str) -> Any:
             if "scripts are no longer supported" not in str(error):
                 raise
             return _load_converted(name, cfg.config_name, options)
-    except (OSError, ConnectionError) as error:
+    except OSError as error:
         if commit is None:
             raise UserError(explain_unreachable("dataset", name, unreachable)) from None
         raise ReadError(f"dataset {name!r} can't be loaded from {endpoint()}: {first_line(error)}") from None
@@ -164,12 +166,10 @@ def read_rows(splits: Any, split: str, cfg: DataConfig) -> Iterator[str]:
     if rows.column_names:
         check_columns(columns, rows.column_names, where)
         rows = rows.select_columns(columns)
-    try:
+    with _explained(where):
         for batch in rows.iter(batch_size=_ROWS):
             for values in zip(*batch.values(), strict=True):
                 yield text_of(dict(zip(batch, values, strict=True)), columns, cfg.column_separator or "", where)
-    except _broken() as error:
-        raise ReadError(f"{where} can't be read from {endpoint()}: {first_line(error)}") from None
 
 
 def read_records(splits: Any, split: str, cfg: DataConfig) -> Iterator[Record]:
@@ -180,8 +180,6 @@ def read_records(splits: Any, split: str, cfg: DataConfig) -> Iterator[Record]:
     """
     where = f"dataset {cfg.name!r}, split {split}"
     check_split(splits, split, cfg)
-    try:
+    with _explained(where):
         for number, row in enumerate(splits[split]):
             yield f"{where}, row {number}", row
-    except _broken() as error:
-        raise ReadError(f"{where} can't be read from {endpoint()}: {first_line(error)}") from None

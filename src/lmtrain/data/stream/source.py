@@ -72,7 +72,7 @@ class _FileStream:
 
     def _document(self, path: File, start: int) -> Iterator[Block]:
         shortest = self.cfg.min_length or 0
-        if start == 0 and shortest and not _reaches(path, shortest):
+        if start == 0 and shortest and len(next(text_blocks(path, shortest), "")) < shortest:
             return
         for text in text_blocks(path, _BLOCK, start):
             yield Block(start, text, False)
@@ -106,11 +106,6 @@ class _FileStream:
 def _told(file: File) -> list[Any]:
     """Name, size and what a file system says of its version: to hash the files would be to read the stream."""
     return [str(file), file.size, file.version] if isinstance(file, Address) else [file.name, file.stat().st_size]
-
-
-def _reaches(path: File, characters: int) -> bool:
-    """Whether a text file has at least so many characters."""
-    return len(next(text_blocks(path, characters), "")) >= characters
 
 
 class _HubStream:
