@@ -51,7 +51,7 @@ class FileSource:
             self.splits["val"], notes = find_files(cfg.val_path, cfg.format, key="data.val_path")
             self.notes = [*self.notes, *(note for note in notes if note not in self.notes)]
         formats = sorted({format for _, format in found})
-        self.settings = {"kind": "files", "formats": formats, "sample_by": cfg.sample_by}
+        self.settings: dict[str, Any] = {"kind": "files", "formats": formats, "sample_by": cfg.sample_by}
         facts = Facts(cfg.cache_dir)
         self.resolved: str | None = "+".join(digest([p for p, _ in part], facts) for part in self.splits.values())
 

@@ -52,7 +52,7 @@ class HubSource:
     def __init__(self, cfg: DataConfig) -> None:
         self.cfg, self.name, self.label = cfg, *named(cfg)
         keys = ("name", "config_name", "revision", "train_split", "val_split")
-        self.settings = {"kind": "hub", **{key: getattr(cfg, key) for key in keys}}
+        self.settings: dict[str, Any] = {"kind": "hub", **{key: getattr(cfg, key) for key in keys}}
         self.resolved: str | None = None
         self.unreachable = ""
         folder = Path(self.name).expanduser()

@@ -15,6 +15,7 @@ import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.sources.pieces import Piece, is_held_out
@@ -57,7 +58,9 @@ class StdlibSource:
     def __init__(self, cfg: DataConfig) -> None:
         self.cfg, self.files = cfg, stdlib_files()
         self.resolved: str | None = Facts(None).digest(self.files)
-        self.settings = {"kind": "python_stdlib"} | ({} if cfg.rows == "text" else {"questions": VERSION})
+        self.settings: dict[str, Any] = {"kind": "python_stdlib"}
+        if cfg.rows != "text":
+            self.settings["questions"] = VERSION
 
     def records(self, name: str) -> Iterator[Record] | None:
         if name == "val" and self.cfg.val_fraction == 0:
