@@ -97,8 +97,7 @@ class Encoder:
             for part in _parts(self.segments(pieces, continues), PART):
                 fast = fast or (sum(len(s.text) for s in part) >= PART and self.fast)
                 if not fast:
-                    encodings = self.backend.encode_batch_fast(_texts(part), add_special_tokens=False)
-                    yield from self._finish(part, [np.array(e.ids, dtype=np.uint32) for e in encodings])
+                    yield from self._finish(part, self._by_library(part))
                     continue
                 begun.append((part, pool.submit(processes.encode, _texts(part))))
                 if len(begun) > 2 * self.processes:
@@ -140,6 +139,11 @@ class Encoder:
     def _finish_first(self, begun: deque[_Begun]) -> Iterator[EncodedSegment]:
         part, found = begun.popleft()
         yield from self._finish(part, found.result())
+
+    def _by_library(self, part: list[Segment]) -> _Found:
+        # A method of its own, at whose end the encodings, 100 bytes a token, are gone.
+        encodings = self.backend.encode_batch_fast(_texts(part), add_special_tokens=False)
+        return [np.array(e.ids, dtype=np.uint32) for e in encodings]
 
     def _finish(self, part: list[Segment], found: _Found) -> Iterator[EncodedSegment]:
         for segment, ids in zip(part, found, strict=True):
