@@ -20,8 +20,8 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from lmtrain.data.byte_bpe.encoder import GPT2
 from lmtrain.data.byte_bpe.tables import LETTERS
+from lmtrain.data.byte_bpe.words import GPT2
 
 CONTENDERS = ("lmtrain", "datasets", "datasets_threads", "nanogpt_way")
 

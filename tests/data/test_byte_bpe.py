@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lmtrain.data.byte_bpe import encoder
 from lmtrain.data.byte_bpe.encoder import ByteBPE
+from lmtrain.data.byte_bpe.words import LLAMA3, QWEN2
 from lmtrain.data.sources.pieces import Piece
 from lmtrain.data.text import encode
 
@@ -18,15 +19,23 @@ HUB = Path(__file__).parents[3] / "shared" / "hub" / "models"
 BYTES = pre_tokenizers.ByteLevel
 
 
-GPT2 = (None, BYTES(add_prefix_space=False))
-SPLIT = [pre_tokenizers.Split(Regex(encoder.GPT2), "isolated"), BYTES(add_prefix_space=False, use_regex=False)]
+def split(pattern: str) -> pre_tokenizers.PreTokenizer:
+    by_pattern = pre_tokenizers.Split(Regex(pattern), "isolated")
+    return pre_tokenizers.Sequence([by_pattern, BYTES(add_prefix_space=False, use_regex=False)])
+
+
+PRE_TOKENIZERS = {
+    "gpt2": (None, BYTES(add_prefix_space=False)),
+    "smollm2": (None, pre_tokenizers.Sequence([pre_tokenizers.Digits(True), BYTES(add_prefix_space=False)])),
+    "qwen2": (normalizers.NFC(), split(QWEN2)),
+    "llama3": (None, split(LLAMA3)),
+}
 OTHERS = {
     "prefix_space": (None, BYTES(add_prefix_space=True)),
     "lowercase": (normalizers.Lowercase(), BYTES(add_prefix_space=False)),
-    "normalized": (normalizers.NFC(), BYTES(add_prefix_space=False)),
     "whitespace": (None, pre_tokenizers.Whitespace()),
-    "digits": (None, pre_tokenizers.Sequence([pre_tokenizers.Digits(True), BYTES(add_prefix_space=False)])),
-    "a_pattern_of_its_own": (None, pre_tokenizers.Sequence(SPLIT)),
+    "grouped_digits": (None, pre_tokenizers.Sequence([pre_tokenizers.Digits(False), BYTES(add_prefix_space=False)])),
+    "another_pattern": (None, split(QWEN2.replace("+", "{1,5}"))),
     "none": (None, None),
 }
 
@@ -76,16 +85,18 @@ def assert_alike(fast: ByteBPE, backend: Tokenizer, texts: list[str]) -> None:
     assert [ids.tolist() for ids in fast.encode(texts)] == expected
 
 
-def test_ids_are_the_librarys(prose: str) -> None:
-    backend = trained(*GPT2, prose)
+@pytest.mark.parametrize("kind", PRE_TOKENIZERS)
+def test_ids_are_the_librarys(kind: str, prose: str) -> None:
+    backend = trained(*PRE_TOKENIZERS[kind], prose)
     texts = odd_texts(prose)
     assert_alike(fast_of(backend), backend, texts)
     assert_alike(fast_of(backend), backend, [text for text in texts if text.isascii()])
 
 
-def test_words_end_where_the_librarys_do(prose: str) -> None:
+@pytest.mark.parametrize("kind", PRE_TOKENIZERS)
+def test_words_end_where_the_librarys_do(kind: str, prose: str) -> None:
     """Every text of up to five characters, one of each kind, and those that contractions are made of."""
-    backend = trained(*GPT2, prose[:3000])
+    backend = trained(*PRE_TOKENIZERS[kind], prose[:3000])
     texts = ["".join(text) for n in range(6) for text in itertools.product("lS1.' \n\t", repeat=n)]
     texts += ["".join(text) for text in itertools.product("rve'l é", repeat=5)]
     texts += ["a" + "1" * n + end for n in range(12) for end in ("", "b", " 1")]
@@ -94,7 +105,7 @@ def test_words_end_where_the_librarys_do(prose: str) -> None:
 
 def test_what_python_and_the_library_sort_differently_is_left_to_the_library(prose: str) -> None:
     """6,000 characters of Unicode, some to a text: some that are no letter for one of the two are among them."""
-    backend = trained(*GPT2, prose)
+    backend = trained(*PRE_TOKENIZERS["qwen2"], prose)
     characters = random.Random(0).sample([chr(n) for n in range(0x20000) if not 0xD800 <= n < 0xE000], 6000)
     texts = ["a" + "".join(characters[n : n + 6]) + " b" for n in range(0, len(characters), 6)]
     assert_alike(fast_of(backend), backend, texts)
@@ -102,22 +113,27 @@ def test_what_python_and_the_library_sort_differently_is_left_to_the_library(pro
 
 def test_a_character_of_another_kind_is_noticed(prose: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where Python's Unicode is older than the library's, and takes a letter for a sign."""
-    kind_of = encoder.kind_of
-    monkeypatch.setattr(encoder, "kind_of", lambda c: encoder.OTHER if c == "é" else kind_of(c))
-    backend = trained(*GPT2, prose)
+    kind_of = encoder.words.kind_of
+    monkeypatch.setattr(encoder.words, "kind_of", lambda c: encoder.words.OTHER if c == "é" else kind_of(c))
+    backend = trained(*PRE_TOKENIZERS["gpt2"], prose)
     assert_alike(fast_of(backend), backend, ["caf\u00e9 caf\u00e9s", "a \u00e9", "plain"])
 
 
+def test_text_that_is_not_normalized(prose: str) -> None:
+    backend = trained(*PRE_TOKENIZERS["qwen2"], prose)
+    assert_alike(fast_of(backend), backend, ["caf\u00e9", "cafe\u0301", "e\u0301"])
+
+
 def test_a_byte_without_a_token(prose: str) -> None:
-    """As SmolLM2 has none for some control characters: the library drops them."""
+    """SmolLM2 has none for some control characters: the library drops them."""
     alphabet = sorted(set(BYTES.alphabet()) - {"Ą"})  # byte 4
-    backend = trained(*GPT2, prose, alphabet)
+    backend = trained(*PRE_TOKENIZERS["smollm2"], prose, alphabet)
     assert_alike(fast_of(backend), backend, ["plain", "a\x04b", "\x04", "\x04\x04", "a\x00b", "\x00", ""])
 
 
 def test_words_move_into_larger_tables(prose: str) -> None:
     """More words than a table holds at first, of 1 to 40 bytes, each seen again."""
-    backend = trained(*GPT2, prose)
+    backend = trained(*PRE_TOKENIZERS["gpt2"], prose)
     fast = fast_of(backend)
     rng = random.Random(2)
     texts = [
@@ -136,7 +152,7 @@ def test_other_tokenizers_are_left_to_the_library(kind: str, prose: str) -> None
 
 
 def test_added_words_are_left_to_the_library(prose: str) -> None:
-    backend = trained(*GPT2, prose)
+    backend = trained(*PRE_TOKENIZERS["gpt2"], prose)
     backend.add_tokens([AddedToken("hello there", special=False)])
     assert not ByteBPE.covers(backend)
 
@@ -177,23 +193,29 @@ def test_pairs_of_any_rank() -> None:
 def test_a_full_table_begins_again(prose: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoder, "_IN_TABLE", 300)
     monkeypatch.setattr(encoder, "_MANY", 20)
-    backend = trained(*GPT2, prose)
-    fast, texts = fast_of(backend), odd_texts(prose)
-    for n in range(0, 1000, 100):
-        assert_alike(fast, backend, texts[n : n + 100])
-    assert len(fast._table) < 2000
+    vocabulary = {token: n for n, token in enumerate([*sorted(BYTES.alphabet()), "et", "eta"])}
+    whole = Tokenizer(models.BPE(vocabulary, [("e", "t")], ignore_merges=True))
+    whole.pre_tokenizer = BYTES(add_prefix_space=False)
+    for backend in (trained(*PRE_TOKENIZERS["gpt2"], prose), whole):
+        fast, texts = fast_of(backend), odd_texts(prose)
+        for n in range(0, 1000, 100):
+            assert_alike(fast, backend, texts[n : n + 100])
+        assert len(fast._table) < 2000
 
 
-def test_whole_words_before_merges_are_left_to_the_library(prose: str) -> None:
+def test_whole_words_before_merges(prose: str) -> None:
     """Llama 3's `ignore_merges`: a word that is a token is that token, whatever its merges give."""
-    vocabulary = {token: n for n, token in enumerate([*sorted(BYTES.alphabet()), "ab", "cab"])}
+    letters = sorted(BYTES.alphabet())
+    vocabulary = {token: n for n, token in enumerate([*letters, "ab", "cab"])}
     backend = Tokenizer(models.BPE(vocabulary, [("a", "b")], ignore_merges=True))
     backend.pre_tokenizer = BYTES(add_prefix_space=False)
-    assert not ByteBPE.covers(backend)
+    assert_alike(fast_of(backend), backend, ["cab", "cabs", "cab cab"])
+    assert fast_of(backend).encode(["cab"])[0].tolist() == [vocabulary["cab"]]
 
 
-def test_a_published_tokenizer(prose: str) -> None:
-    file = HUB / "openai-community" / "gpt2" / "tokenizer.json"
+@pytest.mark.parametrize("name", ["openai-community/gpt2", "HuggingFaceTB/SmolLM2-135M-Instruct"])
+def test_published_tokenizers(name: str, prose: str) -> None:
+    file = HUB / name / "tokenizer.json"
     if not file.exists():
         pytest.skip("the loopback hub's tokenizers are not here")
     backend = Tokenizer.from_file(str(file))
@@ -203,7 +225,7 @@ def test_a_published_tokenizer(prose: str) -> None:
 
 def test_a_run_of_spaces_without_end(prose: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encode, "PART", 1 << 16)
-    backend = trained(*GPT2, prose)
+    backend = trained(*PRE_TOKENIZERS["gpt2"], prose)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
     run = " " * 2 * encode.PART + "x"
     (found,) = encode.Encoder(tokenizer, None).encode([Piece(run, ends=True)])
@@ -212,7 +234,7 @@ def test_a_run_of_spaces_without_end(prose: str, monkeypatch: pytest.MonkeyPatch
 
 def test_long_text_is_encoded_as_short_text_is(prose: str) -> None:
     """The encoder's batches take the fast way, a short text does not."""
-    backend = trained(*GPT2, prose, sorted(set(BYTES.alphabet()) - {"Ą"}))
+    backend = trained(*PRE_TOKENIZERS["smollm2"], prose, sorted(set(BYTES.alphabet()) - {"Ą"}))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
     documents = [prose[n : n + 9000] + ("\x04" if n % 7 == 0 else "") for n in range(0, len(prose), 9000)]
     documents = documents * (3 * encode.PART // len(prose) + 1)

@@ -1,9 +1,8 @@
 """Byte-level BPE tokenizers over arrays: the ids of the tokenizers library, several times as fast.
 
-Such a tokenizer cuts a text into words by GPT-2's regular expression and then tokenizes each word by itself. Here words
-are found by array operations and looked up in a table (tables.py): where one begins depends on the kinds of the
-characters beside it. Those that are not in the table are merged together and added; words too long for it the library
-tokenizes.
+Such a tokenizer cuts a text into words by a regular expression and then tokenizes each word by itself. Here the words
+are found by array operations (words.py) and looked up in a table (tables.py). Those that are not in it are merged
+together and added; words too long for the table the library tokenizes.
 
 Python and the library may sort a character differently (they carry tables of different versions of Unicode), so each
 character is tried in both, beside others, before the first text that has it is encoded here.
@@ -16,30 +15,23 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from lmtrain.data.byte_bpe.tables import LETTERS, LONGEST, Merges, WordTable, is_plain, key_bytes, word_keys
-
-GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # what `_begins` stands for
-
-# Kinds of characters. END stands between texts: NUL, which no text that is encoded so contains.
-END, LETTER, NUMBER, OTHER, SPACE, BLANK = range(6)  # BLANK: white space but " "
-
-
-def kind_of(character: str) -> int:
-    """LETTER is Unicode's L, NUMBER its N, white space its White_Space."""
-    if character == "\0":
-        return END
-    if character == " ":
-        return SPACE
-    if character.isspace() and not "\x1c" <= character <= "\x1f":
-        return BLANK
-    return {"L": LETTER, "N": NUMBER}.get(unicodedata.category(character)[0], OTHER)
-
+from lmtrain.data.byte_bpe import words
+from lmtrain.data.byte_bpe.tables import (
+    LETTERS,
+    LONGEST,
+    Merges,
+    WordTable,
+    is_plain,
+    key_bytes,
+    token_bytes,
+    word_keys,
+)
 
 _PROBES = ("{0}", "{0}{0}", "a{0}a", "1{0}1", " {0} ", ".{0}.", "'{0}", "\n{0}\n", "  {0}")
 _END = "\0"  # between texts
 _ROOM = _END * (LONGEST + 1)  # after the last, for what looks ahead
 _NEW = 255  # the kind of a character that has not been tried
-_ASCII = bytes(kind_of(chr(n)) for n in range(128)) + bytes(128)
+_ASCII = bytes(words.kind_of(chr(n)) for n in range(128)) + bytes(128)
 _IN_TABLE = 1 << 20  # words: up to 120 MB
 _MANY = 1 << 17  # words too long for the table
 _LONG = 64  # bytes; longer words hardly come twice
@@ -50,13 +42,17 @@ class ByteBPE:
 
     def __init__(self, backend: Tokenizer) -> None:
         """backend: one that `covers` is true of."""
-        model = _settings(backend)["model"]
-        self._backend = backend
+        settings = _settings(backend)
+        model, begins = settings["model"], _begins(settings["pre_tokenizer"])
+        assert begins is not None
+        self._backend, self._begins = backend, begins
+        self._nfc = settings["normalizer"] is not None
         self._kinds = np.full(0x110000, _NEW, dtype=np.uint8)  # of each code point
-        self._kinds[0] = END
+        self._kinds[0] = words.END
         self._strange = {_END}  # characters whose texts the library encodes
         self._merges = Merges(model["vocab"], model["merges"])
-        self._table = WordTable()
+        self._whole = model["vocab"] if model["ignore_merges"] else {}  # words that are tokens, whatever merging gives
+        self._table = self._new_table()
         self._long: dict[bytes, list[int]] = {}  # words that the table can't hold
         self._learn("".join(map(chr, range(128))))
 
@@ -64,10 +60,9 @@ class ByteBPE:
     def covers(backend: Tokenizer) -> bool:
         """Whether this gives the tokenizer's ids."""
         settings = _settings(backend)
-        words = settings["pre_tokenizer"] or {"type": None}
-        by_gpt2 = words["type"] == "ByteLevel" and words["use_regex"] and not words["add_prefix_space"]
+        plain = settings["normalizer"] is None or settings["normalizer"]["type"] == "NFC"
         added = any(not token["special"] for token in settings["added_tokens"])
-        return by_gpt2 and settings["normalizer"] is None and not added and is_plain(settings["model"])
+        return plain and not added and is_plain(settings["model"]) and _begins(settings["pre_tokenizer"]) is not None
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """The token ids of each text, uint32 [n]."""
@@ -84,6 +79,8 @@ class ByteBPE:
 
     def _covers(self, text: str) -> bool:
         """Whether `_encode` gives the tokenizer's ids for this text."""
+        if self._nfc and not unicodedata.is_normalized("NFC", text):
+            return False
         return not any(character in text for character in self._strange)
 
     def _encode(self, texts: list[str]) -> list[np.ndarray]:
@@ -105,8 +102,8 @@ class ByteBPE:
         else:
             characters = np.frombuffer(joined.encode("utf-32-le"), np.uint32)
             kinds = kind_of[characters]
-        begins = np.flatnonzero(_begins(characters, kinds))
-        ends = np.flatnonzero(kinds[begins] == END)[:texts]
+        begins = np.flatnonzero(self._begins(characters, kinds))
+        ends = np.flatnonzero(kinds[begins] == words.END)[:texts]
         return begins[: ends[-1] + 1], ends
 
     def _ids(self, raw: bytes, begins: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -127,7 +124,7 @@ class ByteBPE:
         at = np.cumsum(counts) - counts
         ids[_ranges(at[missing], counts[missing])] = [i for ids in theirs for i in ids]
         if len(table) > _IN_TABLE:
-            self._table = WordTable()
+            self._table = self._new_table()
         return ids, counts
 
     def _add(self, keys: np.ndarray, lengths: np.ndarray) -> None:
@@ -137,6 +134,16 @@ class ByteBPE:
         ids, counts = self._merges.ids(key_bytes(keys), lengths[once])
         new = counts > 0
         self._table.add(keys[:, new], ids[np.repeat(new, counts)], counts[new])
+
+    def _new_table(self) -> WordTable:
+        tokens = {token_bytes(token): i for token, i in self._whole.items()}
+        tokens = {word: i for word, i in tokens.items() if 0 < len(word) <= LONGEST and 0 not in word}
+        lengths = np.array([len(word) for word in tokens], dtype=np.int64)
+        text = np.frombuffer(b"".join(tokens) + bytes(LONGEST), np.uint8)
+        table = WordTable()
+        keys = word_keys(text, np.cumsum(lengths) - lengths, lengths)
+        table.add(keys, np.array(list(tokens.values()), dtype=np.uint32), np.ones_like(lengths))
+        return table
 
     def _look_up(self, missing: list[bytes]) -> list[list[int]]:
         """The ids of words that the table can't hold."""
@@ -161,10 +168,11 @@ class ByteBPE:
             return
         new = [chr(code) for code in np.unique(codes)]
         kinds = self._kinds.copy()
-        kinds[[ord(character) for character in new]] = [kind_of(character) for character in new]
+        kinds[[ord(character) for character in new]] = [words.kind_of(character) for character in new]
         probes = [probe.format(character) for character in new for probe in _PROBES]
         begins, ends = self._find_words(_END.join(probes) + _ROOM, kinds, len(probes))
-        strange = set()
+        # In a newer Unicode, which the library may have, NFC may change what isn't assigned in Python's.
+        strange = {c for c in new if self._nfc and unicodedata.category(c) == "Cn"}
         for n, found in enumerate(np.split(begins, ends[:-1] + 1)):
             expected = [begin for _, (begin, _) in self._backend.pre_tokenizer.pre_tokenize_str(probes[n])]
             if (found[:-1] - found[0]).tolist() != expected:
@@ -178,31 +186,21 @@ def _settings(backend: Tokenizer) -> dict[str, Any]:
     return settings
 
 
-def _begins(characters: np.ndarray, kinds: np.ndarray) -> np.ndarray:
-    """Whether a word of GPT-2's pattern begins at each character, bool [n].
-
-    characters: code points, uint8 or uint32 [n]; kinds: of each, uint8 [n]. The text ends with four ENDs at least.
-    """
-    in_word, blank = (kinds != END) & (kinds < SPACE), kinds >= SPACE
-    run = np.minimum(kinds, SPACE)  # all white space is one
-    begins = kinds == END
-    begins[0] = True
-    begins[1:] |= run[1:] != run[:-1]
-    begins[1:] &= ~(in_word[1:] & (kinds[:-1] == SPACE))  # a word takes the space before it
-    begins[:-1] |= blank[:-1] & in_word[1:]  # the last of the white space before it
-    # 's, 't, 'm, 'd, 're, 've and 'll are words where one begins at the apostrophe.
-    at = np.flatnonzero((characters == ord("'")) & begins)
-    first, second = characters[at + 1], characters[at + 2]
-    one = np.isin(first, _codes("stmd"))
-    two = (first == ord("l")) & (second == ord("l")) | np.isin(first, _codes("rv")) & (second == ord("e"))
-    begins[at[one | two] + 1] = False
-    begins[at[one] + 2] = True
-    begins[at[two] + 3] = True
-    return begins
-
-
-def _codes(characters: str) -> np.ndarray:
-    return np.array([ord(character) for character in characters], np.uint8)
+def _begins(pre_tokenizer: dict[str, Any] | None) -> words.Begins | None:
+    """Where the words begin that the pre-tokenizer makes; None for other kinds."""
+    if pre_tokenizer is None:
+        return None
+    *before, last = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
+    if last["type"] != "ByteLevel" or last["add_prefix_space"] or len(before) > 1:
+        return None
+    if not before:
+        return words.gpt2 if last["use_regex"] else None
+    first = before[0]
+    if first["type"] == "Digits" and first["individual_digits"]:
+        return words.gpt2_digits if last["use_regex"] else None
+    if first["type"] != "Split" or first["behavior"] != "Isolated" or first["invert"] or last["use_regex"]:
+        return None
+    return words.PATTERNS.get(first["pattern"].get("Regex"))
 
 
 def _ranges(begins: np.ndarray, counts: np.ndarray) -> np.ndarray:

@@ -129,14 +129,20 @@ _SEEN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 LETTERS = {byte: chr(byte) for byte in _SEEN}
 LETTERS |= {byte: chr(256 + n) for n, byte in enumerate(b for b in range(256) if b not in _SEEN)}
 
+_BYTES = {letter: byte for byte, letter in LETTERS.items()}
 _NONE = 0xFFFFFFFF  # in the place of a token where there is none
 _ANY = np.uint64(1)  # the second key, which pairs have no use for
 
 
 def is_plain(model: dict[str, Any]) -> bool:
     """Whether `Merges` does what this model of a tokenizer.json does."""
-    others = ("continuing_subword_prefix", "end_of_word_suffix", "dropout", "ignore_merges")
-    return model["type"] == "BPE" and not any(model.get(name) for name in others)
+    affixes = model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")
+    return model["type"] == "BPE" and not affixes and not model["dropout"]
+
+
+def token_bytes(token: str) -> bytes:
+    """What a token of the vocabulary stands for; nothing where it has other letters, as "<a b>" has."""
+    return bytes(_BYTES[letter] for letter in token) if all(letter in _BYTES for letter in token) else b""
 
 
 class Merges:
