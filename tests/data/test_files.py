@@ -176,9 +176,7 @@ def test_bad_paths(tmp_path, data_config):
 
 def test_a_saved_dataset_dict_names_its_splits(tmp_path, data_config):
     datasets.DatasetDict({"train": datasets.Dataset.from_list(rows())}).save_to_disk(tmp_path / "saved")
-    with pytest.raises(
-        UserError, match=r"holds the splits train of a dataset: name the folder of one, data\.path=.*saved/"
-    ):
+    with pytest.raises(UserError, match=r"holds the splits train: set data\.path=.*saved/train"):
         read(data_config("parquet", path=str(tmp_path / "saved")))
     assert read(data_config("parquet", path=str(tmp_path / "saved" / "train"), val_fraction=0)) == TEXTS
 

@@ -132,11 +132,16 @@ def _find(part: str, key: str) -> tuple[Found, list[File]]:
         return "file", [path]
     if path.is_dir():
         if (path / "dataset_dict.json").exists():
-            splits = ", ".join(sorted(p.name for p in path.iterdir() if p.is_dir()))
-            raise UserError(f"{part} holds the splits {splits} of a dataset: name the folder of one, {key}={part}/...")
+            splits = sorted(p.name for p in path.iterdir() if p.is_dir())
+            if not splits:
+                raise UserError(f"{key}={part} has a dataset_dict.json and no splits beside it: save the dataset again")
+            raise UserError(f"{part} holds the splits {', '.join(splits)}: set {key}={part}/{splits[0]}")
         if path.resolve() == Path(path.anchor or "/").resolve():
             raise UserError(f"{key}={part} is the whole file system: name the folder that holds the data")
-        return "folder", [p for p in sorted(path.rglob("*")) if p.is_file() and not _is_hidden(p, path)]
+        try:
+            return "folder", [p for p in sorted(path.rglob("*")) if p.is_file() and not _is_hidden(p, path)]
+        except OSError as error:
+            raise UserError(f"{key}={part} can't be searched for files: {error}") from None
     if path.exists():
         raise UserError(f"{key}={part} is a device, pipe or socket: name a file, a folder or a glob")
     matches = sorted(Path(m) for m in glob.glob(str(path), recursive=True) if Path(m).is_file())
@@ -189,8 +194,7 @@ def _format_of(path: File, wanted: str) -> str:
 def read_pieces(files: list[tuple[File, str]], cfg: DataConfig) -> Iterator[Piece]:
     """The documents of the files, in order."""
     if cfg.document_start:
-        rows = (row for path, format in files for row in read_rows(path, format, cfg))
-        yield from join_rows(rows, cfg.document_start)
+        yield from join_rows(_all_rows(files, cfg), cfg.document_start)
         return
     for path, format in files:
         if format == "text" and cfg.sample_by == "document":
@@ -200,21 +204,27 @@ def read_pieces(files: list[tuple[File, str]], cfg: DataConfig) -> Iterator[Piec
             yield from (Piece(_of_characters(row, path), True) for row in read_rows(path, format, cfg))
 
 
+def _all_rows(files: list[tuple[File, str]], cfg: DataConfig) -> Iterator[str]:
+    for path, format in files:
+        yield from read_rows(path, format, cfg)
+
+
 def read_rows(path: File, format: str, cfg: DataConfig) -> Iterator[str]:
     """The text of each row of a file: of a plain text one its lines, or paragraphs."""
     if format == "text":
-        if cfg.sample_by == "paragraph":
-            yield from _paragraphs(path)
-        elif cfg.document_start:  # lines keep their ends where they are to be joined again
-            yield from raw_lines(path)
-        else:
-            yield from (line.rstrip("\r\n") for line in raw_lines(path))
+        # Lines keep their ends where they are to be joined again.
+        yield from _paragraphs(path) if cfg.sample_by == "paragraph" else _lines(path, keep=bool(cfg.document_start))
         return
     columns = columns_of(cfg.text_column)
     for where, row in read_table(path, format, columns):
         if isinstance(row, str):
             raise UserError(f"{where}: {row}")
         yield text_of(row, columns, cfg.column_separator or "", where)
+
+
+def _lines(path: File, keep: bool) -> Iterator[str]:
+    for line in raw_lines(path):
+        yield line if keep else line.rstrip("\r\n")
 
 
 def _paragraphs(path: File) -> Iterator[str]:
@@ -240,11 +250,12 @@ def read_records(files: list[tuple[File, str]]) -> Iterator[Record]:
 
 def _of_characters(text: str, path: File) -> str:
     """The text; UserError where JSON wrote half of a surrogate pair into it, which no tokenizer takes."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise UserError(
-            f"{path}: a text holds half a surrogate pair (\\ud800 to \\udfff), which is not a character: fix or "
-            f"remove that row"
-        ) from None
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise UserError(
+                f"{path}: a text holds half a surrogate pair (\\ud800 to \\udfff), which is not a character: fix or "
+                f"remove that row"
+            ) from None
     return text

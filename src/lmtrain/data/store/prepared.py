@@ -70,11 +70,14 @@ def folder_key(data: DataConfig, tokenizer: TokenizerConfig, **contents: Any) ->
     return dict(json.loads(json.dumps(key, sort_keys=True)))
 
 
+def key_hash(key: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+
+
 def folder_of(cfg: DataConfig, label: str, key: dict[str, Any]) -> Path:
     """Where what has this key is kept, <cache_dir>/<label>-<hash>."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", label)
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-    return Path(cfg.cache_dir).expanduser() / f"{name[:_LONGEST_LABEL]}-{digest[:12]}"
+    return Path(cfg.cache_dir).expanduser() / f"{name[:_LONGEST_LABEL]}-{key_hash(key)[:12]}"
 
 
 def min_val_rows(cfg: DataConfig) -> dict[str, int]:
