@@ -9,6 +9,7 @@ import pytest
 from inprocess import run
 from lmtrain.config.compose import check, compose
 from lmtrain.data.corpus import Corpus, build_corpus
+from lmtrain.data.store import bins
 from support import TINY
 
 STEPS = ["trainer.max_steps=3", "trainer.val_check_interval=1", "trainer.save_every_n_steps=1", "run.name=a"]
@@ -26,8 +27,27 @@ def corpus_of(here: Path, *words: str) -> Corpus:
     return build_corpus(check(compose([*TINY, "data=text", f"data.cache_dir={here}/cache", *words])))
 
 
-def test_little_data_holds_out_more_than_the_share_that_is_typed(here: Path) -> None:
-    typed, now = corpus_of(here, *SPLIT), corpus_of(here, "data.path=book.txt")
+def rename_to_earlier(corpus: Corpus) -> None:
+    """Makes of a prepared folder one of an earlier version, whose key has no data.min_val_rows."""
+    meta = bins.load_meta(corpus.folder)
+    del meta["key"]["min_val_rows"]
+    bins.save_meta(meta, corpus.folder)
+    from lmtrain.data.store.prepared import key_hash
+
+    name = corpus.folder.name.rpartition("-")[0]
+    corpus.folder.rename(corpus.folder.with_name(f"{name}-{key_hash(meta['key'])[:12]}"))
+
+
+def test_folders_of_earlier_versions_are_found_where_the_split_is_the_same(here: Path) -> None:
+    (here / "large.txt").write_text("a line of a large book\n" * 20_000)
+    large = corpus_of(here, "data.path=large.txt")
+    rename_to_earlier(large)
+    assert not large.folder.exists()
+    assert corpus_of(here, "data.path=large.txt").fingerprint == large.fingerprint
+    assert not large.folder.exists(), "found, not prepared again"
+
+    typed = corpus_of(here, *SPLIT)  # as an earlier version held out: 2 % of a small text
+    now = corpus_of(here, "data.path=book.txt")
     assert typed.val is not None
     assert now.val is not None
     assert len(typed.val) < len(now.val)

@@ -20,7 +20,7 @@ from lmtrain.data.store import bins, contents
 from lmtrain.data.store.prepared import (
     PreparedData,
     folder_key,
-    folder_of,
+    folder_to_use,
     min_val_rows,
     new_meta,
     prepare_folder,
@@ -93,7 +93,7 @@ def prepare_examples(
         encoder=encoder.identity,
         **min_val_rows(cfg),
     )
-    target = folder_of(cfg, f"{parts[0].source.label}-{named.label}", key)
+    target = folder_to_use(cfg, f"{parts[0].source.label}-{named.label}", key)
     notes = [note for part in parts for note in part.source.notes]
     with PrepareProgress(progress) as show:
 

@@ -80,6 +80,23 @@ def folder_of(cfg: DataConfig, label: str, key: dict[str, Any]) -> Path:
     return Path(cfg.cache_dir).expanduser() / f"{name[:_LONGEST_LABEL]}-{key_hash(key)[:12]}"
 
 
+def without_min_val_rows(key: dict[str, Any]) -> dict[str, Any]:
+    """The key by which earlier versions, which held out data.val_fraction of small data too, kept the same data."""
+    return {name: value for name, value in key.items() if name != "min_val_rows"}
+
+
+def folder_to_use(cfg: DataConfig, label: str, key: dict[str, Any]) -> Path:
+    """As `folder_of`; where an earlier version has prepared what this one would, that folder."""
+    own, earlier = (folder_of(cfg, label, k) for k in (key, without_min_val_rows(key)))
+    if is_complete(own) or not is_complete(earlier):
+        return own
+    val = bins.load_meta(earlier)["splits"].get("val")
+    if val is None:  # which min_val_rows doesn't change
+        return earlier
+    rows = val["counts"]["rows"] if "counts" in val else max(val["documents"] or 0, (val["bytes"] or 0) // 1000)
+    return earlier if rows >= key["min_val_rows"] else own
+
+
 def min_val_rows(cfg: DataConfig) -> dict[str, int]:
     """What data.min_val_rows adds to the key; nothing where it has no effect."""
     return {"min_val_rows": cfg.min_val_rows} if cfg.min_val_rows and cfg.val_fraction and not cfg.val_path else {}

@@ -19,12 +19,13 @@ from lmtrain.data.store.contents import Facts
 from lmtrain.data.store.prepared import (
     PreparedData,
     folder_key,
-    folder_of,
+    folder_to_use,
     is_complete,
     min_val_rows,
     new_meta,
     open_folder,
     prepare_folder,
+    without_min_val_rows,
 )
 from lmtrain.data.store.progress import PrepareProgress
 from lmtrain.data.store.writer import BinWriter
@@ -56,7 +57,7 @@ def prepare(cfg: DataConfig, tokenizer_cfg: TokenizerConfig, progress: bool = Tr
             resolved={"source": source.resolved, "tokenizer": named.resolved},
             **min_val_rows(cfg),
         )
-        target = folder_of(cfg, f"{source.label}-{named.label}", key)
+        target = folder_to_use(cfg, f"{source.label}-{named.label}", key)
         if None in key["resolved"].values() and not is_complete(target):
             target = _prepared_before(target, key, show) or target
 
@@ -81,7 +82,7 @@ def _prepared_before(target: Path, key: dict[str, Any], show: PrepareProgress) -
             continue
         theirs = bins.load_meta(folder)["key"]
         resolved = {**theirs.get("resolved", {}), **dict.fromkeys(unknown)}
-        if {**theirs, "resolved": resolved} == key:
+        if {**theirs, "resolved": resolved} in (key, without_min_val_rows(key)):
             found.append(folder)
     newest = max(found, key=lambda f: (f / bins.META).stat().st_mtime_ns, default=None)
     if newest is not None:
