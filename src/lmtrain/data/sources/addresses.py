@@ -97,14 +97,18 @@ def find(text: str, key: str) -> tuple[Found, list[Address]]:
 
 def _file_system(text: str, where: str) -> tuple[Any, str]:
     import fsspec
+    from fsspec.registry import known_implementations
 
+    protocol = text.partition("://")[0].rpartition("::")[2]
     try:
         return cast(tuple[Any, str], fsspec.core.url_to_fs(text))
-    except (ImportError, ValueError) as error:
-        raise UserError(
-            f"{where}: {first_line(error)}. fsspec opens https://, hf://, and with a package of the same version "
-            f"others: pip install s3fs=={fsspec.__version__} for s3://, gcsfs=={fsspec.__version__} for gs://"
-        ) from None
+    except ImportError as error:
+        known = known_implementations.get(protocol, {}).get("class", "").partition(".")[0]
+        missing = getattr(error.__cause__, "name", None) if known in ("", "fsspec") else known
+        install = f"pip install {missing} fsspec=={fsspec.__version__}" if missing else first_line(error)
+        raise UserError(f"{where}: {protocol}:// needs a package that is not installed: {install}") from None
+    except ValueError as error:
+        raise UserError(f"{where}: {first_line(error)}; fsspec opens s3://, gs://, https://, hf://, ...") from None
 
 
 def _look_up(fs: Any, path: str) -> tuple[Found, list[dict[str, Any]]]:
@@ -191,13 +195,17 @@ def opened(address: Address) -> IO[bytes]:
 
 
 class _Reading(io.RawIOBase):
-    """Bytes of an address. What any library raises is an OSError, as of a local file."""
+    """Bytes of an address. What any library raises is an OSError, as of a local file.
+
+    A server that sends whole files only is read forward; to go back is to ask for the file again.
+    """
 
     def __init__(self, address: Address) -> None:
         super().__init__()
-        options = {"size": address.size} if is_web(address.path) else {}  # else the server is asked for it
-        with _as_os_error():
-            self._file = address.fs.open(address.path, "rb", **options)
+        self.address, self._at = address, 0
+        self._forward = is_web(address.path) and address.size is None
+        with self._as_os_error():
+            self._file = self._open()
 
     def readable(self) -> bool:
         return True
@@ -206,16 +214,19 @@ class _Reading(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        return int(self._file.tell())
+        return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        with _as_os_error():
-            return int(self._file.seek(offset, whence))
+        if whence == io.SEEK_END and self.address.size is None:
+            raise OSError("its server doesn't say how long it is: download it first")
+        self._at = offset + (0, self._at, self.address.size or 0)[whence]
+        return self._at
 
     def readinto(self, buffer: Any) -> int:
-        with _as_os_error():
-            part = self._file.read(len(buffer))
+        with self._as_os_error():
+            part = self._read(len(buffer))
         buffer[: len(part)] = part
+        self._at += len(part)
         return len(part)
 
     def close(self) -> None:
@@ -223,13 +234,45 @@ class _Reading(io.RawIOBase):
             self._file.close()
         super().close()
 
+    def _open(self) -> Any:
+        options: dict[str, Any] = {}
+        if is_web(self.address.path):
+            options["size"] = self.address.size or 1  # else the server is asked for it
+        if self._forward:
+            import aiohttp
 
-@contextlib.contextmanager
-def _as_os_error() -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        says_why = isinstance(error, OSError) and error.__cause__ is None
-        if says_why or isinstance(error, MemoryError):
-            raise
-        raise OSError(_why(error)) from error
+            # All of the file in one answer, for however long that takes as long as something comes.
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=60)
+            options |= {"block_size": 0, "timeout": timeout}
+        return self.address.fs.open(self.address.path, "rb", **options)
+
+    def _read(self, size: int) -> bytes:
+        if not self._forward:
+            try:
+                self._file.seek(self._at)
+                return bytes(self._file.read(size))
+            except ValueError:
+                if not is_web(self.address.path):
+                    raise
+                self._forward = True  # the server knows no ranges
+                self._reopen()
+        if self._file.tell() > self._at:
+            self._reopen()
+        while self._file.tell() < self._at:
+            if not self._file.read(min(_BLOCK, self._at - self._file.tell())):
+                return b""
+        return bytes(self._file.read(size))
+
+    def _reopen(self) -> None:
+        self._file.close()
+        self._file = self._open()
+
+    @contextlib.contextmanager
+    def _as_os_error(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            says_why = isinstance(error, OSError) and error.__cause__ is None
+            if says_why or isinstance(error, MemoryError):
+                raise
+            raise OSError(_why(error)) from error
