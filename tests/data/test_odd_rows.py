@@ -85,6 +85,9 @@ ODD: dict[str, tuple[Any, str | tuple[str]]] = {
     "5,000 deep": ('{"text": ' + DEEP + "}", ("nested too deep",)),
     "5,000 deep and open": ('{"text": ' + "[" * 5000 + "}", ("nested too deep",)),
     "500 deep": ('{"text": ' + "[" * 500 + "]" * 500 + "}", ("text must be text",)),
+    "a key twice": ('{"text": "a", "text": "b"}', ("the key 'text' appears twice",)),
+    "a key twice in a turn": (
+        '{"messages": [{"role": "user", "role": "assistant", "content": "x"}]}', ("the key 'role' appears twice",)),
     "infinity": ('{"text": Infinity}', ("text must be text and is inf (float)",)),
     "not a number": ('{"text": NaN}', ("text must be text and is nan (float)",)),
     "1e999": ('{"text": 1e999}', ("text must be text and is inf",)),
@@ -441,17 +444,20 @@ def test_windows_files(read: Any) -> None:
 def test_odd_entries_of_a_json_list(read: Any) -> None:
     rows = [messages(U, A), 5, [], None, messages(U, A)]
     content = json.dumps(rows, indent=1).encode()
-    with pytest.raises(UserError, match=r"list\.json, entry 1: a JSON object .* found 5; fix"):
+    line = content[: content.index(b" 5,")].count(b"\n") + 1
+    with pytest.raises(UserError, match=rf"list\.json, entry 1 \(line {line}\): a JSON object .* found 5; fix"):
         read(content, "list.json")
     counts = read(content, "list.json", on_bad_row="skip").counts["train"]
     assert (counts["rows"], counts["examples"], sum(counts["bad"].values())) == (5, 2, 3)
+    twice = b'[{"text": "a", "text": "b"},\n {"text": "c"}]'
+    assert read(twice, "list.json", on_bad_row="skip").counts["train"]["examples"] == 1
     for content, said in {
-        b'[{"text": "a"},\n {"text": ' + b"9" * 5000 + b"}]": r"list\.json: JSON with a number of more than",
-        b'[{"text": "a"},\n\n {"text": ' + DEEP.encode() + b"}]": r"list\.json: JSON that is nested too deep",
+        b'[{"text": "a"},\n {"text": ' + b"9" * 5000 + b"}]": r"entry 1 \(line 2\): JSON with a number of more than",
+        b'[{"text": "a"},\n\n {"text": ' + DEEP.encode() + b"}]": r"entry 1 \(line 3\): JSON that is nested too deep",
         b'[{"text": "a"}\n {"text": "b"}]': r"line 2: malformed JSON \(Expecting ','",
         b'[{"text": "a"},\n]': r"line 2: malformed JSON",
         b'[{"text": "a"}': r"line 1: malformed JSON \(Expecting ','",
-        b'[{"text": "a"}] x': r"line 1: malformed JSON \(Extra data",
+        b'[{"text": "a"}] x': r"after the list there is more\): x",
         b"[": r"line 1: malformed JSON",
         b"[]": r"holds no rows to train on",
     }.items():
@@ -473,7 +479,7 @@ def test_csv_and_tsv(read: Any) -> None:
     for content, said in {
         head + good + b"one,two\r\n": r"odd\.csv, line 3: the line has 2 fields, and the first line names 4 columns",
         head + good + b'"a" b,,x,1\n': r"odd\.csv, line 3: malformed CSV \(",
-        head + b'"a,,x,1\n' + good * 3: r"odd\.csv, line 2: malformed CSV \(",
+        head + b'"a,,x,1\n' + good * 3: r"odd\.csv, line 2: malformed CSV \(.*isn't closed, so 2 lines are lost",
         head
         + b'"a,,x,1\n'
         + good.replace(b'"', b"") * 50: r"odd\.csv, line 2: malformed CSV .*is a quote opened and never closed",

@@ -10,18 +10,20 @@ import difflib
 import functools
 import itertools
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from lmtrain.data.sources.addresses import File, opened
-from lmtrain.data.sources.lines import data_lines, located_data_lines
+from lmtrain.data.sources.lines import BROKEN, data_lines, located_data_lines, open_binary
 from lmtrain.errors import ReadError, UserError
 
 # A row's place (for errors) and the row, or a string that says why the row can't be read.
 Record = tuple[str, dict[str, Any] | str]
 _ROWS = 256  # rows of a columnar file read at a time
+_BLANK = re.compile(r"[ \t\n\r]*")
 
 
 def read_table(path: File, format: str, columns: list[str] | None = None) -> Iterator[Record]:
@@ -36,9 +38,10 @@ def read_table(path: File, format: str, columns: list[str] | None = None) -> Ite
 
 
 def _json_lines(path: File, columns: list[str] | None) -> Iterator[Record]:
+    decoder = _Decoder(checked=columns is None)
     for number, line in enumerate(data_lines(path), start=1):
         if line.strip():
-            yield f"{path}, line {number}", _row_of(line)
+            yield f"{path}, line {number}", _row_of(line, decoder)
 
 
 def json_lines_from(path: File, start: int) -> Iterator[tuple[int, dict[str, Any] | str]]:
@@ -47,42 +50,92 @@ def json_lines_from(path: File, start: int) -> Iterator[tuple[int, dict[str, Any
     Raises:
         UserError: the file can't be read.
     """
-    return ((at, _row_of(line)) for at, line in located_data_lines(path, start) if line.strip())
+    decoder = _Decoder(checked=False)
+    return ((at, _row_of(line, decoder)) for at, line in located_data_lines(path, start) if line.strip())
 
 
-def _row_of(line: str) -> dict[str, Any] | str:
+def _row_of(line: str, decoder: "_Decoder") -> dict[str, Any] | str:
     """The object in a line of JSON, or what is wrong with it."""
     try:
-        return _object(json.loads(line))
+        row, end = decoder.read(line, _start(line, 0))
     except json.JSONDecodeError as error:
         return f"malformed JSON ({error.msg}, column {error.colno}): {_excerpt(line)}"
     except (ValueError, RecursionError) as error:
         return f"{_unreadable(error)}: {_excerpt(line)}"
-
-
-def _object(value: Any) -> dict[str, Any] | str:
-    if isinstance(value, dict):
-        return value
-    return f"a JSON object with columns is needed, found {_excerpt(json.dumps(value, ensure_ascii=False))}"
+    after = _start(line, end)
+    return row if after == len(line) else f"malformed JSON (Extra data, column {after + 1}): {_excerpt(line)}"
 
 
 def _json(path: File, columns: list[str] | None) -> Iterator[Record]:
     """A list of objects, or one object per line."""
-    first = next((line for line in data_lines(path) if line.strip()), "")
-    if first.lstrip().startswith("{"):
+    if _has_lines(path):
         yield from _json_lines(path, columns)
         return
-    text = "".join(data_lines(path))
-    try:
-        rows = json.loads(text)
-    except json.JSONDecodeError as error:
-        reason = f"malformed JSON ({error.msg}): {_excerpt(text.split(chr(10))[error.lineno - 1])}"
-        raise UserError(f"{path}, line {error.lineno}: {reason}") from None
-    except (ValueError, RecursionError) as error:  # where in the text isn't known
-        raise UserError(f"{path}: {_unreadable(error)}") from None
-    if not isinstance(rows, list):
+    text, decoder = "".join(data_lines(path)), _Decoder(checked=columns is None)
+    at = _start(text, 0)
+    if not text.startswith("[", at):
         raise UserError(f"{path} holds {_excerpt(text[:200])}; a list of objects, or an object per line, is needed")
-    yield from ((f"{path}, entry {number}", _object(row)) for number, row in enumerate(rows))
+    number, line, counted = 0, 1, 0
+    at = _start(text, at + 1)
+    while not (text.startswith("]", at) and number == 0):
+        line, counted = line + text.count("\n", counted, at), at
+        where = f"{path}, entry {number} (line {line})"
+        try:
+            row, at = decoder.read(text, at)
+            at = _start(text, at)
+            if text[at : at + 1] not in (",", "]"):
+                raise json.JSONDecodeError("Expecting ',' or ']'", text, at)
+        except json.JSONDecodeError as error:
+            reason = f"malformed JSON ({error.msg}): {_excerpt(text.split(chr(10))[error.lineno - 1])}"
+            raise UserError(f"{path}, line {error.lineno}: {reason}") from None
+        except (ValueError, RecursionError) as error:  # where the entry ends, and the next begins, isn't known
+            raise UserError(f"{where}: {_unreadable(error)}") from None
+        yield where, row
+        if text[at] == "]":
+            break
+        number, at = number + 1, _start(text, at + 1)
+    if text[at + 1 :].strip():
+        raise UserError(f"{path}: malformed JSON (after the list there is more): {_excerpt(text[at + 1 :][:200])}")
+
+
+def _has_lines(path: File) -> bool:
+    """Whether a .json file holds an object per line instead of one list."""
+    with open_binary(path) as file:
+        try:
+            return file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{")
+        except BROKEN as error:
+            raise ReadError(f"{path} can't be read: {error}") from None
+
+
+def _start(text: str, at: int) -> int:
+    """Where the next character that is no white space of JSON stands."""
+    found = _BLANK.match(text, at)
+    return found.end() if found else at
+
+
+class _Decoder:
+    """Reads JSON objects; where `checked`, one with the same key twice is refused, for one of the two would be lost."""
+
+    def __init__(self, checked: bool) -> None:
+        self._twice: list[str] = []
+        self._decoder = json.JSONDecoder(object_pairs_hook=self._object if checked else None)
+
+    def read(self, text: str, at: int) -> tuple[dict[str, Any] | str, int]:
+        """The object that begins at `at`, or what is wrong with it, and where it ends."""
+        self._twice.clear()
+        row, end = self._decoder.raw_decode(text, at)
+        if self._twice:
+            return f"the key {self._twice[0]!r} appears twice in one object", end
+        if not isinstance(row, dict):
+            return f"a JSON object with columns is needed, found {_excerpt(text[at : min(end, at + 200)])}", end
+        return row, end
+
+    def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = [name for name, _ in pairs]
+            self._twice += [name for name in names if names.count(name) > 1]
+        return found
 
 
 def _unreadable(error: Exception) -> str:
@@ -104,13 +157,16 @@ def _csv(path: File, columns: list[str] | None, delimiter: str = ",") -> Iterato
     reader = csv.reader(data_lines(path), delimiter=delimiter, strict=True)
     names: list[str] | None = None
     while True:
-        where = f"{path}, line {reader.line_num + 1}"
+        start = reader.line_num + 1
+        where = f"{path}, line {start}"
         try:
             values = next(reader, None)
         except csv.Error as error:
             if names is None or "unexpected end of data" in str(error):  # the quote swallowed all lines after it
                 raise UserError(f"{where}: malformed CSV ({error}): is a quote opened and never closed?") from None
-            yield where, f"malformed CSV ({error})"
+            lines = reader.line_num - start + 1
+            swallowed = f"; a quote in it isn't closed, so {lines} lines are lost" if lines > 1 else ""
+            yield where, f"malformed CSV ({error}){swallowed}"
             continue
         if values is None:
             return
