@@ -107,6 +107,7 @@ def prepare_examples(
             encoder.finish_tokenizer(tokenizer)
             tokenizers.save(tokenizer, folder / "tokenizer")
             meta |= {"group": encoder.group, "words": encoder.words, "questions": questions}
+            meta["notes"] = [note for part in parts for note in getattr(part.source, "notes_of_reading", list)()]
             bins.save_meta(meta, folder)
 
         found = dict(vars(prepare_folder(target, fill, notes, cfg, show)))

@@ -11,7 +11,7 @@ from typing import Any
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.sources import addresses
 from lmtrain.data.sources.addresses import File, Found, size_of
-from lmtrain.data.sources.lines import COMPRESSED, raw_lines, text_blocks, uncompressed_name
+from lmtrain.data.sources.lines import COMPRESSED, decoded_blocks, encoding_notes, raw_lines, uncompressed_name
 from lmtrain.data.sources.pieces import Piece, join_rows
 from lmtrain.data.sources.tables import Record, columns_of, read_table, text_of
 from lmtrain.data.store.contents import Facts
@@ -34,7 +34,7 @@ _ALIKE = (["json", "jsonl"], ["csv", "tsv"])  # formats that one folder may hold
 _MARKUP = (".md", ".rst")  # of a folder they are read where it holds no other data: a README describes data
 _NOT_DATA = ("dataset_info.json", "state.json")  # beside the Arrow files of datasets' save_to_disk
 _LOCAL = ("file://", "local://")  # addresses of files on this machine, read as their paths
-_BLOCK = 1 << 20  # characters of text read at a time
+_BLOCK = 1 << 20  # bytes of text read at a time
 _NAMED = 5  # files that are named where more are not read
 
 
@@ -60,6 +60,10 @@ class FileSource:
 
     def records(self, name: str) -> Iterator[Record] | None:
         return read_records(self.splits[name]) if name in self.splits else None
+
+    def notes_of_reading(self) -> list[str]:
+        """For the plan, once the files were read: which are in another encoding than UTF-8."""
+        return encoding_notes(path for part in self.splits.values() for path, _ in part)
 
     def text_bytes(self, name: str) -> int | None:
         part = self.splits.get(name, [])
@@ -198,7 +202,7 @@ def read_pieces(files: list[tuple[File, str]], cfg: DataConfig) -> Iterator[Piec
         return
     for path, format in files:
         if format == "text" and cfg.sample_by == "document":
-            yield from (Piece(block, False) for block in text_blocks(path, _BLOCK))
+            yield from (Piece(block, False) for block in decoded_blocks(path, _BLOCK))
             yield Piece("", True)
         else:
             yield from (Piece(_of_characters(row, path), True) for row in read_rows(path, format, cfg))

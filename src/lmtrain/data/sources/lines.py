@@ -1,15 +1,17 @@
 """Files opened, decompressed and decoded line by line; what can't be read becomes one message with file and line."""
 
 import bz2
+import codecs
 import contextlib
 import gzip
 import io
 import lzma
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from lmtrain.data.sources import encodings
 from lmtrain.data.sources.addresses import File, opened
 from lmtrain.errors import ReadError, UserError
 
@@ -65,13 +67,58 @@ def text_blocks(path: File, characters: int, start: int = 0) -> Iterator[str]:
                 yield block
 
 
-def raw_lines(path: File) -> Iterator[str]:
-    """Lines with their ends, exactly as they stand in the file.
+def decoded_blocks(path: File, size: int) -> Iterator[str]:
+    """The file's text, of about `size` bytes at a time, whatever its encoding, where that can be told (encodings.py).
 
     Raises:
-        UserError: as of `text_blocks`.
+        UserError: it can't be read, or is neither UTF-8 nor of an encoding that can be told.
     """
-    return (line for _, line in located_lines(path))
+    with open_binary(path) as file, _explained(path), contextlib.ExitStack() as stack:
+        part = file.read(size)
+        name = encodings.marked(part)
+        if name is not None:
+            decoder: Any = codecs.getincrementaldecoder(name)()
+            part = part[2:]
+        else:
+            decoder = encodings.Decoder(lambda: stack.enter_context(open_binary(path)))
+        while part:
+            yield decoder.decode(part)
+            part = file.read(size)
+        yield decoder.decode(b"", True)
+        found = name or decoder.encoding
+        if found != "utf-8":
+            not_utf8[str(path)] = found
+
+
+not_utf8: dict[str, str] = {}  # files that this process has read, and their encoding
+
+
+def encoding_notes(paths: Iterable[File]) -> list[str]:
+    """For the plan: how many of these were read in an encoding other than UTF-8, with the first ones' names."""
+    found = [(str(path), not_utf8[str(path)]) for path in paths if str(path) in not_utf8]
+    if not found:
+        return []
+    shown = ", ".join(f"{path} ({name})" for path, name in found[:3]) + (" ..." if len(found) > 3 else "")
+    files = "1 file is" if len(found) == 1 else f"{len(found):,} files are"
+    return [f"{files} not UTF-8; read in the detected encoding: {shown}"]
+
+
+def raw_lines(path: File) -> Iterator[str]:
+    """Lines with their ends, exactly as they stand in the file, of any encoding that can be told.
+
+    Raises:
+        UserError: as of `decoded_blocks`.
+    """
+    held: list[str] = []
+    for block in decoded_blocks(path, _BUFFER):
+        *whole, rest = block.split("\n")
+        for line in whole:
+            yield "".join([*held, line, "\n"])
+            held.clear()
+        if rest:
+            held.append(rest)
+    if held:
+        yield "".join(held)
 
 
 def located_lines(path: File, start: int = 0) -> Iterator[tuple[int, str]]:
@@ -103,8 +150,13 @@ def _skip(file: IO[bytes], start: int) -> None:
 
 
 def data_lines(path: File) -> Iterator[str]:
-    """As `raw_lines`, without a byte order mark at the beginning."""
+    """Lines of a file of JSON, which is UTF-8, without a byte order mark at the beginning."""
     return (line for _, line in located_data_lines(path))
+
+
+def table_lines(path: File) -> Iterator[str]:
+    """Lines of a table: as `raw_lines`, without a byte order mark at the beginning."""
+    return (line if at else line.removeprefix(_BOM) for at, line in enumerate(raw_lines(path)))
 
 
 def located_data_lines(path: File, start: int = 0) -> Iterator[tuple[int, str]]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lmtrain.data.sources.addresses import File, opened
-from lmtrain.data.sources.lines import BROKEN, data_lines, located_data_lines, open_binary
+from lmtrain.data.sources.lines import BROKEN, data_lines, located_data_lines, open_binary, table_lines
 from lmtrain.errors import ReadError, UserError
 
 # A row's place (for errors) and the row, or a string that says why the row can't be read.
@@ -154,7 +154,7 @@ def _excerpt(line: str) -> str:
 def _csv(path: File, columns: list[str] | None, delimiter: str = ",") -> Iterator[Record]:
     """Every value is a string. The first line names the columns; quotes are read as RFC 4180 has them."""
     csv.field_size_limit(sys.maxsize)
-    reader = csv.reader(data_lines(path), delimiter=delimiter, strict=True)
+    reader = csv.reader(table_lines(path), delimiter=delimiter, strict=True)
     names: list[str] | None = None
     while True:
         start = reader.line_num + 1

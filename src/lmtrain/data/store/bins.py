@@ -66,6 +66,7 @@ class Meta(TypedDict):
     key: dict[str, Any]
     group: NotRequired[int]  # examples: how many belong together, 2 for pairs
     words: NotRequired[str]  # examples: what the rows were taken for
+    notes: NotRequired[list[str]]  # what was noticed while the source was read
     questions: NotRequired[list[dict[str, Any]]]  # examples: of the validation rows, see examples.row_format.Encoded
 
 

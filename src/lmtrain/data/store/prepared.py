@@ -138,7 +138,7 @@ def open_folder(
     for name in meta["splits"]:
         bins.open_bins(folder, name)
     hashes = contents.check(folder, bins.recorded_hashes(meta), cfg.cache_dir, show.say)
-    return PreparedData(folder, meta, tokenizer, bins.fingerprint(meta, hashes), notes)
+    return PreparedData(folder, meta, tokenizer, bins.fingerprint(meta, hashes), [*notes, *meta.get("notes", [])])
 
 
 def new_meta(tokenizer: PreTrainedTokenizerFast, key: dict[str, Any]) -> bins.Meta:

@@ -68,6 +68,7 @@ def prepare(cfg: DataConfig, tokenizer_cfg: TokenizerConfig, progress: bool = Tr
                 counts = _write_split(folder, cfg, source, name, encoder, meta["dtype"], show)
                 if counts is not None:
                     meta["splits"][name] = counts
+            meta["notes"] = getattr(source, "notes_of_reading", list)()
             bins.save_meta(meta, folder)
 
         return prepare_folder(target, fill, source.notes, cfg, show)
