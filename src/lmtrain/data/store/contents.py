@@ -7,19 +7,22 @@ not at every start. Files that changed since are read again, and must hold what 
 import contextlib
 import hashlib
 import json
+import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
 
-from lmtrain.errors import RunError, UserError
-from lmtrain.files import write_atomic
+from lmtrain.errors import UserError
 
 REMEMBER_FROM = 1 << 24  # bytes; smaller files are hashed again, in milliseconds
 Version = list[int]
 WHOLE = "sha256:"  # what fingerprints begin with; earlier versions' had no such prefix
+_CHUNK = 1 << 20  # bytes
 _SAY_FROM = 1 << 30  # bytes: reading them takes seconds
+_SECONDS_BETWEEN_LINES = 10.0
 
 
 class Facts:
@@ -59,17 +62,14 @@ class Facts:
         entries = {path: known.get(str(path.resolve()), {}) for path in paths}
         return {p: e[name] for p, e in entries.items() if name in e and e["version"] == version_of(p)}
 
-    def remember(self, name: str, found: dict[Path, tuple[Version, Any]]) -> None:
-        """Keeps the fact called `name` about files of these versions."""
+    def remember(self, name: str, found: dict[Path, tuple[Version, Any]]) -> bool:
+        """Keeps the fact called `name` about files of these versions; False where it can't be written."""
         known = self._load()
         for path, (version, fact) in found.items():
             entry = known.get(str(path.resolve()), {})
             others = entry if entry.get("version") == version else {"version": version}
             known[str(path.resolve())] = {**others, name: fact}
-        if self.store is not None:
-            with contextlib.suppress(OSError, RunError):  # only a shortcut is lost
-                self.store.parent.mkdir(parents=True, exist_ok=True)
-                write_atomic(self.store, json.dumps(known))
+        return self._save(known)
 
     @contextlib.contextmanager
     def one_process(self) -> Iterator[None]:
@@ -86,6 +86,20 @@ class Facts:
             return {} if self.store is None else dict(json.loads(self.store.read_text()))
         except (OSError, ValueError):
             return {}
+
+    def _save(self, known: dict[str, Any]) -> bool:
+        if self.store is None:
+            return False
+        temporary = self.store.with_name(f"{self.store.name}.{os.getpid()}.tmp")
+        try:
+            self.store.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(json.dumps(known))
+            os.replace(temporary, self.store)
+            return True
+        except OSError:  # only a shortcut is lost
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            return False
 
 
 def version_of(path: Path) -> Version:
@@ -149,16 +163,31 @@ def _read_all(paths: list[Path], facts: Facts, say: Callable[[str], None]) -> di
     total = sum(path.stat().st_size for path in paths)
     if total >= _SAY_FROM:
         say(f"reading {total / 1e9:,.1f} GB of token data to identify it (once, until the files change)")
+    done, shown = 0, time.monotonic()
+
+    def advance(size: int) -> None:
+        nonlocal done, shown
+        done += size
+        if time.monotonic() - shown >= _SECONDS_BETWEEN_LINES:
+            shown = time.monotonic()
+            say(f"read {done / 1e9:,.1f} of {total / 1e9:,.1f} GB")
+
     found: dict[Path, Any] = {}
     try:
         for path in paths:
             version = version_of(path)  # before it is read: an edit meanwhile is noticed at the next start
-            found[path] = (version, _sha256(path))
+            found[path] = (version, _sha256(path, advance))
     finally:
-        facts.remember("sha256", found)
+        kept = facts.remember("sha256", found)
+    if total >= _SAY_FROM and not kept:
+        say(f"{facts.store} can't be written: the files are read again at the next start; set data.cache_dir")
     return {path: digest for path, (_, digest) in found.items()}
 
 
-def _sha256(path: Path) -> str:
+def _sha256(path: Path, advance: Callable[[int], None] = lambda _: None) -> str:
+    digest = hashlib.sha256()
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+            advance(len(chunk))
+    return digest.hexdigest()
