@@ -8,7 +8,6 @@ import contextlib
 import os
 import shutil
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -52,7 +51,7 @@ def build_once(
         temporary = temporary_beside(target)
         remove_leftovers(target.parent)
         shutil.rmtree(target, ignore_errors=True)
-        with _cleans_up_after_sigterm():
+        with _ends_after_sigterm():
             try:
                 temporary.mkdir()
                 build(temporary)
@@ -66,20 +65,27 @@ def build_once(
         lock.release()
 
 
+class _Terminated(BaseException):
+    """SIGTERM came."""
+
+
 @contextlib.contextmanager
-def _cleans_up_after_sigterm() -> Iterator[None]:
-    """A SIGTERM raises SystemExit in the `with`, so that what is in it cleans up."""
+def _ends_after_sigterm() -> Iterator[None]:
+    """A SIGTERM ends the process as it would have, once what is in the `with` has cleaned up."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:  # somebody else's to decide
         yield
         return
 
     def end(number: int, frame: FrameType | None) -> None:
-        sys.exit(128 + number)
+        raise _Terminated
 
     signal.signal(signal.SIGTERM, end)
     try:
         yield
+    except _Terminated:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
