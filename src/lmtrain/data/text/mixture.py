@@ -18,6 +18,7 @@ from lmtrain.data.store.progress import PrepareProgress
 from lmtrain.data.text.prepare import prepare
 from lmtrain.errors import UserError
 
+_CHANGES = 6  # of a source's share that the plan shows
 _MIXED = ("weight", "max_epochs")
 _KEYS = ("path", "val_path", "name", "config_name", "revision", "source", "format", "train_split", "val_split",
          "val_fraction", "min_val_rows", "num_samples", "streaming", "text_column", "column_separator", "sample_by",
@@ -146,6 +147,8 @@ def _shared_tokenizer(
         tokenizers.save(tokenizers.load_or_train(tokenizer_cfg, texts, named), folder)
 
     with PrepareProgress(progress) as show:
+        if not (target / "tokenizer.json").exists():
+            show.say(f"making the tokenizer of {len(opened)} sources: {', '.join(s.label for s, _ in opened)}")
         build_once(target, lambda folder: (folder / "tokenizer.json").exists(), build, show.say)
     return TokenizerConfig(kind="hub", name_or_path=str(target))
 
@@ -157,7 +160,8 @@ def mixture_words(parts: list[tuple[TextSource, PreparedData]], mixture: Mixture
         shares = [(mixture.step_sizes.step_of(stretch.start), stretch.shares[s]) for stretch in mixture.stretches]
         changed = [(at, share) for i, (at, share) in enumerate(shares) if i and share != shares[i - 1][1]]
         words = [f"{shares[0][1]:.4g} of the rows", *(f"{share:.4g} from step {at:,} on" for at, share in changed)]
-        lines.append(f"  {source.label}: {', '.join(words)}; it has {mixture.sources[s].rows:,} ({part.folder})")
+        shown = ", ".join(words[:_CHANGES] + (["..."] if len(words) > _CHANGES else []))
+        lines.append(f"  {source.label}: {shown}; it has {mixture.sources[s].rows:,} ({part.folder})")
     return lines
 
 
