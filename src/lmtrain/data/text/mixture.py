@@ -1,5 +1,6 @@
 """Several sources of text for one run: each prepared on its own, all by one tokenizer."""
 
+import copy
 import dataclasses
 import itertools
 import math
@@ -150,7 +151,10 @@ def _shared_tokenizer(
         if not (target / "tokenizer.json").exists():
             show.say(f"making the tokenizer of {len(opened)} sources: {', '.join(s.label for s, _ in opened)}")
         build_once(target, lambda folder: (folder / "tokenizer.json").exists(), build, show.say)
-    return TokenizerConfig(kind="hub", name_or_path=str(target))
+    made = copy.copy(tokenizer_cfg)
+    made.kind, made.name_or_path, made.add_tokens = "hub", str(target), None
+    made.vocab_size = made.min_frequency = made.train_characters = None
+    return made
 
 
 def mixture_words(parts: list[tuple[TextSource, PreparedData]], mixture: Mixture) -> list[str]:
