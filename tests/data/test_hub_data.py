@@ -14,7 +14,7 @@ import pytest
 from texts import documents
 
 from lmtrain.data.hub import commit_of
-from lmtrain.data.sources.records import open_parts, split_records
+from lmtrain.data.sources.choose import open_parts, split_records
 from lmtrain.data.text.prepare import prepare
 from lmtrain.errors import UserError
 from loopback_hub import HUB, serving
@@ -96,7 +96,7 @@ import datasets, transformers  # before any clock
 spec = importlib.util.spec_from_file_location("configs", sys.argv[1])
 configs = importlib.util.module_from_spec(spec); spec.loader.exec_module(configs)
 from lmtrain.data.text.prepare import prepare
-from lmtrain.data.sources.records import open_parts, split_records
+from lmtrain.data.sources.choose import open_parts, split_records
 from lmtrain.errors import UserError
 from lmtrain.config.schema import TokenizerConfig
 

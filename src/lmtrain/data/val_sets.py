@@ -13,7 +13,7 @@ from lmtrain.data.corpus import Corpus, row_format
 from lmtrain.data.examples.prepare import prepare_examples
 from lmtrain.data.loaders import SpreadRows, seen_rows
 from lmtrain.data.order import Rows
-from lmtrain.data.sources.records import check_keys
+from lmtrain.data.sources.choose import check_keys
 from lmtrain.data.store import bins
 from lmtrain.data.text.prepare import prepare
 from lmtrain.data.text.windows import Windows

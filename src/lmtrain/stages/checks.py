@@ -70,7 +70,7 @@ def _digests(data: DataConfig) -> list[str]:
         from lmtrain.data.sources.choose import open_source
 
         return [str(open_source(data).resolved)]
-    from lmtrain.data.sources.records import open_parts
+    from lmtrain.data.sources.choose import open_parts
 
     return [str(part.source.resolved) for part in open_parts(data) if part.cfg.source != "hub"]
 
@@ -82,7 +82,7 @@ def _read_all(data: DataConfig, split: str) -> int | None:
         UserError: a row can't be read, and data.on_bad_row=raise.
     """
     from lmtrain.data.chat.turns import BadRow
-    from lmtrain.data.sources.records import open_parts, split_records
+    from lmtrain.data.sources.choose import open_parts, split_records
 
     count: int | None = None
     for part in open_parts(data):

@@ -5,12 +5,12 @@ stretches of text on standard input and writes the trained tokenizer's JSON to s
 """
 
 import contextlib
+import functools
 import json
 import os
 import signal
 import sys
 from collections.abc import Iterator
-from typing import IO
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -27,13 +27,15 @@ def train(text: Iterator[str], vocab_size: int, min_frequency: int, end_of_text:
     Raises:
         RunError: the process that trains it was ended by something else, such as a lack of memory.
     """
-    asked = json.dumps({"vocab_size": vocab_size, "min_frequency": min_frequency, "end_of_text": end_of_text})
-    process = processes.start("lmtrain.data.byte_bpe.training", asked, str(os.getpid()))
+    asked = {"vocab_size": vocab_size, "min_frequency": min_frequency, "end_of_text": end_of_text}
+    process = processes.start("lmtrain.data.byte_bpe.training", json.dumps({**asked, "parent": os.getpid()}))
     assert process.stdin is not None
     assert process.stdout is not None
     try:
         with contextlib.suppress(BrokenPipeError):  # it has ended: its exit code says how
-            _write(text, process.stdin)
+            for part in text:
+                processes.send(process.stdin, part.encode())
+            process.stdin.close()
         trained = process.stdout.read()
     except BaseException:  # Ctrl-C too
         process.kill()
@@ -48,7 +50,10 @@ def train(text: Iterator[str], vocab_size: int, min_frequency: int, end_of_text:
     return Tokenizer.from_str(trained.decode())
 
 
-def _train(text: Iterator[str], vocab_size: int, min_frequency: int, end_of_text: str) -> Tokenizer:
+def main(vocab_size: int, min_frequency: int, end_of_text: str, parent: int) -> None:
+    """The process itself. Ctrl-C, which a terminal sends to it too, is left to the one that started it."""
+    processes.ignore_interrupts()
+    end_with_parent(parent, signal.SIGKILL)
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -59,28 +64,10 @@ def _train(text: Iterator[str], vocab_size: int, min_frequency: int, end_of_text
         initial_alphabet=ALPHABET,
         show_progress=False,
     )
-    backend.train_from_iterator(text, trainer=trainer)
-    return backend
-
-
-def _write(text: Iterator[str], pipe: IO[bytes]) -> None:
-    for part in text:
-        processes.send(pipe, part.encode())
-    pipe.close()
-
-
-def _read(pipe: IO[bytes]) -> Iterator[str]:
-    while (raw := processes.receive(pipe)) is not None:
-        yield raw.decode()
-
-
-def main(asked: str, parent: int) -> None:
-    """The process itself. Ctrl-C, which a terminal sends to it too, is left to the one that started it."""
-    processes.ignore_interrupts()
-    end_with_parent(parent, signal.SIGKILL)
-    trained = _train(_read(sys.stdin.buffer), **json.loads(asked))
-    sys.stdout.buffer.write(trained.to_str().encode())
+    parts = iter(functools.partial(processes.receive, sys.stdin.buffer), None)
+    backend.train_from_iterator((part.decode() for part in parts), trainer=trainer)
+    sys.stdout.buffer.write(backend.to_str().encode())
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(**json.loads(sys.argv[1]))

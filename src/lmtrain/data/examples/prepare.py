@@ -15,7 +15,7 @@ from lmtrain.data.examples.documents import Examples, earlier_fingerprints
 from lmtrain.data.examples.row_counts import Counts, check_lost, check_untrained, short, summary
 from lmtrain.data.examples.row_format import Encoded, Example, RowEncoder
 from lmtrain.data.order import Repeats
-from lmtrain.data.sources.records import MixturePart, open_parts, split_records
+from lmtrain.data.sources.choose import MixturePart, open_parts, split_records
 from lmtrain.data.store import bins, contents
 from lmtrain.data.store.prepared import (
     PreparedData,

@@ -1,21 +1,33 @@
-"""Where text comes from (the hub, files, the standard library, a class of the user): its identity, its two splits."""
+"""Where text and rows come from (the hub, files, the standard library, a class of the user): identity, two splits."""
 
+import dataclasses
+import difflib
 import hashlib
 import inspect
+import itertools
+import math
 import re
 import sys
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
 from typing import Any, Protocol
 
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.config.targets import build_target, building, class_named, lacking
-from lmtrain.data.hub import Unreachable, commit_of
-from lmtrain.data.sources import files, hub, stdlib
-from lmtrain.data.sources.addresses import size_of
-from lmtrain.data.sources.lines import encoding_notes
-from lmtrain.data.sources.pieces import Piece, at_least, first, join_rows, plan_cut, share_to_hold_out, split
-from lmtrain.data.store.contents import Facts
+from lmtrain.data.sources.files import FileSource
+from lmtrain.data.sources.hub import HubSource
+from lmtrain.data.sources.pieces import (
+    Piece,
+    at_least,
+    enough,
+    first,
+    is_held_out,
+    plan_cut,
+    share_to_hold_out,
+    split,
+)
+from lmtrain.data.sources.stdlib import StdlibSource
+from lmtrain.data.sources.tables import Record
 from lmtrain.errors import UserError
 
 
@@ -49,6 +61,9 @@ class Source(Protocol):
     def text_bytes(self, name: str) -> int | None:
         """About how many bytes of text the split has, for the progress bar; None where that isn't known."""
 
+    def records(self, name: str) -> Iterator[Record] | None:
+        """Its rows (conversations, pairs, prompts) with their places, where these are read, not text; as `pieces`."""
+
 
 def open_source(cfg: DataConfig) -> Source:
     """The source that `cfg` names; `data.path` set by the user wins over a dataset's name.
@@ -65,10 +80,10 @@ def open_source(cfg: DataConfig) -> Source:
     if "." in cfg.source:
         return open_own(cfg)
     if cfg.source == "python_stdlib":
-        return _StdlibSource(cfg)
+        return StdlibSource(cfg)
     if cfg.source == "files" or cfg.path:
-        return _FileSource(cfg)
-    return _HubSource(cfg)
+        return FileSource(cfg)
+    return HubSource(cfg)
 
 
 def pieces(source: Source, cfg: DataConfig, name: str) -> Iterator[Piece] | None:
@@ -110,124 +125,6 @@ def expected_bytes(source: Source, cfg: DataConfig, name: str) -> int | None:
     )
 
 
-class _StdlibSource:
-    label = "python_stdlib"
-    notes: list[str] = []  # noqa: RUF012
-
-    def __init__(self, cfg: DataConfig) -> None:
-        self.cfg = cfg
-        self.files = stdlib.stdlib_files()
-        self.resolved: str | None = Facts(None).digest(self.files)
-        self.settings: dict[str, Any] = {"kind": "python_stdlib"}
-        if cfg.rows != "text":
-            self.settings["questions"] = stdlib.VERSION
-
-    def records(self, name: str) -> Iterator[tuple[str, dict[str, Any] | str]] | None:
-        """Questions about the library: conversations, or pairs of answers; those of "val" about modules of its own."""
-        if name == "val" and self.cfg.val_fraction == 0:
-            return None
-        return stdlib.rows_of(self.cfg.rows, name == "val", self.cfg.val_fraction)
-
-    def pieces(self, name: str) -> Iterator[Piece] | None:
-        return stdlib.stdlib_pieces() if name == "train" else None
-
-    def text_bytes(self, name: str) -> int | None:
-        return sum(f.stat().st_size for f in self.files)
-
-
-class _FileSource:
-    def __init__(self, cfg: DataConfig) -> None:
-        if not cfg.path:
-            raise UserError("data.path is not set: name a file, a folder, a glob or a list of them, data.path=...")
-        self.cfg = cfg
-        found, self.notes = files.find_files(cfg.path, cfg.format)
-        self.splits = {"train": found}
-        if cfg.val_path:
-            self.splits["val"], notes = files.find_files(cfg.val_path, cfg.format, key="data.val_path")
-            self.notes = [*self.notes, *(note for note in notes if note not in self.notes)]
-        first_part = cfg.path if isinstance(cfg.path, str) else str(next(iter(cfg.path)))
-        self.label = re.split(r"[*?\[]", first_part)[0].rstrip("/").split("/")[-1] or "files"
-        self.settings = {
-            "kind": "files",
-            "formats": sorted({format for _, format in self.splits["train"]}),
-            "sample_by": cfg.sample_by,
-        }
-        facts = Facts(cfg.cache_dir)
-        self.resolved: str | None = "+".join(files.digest([p for p, _ in part], facts) for part in self.splits.values())
-
-    def pieces(self, name: str) -> Iterator[Piece] | None:
-        return files.read_pieces(self.splits[name], self.cfg) if name in self.splits else None
-
-    def records(self, name: str) -> Iterator[tuple[str, dict[str, Any] | str]] | None:
-        return files.read_records(self.splits[name]) if name in self.splits else None
-
-    def notes_of_reading(self) -> list[str]:
-        """For the plan, once the files were read: which are in another encoding than UTF-8."""
-        return encoding_notes(path for part in self.splits.values() for path, _ in part)
-
-    def text_bytes(self, name: str) -> int | None:
-        part = self.splits.get(name, [])
-        plain = all(format == "text" and path.suffix not in files.COMPRESSED for path, format in part)
-        sizes = [size_of(path) for path, _ in part]
-        return sum(size or 0 for size in sizes) if plain and None not in sizes else None
-
-
-class _HubSource:
-    notes: list[str] = []  # noqa: RUF012
-
-    def __init__(self, cfg: DataConfig) -> None:
-        if not cfg.name:
-            raise UserError("data.name is not set: name a dataset of the hub, data.name=..., or files, data.path=...")
-        self.cfg = cfg
-        self.label = cfg.name.rstrip("/").split("/")[-1]
-        self.settings = {
-            "kind": "hub",
-            "name": cfg.name,
-            "config_name": cfg.config_name,
-            "revision": cfg.revision,
-            "train_split": cfg.train_split,
-            "val_split": cfg.val_split,
-        }
-        self.unreachable = ""
-        self._splits: Any = None
-        try:
-            self.resolved: str | None = self._identity(cfg)
-        except Unreachable as error:
-            self.resolved, self.unreachable = None, str(error)
-
-    def _identity(self, cfg: DataConfig) -> str:
-        folder = Path(str(cfg.name)).expanduser()
-        if folder.is_dir():  # a dataset repository on this machine
-            return Facts(cfg.cache_dir).digest(sorted(p for p in folder.rglob("*") if p.is_file()))
-        return commit_of("dataset", str(cfg.name), cfg.revision)
-
-    def _parts(self, name: str) -> list[str] | None:
-        """The dataset's splits that make up split "train" or "val"; None where it has no validation split."""
-        if self._splits is None:
-            self._splits = hub.load_splits(self.cfg, self.resolved, self.unreachable)
-        asked = self.cfg.train_split if name == "train" else self.cfg.val_split
-        parts = asked.split("+") if asked else []
-        if name == "val" and not (parts and all(part in self._splits for part in parts)):
-            return None
-        return parts
-
-    def records(self, name: str) -> Iterator[tuple[str, dict[str, Any] | str]] | None:
-        parts = self._parts(name)
-        return None if parts is None else (r for part in parts for r in hub.read_records(self._splits, part, self.cfg))
-
-    def pieces(self, name: str) -> Iterator[Piece] | None:
-        parts = self._parts(name)
-        if parts is None:
-            return None
-        rows = (row for part in parts for row in hub.read_rows(self._splits, part, self.cfg))
-        if self.cfg.document_start:
-            return join_rows(rows, self.cfg.document_start)
-        return (Piece(row, True) for row in rows)
-
-    def text_bytes(self, name: str) -> int | None:
-        return None
-
-
 def open_own(cfg: DataConfig) -> Any:
     """The object of the class that data.source names, with what the key of prepared data needs.
 
@@ -252,15 +149,13 @@ def open_own(cfg: DataConfig) -> Any:
         raise UserError("data.source_options: _target_ and _args_ have no meaning here; data.source names the class")
     source = build_target({"_target_": cfg.source, **options}, "data.source", cls, opened)
     with building("data.source", cfg.source):  # a property may raise
-        settings = _mapping(source.settings, cfg.source)
+        settings = source.settings
+        if not isinstance(settings, Mapping):
+            raise UserError(
+                f"data.source={cfg.source}: its settings are {settings!r}: make them a dict of what shapes its data"
+            )
         source.settings = {**settings, "class": cfg.source, "options": options, "code": _code_of(cls)}
     return source
-
-
-def _mapping(settings: Any, name: str) -> Mapping[str, Any]:
-    if not isinstance(settings, Mapping):
-        raise UserError(f"data.source={name}: its settings are {settings!r}: make them a dict of what shapes its data")
-    return settings
 
 
 def _code_of(cls: type) -> str:
@@ -270,3 +165,76 @@ def _code_of(cls: type) -> str:
     except (OSError, TypeError):  # made at run time
         return ""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+_MIXTURE_KEYS = ("path", "val_path", "name", "config_name", "revision", "format", "train_split", "val_split",
+                 "num_samples", "conversation_format", "columns", "weight")  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class MixturePart:
+    """One source of a mixture, or the only one: its config and how often its rows are seen in an epoch."""
+
+    cfg: DataConfig
+    source: Source
+    weight: Fraction
+
+
+def check_keys(entry: dict[str, Any], known: Sequence[str], where: str) -> None:
+    """Raises UserError for the first key of an entry that isn't known; names the nearest that is."""
+    for key in entry:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise UserError(f"{where}.{key} is not known{hint} (keys: {', '.join(known)})")
+
+
+def open_parts(cfg: DataConfig) -> list[MixturePart]:
+    """The sources that `cfg` names: one, or those of data.mixture.
+
+    Raises UserError for text sources, missing files, unknown keys in the mixture.
+    """
+    if cfg.source == "mixture":
+        if not cfg.mixture:
+            raise UserError("data.mixture is empty: list sources, data.mixture=[{path: a.jsonl, weight: 2}, {name: b}]")
+        return [_part(cfg, entry, number) for number, entry in enumerate(cfg.mixture)]
+    questions = cfg.source == "python_stdlib" and cfg.rows != "text"
+    if cfg.source not in ("hub", "files") and "." not in cfg.source and not questions:
+        raise UserError(f"data.source={cfg.source} holds text, not rows: choose data=chat_jsonl data.path=..., say")
+    return [MixturePart(cfg, open_source(cfg), Fraction(1))]
+
+
+def _part(cfg: DataConfig, entry: dict[str, Any], number: int) -> MixturePart:
+    where = f"data.mixture[{number}]"
+    check_keys(entry, _MIXTURE_KEYS, where)
+    if ("path" in entry) == ("name" in entry):
+        raise UserError(f"{where}: give either path (files) or name (a dataset of the hub)")
+    weight = entry.get("weight", 1.0)
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+        raise UserError(f"{where}.weight={weight!r}: a number above 0, how often its rows are seen in an epoch")
+    own = {key: value for key, value in entry.items() if key != "weight"}
+    part = dataclasses.replace(cfg, **{"source": "files" if "path" in entry else "hub", "mixture": None, **own})
+    return MixturePart(part, open_source(part), Fraction(str(weight)).limit_denominator(10**6))
+
+
+def split_records(part: MixturePart, name: str) -> Iterator[Record] | None:
+    """The rows of split "train" or "val"; where the source has no validation split, every (1 / val_fraction)-th row.
+
+    Of few rows a larger share is held out (data.min_val_rows). None where there is to be no validation split.
+    data.num_samples counts rows of the source's own split.
+    """
+    cfg = part.cfg
+
+    def rows(of: str) -> Iterator[Record] | None:
+        found = part.source.records(of)
+        return None if found is None else itertools.islice(found, cfg.num_samples)
+
+    own = rows("val")
+    if own is not None:
+        return own if name == "val" else rows("train")
+    train = rows("train")
+    if cfg.val_fraction == 0 or train is None:
+        return train if name == "train" else None
+    there = sum(1 for _ in itertools.islice(rows("train") or (), math.ceil(cfg.min_val_rows / cfg.val_fraction)))
+    share = enough(cfg.val_fraction, there, cfg.min_val_rows)
+    return (row for index, row in enumerate(train) if is_held_out(index, share) == (name == "val"))

@@ -3,6 +3,7 @@
 import glob
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.sources import addresses
 from lmtrain.data.sources.addresses import File, Found, size_of
-from lmtrain.data.sources.lines import COMPRESSED, decoded_blocks, raw_lines, uncompressed_name
+from lmtrain.data.sources.lines import COMPRESSED, decoded_blocks, encoding_notes, raw_lines, uncompressed_name
 from lmtrain.data.sources.pieces import Piece, join_rows
 from lmtrain.data.sources.tables import Record, columns_of, read_table, text_of
 from lmtrain.data.store.contents import Facts
@@ -35,6 +36,46 @@ _NOT_DATA = ("dataset_info.json", "state.json")  # beside the Arrow files of dat
 _LOCAL = ("file://", "local://")  # addresses of files on this machine, read as their paths
 _BLOCK = 1 << 20  # bytes of text read at a time
 _NAMED = 5  # files that are named where more are not read
+
+
+class FileSource:
+    """Files of text, or of rows; those of data.val_path are the validation split."""
+
+    def __init__(self, cfg: DataConfig) -> None:
+        if not cfg.path:
+            raise UserError("data.path is not set: name a file, a folder, a glob or a list of them, data.path=...")
+        self.cfg, self.label = cfg, label_of(cfg.path)
+        found, self.notes = find_files(cfg.path, cfg.format)
+        self.splits = {"train": found}
+        if cfg.val_path:
+            self.splits["val"], notes = find_files(cfg.val_path, cfg.format, key="data.val_path")
+            self.notes = [*self.notes, *(note for note in notes if note not in self.notes)]
+        formats = sorted({format for _, format in found})
+        self.settings: dict[str, Any] = {"kind": "files", "formats": formats, "sample_by": cfg.sample_by}
+        facts = Facts(cfg.cache_dir)
+        self.resolved: str | None = "+".join(digest([p for p, _ in part], facts) for part in self.splits.values())
+
+    def pieces(self, name: str) -> Iterator[Piece] | None:
+        return read_pieces(self.splits[name], self.cfg) if name in self.splits else None
+
+    def records(self, name: str) -> Iterator[Record] | None:
+        return read_records(self.splits[name]) if name in self.splits else None
+
+    def notes_of_reading(self) -> list[str]:
+        """For the plan, once the files were read: which are in another encoding than UTF-8."""
+        return encoding_notes(path for part in self.splits.values() for path, _ in part)
+
+    def text_bytes(self, name: str) -> int | None:
+        part = self.splits.get(name, [])
+        plain = all(format == "text" and path.suffix not in COMPRESSED for path, format in part)
+        sizes = [size_of(path) for path, _ in part]
+        return sum(size or 0 for size in sizes) if plain and None not in sizes else None
+
+
+def label_of(path: Any) -> str:
+    """What stands for data.path in names of folders: the last part of the first path, up to a glob's pattern."""
+    first = path if isinstance(path, str) else str(next(iter(path)))
+    return re.split(r"[*?\[]", first)[0].rstrip("/").split("/")[-1] or "files"
 
 
 def find_files(path: Any, wanted: str, key: str = "data.path") -> tuple[list[tuple[File, str]], list[str]]:

@@ -1,26 +1,34 @@
 """Datasets of the Hugging Face Hub, read row by row."""
 
+import functools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 
 from lmtrain.config.schema_data import DataConfig
-from lmtrain.data.hub import endpoint, explain_unreachable, first_line
-from lmtrain.data.sources.tables import check_columns, columns_of, text_of
+from lmtrain.data.hub import Unreachable, commit_of, endpoint, explain_unreachable, first_line
+from lmtrain.data.sources.pieces import Piece, join_rows
+from lmtrain.data.sources.tables import Record, check_columns, columns_of, text_of
+from lmtrain.data.store.contents import Facts
 from lmtrain.errors import ReadError, UserError, disk_full
 
 _ROWS = 256  # rows read at a time
 _CONVERTED = "refs/convert/parquet"  # the hub's own conversion of datasets that come as a loading script
 
 
-def _broken() -> tuple[type[Exception], ...]:
-    """What a damaged or vanished file raises in reading."""
+@contextmanager
+def _explained(where: str) -> Iterator[None]:
+    """What a damaged or vanished file raises in reading as one message."""
     import pyarrow as pa
 
-    return OSError, ConnectionError, ValueError, pa.ArrowException
+    try:
+        yield
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise ReadError(f"{where} can't be read from {endpoint()}: {first_line(error)}") from None
 
 
 @contextmanager
@@ -36,14 +44,68 @@ def _offline() -> Iterator[None]:
         datasets.config.HF_HUB_OFFLINE, huggingface_hub.constants.HF_HUB_OFFLINE = before
 
 
+class HubSource:
+    """A dataset by its name on the hub, or a dataset repository in a folder; loaded when its splits are read."""
+
+    notes: list[str] = []  # noqa: RUF012
+
+    def __init__(self, cfg: DataConfig) -> None:
+        self.cfg, self.name, self.label = cfg, *named(cfg)
+        keys = ("name", "config_name", "revision", "train_split", "val_split")
+        self.settings: dict[str, Any] = {"kind": "hub", **{key: getattr(cfg, key) for key in keys}}
+        self.resolved: str | None = None
+        self.unreachable = ""
+        folder = Path(self.name).expanduser()
+        try:
+            if folder.is_dir():  # a dataset repository on this machine
+                self.resolved = Facts(cfg.cache_dir).digest(sorted(p for p in folder.rglob("*") if p.is_file()))
+            else:
+                self.resolved = commit_of("dataset", self.name, cfg.revision)
+        except Unreachable as error:
+            self.unreachable = str(error)
+
+    @functools.cached_property
+    def _splits(self) -> Any:
+        return load_splits(self.cfg, self.resolved, self.unreachable)
+
+    def _parts(self, name: str) -> list[str] | None:
+        """The dataset's splits that make up split "train" or "val"; None where it has no validation split."""
+        asked = self.cfg.train_split if name == "train" else self.cfg.val_split
+        parts = asked.split("+") if asked else []
+        if name == "val" and not (parts and all(part in self._splits for part in parts)):
+            return None
+        return parts
+
+    def records(self, name: str) -> Iterator[Record] | None:
+        parts = self._parts(name)
+        return None if parts is None else (r for part in parts for r in read_records(self._splits, part, self.cfg))
+
+    def pieces(self, name: str) -> Iterator[Piece] | None:
+        parts = self._parts(name)
+        if parts is None:
+            return None
+        rows = (row for part in parts for row in read_rows(self._splits, part, self.cfg))
+        if self.cfg.document_start:
+            return join_rows(rows, self.cfg.document_start)
+        return (Piece(row, True) for row in rows)
+
+    def text_bytes(self, name: str) -> int | None:
+        return None
+
+
+def named(cfg: DataConfig) -> tuple[str, str]:
+    """The dataset's name, and what stands for it in names of folders."""
+    if not cfg.name:
+        raise UserError("data.name is not set: name a dataset of the hub, data.name=..., or files, data.path=...")
+    return cfg.name, cfg.name.rstrip("/").split("/")[-1]
+
+
 def load_splits(cfg: DataConfig, commit: str | None, unreachable: str) -> Any:
     """The dataset's splits, {name: Dataset or IterableDataset}; from the local cache where `commit` is None."""
     import datasets
 
     name = str(cfg.name)
-    options: dict[str, Any] = {"streaming": cfg.streaming}
-    if not cfg.streaming:
-        options["num_proc"] = cfg.num_proc
+    options = {"streaming": cfg.streaming, "num_proc": None if cfg.streaming else cfg.num_proc}
     try:
         if commit is None:
             with _offline():
@@ -55,7 +117,7 @@ def load_splits(cfg: DataConfig, commit: str | None, unreachable: str) -> Any:
             if "scripts are no longer supported" not in str(error):
                 raise
             return _load_converted(name, cfg.config_name, options)
-    except (OSError, ConnectionError) as error:
+    except OSError as error:
         if commit is None:
             raise UserError(explain_unreachable("dataset", name, unreachable)) from None
         raise ReadError(f"dataset {name!r} can't be loaded from {endpoint()}: {first_line(error)}") from None
@@ -104,25 +166,20 @@ def read_rows(splits: Any, split: str, cfg: DataConfig) -> Iterator[str]:
     if rows.column_names:
         check_columns(columns, rows.column_names, where)
         rows = rows.select_columns(columns)
-    try:
+    with _explained(where):
         for batch in rows.iter(batch_size=_ROWS):
             for values in zip(*batch.values(), strict=True):
                 yield text_of(dict(zip(batch, values, strict=True)), columns, cfg.column_separator or "", where)
-    except _broken() as error:
-        raise ReadError(f"{where} can't be read from {endpoint()}: {first_line(error)}") from None
 
 
-def read_records(splits: Any, split: str, cfg: DataConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_records(splits: Any, split: str, cfg: DataConfig) -> Iterator[Record]:
     """Every row of a split with all its columns, and its place.
 
     Raises:
         UserError: the split isn't there, or the download fails.
     """
     where = f"dataset {cfg.name!r}, split {split}"
-    if split not in splits:
-        raise UserError(f"{where}: there is no such split; it has: {', '.join(splits)}. Set data.train_split")
-    try:
+    check_split(splits, split, cfg)
+    with _explained(where):
         for number, row in enumerate(splits[split]):
             yield f"{where}, row {number}", row
-    except _broken() as error:
-        raise ReadError(f"{where} can't be read from {endpoint()}: {first_line(error)}") from None

@@ -117,8 +117,5 @@ def split(pieces: Iterable[Piece], fraction: float, cut: int | None, held_out: b
 
 def is_held_out(index: int, fraction: float) -> bool:
     """Whether item `index` is held out: where index * fraction passes a whole number, so evenly and exactly so many."""
-    return _passed(index + 1, fraction) > _passed(index, fraction)
-
-
-def _passed(documents: int, fraction: float) -> int:
-    return math.floor(documents * fraction + 1e-9)  # 49 * (1 / 49) is a little less than 1
+    passed = [math.floor(number * fraction + 1e-9) for number in (index, index + 1)]  # 49 * (1 / 49) is less than 1
+    return passed[1] > passed[0]

@@ -17,7 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.sources.pieces import Piece, is_held_out
+from lmtrain.data.sources.tables import Record
+from lmtrain.data.store.contents import Facts
 from lmtrain.errors import UserError
 
 # Tests and installed packages are not the library; encodings is tables of hexadecimal numbers.
@@ -46,13 +49,37 @@ def stdlib_pieces() -> Iterator[Piece]:
             yield Piece(file.read(), True)
 
 
+class StdlibSource:
+    """The library as text, or questions about it, which are of modules of their own in split "val"."""
+
+    label = "python_stdlib"
+    notes: list[str] = []  # noqa: RUF012
+
+    def __init__(self, cfg: DataConfig) -> None:
+        self.cfg, self.files = cfg, stdlib_files()
+        self.resolved: str | None = Facts(None).digest(self.files)
+        self.settings: dict[str, Any] = {"kind": "python_stdlib"}
+        if cfg.rows != "text":
+            self.settings["questions"] = VERSION
+
+    def records(self, name: str) -> Iterator[Record] | None:
+        if name == "val" and self.cfg.val_fraction == 0:
+            return None
+        return (pairs if self.cfg.rows == "pairs" else conversations)(name == "val", self.cfg.val_fraction)
+
+    def pieces(self, name: str) -> Iterator[Piece] | None:
+        return stdlib_pieces() if name == "train" else None
+
+    def text_bytes(self, name: str) -> int | None:
+        return sum(file.stat().st_size for file in self.files)
+
+
 VERSION = 1  # raised when the same library comes to give other rows
 _NOT_ASKED = {"idlelib", "lib2to3", "turtledemo", "pydoc_data", "ensurepip"}  # packages nobody asks about
 _LONGEST = 400  # characters of a docstring's first paragraph that still is an answer
 _NAMES = 6  # that an answer lists
 
 question_files = stdlib_files  # what is asked about: the whole library
-Row = tuple[str, dict[str, Any]]
 Homes = dict[str, tuple[str, ...]]
 
 
@@ -223,12 +250,7 @@ def _answered(held_out: bool, fraction: float) -> list[Answered]:
     ]
 
 
-def rows_of(kind: str, held_out: bool, fraction: float) -> Iterator[Row]:
-    """The rows that data.rows names, conversations or pairs."""
-    return (pairs if kind == "pairs" else conversations)(held_out, fraction)
-
-
-def conversations(held_out: bool, fraction: float) -> Iterator[Row]:
+def conversations(held_out: bool, fraction: float) -> Iterator[Record]:
     """Rows with `messages`; of the modules that are held out, or of the others."""
     for number, answered in enumerate(_answered(held_out, fraction)):
         messages = [
@@ -239,7 +261,7 @@ def conversations(held_out: bool, fraction: float) -> Iterator[Row]:
         yield f"question {number + 1:,} about the standard library", {"messages": messages}
 
 
-def pairs(held_out: bool, fraction: float) -> Iterator[Row]:
+def pairs(held_out: bool, fraction: float) -> Iterator[Record]:
     """Rows with `prompt`, `chosen`, `rejected`, which is the answer to another such question, or breaks off."""
     single = [answered for answered in _answered(held_out, fraction) if len(answered.turns) == 1]
     of_kind: dict[str, list[str]] = {}

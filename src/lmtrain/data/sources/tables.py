@@ -7,20 +7,18 @@ can't be read and those after it can, a string that says what is wrong with it i
 import bisect
 import csv
 import difflib
+import functools
 import itertools
 import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lmtrain.data.sources.addresses import File, opened
 from lmtrain.data.sources.lines import BROKEN, data_lines, located_data_lines, open_binary, table_lines
 from lmtrain.errors import ReadError, UserError
-
-if TYPE_CHECKING:  # 150 MB on disk, and only columnar files need it: imported where one is read
-    import pyarrow as pa
 
 # A row's place (for errors) and the row, or a string that says why the row can't be read.
 Record = tuple[str, dict[str, Any] | str]
@@ -190,10 +188,6 @@ def _header(names: list[str], where: str) -> list[str]:
     return names
 
 
-def _tsv(path: File, columns: list[str] | None) -> Iterator[Record]:
-    yield from _csv(path, columns, delimiter="\t")
-
-
 def _parquet(path: File, columns: list[str] | None) -> Iterator[Record]:
     return ((f"{path}, row {number}", row) for number, row in parquet_from(path, columns, 0))
 
@@ -239,26 +233,19 @@ def _arrow(path: File, columns: list[str] | None) -> Iterator[Record]:
                 reader = pa.ipc.open_stream(source)
                 batches = iter(reader)
             check_columns(columns or [], reader.schema.names, str(path))
-            yield from _numbered(path, (batch.select(columns or reader.schema.names) for batch in batches))
+            rows = (row for batch in batches for row in batch.select(columns or reader.schema.names).to_pylist())
+            yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows))
     except pa.ArrowInvalid as error:
         raise UserError(f"{path} can't be read as Arrow: {error}") from None
     except (pa.ArrowException, OSError) as error:
         raise ReadError(f"{path} can't be read as Arrow: {error}") from None
 
 
-def _numbered(path: File, batches: "Iterator[pa.RecordBatch]") -> Iterator[Record]:
-    number = 0
-    for batch in batches:
-        for row in batch.to_pylist():
-            yield f"{path}, row {number}", row
-            number += 1
-
-
 READERS: dict[str, Callable[[File, list[str] | None], Iterator[Record]]] = {
     "jsonl": _json_lines,
     "json": _json,
     "csv": _csv,
-    "tsv": _tsv,
+    "tsv": functools.partial(_csv, delimiter="\t"),
     "parquet": _parquet,
     "arrow": _arrow,
 }

@@ -75,17 +75,11 @@ class Facts:
     def one_process(self) -> Iterator[None]:
         """One process at a time finds out what takes long; the others wait, and recall it."""
         assert self.store is not None
-        try:
-            self.store.parent.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(self.store.with_suffix(".lock"))
-            lock.acquire()
-        except OSError:  # a cache that can't be written: each finds out for itself
+        with contextlib.ExitStack() as held:
+            with contextlib.suppress(OSError):  # of a cache that can't be written: each finds out for itself
+                self.store.parent.mkdir(parents=True, exist_ok=True)
+                held.enter_context(FileLock(self.store.with_suffix(".lock")))
             yield
-            return
-        try:
-            yield
-        finally:
-            lock.release()
 
     def _load(self) -> dict[str, Any]:
         try:

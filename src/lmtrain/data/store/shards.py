@@ -4,6 +4,7 @@ Resident memory doesn't grow with what was touched, as it does with a memory map
 error message instead of a SIGBUS.
 """
 
+import io
 import os
 from functools import lru_cache
 from pathlib import Path
@@ -18,22 +19,11 @@ _OPEN_FILES = 256  # well under the usual limit of 1024 per process, whatever th
 _BLOCK_ENDS = 512  # document ends per read: 4 KiB
 
 
-class _File:
-    """An open file descriptor, closed when nobody refers to it any more."""
-
-    def __init__(self, path: str) -> None:
-        self.fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-
-    def __del__(self) -> None:
-        fd = getattr(self, "fd", None)
-        if fd is not None:
-            os.close(fd)
-
-
 @lru_cache(maxsize=_OPEN_FILES)
-def _open(path: str, _version: tuple[int, ...]) -> _File:
-    # Descriptors survive a fork and pread has no position to share, so loader workers need no care.
-    return _File(path)
+def _open(path: str, _version: tuple[int, ...]) -> io.FileIO:
+    # Descriptors survive a fork and pread has no position to share, so loader workers need no care. A file that nobody
+    # refers to any more is closed.
+    return io.FileIO(path)
 
 
 def close_files() -> None:
@@ -45,7 +35,7 @@ def _pread(path: Path, version: tuple[int, ...], offset: int, size: int) -> byte
     try:
         file = _open(str(path), version)
         parts = []
-        while size > 0 and (part := os.pread(file.fd, size, offset)):
+        while size > 0 and (part := os.pread(file.fileno(), size, offset)):
             parts.append(part)
             offset, size = offset + len(part), size - len(part)
     except OSError as error:
@@ -81,9 +71,8 @@ class Shard:
             self._versions = {file: _version(file) for file in (self.path, docs, mask, labels, texts) if file}
         except OSError as error:
             raise UserError(f"token bin {error.filename} is missing or unreadable: {error.strerror}") from None
-        self.documents, rest = divmod(self._versions[docs][1], END_BYTES) if docs else (0, 0)
-        if rest:
-            raise UserError(f"{docs} was cut short: delete its folder and prepare again")
+        self.documents = self._versions[docs][1] // END_BYTES if docs else 0
+        self._check_size(docs, f"the ends of {self.documents} documents", self.documents * END_BYTES)
         self._check_size(self.path, f"{tokens} {dtype} tokens", tokens * self.dtype.itemsize)
         self._check_size(mask, f"the loss mask of {tokens} tokens", tokens)
         self._check_size(labels, f"labels of {self.documents} documents", self.documents * END_BYTES)

@@ -61,7 +61,7 @@ class _FileStream:
         self.cfg = cfg
         found, self.notes = files.find_files(cfg.path, cfg.format)
         self.files, self.parts = found, len(found)
-        self.label = Path(str(cfg.path if isinstance(cfg.path, str) else cfg.path[0]).split("*")[0]).name or "files"
+        self.label = files.label_of(cfg.path)
         self.identity = [[*_told(path), format] for path, format in found]
 
     def rows(self, part: int, start: int) -> Iterator[Block]:
@@ -72,7 +72,7 @@ class _FileStream:
 
     def _document(self, path: File, start: int) -> Iterator[Block]:
         shortest = self.cfg.min_length or 0
-        if start == 0 and shortest and not _reaches(path, shortest):
+        if start == 0 and shortest and len(next(text_blocks(path, shortest), "")) < shortest:
             return
         for text in text_blocks(path, _BLOCK, start):
             yield Block(start, text, False)
@@ -108,23 +108,16 @@ def _told(file: File) -> list[Any]:
     return [str(file), file.size, file.version] if isinstance(file, Address) else [file.name, file.stat().st_size]
 
 
-def _reaches(path: File, characters: int) -> bool:
-    """Whether a text file has at least so many characters."""
-    return len(next(text_blocks(path, characters), "")) >= characters
-
-
 class _HubStream:
     notes: list[str] = []  # noqa: RUF012
 
     def __init__(self, cfg: DataConfig) -> None:
-        if not cfg.name:
-            raise UserError("data.name is not set: name a dataset of the hub, data.name=..., or files, data.path=...")
-        self.cfg, self.label = cfg, cfg.name.rstrip("/").split("/")[-1]
-        folder = Path(cfg.name).expanduser()  # of a repository on this machine
+        self.cfg, name, self.label = cfg, *hub.named(cfg)
+        folder = Path(name).expanduser()  # of a repository on this machine
         try:
-            commit = None if folder.is_dir() else commit_of("dataset", cfg.name, cfg.revision)
+            commit = None if folder.is_dir() else commit_of("dataset", name, cfg.revision)
         except Unreachable as error:
-            raise UserError(explain_unreachable("dataset", cfg.name, str(error))) from None
+            raise UserError(explain_unreachable("dataset", name, str(error))) from None
         on_disk = sorted([p.name, p.stat().st_size] for p in folder.rglob("*") if p.is_file()) if commit is None else []
         self.identity = [cfg.config_name, cfg.train_split, commit, on_disk]
         splits = hub.load_splits(cfg, commit or "", "")

@@ -12,7 +12,6 @@ from lmtrain.config.schema_data import DataConfig, TokenizerConfig
 from lmtrain.data import tokenizers
 from lmtrain.data.mixing import Mixture, check_weights
 from lmtrain.data.sources import choose as sources
-from lmtrain.data.sources.records import check_keys
 from lmtrain.data.store import contents
 from lmtrain.data.store.cache import build_once
 from lmtrain.data.store.prepared import PreparedData, folder_key, folder_of, min_val_rows, settings
@@ -72,7 +71,7 @@ def text_sources(cfg: DataConfig) -> list[TextSource]:
 
 def _config(cfg: DataConfig, entry: dict[str, Any], where: str) -> DataConfig:
     """The config of one source: that of the mixture, with what the entry says of its own."""
-    check_keys(entry, _KEYS, where)
+    sources.check_keys(entry, _KEYS, where)
     own = {key: value for key, value in entry.items() if key not in _MIXED}
     if ("path" in own) + ("name" in own) + (own.get("source") == "python_stdlib") != 1:
         raise UserError(f"{where}: give one of path (files), name (a dataset of the hub) or source: python_stdlib")

@@ -111,9 +111,11 @@ def _tokenizer_of(
     def texts(name: str) -> Iterator[str]:
         return (piece.text for piece in sources.pieces(source, cfg, name) or ())
 
-    return make_tokenizer(
-        folder, tokenizer_cfg, texts, named, show, lambda: _training_bytes(source, cfg, tokenizer_cfg)
-    )
+    def total_bytes() -> int | None:
+        known = sources.expected_bytes(source, cfg, "train")
+        return None if known is None else min(known, tokenizer_cfg.train_characters or known)
+
+    return make_tokenizer(folder, tokenizer_cfg, texts, named, show, total_bytes)
 
 
 def make_tokenizer(
@@ -133,12 +135,6 @@ def make_tokenizer(
     made = tokenizers.load_or_train(cfg, texts, named, watch=lambda text: show.watch(text, total_bytes()))
     tokenizers.save(made, folder / "tokenizer")
     return tokenizers.load_folder(folder / "tokenizer")
-
-
-def _training_bytes(source: sources.Source, cfg: DataConfig, tokenizer_cfg: TokenizerConfig) -> int | None:
-    """About how many bytes of text a tokenizer is trained on; None where that isn't known."""
-    known = sources.expected_bytes(source, cfg, "train")
-    return None if known is None else min(known, tokenizer_cfg.train_characters or known)
 
 
 def _write_split(
