@@ -29,7 +29,7 @@ COMPRESSED: dict[str, Callable[[Path | IO[bytes], str], Any]] = {
     ".xz": lzma.open,
     ".zst": _open_zstd,
 }
-_BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError)  # what decompressors raise for damaged files
+BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError)  # what decompressors raise for damaged files
 _BUFFER = 1 << 20  # bytes read at a time: a document is often longer than Python's own 8 KiB
 _BOM = "\ufeff"  # some Windows programs begin UTF-8 files with it
 
@@ -137,7 +137,7 @@ def _explained(path: File) -> Iterator[None]:
         yield
     except UnicodeDecodeError:
         raise UserError(_explain_encoding(path)) from None
-    except _BROKEN as error:
+    except BROKEN as error:
         raise ReadError(f"{path} can't be read: {error}") from None
 
 
