@@ -242,7 +242,7 @@ ANSWERED: dict[str, tuple[str, ...]] = {
     "train Qwen/Qwen3-0.6B": ("model=Qwen/Qwen3-0.6B data.path=", "data.name=Qwen/Qwen3-0.6B"),
     "train outputs/first": ("run.resume=auto", "model=outputs/first data.path="),
     "train my_bok.txt": ("did you mean python -m lmtrain.train my_book.txt?",),
-    "train trainer.max_steps 100": ("a setting key=value",),
+    "train trainer.max_steps 100": ("write key=value",),
     "train picture.bin": ("neither text nor a table",),
     "train base": ("model=base data.path=",),
     "train nowhere.yaml": ("no such file",),

@@ -176,7 +176,7 @@ def _no_data(verb: str, word: str, folders: Sequence[Path]) -> str:
             f"A dataset of the hub: {command} data=wikitext data.name={word} data.config_name=null"
         )
     if "/" in word or path.suffix:
-        return f"{word}: no such file or folder; data is FILE_OR_FOLDER, a config FILE.yaml, a setting key=value"
+        return f"{word}: no such file or folder; data is {command} FILE_OR_FOLDER, a config {command} FILE.yaml"
     return unreadable(word)
 
 
