@@ -240,17 +240,16 @@ def refused(
 
 def _wrong_value(override: Override, groups: set[str], folders: list[Path]) -> str | None:
     """The message for several values outside of a sweep, and for a value that is no option of a group."""
-    group, (key, _, value) = override.key_or_group, (override.input_line or "").partition("=")
+    key, _, value = (override.input_line or "").partition("=")
     if override.is_sweep_override():
         return (
             f"{key}={value}: several values are a sweep, started with -m; for one list write '{key}=[{value}]', for "
             f"one text '{key}=\"{value}\"'"
         )
-    if group in groups and not isinstance(override.value(), str | list):
-        options = ", ".join(options_of(group, folders))
+    if override.key_or_group in groups and not isinstance(override.value(), str | list):
         return (
-            f"{key}={value}: {group} is a group, set by the name of an option ({options}); "
-            f"single keys are set as {group}.<key>=<value>"
+            f"{key}={value}: {key} is a group, set by the name of an option ({', '.join(options_of(key, folders))}); "
+            f"single keys are set as {key}.<key>=<value>"
         )
     return None
 
