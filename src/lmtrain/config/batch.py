@@ -8,7 +8,6 @@ import bisect
 import math
 from dataclasses import dataclass
 
-from lmtrain.config.constraints import check_given
 from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.config.strategies import check_devices, ranks_per_part
@@ -147,7 +146,11 @@ def check_growth(c: Config) -> None:
     w = d.batch_warmup
     if w.start_size is None:
         return
-    check_given("data.batch_warmup", w, ("steps",))
+    if w.steps is None:
+        raise UserError(
+            f"data.batch_warmup.start_size={w.start_size} needs data.batch_warmup.steps: the step at which a step has "
+            f"data.global_batch_size={d.global_batch_size} rows"
+        )
     _check_divides("data.batch_warmup.start_size", w.start_size, "data.global_batch_size", d.global_batch_size)
 
 
@@ -159,7 +162,12 @@ def _check_lengths(d: DataConfig) -> None:
             f"data.curriculum.by=length cuts rows of concatenated text into shorter ones, and {found}: set "
             f"data.{'packing' if d.rows == 'text' else 'curriculum.by'}=null"
         )
-    check_given("data.curriculum", c, ("start_length", "steps"))
+    missing = [name for name in ("start_length", "steps") if getattr(c, name) is None]
+    if missing:
+        raise UserError(
+            f"data.curriculum.by=length needs data.curriculum.{missing[0]}: start_length is how many tokens the first "
+            f"rows have, steps after how many steps they have data.seq_len={d.seq_len}"
+        )
     assert c.start_length is not None
     if c.end_length not in (None, d.seq_len):
         raise UserError(

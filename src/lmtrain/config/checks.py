@@ -2,10 +2,11 @@
 
 import dataclasses
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from lmtrain.config.batch import check_growth
-from lmtrain.config.constraints import check_given, choice
+from lmtrain.config.constraints import choice
 from lmtrain.config.keys import check_constraints
 from lmtrain.config.options import CausalLMConfig, WarmupStableDecayConfig
 from lmtrain.config.schema import BUDGETS, Config, ScheduleConfig
@@ -121,7 +122,7 @@ def _check_peft(c: Config) -> None:
         )
     if p.method == "memory":
         return
-    check_given("peft", p, ("r", "alpha", "dropout", "bias"))
+    _check_given("peft", p, ("r", "alpha", "dropout", "bias"))
     begins = ("default", "gaussian", "orthogonal", "pissa", "olora")
     if not re.fullmatch(r"pissa_niter_[1-9]\d*", str(p.init_weights)):
         choice(*begins)("peft.init_weights", str(p.init_weights))
@@ -140,7 +141,14 @@ def _check_names(c: Config) -> None:
     if c.data.rows == "text" and not c.data.text_column:
         raise UserError(f"data.text_column={c.data.text_column}: a name or a list of names, [a,b], is needed")
     if c.data.rows != "text":
-        check_given("data", c.data, ("train_on", "on_too_long", "on_bad_row", "packing"))
+        _check_given("data", c.data, ("train_on", "on_too_long", "on_bad_row", "packing"))
+
+
+def _check_given(section: str, options: Any, names: Iterable[str]) -> None:
+    """Raises UserError for the first of these keys that is null."""
+    for name in names:
+        if getattr(options, name) is None:
+            raise UserError(f"{section}.{name} has no value: set {section}.{name}=...")
 
 
 def check_pretrained_name(init: str | None, name: str | None) -> None:
@@ -248,7 +256,7 @@ def _check_stream(c: Config) -> None:
         )
     if not d.streaming:
         raise UserError(f"{here} goes with data.streaming=true: set that too, or data.ring_bytes=null")
-    check_given("data", d, ("ring_shard_tokens", "ring_window", "ring_val_tokens", "ring_patience"))
+    _check_given("data", d, ("ring_shard_tokens", "ring_window", "ring_val_tokens", "ring_patience"))
     if t.max_steps is None or t.max_epochs is not None:
         raise UserError(
             f"{here}: how many rows a stream has isn't known, so the run ends by steps: set trainer.max_steps=... and "
@@ -279,7 +287,7 @@ def _check_memory(c: Config) -> None:
         if method == "memory":
             raise UserError("peft.method=memory needs a memory: choose peft=memory, or set memory=bank too")
         return
-    check_given("memory", m, (field.name for field in dataclasses.fields(m)))
+    _check_given("memory", m, (field.name for field in dataclasses.fields(m)))
     assert m.memory_dim is not None and m.num_heads is not None and m.top_k is not None  # noqa: PT018
     if m.router != "soft" and m.top_k > m.num_chapters:
         raise UserError(

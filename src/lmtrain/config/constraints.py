@@ -10,7 +10,7 @@ import difflib
 import enum
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,13 +59,6 @@ class ReadBy:
     verbs: tuple[str, ...]
 
 
-def check_given(section: str, options: Any, names: Iterable[str]) -> None:
-    """Raises UserError for the first of these keys of a section that is null."""
-    for name in names:
-        if getattr(options, name) is None:
-            raise UserError(f"{section}.{name} has no value: set {section}.{name}=...")
-
-
 def choice(*options: str) -> Constraint:
     """One of these; for keys that are not text otherwise (true, a number), a text has to be one of them."""
 
@@ -83,9 +76,10 @@ _PART = r"[A-Za-z0-9_+][A-Za-z0-9._+-]*"
 
 def name_of_file(key: str, value: Any) -> None:
     """A name that stays in its folder and can be typed as an override."""
-    if "/" in str(value):
-        raise UserError(f"{key}={value!r}: it can't hold '/'")
-    name_of_folder(key, value)
+    if value is not None and not re.fullmatch(_PART, str(value)):
+        raise UserError(
+            f"{key}={value!r}: use letters (a-z, A-Z), digits, '.', '_', '-' and '+' only, not '.' or '-' at its start"
+        )
 
 
 def name_of_folder(key: str, value: Any) -> None:

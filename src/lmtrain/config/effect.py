@@ -275,11 +275,13 @@ def check_suffix(overrides: Sequence[str]) -> None:
     typed = typed_keys(overrides)
     option, path = typed.get("data", ""), typed.get("data.path", "").strip("'\"")
     held = _READ_AS.get(suffix_of(path))
-    records = _RECORDS.values()
-    if "data.format" in typed or held is None or option not in ("text", "jsonl", "parquet", *records):
+    if "data.format" in typed or held is None or option not in ("text", "jsonl", "parquet", *_RECORDS.values()):
         return
-    if (held == "text") if option in records else (held != option):
+    wrong = held == "text" if option in _RECORDS.values() else held != option
+    if wrong:
+        kind = "plain text" if held == "text" else f"{suffix_of(path)[1:]}"
+        instead = f"data={held}, or " if option not in _RECORDS.values() else ""
         raise UserError(
-            f"data={option} data.path={path}: the file's name says that it holds what data={held} reads; write "
-            f"data.format=... if it holds something else"
+            f"data={option} data.path={path}: the file's name says {kind}; write {instead}data.format=... if it holds "
+            f"something else"
         )
