@@ -88,7 +88,7 @@ REFUSED = {
     "data: {text_column: \"${oc.decode:'[1]'}\"}": r"data\.text_column: \$\{oc\.decode:",
     'data: {text_column: "${oc.env:X,${oc.decode:1}}"}': r"data\.text_column: \$\{oc\.decode:",
     'data: {text_column: "${oc.${seed}:1}"}': r"data\.text_column: \$\{oc\.\$\{seed\}:",
-    'callbacks: {extra: [{_target_: a, b: ["${oc.deprecated:x}"]}]}': r"callbacks\.extra\.0\.b\.0: \$\{oc\.dep",
+    'callbacks: {extra: [{_target_: a, b: ["${oc.deprecated:x}"]}]}': r"callbacks\.extra\[0\]\.b\[0\]: \$\{oc\.dep",
     'data: {text_column: "${nothing.here}"}': "data.text_column.*nothing.here",
     'run: {name: "${oc.env:NO_SUCH_NAME}"}': "NO_SUCH_NAME",
     'data: {text_column: "${data.text_column}"}': "recursive|refers to itself|Recursive",

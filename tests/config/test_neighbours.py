@@ -398,6 +398,10 @@ def test_a_misspelt_word_gets_the_key_that_is_meant(typed: str, meant: str, vali
     assert meant in explain.unknown_key(typed, valid)
 
 
-def test_what_is_no_boolean_is_told_the_options() -> None:
+def test_yes_and_no_are_booleans() -> None:
+    c = config.check(
+        config.compose(["trainer.compile=no", "trainer.activation_checkpointing=Yes", "data.append_eos=off"])
+    )
+    assert (c.trainer.compile, c.trainer.activation_checkpointing, c.data.append_eos) == (False, True, False)
     with pytest.raises(UserError, match="options: auto"):
-        config.check(config.compose(["trainer.compile=no"]))
+        config.check(config.compose(["trainer.compile=perhaps"]))

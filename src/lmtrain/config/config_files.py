@@ -15,7 +15,6 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
 
 from lmtrain.config.defaults import conf_dir
-from lmtrain.config.keys import flat
 from lmtrain.config.override_text import typed_keys
 from lmtrain.config.safe_yaml import check_folder
 from lmtrain.errors import UserError
@@ -99,7 +98,16 @@ def _value_in(file: ConfigFile, key: str) -> Any:
     way = file.way_to(key)
     if not way:
         return None
-    return dict(flat(yaml.safe_load(file.path.read_text(encoding="utf-8")))).get(".".join(way))
+    try:
+        node = yaml.safe_load(file.path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+    for name in way:
+        if isinstance(node, list) and name.isdigit() and int(name) < len(node):
+            node = node[int(name)]
+        else:
+            node = node.get(name) if isinstance(node, dict) else None
+    return node
 
 
 @dataclass(frozen=True)

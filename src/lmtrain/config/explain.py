@@ -17,7 +17,6 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lmtrain.config.config_files import options_of
-from lmtrain.config.keys import flat
 from lmtrain.errors import UserError
 
 _TABLES = configparser.ConfigParser(delimiters=("->",), interpolation=None)
@@ -104,7 +103,10 @@ def other_variant(key: str, folders: Iterable[Path]) -> str | None:
     group, *path = key.split(".")
     options = []
     for file in sorted(f for d in folders for f in (d / group).glob("*.yaml") if f.stem != "base"):
-        if ".".join(path) in dict(flat(yaml.safe_load(file.read_text(encoding="utf-8")))):
+        node: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
+        for name in path:
+            node = node.get(name, _ABSENT) if isinstance(node, Mapping) else _ABSENT
+        if node is not _ABSENT:
             options.append(f"{group}={file.stem}")
     if not path or not options:
         return None

@@ -8,7 +8,6 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from omegaconf.grammar_parser import parse
 
-from lmtrain.config.keys import flat
 from lmtrain.errors import UserError
 
 # Those that make a config of a text (oc.create, oc.decode) are not among them: what a config says stands in the config.
@@ -43,9 +42,8 @@ def resolved(tree: DictConfig) -> dict[str, Any]:
     """
     try:
         plain = OmegaConf.to_container(tree, resolve=False)
-        for key, text in flat(plain):
-            if isinstance(text, str) and "${" in text:
-                _check(key, text)
+        for key, text in _texts(plain, ""):
+            _check(key, text)
         found = OmegaConf.to_container(tree, resolve=True)
     except OmegaConfBaseException as error:
         at = getattr(error, "full_key", None)
@@ -64,6 +62,19 @@ def escaped(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: escaped(inner) for key, inner in value.items()}
     return [escaped(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    """Key and text of all that may be interpolations."""
+    if isinstance(value, str):
+        if "${" in value:
+            yield key, value
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _texts(inner, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list):
+        for number, inner in enumerate(value):
+            yield from _texts(inner, f"{key}[{number}]")
 
 
 def _check(key: str, text: str) -> None:

@@ -6,7 +6,6 @@ precomputed reference) asks here.
 
 import dataclasses
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, get_args, get_origin, get_type_hints
 
@@ -103,14 +102,6 @@ def values(config: Any, *shapes: Shapes, by_content: bool | None = None) -> dict
         for key in keys_in(config)
         if key.shapes in shapes and by_content in (None, key.by_content)
     }
-
-
-def flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted key (a place in a list is a number) and value of all that stands in plain containers, themselves first."""
-    yield key, value
-    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for name, inner in pairs:
-        yield from flat(inner, f"{key}.{name}" if key else str(name))
 
 
 def check_constraints(config: Any) -> None:

@@ -3,14 +3,13 @@
 import functools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from lmtrain.config.interpolations import escaped
-from lmtrain.config.keys import flat
 from lmtrain.config.sections import all_keys
 
 
@@ -32,6 +31,8 @@ def to_hydra(override: str) -> str:
     if type_.startswith("dict[") and "." in found.name:
         override = re.sub(r'([{,]\s*)(["\'])([^"\']*)\2(\s*:)', r"\1\3\4", override)  # Hydra's keys have no quotes
         return f"++{override}" if key == found.name or "dict[str, str]" in type_ else override
+    if key == found.name and found.type is not str and "bool" in type_ and value.lower() in _BOOLEANS:
+        return f"{key}={_BOOLEANS[value.lower()]}"
     if key != found.name or _parses(override):
         return override
     if "list[str]" in type_ and value.startswith("[") and value.endswith("]") and not re.search("[\"']", value):
@@ -50,6 +51,9 @@ def _is_one_word(text: str) -> bool:
 def as_typed(key: str, text: str) -> str:
     """The override that sets a key to this very text, whatever it holds."""
     return f"{key}={quoted(escaped(text))}"
+
+
+_BOOLEANS = {"yes": "true", "no": "false", "on": "true", "off": "false"}
 
 
 @functools.lru_cache(4096)
@@ -99,3 +103,11 @@ def leaves(overrides: Sequence[str]) -> dict[str, Any]:
         if not override.is_delete() and not override.is_sweep_override():
             found |= flat(override.value(), override.key_or_group)
     return found
+
+
+def flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted key (a place in a list is a number) and value of all that stands in plain containers, themselves first."""
+    yield key, value
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, inner in pairs:
+        yield from flat(inner, f"{key}.{name}" if key else str(name))

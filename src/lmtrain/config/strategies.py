@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from lmtrain.config.keys import flat
+from lmtrain.config.override_text import flat
 from lmtrain.config.schema import FP8, Config, DeepSpeedConfig, TrainerConfig
 from lmtrain.errors import UserError
 
