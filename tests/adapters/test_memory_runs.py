@@ -157,7 +157,7 @@ def test_dpo_takes_the_model_without_its_memory_for_reference(bases: dict[str, P
 
 WRONG = {
     "memory.top_k=9": "memory.top_k=9 of memory.num_chapters=4: a token can't read more",
-    "memory.memory_dim=18": "memory.memory_dim=18 does not divide into memory.num_heads=4: change",
+    "memory.memory_dim=18": "memory.memory_dim=18 does not divide into memory.num_heads=4: set memory.num_heads=3 or",
     "memory.layers=[0,2]": "memory.layers=[0, 2]: there is no layer 2; the model has 2, 0 to 1",
     "memory.layers=every_4": "memory.layers=every_4: the model has only 2 layers; set memory.layers=[1]",
     "memory.layers=all": "memory.layers=all: every_4 say, or a list of layers counted from 0",

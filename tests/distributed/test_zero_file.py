@@ -9,7 +9,7 @@ import torch
 
 from inprocess import TWO_STEPS, message, train_tiny
 from lmtrain.config.compose import check, compose
-from lmtrain.config.strategies import engine_config, overruled
+from lmtrain.config.deepspeed import engine_config, overruled
 from lmtrain.distributed import devices
 from support import TINY, Run
 
@@ -81,7 +81,7 @@ def test_the_plan_and_the_engine_speak_of_the_file(tmp_path: Path, monkeypatch: 
 
 
 def test_what_the_file_says_otherwise_is_overruled_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file as people bring it."""
+    """A file as people bring it: what agrees is not told, nor what it leaves open."""
     monkeypatch.chdir(tmp_path)
     own = {
         "train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": "auto",
@@ -96,14 +96,13 @@ def test_what_the_file_says_otherwise_is_overruled_and_told(tmp_path: Path, monk
     assert not {"train_batch_size", "optimizer", "scheduler", "fp16"} & set(told)
     assert overruled(config) == [
         "train_batch_size (data.global_batch_size holds)",
-        "train_micro_batch_size_per_gpu (data.micro_batch_size holds)",
-        "gradient_accumulation_steps (data.global_batch_size and data.micro_batch_size holds)",
         "gradient_clipping (trainer.gradient_clip_val holds)",
         "fp16 (trainer.precision holds)",
-        "bf16 (trainer.precision holds)",
         "optimizer (optimizer.* holds)",
         "scheduler (schedule.* holds)",
     ]
+    config.data.global_batch_size, config.trainer.gradient_clip_val, config.trainer.precision = 8, 0.5, "16-mixed"
+    assert overruled(config) == ["optimizer (optimizer.* holds)", "scheduler (schedule.* holds)"]
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,13 @@
 
 import dataclasses
 import re
-from collections.abc import Iterable
 from typing import Any
 
 from lmtrain.config.batch import check_growth
 from lmtrain.config.constraints import choice
 from lmtrain.config.keys import check_constraints
 from lmtrain.config.options import CausalLMConfig, WarmupStableDecayConfig
-from lmtrain.config.schema import BUDGETS, Config, ScheduleConfig
+from lmtrain.config.schema import BUDGETS, Config, MemoryConfig, ScheduleConfig
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.config.strategies import check_strategy, spell_out
 from lmtrain.config.targets import check_allowed, check_names
@@ -52,10 +51,18 @@ def _check_trainer(c: Config) -> None:
     spell_out(t)
     if t.precision in short:
         raise UserError(f"trainer.precision={t.precision}: write {short[t.precision]}")
+    if t.accelerator == "mps":
+        raise UserError(
+            "trainer.accelerator=mps: losses and metrics are summed in fp64, which Apple GPUs do not have; "
+            "set trainer.accelerator=cpu"
+        )
     if isinstance(t.devices, str) and not t.devices.isdigit():
         choice("auto")("trainer.devices", t.devices)
     if t.devices != "auto" and int(t.devices) < 1:
         raise UserError(f"trainer.devices={t.devices}: a number from 1 up, or auto, is needed")
+    clip = t.gradient_clip_val
+    if clip is not None and not clip > 0:
+        raise UserError(f"trainer.gradient_clip_val={clip} would leave no gradient: null turns clipping off")
 
 
 def _check_run(c: Config) -> None:
@@ -122,7 +129,11 @@ def _check_peft(c: Config) -> None:
         )
     if p.method == "memory":
         return
-    _check_given("peft", p, ("r", "alpha", "dropout", "bias"))
+    needed = {"r": "at least 1 is needed", "alpha": "at least 1 is needed", "dropout": "a share is needed",
+              "bias": "none, all or lora_only is needed"}  # fmt: skip
+    for name, what in needed.items():
+        if getattr(p, name) is None:
+            raise UserError(f"peft.{name}=None: {what}")
     begins = ("default", "gaussian", "orthogonal", "pissa", "olora")
     if not re.fullmatch(r"pissa_niter_[1-9]\d*", str(p.init_weights)):
         choice(*begins)("peft.init_weights", str(p.init_weights))
@@ -141,14 +152,9 @@ def _check_names(c: Config) -> None:
     if c.data.rows == "text" and not c.data.text_column:
         raise UserError(f"data.text_column={c.data.text_column}: a name or a list of names, [a,b], is needed")
     if c.data.rows != "text":
-        _check_given("data", c.data, ("train_on", "on_too_long", "on_bad_row", "packing"))
-
-
-def _check_given(section: str, options: Any, names: Iterable[str]) -> None:
-    """Raises UserError for the first of these keys that is null."""
-    for name in names:
-        if getattr(options, name) is None:
-            raise UserError(f"{section}.{name} has no value: set {section}.{name}=...")
+        for name in ("train_on", "on_too_long", "on_bad_row", "packing"):
+            if getattr(c.data, name) is None:
+                raise UserError(f"data.{name} has no value: set data.{name}=...")
 
 
 def check_pretrained_name(init: str | None, name: str | None) -> None:
@@ -215,25 +221,33 @@ def _check_source(source: str, allow_target: list[str]) -> None:
 def _check_metrics(key: str, metrics: list[Any]) -> None:
     """UserError for a name that is none of the text metrics."""
     for metric in metrics:
-        if metric in ("bertscore", "bertscore:"):
+        if metric == "bertscore" or metric == "bertscore:":
             raise UserError(f"{key}: bertscore needs an encoder, {key}=['bertscore:roberta-large'] or a folder")
         if isinstance(metric, str) and not metric.startswith("bertscore:"):
             choice(*TEXT_METRICS)(key, metric)
+
+
+_TIME = r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d+){0,2})"
 
 
 def time_limit_seconds(text: str | None) -> float | None:
     """SLURM's forms as seconds: minutes, MM:SS, HH:MM:SS, days-HH, days-HH:MM, days-HH:MM:SS."""
     if text is None:
         return None
-    if re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", text) is None:
+    found = re.fullmatch(_TIME, text)
+    if found is None:
         raise UserError(
             f"run.time_limit={text!r}: write it as SLURM does: HH:MM:SS such as 11:50:00, minutes, MM:SS or days-HH:MM"
         )
-    days, _, rest = text.rpartition("-")
-    parts = [int(part) for part in rest.split(":")]
-    units = (3600, 60, 1) if days or len(parts) == 3 else (60, 1)
-    seconds = sum(unit * part for unit, part in zip(units, parts, strict=False))
-    return float(86400 * int(days or 0) + seconds)
+    parts = [int(p) for p in found["rest"].split(":")]
+    if found["days"] is not None:
+        hours, minutes, seconds = [*parts, 0, 0][:3]
+        hours += 24 * int(found["days"])
+    elif len(parts) == 3:
+        hours, minutes, seconds = parts
+    else:
+        hours, (minutes, seconds) = 0, [*parts, 0][:2]
+    return float(3600 * hours + 60 * minutes + seconds)
 
 
 def leave_out_ring(data: DataConfig) -> None:
@@ -256,7 +270,9 @@ def _check_stream(c: Config) -> None:
         )
     if not d.streaming:
         raise UserError(f"{here} goes with data.streaming=true: set that too, or data.ring_bytes=null")
-    _check_given("data", d, ("ring_shard_tokens", "ring_window", "ring_val_tokens", "ring_patience"))
+    for name in ("ring_shard_tokens", "ring_window", "ring_val_tokens", "ring_patience"):
+        if getattr(d, name) is None:
+            raise UserError(f"data.{name} has no value: set data.{name}=...")
     if t.max_steps is None or t.max_epochs is not None:
         raise UserError(
             f"{here}: how many rows a stream has isn't known, so the run ends by steps: set trainer.max_steps=... and "
@@ -287,7 +303,9 @@ def _check_memory(c: Config) -> None:
         if method == "memory":
             raise UserError("peft.method=memory needs a memory: choose peft=memory, or set memory=bank too")
         return
-    _check_given("memory", m, (field.name for field in dataclasses.fields(m)))
+    missing = [f.name for f in dataclasses.fields(MemoryConfig) if getattr(m, f.name) is None]
+    if missing:
+        raise UserError(f"memory.{missing[0]} has no value: set memory.{missing[0]}=..., or memory=none for no memory")
     assert m.memory_dim is not None and m.num_heads is not None and m.top_k is not None  # noqa: PT018
     if m.router != "soft" and m.top_k > m.num_chapters:
         raise UserError(
@@ -295,8 +313,10 @@ def _check_memory(c: Config) -> None:
             f"there are; set memory.top_k={m.num_chapters} or less"
         )
     if m.memory_dim % m.num_heads:
+        fits = min((d for d in range(1, m.memory_dim + 1) if m.memory_dim % d == 0), key=lambda d: abs(d - m.num_heads))  # type: ignore[operator]
         raise UserError(
-            f"memory.memory_dim={m.memory_dim} does not divide into memory.num_heads={m.num_heads}: change one of them"
+            f"memory.memory_dim={m.memory_dim} does not divide into memory.num_heads={m.num_heads}: set "
+            f"memory.num_heads={fits} or memory.memory_dim={m.num_heads * max(1, round(m.memory_dim / m.num_heads))}"
         )
     _check_memory_layers(m.layers)
     if method == "memory" and c.tokenizer.add_tokens:

@@ -176,9 +176,9 @@ class FsdpConfig:
 
 @dataclass(kw_only=True)
 class DeepSpeedConfig:
-    stage: Annotated[int, MACHINE, between(1, 3)]
-    offload_optimizer: Annotated[str | None, MACHINE, choice("cpu", "nvme")]
-    offload_parameters: Annotated[str | None, MACHINE, choice("cpu", "nvme")]
+    stage: Annotated[int, MACHINE]
+    offload_optimizer: Annotated[str | None, MACHINE]  # cpu or nvme
+    offload_parameters: Annotated[str | None, MACHINE]
     nvme_path: Annotated[str, MACHINE]
     config: Annotated[str | None, MACHINE]
 
@@ -209,7 +209,7 @@ class TrainerConfig:
     limit_val_batches: Annotated[int | None, VALIDATION, at_least(1)]
     log_every_n_steps: Annotated[int, SHOWN, at_least(1), TRAINING]
     save_every_n_steps: Annotated[int | None, SHOWN, at_least(1), TRAINING]
-    gradient_clip_val: Annotated[float | None, TRAJECTORY, above_zero, TRAINING]
+    gradient_clip_val: Annotated[float | None, TRAJECTORY, TRAINING]
     max_bad_steps: Annotated[int, RATE, at_least(1)]
     spike_factor: Annotated[float | None, RATE]
     spike_window: Annotated[int, RATE, at_least(1), _SPIKES]

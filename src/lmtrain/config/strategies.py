@@ -1,13 +1,9 @@
-"""What goes with which strategy and precision, and the config of DeepSpeed. Imports neither torch nor lightning."""
+"""What goes with which strategy and precision. Imports neither torch nor lightning."""
 
-import json
-import os
 import re
-from pathlib import Path
-from typing import Any
 
-from lmtrain.config.override_text import flat
-from lmtrain.config.schema import FP8, Config, DeepSpeedConfig, TrainerConfig
+from lmtrain.config.deepspeed import check_options
+from lmtrain.config.schema import FP8, Config, TrainerConfig
 from lmtrain.errors import UserError
 
 SHARING = ("fsdp", "fsdp_tp", "deepspeed")  # a device holds a part of the model, of its gradients or of its state
@@ -117,9 +113,17 @@ def _check_quantised(c: Config) -> None:
     strategy, stored = c.trainer.strategy, c.peft.quantization
     if strategy == "fsdp" and stored != "int8":
         return
+    found = f"peft.quantization={stored} does not go with trainer.strategy={strategy}"
+    if strategy == "fsdp":
+        raise UserError(
+            f"{found}: of quantised bases those of 4 bits are shared out over the devices. Set peft=qlora, or "
+            f"trainer.strategy=ddp"
+        )
+    why = "splits the matrices of layers" if strategy == "fsdp_tp" else "does not know packed weights and their scales"
+    shares = "trainer.strategy=fsdp" + (" with peft=qlora" if stored == "int8" else "")
     raise UserError(
-        f"peft.quantization={stored} does not go with trainer.strategy={strategy}: of quantised bases, fsdp alone "
-        f"shares out those of 4 bits. Set trainer.strategy=fsdp peft=qlora, or trainer.strategy=ddp"
+        f"{found}, which {why}: set {shares}, which shares a base of 4 bits out over the devices, or "
+        f"trainer.strategy=ddp"
     )
 
 
@@ -127,9 +131,15 @@ def check_devices(t: TrainerConfig) -> None:
     """Raises UserError where the devices of a node (known by now) don't form whole groups that read the same rows."""
     size, devices = ranks_per_part(t), int(t.devices)
     if devices % size:
-        key = f"trainer.fsdp.{'tensor' if t.strategy == 'fsdp_tp' else 'context'}_parallel_size"
+        splits_layers = t.strategy == "fsdp_tp"
+        key = f"trainer.fsdp.{'tensor' if splits_layers else 'context'}_parallel_size"
+        fits = [f"{key}={d}" for d in range(2, devices + 1) if devices % d == 0]
+        if not fits:
+            fits = [f"trainer.devices={size}"]
+        elif splits_layers:
+            fits.append("trainer.strategy=fsdp")
         raise UserError(
-            f"{key}={size} does not divide trainer.devices={devices}, the devices of a node: change one of the two"
+            f"{key}={size} does not divide trainer.devices={devices}, the devices of a node: set {' or '.join(fits)}"
         )
 
 
@@ -189,7 +199,7 @@ def _check_context_parallel(c: Config) -> None:
 
 def _check_deepspeed(c: Config) -> None:
     key = "trainer.strategy=deepspeed"
-    _check_options(c.trainer.deepspeed)
+    check_options(c.trainer.deepspeed)
     if c.optimizer.name in ("muon", "adafactor"):
         raise UserError(
             f"optimizer={c.optimizer.name} does not go with {key}: ZeRO cuts parameters into flat pieces, and it needs "
@@ -197,128 +207,3 @@ def _check_deepspeed(c: Config) -> None:
         )
     if c.trainer.spike_factor is not None:
         raise UserError(f"trainer.spike_factor does not go with {key}, which can't leave out a step: set it to null")
-
-
-# What a file may say and the run's config says in its own words, which hold.
-OVERRULED = {
-    "train_batch_size": "data.global_batch_size", "train_micro_batch_size_per_gpu": "data.micro_batch_size",
-    "gradient_accumulation_steps": "data.global_batch_size and data.micro_batch_size",
-    "gradient_clipping": "trainer.gradient_clip_val", "optimizer": "optimizer.*", "scheduler": "schedule.*",
-    "fp16": "trainer.precision", "bf16": "trainer.precision", "amp": "trainer.precision",
-    "torch_autocast": "trainer.precision", "zero_allow_untested_optimizer": "optimizer.*",
-    "zero_force_ds_cpu_optimizer": "optimizer.*",
-}  # fmt: skip
-
-
-def engine_config(t: TrainerConfig) -> dict[str, Any]:
-    """What DeepSpeed's engine is told.
-
-    Args:
-        t: its `auto` values resolved.
-
-    Raises:
-        UserError: trainer.deepspeed.config can't be read, or holds what DeepSpeed does not know.
-    """
-    if t.deepspeed.config is not None:
-        said = _read(t.deepspeed.config)
-        return {name: value for name, value in said.items() if name not in OVERRULED} | _ours(t)
-    d, on_cuda = t.deepspeed, t.accelerator == "cuda"
-    zero: dict[str, Any] = {"stage": d.stage, "overlap_comm": on_cuda}
-    for key, place in (("offload_optimizer", d.offload_optimizer), ("offload_param", d.offload_parameters)):
-        if place is not None:
-            zero[key] = {"device": place, "pin_memory": on_cuda}
-            zero[key] |= {"nvme_path": d.nvme_path} if place == "nvme" else {}
-    return {"zero_optimization": zero} | _ours(t)
-
-
-def overruled(c: Config) -> list[str]:
-    """What trainer.deepspeed.config says of the run's own keys, each with the key that holds."""
-    t = c.trainer
-    said = _read(t.deepspeed.config) if t.strategy == "deepspeed" and t.deepspeed.config is not None else {}
-    return [f"{name} ({OVERRULED[name]} holds)" for name in said if name in OVERRULED]
-
-
-def _ours(t: TrainerConfig) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 1,  # for its throughput messages only: the loss is weighted by tokens here
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": t.gradient_clip_val or 0.0,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "bf16": {"enabled": t.precision == "bf16-true"},
-    }
-
-
-def adopt_file(t: TrainerConfig) -> None:
-    """Puts what trainer.deepspeed.config says of stage and offload in the options' places, its path absolute.
-
-    So the plan, the checks and config.yaml speak of what runs.
-
-    Raises:
-        UserError: see `engine_config`; or parameters go to a folder that isn't there.
-    """
-    d = t.deepspeed
-    if d.config is not None:
-        d.config = str(Path(d.config).expanduser().absolute())
-        zero = engine_config(t)["zero_optimization"]
-        d.stage = zero["stage"]
-        d.offload_optimizer, d.offload_parameters = (
-            _device(zero, key) for key in ("offload_optimizer", "offload_param")
-        )
-        paths = [
-            zero[key].get("nvme_path") for key in zero if key.startswith("offload_") and _device(zero, key) == "nvme"
-        ]
-        d.nvme_path = str(next(iter(paths), d.nvme_path))
-        _check_options(d)
-    if "nvme" in (d.offload_optimizer, d.offload_parameters) and not os.access(d.nvme_path, os.W_OK | os.X_OK):
-        raise UserError(
-            f"trainer.deepspeed.nvme_path={d.nvme_path} is not a folder that can be written to: set it to one on the "
-            f"NVMe disk"
-        )
-
-
-def _check_options(d: DeepSpeedConfig) -> None:
-    """Raises UserError for options that don't go together."""
-    if d.stage == 3:
-        return
-    if d.offload_parameters is not None:
-        raise UserError("trainer.deepspeed.offload_parameters needs trainer.deepspeed.stage=3")
-    if d.offload_optimizer == "nvme":
-        raise UserError("trainer.deepspeed.offload_optimizer=nvme needs trainer.deepspeed.stage=3, or set it to cpu")
-
-
-def check_frozen_copy(t: TrainerConfig) -> None:
-    """Raises UserError where a model's first values can't be put in the place of the trained ones."""
-    zero = engine_config(t)["zero_optimization"] if t.strategy == "deepspeed" else {}
-    obstacles = []
-    if _device(zero, "offload_param") == "nvme":
-        obstacles.append("parameters that lie on NVMe")
-    if zero.get("zero_hpz_partition_size", 1) > 1:
-        obstacles.append("zero_hpz_partition_size, which keeps parameters twice")
-    if obstacles:
-        raise UserError(
-            f"objective.reference=frozen_copy does not go with {obstacles[0]}: set objective.reference=precomputed"
-        )
-
-
-def _device(zero: dict[str, Any], key: str) -> str | None:
-    device = (zero.get(key) or {}).get("device", "none")
-    return None if device == "none" else device
-
-
-def _read(path: str) -> dict[str, Any]:
-    key = f"trainer.deepspeed.config={path}"
-    try:
-        config = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{key} can't be read: {error}") from None
-    if not isinstance(config, dict):
-        raise UserError(f"{key} holds no JSON object")
-    ours = {name: value for name, value in config.items() if name not in OVERRULED}
-    auto = next((name for name, value in flat(ours) if value == "auto"), None)
-    if auto is not None:
-        raise UserError(f'{key}: {auto} is "auto", which DeepSpeed does not know: give a value or take it out')
-    zero = config.get("zero_optimization")
-    if not isinstance(zero, dict) or zero.get("stage") not in (1, 2, 3):
-        raise UserError(f"{key}: zero_optimization.stage has to be 1, 2 or 3; without ZeRO set trainer.strategy=ddp")
-    return config
