@@ -21,12 +21,13 @@ from lmtrain import secrets
 from lmtrain.config import effect, environment, explain, interpolations, places, safe_yaml, sections, trust
 from lmtrain.config.batch import batch_split
 from lmtrain.config.checks import check_pretrained_name, check_values, leave_out_ring
-from lmtrain.config.config_files import composed_files, folders_of, hydra_over
+from lmtrain.config.config_files import composed_files, folders_of, hydra_over, options_of
 from lmtrain.config.defaults import conf_dir
 from lmtrain.config.options import MODELS, OBJECTIVES, OPTIMIZERS, SCHEDULES
 from lmtrain.config.override_text import to_hydra, typed_keys
 from lmtrain.config.schema import Config
 from lmtrain.errors import UserError
+from lmtrain.files import read_regular
 
 
 def compose(
@@ -46,6 +47,9 @@ def settled(
     folders, search = folders_of(config_dir, config_name)
     typed_words, overrides = overrides, effect.with_model_named(overrides, folders)
     is_named = overrides != typed_words
+    _check_model_name(
+        overrides, folders, lambda kept: compose(kept, config_dir, config_name, for_sweep=for_sweep).model
+    )
     if not for_sweep:
         explain.refuse_sweep_keys(overrides)
     effect.check_suffix(overrides)
@@ -71,7 +75,6 @@ def settled(
         except OmegaConfBaseException as error:
             raise UserError(f"{_one_line(error)} (in the config)") from None
     _leave_to_replaced(composed, typed_words)
-    _refuse_model_name(composed, overrides)
     _refuse_gone(composed, overrides)
     _complete_own_optimizer(composed)
     _one_warmup(composed, overrides)
@@ -122,15 +125,33 @@ def _without_keys_of_reader(overrides: list[str], again: Callable[[list[str]], D
         return None
 
 
-def _refuse_model_name(composed: DictConfig, overrides: list[str]) -> None:
-    """Raises UserError where model.name is typed, which is only shown; of a class of one's own it is free."""
-    typed = typed_keys(overrides)
-    name = typed.get("model.name", typed.get("model"))
-    if name != typed.get("model") and "_target_" not in composed.model:
-        raise UserError(
-            f"model.name={name} changes nothing but what is shown: choose an option with model=..., or a model of the "
-            f"hub or of a folder with model=pretrained model.name_or_path={name}"
-        )
+def _check_model_name(
+    overrides: list[str], folders: list[Path], compose_model: Callable[[list[str]], DictConfig]
+) -> None:
+    """Raises UserError where model.name is set to another than that of the model chosen; of one's own class it is free.
+
+    The name is only shown: whoever sets it meant an option of `model`, or a model of the hub.
+
+    Args:
+        folders: of options.
+        compose_model: the section that some overrides make.
+    """
+    typed = [o.partition("=")[2].strip("'\"") for o in overrides if o.lstrip("+").startswith("model.name=")]
+    if not typed:
+        return
+    name = typed[-1]
+    model = compose_model([o for o in overrides if not o.lstrip("+").startswith("model.name=")])
+    if "_target_" in model or name == model.get("name"):
+        return
+    known = options_of("model", folders)
+    found = f"model.name={name} changes nothing but what is shown: the model stays {model.get('name')}. "
+    if name in known:
+        raise UserError(f"{found}Choose model={name}")
+    scratch = ", ".join(option for option in known if option != "pretrained")
+    raise UserError(
+        f"{found}For a model of the hub or of a folder set model=pretrained model.name_or_path={name}; from "
+        f"scratch choose one of model={scratch}"
+    )
 
 
 def _refuse_gone(composed: DictConfig, overrides: list[str]) -> None:
@@ -248,8 +269,13 @@ def apply_fast_dev_run(config: Config) -> None:
     if steps < 1:
         return
     t = config.trainer
-    t.max_steps = t.limit_val_batches = t.val_check_interval = steps
-    t.max_epochs, t.log_every_n_steps = None, 1
+    t.max_steps, t.max_epochs, t.limit_val_batches, t.val_check_interval, t.log_every_n_steps = (
+        steps,
+        None,
+        steps,
+        steps,
+        1,
+    )
     config.logger, config.export.enabled, config.callbacks.samples.every_n_validations = {}, False, 0
 
 
@@ -265,8 +291,13 @@ def to_plain(config: Config, show: Callable[[str], str] = secrets.shown) -> dict
     """
     plain = dataclasses.asdict(config)
     for section in ("objective", "model", "data", "tokenizer", "peft", "memory", "optimizer", "schedule"):
-        absent = {f.name for f in dataclasses.fields(getattr(config, section)) if f.default is None}
-        plain[section] = {k: v for k, v in plain[section].items() if v is not None or k not in absent}
+        absent = [
+            f.name
+            for f in dataclasses.fields(getattr(config, section))
+            if f.default is None and plain[section][f.name] is None
+        ]
+        for name in absent:
+            del plain[section][name]
     return environment.unresolved(plain, config.kept, show)
 
 
@@ -275,9 +306,18 @@ def dump(config: Config) -> str:
     return yaml.safe_dump(to_plain(config, environment.as_written), sort_keys=False, allow_unicode=True)
 
 
+def _text_of(path: Path) -> str:
+    try:
+        return read_regular(path)
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; is {path.parent} a run folder?") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} can't be read: {_one_line(error)}") from None
+
+
 def read(path: Path) -> dict[str, Any]:
     """What a run's config.yaml holds, as plain values; what it would read of the environment stays as it is written."""
-    tree = undumped(safe_yaml.text_of(path), str(path))
+    tree = undumped(_text_of(path), str(path))
     try:
         return interpolations.resolved(environment.as_text(tree))
     except UserError as error:
@@ -286,8 +326,11 @@ def read(path: Path) -> dict[str, Any]:
 
 def undumped(text: str, where: str) -> DictConfig:
     """What `dump` has written, to be checked; UserError begins with `where`."""
+    tree = safe_yaml.parse(text, where)
+    if not isinstance(tree, dict):
+        raise UserError(f"{where} can't be read: it holds no keys")
     try:
-        return OmegaConf.create(safe_yaml.mapping(text, where))
+        return OmegaConf.create(tree)
     except OmegaConfBaseException as error:
         raise UserError(f"{where} can't be read: {_one_line(error)}") from None
 
@@ -302,7 +345,7 @@ def load(path: Path, grants: trust.Grants, *, own: bool = False) -> Config:
     Raises:
         UserError: it can't be read, is wrong, or asks for more than these.
     """
-    tree = undumped(safe_yaml.text_of(path), str(path))
+    tree = undumped(_text_of(path), str(path))
     if not own:
         tree = environment.without_reading(tree, path)
     trust.refuse_unasked(tree, grants, str(path))

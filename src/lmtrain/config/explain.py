@@ -153,8 +153,7 @@ def unreadable(override: str) -> str:
         return f"cannot read {override!r}: write key=value or group=option; a value that holds spaces needs quotes"
     return (
         f"cannot read {override!r}: a value that holds spaces, commas, brackets, quotes or = needs quotes twice, for "
-        f"the shell and for Hydra, '{key}=\"...\"', and so does each such text in a list or mapping, "
-        f"'{key}=[\"a|(b)\",c]'"
+        f"the shell and for Hydra, '{key}=\"...\"', and so does each such text in a list or mapping: '{key}=[\"a|(b)\",c]'"
     )
 
 
@@ -214,7 +213,8 @@ def refused(
     groups = {g.name for d in folders for g in d.iterdir() if g.is_dir()}
     parsed = [OverridesParser.create().parse_override(text) for text in overrides]
     for override in parsed:
-        message, said = _wrong_value(override, groups, folders), _on_one_line(error)
+        message = _wrong_group_value(override, groups, folders) or _sweep_outside_multirun(override)
+        said = _on_one_line(error)
         if "DictConfig with ListConfig" in said and f"override {override.input_line}" in said:
             key, _, value = str(override.input_line).partition("=")
             return f"{key}={value}: a list is needed, {key}=[{value}]"
@@ -240,20 +240,27 @@ def refused(
     return _on_one_line(error)
 
 
-def _wrong_value(override: Override, groups: set[str], folders: list[Path]) -> str | None:
-    """The message for several values outside of a sweep, and for a value that is no option of a group."""
-    key, _, value = (override.input_line or "").partition("=")
-    if override.is_sweep_override():
+def _wrong_group_value(override: Override, groups: set[str], folders: list[Path]) -> str | None:
+    group = override.key_or_group
+    if group not in groups:
+        return None
+    options = ", ".join(options_of(group, folders))
+    if not override.is_sweep_override() and not isinstance(override.value(), str | list):
         return (
-            f"{key}={value}: several values are a sweep, started with -m; for one list write '{key}=[{value}]', for "
-            f"one text '{key}=\"{value}\"'"
-        )
-    if override.key_or_group in groups and not isinstance(override.value(), str | list):
-        return (
-            f"{key}={value}: {key} is a group, set by the name of an option ({', '.join(options_of(key, folders))}); "
-            f"single keys are set as {key}.<key>=<value>"
+            f"{override.input_line}: {group} is a group, set by the name of an option ({options}); "
+            f"single keys are set as {group}.<key>=<value>"
         )
     return None
+
+
+def _sweep_outside_multirun(override: Override) -> str | None:
+    if not override.is_sweep_override():
+        return None
+    key, _, value = (override.input_line or "").partition("=")
+    return (
+        f"{key}={value}: several values are a sweep, started with -m; for one list write '{key}=[{value}]', for one "
+        f"text '{key}=\"{value}\"'"
+    )
 
 
 def _on_one_line(error: Exception) -> str:

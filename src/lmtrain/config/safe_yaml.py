@@ -19,7 +19,6 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lmtrain.errors import UserError
-from lmtrain.files import read_regular
 
 VALUES = 100_000  # that the aliases of a file may stand for; the largest config has some hundreds in all
 _DEPTH = 3  # folders below a folder of configs in which groups are looked for
@@ -109,22 +108,6 @@ class _Loader(yaml.SafeLoader):
                     raise yaml.YAMLError(f"the key {key.value} is in line {lines[key.value]} and in line {line}")
                 lines[key.value] = line
         return super().construct_mapping(node, deep)
-
-
-def text_of(path: Path) -> str:
-    """What a file holds; UserError where it can't be read."""
-    try:
-        return read_regular(path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} can't be read: {error}") from None
-
-
-def mapping(text: str, where: str) -> dict[str, Any]:
-    """The keys of a YAML text; UserError, which begins with `where`, for one that can't be read or holds none."""
-    tree = parse(text, where)
-    if not isinstance(tree, dict) or not tree:
-        raise UserError(f"{where} can't be read: it holds no keys")
-    return tree
 
 
 def parse(text: str, where: str) -> Any:

@@ -97,11 +97,14 @@ def of_files(paths: Iterable[str]) -> list[str]:
 
 
 def _opened_by(path: Path) -> dict[str, Any]:
-    tree = safe_yaml.mapping(safe_yaml.text_of(path), f"--trust {path}")
+    try:
+        tree = safe_yaml.parse(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--trust {path} can't be read: {error}") from None
     found = {}
     for key in CLOSED:
         section, _, name = key.partition(".")
-        node = tree.get(section)
+        node = tree.get(section) if isinstance(tree, dict) else None
         if isinstance(node, dict) and node.get(name):
             found[key] = node[name]
     return found

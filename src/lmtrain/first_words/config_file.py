@@ -17,13 +17,21 @@ from lmtrain.config.explain import absent, used_here
 from lmtrain.config.override_text import quoted, written
 from lmtrain.config.sections import all_keys
 from lmtrain.errors import UserError
+from lmtrain.files import read_regular
 
 _WHOLE = ("objective", "model", "data", "optimizer", "trainer", "run")  # sections that a run's config.yaml has
 
 
 def parsed(path: Path) -> dict[str, Any]:
     """The keys of the file; UserError where it can't be read or holds none."""
-    return safe_yaml.mapping(safe_yaml.text_of(path), str(path))
+    try:
+        text = read_regular(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} can't be read: {error}") from None
+    tree = safe_yaml.parse(text, str(path))
+    if not isinstance(tree, dict) or not tree:
+        raise UserError(f"{path} holds no keys: a config has lines such as `model: gpt_small`")
+    return tree
 
 
 def is_whole(tree: Mapping[str, Any]) -> bool:
