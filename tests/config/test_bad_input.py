@@ -46,7 +46,7 @@ def refuse(corpus: Path, here: Path, argv: list[str], *said: str) -> None:
 
 MISSPELT = {
     "optimizer.lrr=1": "did you mean optimizer.lr",
-    "traner.max_steps=3": "here it is trainer.max_steps",
+    "traner.max_steps=3": "did you mean trainer.max_steps",
     "trainer.max_step=3": "did you mean trainer.max_steps",
     "warmup_step=10": "did you mean schedule.warmup_steps?",
     "optimizer.warmup_step=10": "did you mean schedule.warmup_steps",
@@ -140,7 +140,7 @@ WRONG_VALUES = {
     "trainer.gradient_clip_val=0": "null turns clipping off",
     "trainer.devices=0": "a number from 1 up",
     "trainer.devices=-1": "a number from 1 up",
-    "trainer.devices=[0]": "trainer.devices=[0]: one value is needed",
+    "trainer.devices=[0]": "a number of devices is needed",
     "trainer.precision=bf16": "write bf16-mixed",
     "trainer.strategy=fsdpp": "options: auto",
     "trainer.accelerator=tpu": "options: auto",

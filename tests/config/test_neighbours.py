@@ -379,7 +379,9 @@ TYPED = {  # through the command line
     "--lora_r=8": "peft.r=... (with peft=lora)",
     "model=GPT_small": "did you mean model=gpt_small?",
     "model=GPT2": "did you mean model=gpt_small?",
-    "trainer.limit_val_batches=0.5": "a whole number is needed, found float 0.5",
+    "trainer.limit_val_batches=0.5": "it counts micro-batches",
+    "trainer.val_check_interval=0.25": "it counts optimizer steps",
+    "trainer.devices=[0]": "CUDA_VISIBLE_DEVICES=0 and trainer.devices=1",
 }
 
 

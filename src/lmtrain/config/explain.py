@@ -88,14 +88,18 @@ OPEN = "model.extra."  # where a user may add keys of their own
 
 
 def _nearest(key: str, valid: list[str]) -> list[str]:
-    """At most three keys that look like it: similar ones of which the last word is nearly its own, others of which it
-    is (optimizer.warmup_step), other similar ones."""
-    choices = [v for v in valid if not key.startswith(f"{v}.")]
+    """At most three keys that look like it: those whose last word is nearly its own (optimizer.warmup_step), where no
+    key ends in that very word; the most similar one, those with the same last word, other similar ones."""
+    parents = [key.rsplit(".", n)[0] for n in range(1, key.count(".") + 1)]
+    choices = [v for v in valid if v not in parents]
     near = difflib.get_close_matches(key, choices, n=3, cutoff=0.7)
-    last = {v: v.rpartition(".")[2] for v in choices}
-    name = difflib.get_close_matches(key.rpartition(".")[2], set(last.values()), n=1, cutoff=0.85)
-    alike = sorted((v for v in choices if last[v] in name), key=lambda v: v not in near)
-    return list(dict.fromkeys([*alike, *near]))[:3]
+    last = {v: v.rsplit(".", 1)[-1] for v in choices}
+    name = key.rsplit(".", 1)[-1]
+    same = [v for v in choices if last[v] == name]
+    similar = [] if same else difflib.get_close_matches(name, set(last.values()), n=1, cutoff=0.85)
+    found = sorted((v for v in choices if last[v] in similar), key=lambda v: v not in near)
+    found += near[:1] + same + near[1:]
+    return list(dict.fromkeys(found))[:3]
 
 
 def other_variant(key: str, folders: Iterable[Path]) -> str | None:
@@ -148,12 +152,18 @@ def missing_config(error: MissingConfigException, folders: list[Path], overrides
 def unreadable(override: str) -> str:
     """The message for an argument that Hydra's grammar rejects."""
     override = override.removeprefix("++")  # which `to_hydra` may have added
-    key, equals, _ = override.partition("=")
+    key, equals, value = override.partition("=")
     if not equals:
         return f"cannot read {override!r}: write key=value or group=option; a value that holds spaces needs quotes"
+    holds = "spaces, commas, brackets, quotes or ="
+    if value.startswith(("[", "{")):
+        return (
+            f"cannot read {override!r}: in a list or mapping each text that holds {holds} needs double quotes, and the "
+            f"whole single ones for the shell: 'optimizer.groups=[{{pattern: \"a|(b)\", lr: 1e-4}}]'"
+        )
     return (
-        f"cannot read {override!r}: a value that holds spaces, commas, brackets, quotes or = needs quotes twice, for "
-        f"the shell and for Hydra, '{key}=\"...\"', and so does each such text in a list or mapping: '{key}=[\"a|(b)\",c]'"
+        f"cannot read {override!r}: a value that holds {holds} needs quotes twice, for the shell and for Hydra: "
+        f"'{key}=\"{value}\"'"
     )
 
 
@@ -282,6 +292,12 @@ _WANTED = {  # what omegaconf's message says -> what is needed
 }
 
 
+_SHARES = {  # Lightning takes a share of these
+    "trainer.val_check_interval": "it counts optimizer steps, not a share of an epoch (250: every 250 steps)",
+    "trainer.limit_val_batches": "it counts micro-batches, not a share of the split (null: all of it)",
+}
+
+
 def wrong_type(error: OmegaConfBaseException, tree: Any, valid: Iterable[str]) -> str:
     """The message for a value that the schema refuses; `valid` are all keys."""
     key, message = str(getattr(error, "full_key", None) or ""), str(error).strip().split("\n")[0]
@@ -299,5 +315,11 @@ def wrong_type(error: OmegaConfBaseException, tree: Any, valid: Iterable[str]) -
     if wanted is None:
         return f"{key}: {message}"
     value = OmegaConf.select(tree, key, default=None)
+    if isinstance(value, float) and key in _SHARES:
+        return f"{key}={value}: a whole number is needed: {_SHARES[key]}"
+    if key == "trainer.devices" and OmegaConf.is_list(value):
+        which = ",".join(map(str, value))
+        there = f"CUDA_VISIBLE_DEVICES={which} and {key}={len(value)}"
+        return f"{key}=[{which}]: a number of devices is needed; which ones: {there}"
     value = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
     return f"{key}={value}: {wanted}, found {type(value).__name__} {value!r}"
