@@ -10,13 +10,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lmtrain.config.aliases import used_here
 from lmtrain.config.config_files import options_of
 from lmtrain.config.explain import unreadable
 from lmtrain.config.override_text import as_typed, bare_or_quoted, typed_keys
+from lmtrain.config.sections import all_keys
 from lmtrain.errors import UserError
 
 OF_MODELS = ("chat", "evaluate", "generate", "export")  # their first word is a run, a folder or a hub name
 CONFIGS = (".yaml", ".yml")
+SHORT_NAMES = {  # models of the hub that people name without their owner
+    "gpt2": "openai-community/gpt2", "gpt2-medium": "openai-community/gpt2-medium",
+    "gpt2-large": "openai-community/gpt2-large", "gpt2-xl": "openai-community/gpt2-xl",
+    "distilgpt2": "distilbert/distilgpt2", "openai-gpt": "openai-community/openai-gpt",
+}  # fmt: skip
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
 _KEY = re.compile(r"[~+]*[\w./@-]+", re.ASCII)  # what stands before the = of an override
 _GROUPS = ("experiment", "model", "objective", "data", "peft", "optimizer", "tokenizer", "schedule", "debug", "sweep")
@@ -74,7 +81,7 @@ def read(
     data = [w for w in bare if Path(w).expanduser() not in configs[:1]]
     for word in data:
         if not _is_data(word):
-            raise UserError(_no_data(verb, word, folders))
+            raise UserError(_no_data(verb, word, bare, folders))
     of_file = list[str]()
     if configs:
         keys = typed_keys(typed)
@@ -112,32 +119,56 @@ def _of_model(verb: str, bare: list[str], typed: list[str]) -> dict[str, list[st
     if verb == "chat" and len(rest) == 1 and "chat.against" not in keys and Path(rest[0]).expanduser().is_dir():
         return {**found, rest[0]: [as_typed("chat.against", rest[0])]}
     if rest:
-        prompt = f' "{" ".join(rest)}", with quotes around the prompt' if verb == "generate" else ""
-        raise UserError(
-            f"{rest[0]!r} is one word too many: python -m lmtrain.{verb} {first}{prompt}, and key=value for the rest"
-        )
+        raise UserError(_too_many(verb, first, rest))
     return found
+
+
+def _too_many(verb: str, model: str, rest: list[str]) -> str:
+    said = f"{rest[0]!r} is one word too many: "
+    if verb == "evaluate" and Path(rest[0]).is_file():
+        return f"{said}python -m lmtrain.evaluate {model} data.val_path={rest[0]} scores the model on that file"
+    if verb == "generate":
+        return f'{said}put the prompt between quotes, python -m lmtrain.generate {model} "{" ".join(rest)}"'
+    if verb == "chat":
+        return f"{said}python -m lmtrain.chat {model} begins a conversation, and what you say is typed there"
+    return f"{said}python -m lmtrain.{verb} takes one model, and key=value for the rest"
 
 
 def _model_of(verb: str, word: str, rest: list[str]) -> str:
     """The word, if it is a folder or can be a name of the hub."""
     path = Path(word).expanduser()
     if path.is_dir():
+        if verb == "export" and not (path / "config.yaml").is_file():
+            raise UserError(f"{word} is not a run (it has no config.yaml): lmtrain.export writes the model of a run")
         return str(path) if word.startswith("~") else word
     command = f"python -m lmtrain.{verb}"
     after = f' "{rest[0]}"' if rest else ""
     if path.is_file():
-        raise UserError(f"{word} is a file; a run or a model is named by its folder: {command} outputs/NAME{after}")
+        holding = next((p for p in path.absolute().parents if _holds_model(p)), None)
+        near = f"{command} {holding}{after}" if holding else f"{command} outputs/NAME{after}"
+        raise UserError(f"{word} is a file; a run or a model is named by its folder: {near}")
     named = Path("outputs") / word
     if named.is_dir():
         raise UserError(f"there is no folder {word}; the run is {named}: {command} {named}{after}")
+    if verb == "export" and _HUB_NAME.fullmatch(word) and not path.parent.is_dir():
+        raise UserError(f"{word} is not a folder of a run: lmtrain.export takes a run, {command} outputs/NAME")
     if _HUB_NAME.fullmatch(word) and not path.parent.is_dir():
         return word
+    if word in SHORT_NAMES and verb != "export":
+        raise UserError(f"there is no folder {word}; the model of the hub is {command} {SHORT_NAMES[word]}{after}")
     if " " in word:
-        raise UserError(f"which model? {command} outputs/NAME {word!r}")
+        model = newest_run() or "outputs/NAME"
+        raise UserError(f"which model? {command} {model}{f' {chr(34)}{word}{chr(34)}' if verb == 'generate' else ''}")
     nearest = _nearest(path)
     hint = f"did you mean {command} {nearest}{after}?" if nearest else "python -m lmtrain.runs lists the runs there are"
     raise UserError(f"{word}: no such folder, and a name of the hub is owner/model; {hint}")
+
+
+def newest_run(root: Path = Path("outputs")) -> str | None:
+    """The run below `root` that changed last."""
+    runs = [p.parent for p in root.glob("*/config.yaml")]
+    newest = max(runs, key=lambda p: p.stat().st_mtime, default=None)
+    return None if newest is None else str(newest)
 
 
 def _nearest(path: Path) -> str | None:
@@ -149,22 +180,24 @@ def _nearest(path: Path) -> str | None:
     return str(path.parent / near[0]) if near else None
 
 
-def _no_data(verb: str, word: str, folders: Sequence[Path]) -> str:
+def _no_data(verb: str, word: str, bare: list[str], folders: Sequence[Path]) -> str:
     """The message for a word that names no data, with the command that was probably meant."""
     command, path = f"python -m lmtrain.{verb}", Path(word).expanduser()
     if path.is_dir():
         return _a_model(command, word, path)
+    if word in SHORT_NAMES:
+        return f"{word!r} is a model: {command} model={SHORT_NAMES[word]} data.path=YOUR_TEXT"
     options = [f"{group}={word}" for group in _GROUPS if word in options_of(group, folders)]
     if options:
         return f"{word!r} is an option: {' or '.join(f'{command} {option}' for option in options)}"
+    recipe = path.stem.removeprefix("train_").removeprefix("finetune_")
     if path.suffix == ".py":
-        as_text = f"{command} data=text data.format=text data.path={bare_or_quoted(word)}"
-        return (
-            f"{word}: configs are yaml here, {command} FILE.yaml or experiment=... "
-            f"({', '.join(options_of('experiment', folders))}); to train on its text: {as_text}"
-        )
-    if path.suffix in CONFIGS and path.is_file():
-        return f"{word}: one config at a time, with data and key=value: {command} {word} trainer.max_steps=100"
+        return _python(command, word, path, recipe, folders)
+    if path.suffix in CONFIGS:
+        if path.is_file():
+            return f"{word}: one config at a time, with data and key=value: {command} {word} trainer.max_steps=100"
+        if recipe in options_of("experiment", folders):
+            return f"{word}: no such file; a recipe of that name is {command} experiment={recipe}"
     if path.exists():
         return f"{word} is a device, pipe or socket: name a file or a folder"
     near = _nearest(path)
@@ -175,6 +208,9 @@ def _no_data(verb: str, word: str, folders: Sequence[Path]) -> str:
             f"{word}: no such file or folder. A model of the hub: {command} model={word} data.path=YOUR_TEXT. "
             f"A dataset of the hub: {command} data=wikitext data.name={word} data.config_name=null"
         )
+    key = _as_key(word, bare)
+    if key is not None:
+        return f"cannot read {word!r}: write key=value: {command} {key}"
     if "/" in word or path.suffix:
         return f"{word}: no such file or folder; data is {command} FILE_OR_FOLDER, a config {command} FILE.yaml"
     return unreadable(word)
@@ -187,3 +223,25 @@ def _a_model(command: str, word: str, path: Path) -> str:
         return f"{word} holds a model; to train from it: {from_it}"
     goes_on = f"{command} --config-dir {word} run.dir={word} run.resume=auto"
     return f"{word} is a run; to continue it: {goes_on}; to train a new run from its model: {from_it}"
+
+
+def _python(command: str, word: str, path: Path, recipe: str, folders: Sequence[Path]) -> str:
+    if recipe in options_of("experiment", folders):
+        return f"{word}: configs are yaml here; that recipe is {command} experiment={recipe}"
+    if path.is_file():
+        as_text = f"{command} data=text data.format=text data.path={bare_or_quoted(word)}"
+        return f"{word} is a Python file: configs are yaml here ({command} FILE.yaml); to train on its text: {as_text}"
+    known = ", ".join(options_of("experiment", folders))
+    return f"{word}: no such file, and configs are yaml here: {command} FILE.yaml, or experiment=... ({known})"
+
+
+def _as_key(word: str, bare: list[str]) -> str | None:
+    """key=value for a key of ours, or of another project, that was typed without the sign."""
+    names = {key.name for key in all_keys()}
+    here = word if word in names else used_here(word, names)
+    if here is None:
+        return None
+    at = bare.index(word) + 1
+    value = bare[at] if at < len(bare) else "..."
+    name, _, rest = here.partition(" ")
+    return f"{name}={value} {rest}".strip() if "=" not in name else here
