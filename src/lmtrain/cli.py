@@ -277,7 +277,7 @@ def parse(verb: str, argv: list[str]) -> argparse.Namespace:
     if unknown:
         from lmtrain.config import explain as overrides
 
-        raise UserError(overrides.unknown_flags(unknown, verb))
+        raise UserError(overrides.unknown_flags(unknown, argv, verb))
     if args.config is not None:
         args.overrides.insert(0, args.config)
     if args.trust:
@@ -339,7 +339,7 @@ def _no_verb(word: str, rest: list[str]) -> str:
     """The message for a first word that is no verb, with the command that was probably meant."""
     import difflib
 
-    from lmtrain.config.explain import VERBS as THEIRS
+    from lmtrain.config.aliases import VERBS as THEIRS
 
     if Path(word).exists() or "=" in word or word.startswith("-"):
         return f"which verb? to train: lmtrain train {shlex.join([word, *rest])} (lmtrain --help lists the others)"

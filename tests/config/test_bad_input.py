@@ -15,8 +15,8 @@ from omegaconf import OmegaConf
 
 from inprocess import TWO_STEPS, Ended, message, run, snapshot, train_tiny
 from lmtrain import cli
+from lmtrain.config import aliases as neighbours
 from lmtrain.config import compose as config
-from lmtrain.config import explain as neighbours
 from support import REPO, TINY, Run
 
 
@@ -95,8 +95,8 @@ NEIGHBOURS = {
     "data=shakespeare_char": "did you mean experiment=shakespeare_char?",
     "n_layer=3": "here it is model.num_hidden_layers",
     "out_dir=x": "here it is run.dir",
-    "--learning_rate=1e-3": "--learning_rate: optimizer.lr=...",
-    "--batch-size": "--batch-size: data.global_batch_size=...",
+    "--learning_rate=1e-3": "without dashes, optimizer.lr=",
+    "--batch-size": "without dashes, data.global_batch_size=",
 }
 
 

@@ -207,12 +207,12 @@ COMPOSED: dict[str, dict[str, Any]] = {
 ANSWERED: dict[str, tuple[str, ...]] = {
     # transformers and TRL
     "train --model_name_or_path Qwen/Qwen3-0.6B --dataset_name trl-lib/Capybara --learning_rate 2e-5 --bf16": (
-        "--model_name_or_path: model.name_or_path=...; --dataset_name: data.name=...; --learning_rate: "
-        "optimizer.lr=...; --bf16: trainer.precision=...",),
+        "python -m lmtrain.train model=Qwen/Qwen3-0.6B data.name=trl-lib/Capybara optimizer.lr=2e-5 "
+        "trainer.precision=bf16-mixed",),
     "train --train_file my_book.txt --num_train_epochs 3 --do_train": (
-        "data.path=...", "trainer.max_epochs=...", "python -m lmtrain.train"),
-    "train --lr 0.001": ("optimizer.lr=...",),
-    "train model_name_or_path=Qwen/Qwen3-0.6B": ("model.name_or_path",),
+        "data.path=my_book.txt trainer.max_epochs=3", "python -m lmtrain.train"),
+    "train --lr 0.001": ("optimizer.lr=0.001",),
+    "train model_name_or_path=Qwen/Qwen3-0.6B": ("model=Qwen/Qwen3-0.6B",),
     "train num_train_epochs=3": ("trainer.max_epochs",),
     "sft --model_name_or_path Qwen/Qwen3-0.6B": ("lmtrain train objective=sft",),
     "train model=gpt2": ("model=gpt_small", "model=pretrained model.name_or_path=gpt2"),
@@ -220,20 +220,21 @@ ANSWERED: dict[str, tuple[str, ...]] = {
     "chat gpt2": ("python -m lmtrain.chat openai-community/gpt2",),
     # nanoGPT
     "train config/train_shakespeare_char.py": ("python -m lmtrain.train experiment=shakespeare_char",),
-    "train --batch_size=12 --block_size=64 --max_iters=2000": ("data.seq_len=...", "trainer.max_steps=..."),
+    "train --batch_size=12 --block_size=64 --max_iters=2000": ("data.seq_len=64", "trainer.max_steps=2000"),
     "train train.py": ("data.format=text data.path=train.py",),
     "sample --out_dir=outputs/first": ("lmtrain generate",),
     # Lightning
     "fit --config my.yaml": ("lmtrain train --config my.yaml",),
-    "train --trainer.max_epochs 3 --optimizer.lr 0.001": ("trainer.max_epochs=...; --optimizer.lr: optimizer.lr=...",),
+    "train --trainer.max_epochs 3 --optimizer.lr 0.001": ("trainer.max_epochs=3 optimizer.lr=0.001",),
     "test": ("lmtrain evaluate",),
     "validate outputs/first": ("lmtrain evaluate outputs/first",),
     # axolotl, LLaMA-Factory and TRL by their files
-    "train axolotl.yml": ("base_model: model.name_or_path", "sequence_len: data.seq_len", "lora_r: peft.r",
-                          "num_epochs: trainer.max_epochs", "val_set_size: data.val_fraction"),
-    "train llama_factory.yaml": ("stage: objective", "peft", "template: data.chat_template", "do_train: the verb says",
-                                 "cutoff_len: data.seq_len", "max_samples: data.num_samples"),
-    "train --config sft.yaml": ("model.name_or_path", "dataset_name: data.name", "num_train_epochs: trainer"),
+    "train axolotl.yml": ("model=HuggingFaceTB/SmolLM2-135M", "data.seq_len=2048", "trainer.max_epochs=3",
+                          "data.micro_batch_size=2", "optimizer.lr=0.0002", "peft.r=16", "data.val_fraction=0.05"),
+    "train llama_factory.yaml": ("model=Qwen/Qwen3-0.6B", "objective", "peft", "data.chat_template",
+                                 "data.seq_len=2048", "data.num_samples=1000", "trainer.precision=bf16-mixed",
+                                 "LLaMA-Factory"),
+    "train --config sft.yaml": ("model=Qwen/Qwen3-0.6B", "data.name=trl-lib/Capybara", "trainer.max_epochs=1"),
     # words that are neither
     "my_book.txt": ("lmtrain train my_book.txt",),
     "trian my_book.txt": ("lmtrain train my_book.txt",),

@@ -9,7 +9,7 @@ import pytest
 from inprocess import message, run
 from lmtrain.config import compose as config
 from lmtrain.config import explain
-from lmtrain.config.explain import NEIGHBOURS, absent, used_here
+from lmtrain.config.aliases import NEIGHBOURS, absent, used_here
 from lmtrain.errors import UserError
 
 WORDS = """
@@ -373,10 +373,10 @@ def test_the_arguments_of_transformers_that_people_set_are_answered(valid: list[
 TYPED = {  # through the command line
     "data.block_size=128": "here it is data.seq_len",
     "trainer.max_time=1": "here it is run.time_limit",
-    "lora_r=8": "here it is peft.r (with peft=lora)",
+    "lora_r=8": "here it is peft.r=8 (with peft=lora)",
     "--report_to=wandb": "logger=...",
     "--fast-dev-run": "debug=fast",
-    "--lora_r=8": "peft.r=... (with peft=lora)",
+    "--lora_r=8": "peft.r=8 (with peft=lora)",
     "model=GPT_small": "did you mean model=gpt_small?",
     "model=GPT2": "did you mean model=gpt_small?",
     "trainer.limit_val_batches=0.5": "it counts micro-batches",
@@ -394,8 +394,9 @@ def test_words_and_values_as_they_are_typed(typed: str) -> None:
 
 @pytest.mark.parametrize(
     ("typed", "meant"),
-    [("data.text_colum", "data.text_column"), ("model.dropot", "model.dropout")],
-)
+    [("data.blok_size", "data.seq_len"), ("blck_size", "data.seq_len"), ("trainer.max_iter", "trainer.max_steps"),
+     ("lora_aplha", "peft.alpha"), ("data.text_colum", "data.text_column"), ("model.dropot", "model.dropout")],
+)  # fmt: skip
 def test_a_misspelt_word_gets_the_key_that_is_meant(typed: str, meant: str, valid: list[str]) -> None:
     assert meant in explain.unknown_key(typed, valid)
 

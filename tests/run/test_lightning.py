@@ -12,13 +12,14 @@ import pytest
 import lmtrain
 from inprocess import TWO_STEPS, message, train_tiny
 from lmtrain.callbacks import foreign
-from lmtrain.config.explain import LIGHTNING, flatten
+from lmtrain.config.aliases import LIGHTNING
+from lmtrain.config.explain import flatten
 from lmtrain.config.targets import build_target
 from lmtrain.errors import UserError
 from support import REPO, TINY, Run, rows
 
 PAGE = (REPO / "docs" / "lightning.md").read_text()
-ELSEWHERE = ("accumulate_grad_batches", "check_val_every_n_epoch")  # config/aliases.txt has the words
+ELSEWHERE = ("accumulate_grad_batches", "check_val_every_n_epoch")  # config/aliases.py has the words
 QUIET = ["export.enabled=false", "callbacks.samples.every_n_validations=0", "run.dir=run", "run.resume=auto"]
 
 

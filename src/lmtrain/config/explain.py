@@ -1,11 +1,8 @@
-"""Explains a rejected override: the nearest valid key, the word used here for a neighbour's, the options of a group.
+"""Explains a rejected override: the nearest valid key, the word used here for a neighbour's, the options of a group."""
 
-What other projects call a setting is in aliases.txt.
-"""
-
-import configparser
 import difflib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,38 +13,9 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lmtrain.config.aliases import HYDRA_FLAGS, LIGHTNING, NEIGHBOURS, OPTIONS, absent, misspelt, used_here, with_value
 from lmtrain.config.config_files import options_of
 from lmtrain.errors import UserError
-
-_TABLES = configparser.ConfigParser(delimiters=("->",), interpolation=None)
-_TABLES.read_string(Path(__file__).with_name("aliases.txt").read_text(encoding="utf-8"))
-NEIGHBOURS, OPTIONS, WITHOUT, HYDRA_FLAGS, LIGHTNING, VERBS = (
-    dict(_TABLES[name]) for name in ("keys", "options", "without", "hydra_flags", "lightning", "verbs")
-)
-_AMBIGUOUS = ("name", "num_samples", "rank", "start", "tokens", "adapter", "project")  # mean other things in a section
-
-
-def used_here(key: str, valid: Collection[str]) -> str | None:
-    """Our key, group or option for another project's; case and dashes don't count. None where it is no word of theirs.
-
-    Args:
-        valid: our keys, for those of which only the section has another name (datamodule.path).
-    """
-    key = key.lower().replace("-", "_")
-    section, _, name = key.rpartition(".")
-    renamed = f"{NEIGHBOURS[section]}.{name}" if section in NEIGHBOURS else None
-    for word in (key, renamed):
-        if word in NEIGHBOURS:
-            return NEIGHBOURS[word]
-    if renamed in valid:
-        return renamed
-    return None if "." in section or (section and name in _AMBIGUOUS) else NEIGHBOURS.get(name)
-
-
-def absent(key: str) -> str | None:
-    """Why nothing here answers to another project's word, or None."""
-    name = key.lower().replace("-", "_").rpartition(".")[2]
-    return WITHOUT.get(name, f"here it is {LIGHTNING[name]}" if name in LIGHTNING and name not in NEIGHBOURS else None)
 
 
 def flatten(tree: Mapping[Any, Any], prefix: str = "") -> Iterable[str]:
@@ -58,11 +26,13 @@ def flatten(tree: Mapping[Any, Any], prefix: str = "") -> Iterable[str]:
             yield from flatten(value, f"{prefix}{key}.")
 
 
-def unknown_key(key: str, valid: Iterable[str]) -> str:
-    """The message for a key that isn't there, with the nearest one that is."""
+def unknown_key(key: str, valid: Iterable[str], value: Any = None) -> str:
+    """The message for a key that isn't there, with the nearest one that is.
+
+    Args:
+        value: what it was set to, which the answer repeats where it means the same.
+    """
     valid = list(valid)
-    if key.startswith(OPEN):
-        return f"there is no key {key!r} yet: write +{key}=... to add it"
     argument = key.removeprefix("trainer.")
     if argument != key and argument in LIGHTNING:  # Lightning's
         return f"there is no key {key!r}; here it is {LIGHTNING[argument]} (docs/lightning.md)"
@@ -73,24 +43,32 @@ def unknown_key(key: str, valid: Iterable[str]) -> str:
         return f"{key} has no meaning with the {key.partition('.')[0]} chosen here (--cfg prints the keys that have)"
     if here is not None:
         note = " (accumulation is derived from it, data.micro_batch_size and the devices)"
-        return f"there is no key {key!r}; here it is {here}{note if 'accum' in key else ''}"
+        set_ = here if value is None else with_value(key, here, value)
+        return f"there is no key {key!r}; here it is {set_}{note if 'accum' in key else ''}"
+    word = misspelt(key, valid)
+    if word is not None:
+        return f"there is no key {key!r}; if {word} was meant: here it is {NEIGHBOURS[word]}"
     candidates = _nearest(key, valid)
     if candidates:
         return f"there is no key {key!r}; did you mean {' or '.join(candidates)}?"
     section = key.split(".")[0]
+    if any(key.startswith(f"{node}.") for node in OPEN):
+        return f"there is no key {key!r} yet: write +{key}=... to add it"
     siblings = [v for v in valid if v.startswith(f"{section}.") and v.count(".") == 1]
     if siblings:
         return f"there is no key {key!r}; keys under {section}: {', '.join(siblings)}"
     return f"there is no key {key!r}; --cfg prints every key with its default"
 
 
-OPEN = "model.extra."  # where a user may add keys of their own
+OPEN = ("model.extra",)  # nodes to which a user may add keys of their own
 
 
 def _nearest(key: str, valid: list[str]) -> list[str]:
     """At most three keys that look like it: those whose last word is nearly its own (optimizer.warmup_step), where no
     key ends in that very word; the most similar one, those with the same last word, other similar ones."""
     parents = [key.rsplit(".", n)[0] for n in range(1, key.count(".") + 1)]
+    if any(parent in OPEN for parent in parents):
+        return []
     choices = [v for v in valid if v not in parents]
     near = difflib.get_close_matches(key, choices, n=3, cutoff=0.7)
     last = {v: v.rsplit(".", 1)[-1] for v in choices}
@@ -167,28 +145,61 @@ def unreadable(override: str) -> str:
     )
 
 
-def unknown_flags(unknown: Sequence[str], verb: str) -> str:
-    """The message for --something, as other programs write their settings.
+def unknown_flags(unknown: Sequence[str], argv: Sequence[str], verb: str) -> str:
+    """The message for --something, as other programs write their settings; of several, the command they mean.
 
     Args:
         unknown: those that lmtrain lacks, as typed.
+        argv: all that was typed; an unknown flag's value may follow it.
     """
     flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
-    for flag in flags:
-        if flag in HYDRA_FLAGS:
-            return f"{flag} is not an option: {HYDRA_FLAGS[flag]}"
-    answers = "; ".join(f"{flag}: {_answer(flag.lstrip('-'))}" for flag in flags)
+    hydras = next((f"{flag} is not an option: {HYDRA_FLAGS[flag]}" for flag in flags if flag in HYDRA_FLAGS), None)
+    if hydras is not None:
+        return hydras
+    settings, left_out = list[str](), list[str]()
+    words = list(argv)
+    for at, word in enumerate(words):
+        flag, equals, value = word.partition("=")
+        if flag not in flags or not word.startswith("-"):
+            continue
+        after = words[at + 1] if at + 1 < len(words) else "-"
+        given = value if equals else None if after.startswith("-") or "=" in after else after
+        key = flag.lstrip("-").replace("-", "_")
+        if absent(key) is not None:
+            left_out.append(f"{flag} is not an option: {absent(key)}")
+        elif key:
+            settings.append(_setting(key, given))
+    if not settings and left_out:
+        return left_out[0]
+    if len(settings) > 1:
+        why = "".join(f"; {line}" for line in left_out)
+        return (
+            f"{', '.join(flags)} are not options: settings are written without dashes, key=value: "
+            f"python -m lmtrain.{verb} {_as_command(settings)}{why}"
+        )
+    example = settings[0] if settings else "trainer.max_steps=100"
     return (
-        f"settings are written without dashes, key=value (lmtrain {verb} --help lists options and keys); "
-        f"{answers or unknown[0]}"
+        f"{flags[0] if flags else unknown[0]} is not an option: settings are written without dashes, {example} "
+        f"(--help lists options and keys)"
     )
 
 
-def _answer(key: str) -> str:
-    """What to write for a flag of another program."""
-    here = absent(key) or used_here(key, ()) or key
-    name, space, rest = here.partition(" ")
-    return here if "=" in name or absent(key) else f"{name}=...{space}{rest}"
+def _as_command(settings: Sequence[str]) -> str:
+    """Settings side by side, with the options that some go with."""
+    bare = [re.sub(r" \(.*\)", "", setting) for setting in settings]
+    needed = [match[1] for setting in settings if (match := re.search(r"\(with ([\w/]+=\w+)", setting))]
+    return " ".join(dict.fromkeys([*needed, *bare]))
+
+
+def _setting(key: str, value: str | None) -> str:
+    """key=value for a flag of another program; key=... where its value is not ours."""
+    here = used_here(key, ()) or key
+    found = with_value(key, here, value)
+    name, _, rest = found.partition(" ")
+    if "=" in name:
+        return found
+    known = here == key and "." in key and value is not None  # Lightning's command line: --trainer.max_steps 5
+    return f"{name}={value if known else '...'} {rest}".strip()
 
 
 def refuse_sweep_keys(overrides: list[str]) -> None:
@@ -246,7 +257,7 @@ def refused(
         if OmegaConf.select(base, f"{key.split('.')[0]}.name", default=None) == "custom":
             return f"there is no key {key!r} yet: write +{key}=... to add it"
         valid = flatten(OmegaConf.to_container(base, resolve=False))  # type: ignore[arg-type]
-        return other_variant(key, folders) or unknown_key(key, [*valid, *sorted(groups)])
+        return other_variant(key, folders) or unknown_key(key, [*valid, *sorted(groups)], override.value())
     return _on_one_line(error)
 
 

@@ -13,13 +13,19 @@ from typing import Any
 from omegaconf import DictConfig
 
 from lmtrain.config import environment, places, safe_yaml, trust
-from lmtrain.config.explain import absent, used_here
+from lmtrain.config.aliases import absent, used_here, with_value
 from lmtrain.config.override_text import quoted, written
 from lmtrain.config.sections import all_keys
 from lmtrain.errors import UserError
 from lmtrain.files import read_regular
 
 _WHOLE = ("objective", "model", "data", "optimizer", "trainer", "run")  # sections that a run's config.yaml has
+_THEIRS = {  # a key that only one program has, and its name
+    "base_model": "axolotl", "micro_batch_size": "axolotl", "sequence_len": "axolotl",
+    "finetuning_type": "LLaMA-Factory", "cutoff_len": "LLaMA-Factory", "stage": "LLaMA-Factory",
+    "template": "LLaMA-Factory", "dataset_name": "TRL", "model_name_or_path": "transformers",
+    "out_dir": "nanoGPT or litgpt", "checkpoint_dir": "litgpt",
+}  # fmt: skip
 
 
 def parsed(path: Path) -> dict[str, Any]:
@@ -121,13 +127,28 @@ def _text(value: Any, where: str) -> str:
 
 def _refuse_foreign(keys: Mapping[Any, Any], known: Mapping[str, str], groups: Sequence[str], path: Path) -> None:
     """Raises UserError that lists what each key of another program is called here."""
-    answers = dict[str, str | None]()
-    for dotted, _ in _leaves(keys, known):
+    answers, ours = list[tuple[str, str]](), set[str]()
+    for dotted, value in _leaves(keys, known):
         section = dotted.partition(".")[0]
-        if dotted not in known and section not in groups:
-            answers[dotted] = absent(dotted) or used_here(dotted, known) or used_here(section, known)
-    if any(answers.values()):
-        lines = "\n".join(f"  {name}: {here or 'nothing here has that name'}" for name, here in answers.items())
-        raise UserError(
-            f"{path} has keys of another program; what each is here (--cfg shows all keys and defaults):\n{lines}"
-        )
+        if dotted in known or dotted in groups or (section in groups and "." in dotted and not _is_theirs(dotted)):
+            ours.add(dotted)
+            continue
+        if section not in keys or any(name == dotted for name, _ in answers):
+            continue
+        here, why = used_here(dotted, known) or used_here(section, known), absent(dotted)
+        if why is not None or here is not None:
+            answers.append((dotted, why or with_value(dotted, str(here), value)))
+        elif "." not in dotted:
+            answers.append((dotted, "nothing here has that name"))
+    if not any(said != "nothing here has that name" for _, said in answers):
+        return
+    program = next((theirs for name, theirs in _THEIRS.items() if name in dict(answers)), "another program")
+    width = max(len(name) for name, _ in answers)
+    lines = "\n".join(f"  {name:<{width}}  {said}" for name, said in answers)
+    raise UserError(f"{path} has keys of {program}; what each is here (--cfg shows all keys and defaults):\n{lines}")
+
+
+def _is_theirs(dotted: str) -> bool:
+    """Whether a key in a section of ours is a word of others that compose would refuse one at a time."""
+    here = used_here(dotted, ())
+    return here is not None and here.partition(" ")[0] != dotted
