@@ -47,6 +47,10 @@ OTHERS = {  # commands with a command line of their own
 }
 
 
+FLAGS = ("--help", "--cfg", "--info", "--multirun", "--config", "--config-dir", "--config-name", "--shell-completion",
+         "--version", "--trust")  # fmt: skip
+
+
 def main_of(verb: str, action: Callable[["Config"], int]) -> Callable[..., int]:
     """The `main` of a verb that takes a config: from the words after the verb to the exit code."""
 
@@ -101,6 +105,8 @@ def run(verb: str, action: Callable[["Config"], int], argv: list[str] | None = N
         if args.help:
             print(help_text(verb))
             return errors.FINISHED
+        if args.shell_completion:
+            return _complete(args.shell_completion)
         if args.cfg:
             _drop_job(args.overrides)
         _say_that_it_runs(verb, args, words)
@@ -222,13 +228,22 @@ def _drop_job(overrides: list[str]) -> None:
 def _show_info(args: argparse.Namespace) -> int:
     """Hydra's --info [defaults, searchpath, ...]."""
     terminal.status.stop()
-    from lmtrain.config import compose as config
-    from lmtrain.config import config_files
+    from lmtrain.config import hydra_info
 
-    asked = [word for word in args.overrides if word in config_files.INFO]
+    asked = [word for word in args.overrides if word in hydra_info.INFO]
     overrides = [word for word in args.overrides if word not in asked]
-    config.compose(overrides, args.config_dir, args.config_name)  # what is wrong is said in lmtrain's words
-    config_files.show_info(asked[0] if asked else "all", overrides, args.config_dir, args.config_name)
+    hydra_info.show(asked[0] if asked else "all", overrides, args.config_dir, args.config_name)
+    return errors.FINISHED
+
+
+def _complete(asked: str) -> int:
+    """Hydra's -sc: code for the user's shell, or what can be typed next (query=SHELL, with the line in COMP_LINE)."""
+    from lmtrain.config import hydra_info
+
+    if asked.startswith("query=") and "COMP_LINE" in os.environ:
+        print("\n".join(hydra_info.candidates(os.environ["COMP_LINE"], VERBS | OTHERS, FLAGS)))
+    else:
+        print(hydra_info.shell_code(asked, f"{shlex.quote(sys.executable)} -m lmtrain.train -sc query"), end="")
     return errors.FINISHED
 
 
@@ -265,6 +280,7 @@ def parse(verb: str, argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--config-dir", "-cd")
     parser.add_argument("--config-name", "-cn", default="config")
     parser.add_argument("--info", "-i", action="store_true")
+    parser.add_argument("--shell-completion", "-sc")
     parser.add_argument("--version", action="store_true")
     parser.add_argument("--trust", action="append", default=[])
     parser.add_argument("--config")
@@ -327,6 +343,7 @@ keys used most:
   --config-dir DIR           a folder of your own configs, laid out like conf/
   --trust FILE               a yaml that may say what only you may: run.allow_target, what it reads, where it writes
   --info                     Hydra's account of where configs come from (--info defaults, searchpath, ...)
+  -sc install=bash           code for Tab in bash, zsh or fish: eval "$(lmtrain -sc install=bash)"
   -m key=a,b                 a sweep: one run per combination; with --cfg it is only shown
   --version                  lmtrain's and Python's
 
@@ -361,6 +378,8 @@ def main(argv: list[str] | None = None) -> int:
         return errors.FINISHED
     if argv[0] == "--version":
         return _print_version()
+    if argv[0] in ("-sc", "--shell-completion"):
+        return run("train", lambda _: errors.FINISHED, argv)
     verb, rest = argv[0], argv[1:]
     if verb not in VERBS | OTHERS:
         errors.print_error(_no_verb(verb, rest))

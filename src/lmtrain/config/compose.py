@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
 from hydra.errors import (
     ConfigCompositionException,
     HydraException,
@@ -21,7 +22,7 @@ from lmtrain import secrets
 from lmtrain.config import effect, environment, explain, interpolations, places, safe_yaml, sections, trust
 from lmtrain.config.batch import batch_split
 from lmtrain.config.checks import check_pretrained_name, check_values, leave_out_ring
-from lmtrain.config.config_files import composed_files, folders_of, hydra_over, options_of
+from lmtrain.config.config_files import composed_files, folders_of, options_of
 from lmtrain.config.defaults import conf_dir
 from lmtrain.config.options import MODELS, OBJECTIVES, OPTIMIZERS, SCHEDULES
 from lmtrain.config.override_text import to_hydra, typed_keys
@@ -90,7 +91,7 @@ def _hydra_composed(
 ) -> tuple[DictConfig, list[str], UserError | None]:
     """What Hydra composes, of which overrides, and what is wrong with it unless a reader of data.path is chosen."""
     again = lambda kept: hydra_compose(config_name, overrides=[*search, *kept])  # noqa: E731
-    with hydra_over(folders[0]):
+    with initialize_config_dir(config_dir=str(folders[0]), version_base="1.3", job_name="lmtrain"):
         try:
             overrides = effect.for_text(overrides, lambda groups: str(again(groups).objective.name))
             composed = hydra_compose(config_name, overrides=[*search, *overrides], return_hydra_config=for_sweep)

@@ -4,7 +4,6 @@ Imports no torch.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,29 +55,12 @@ def options_of(group: str, folders: Iterable[Path]) -> list[str]:
     return sorted({f.stem for d in folders for f in (d / group).glob("*.yaml") if f.stem != "base"})
 
 
-@contextmanager
-def hydra_over(folder: Path) -> Iterator[Any]:
-    """Hydra with this folder as its root."""
-    with initialize_config_dir(config_dir=str(folder), version_base="1.3", job_name="lmtrain"):
-        yield GlobalHydra.instance().hydra
-
-
-INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
-
-
-def show_info(what: str, overrides: Sequence[str], config_dir: str | None, config_name: str) -> None:
-    """Prints Hydra's own --info: where configs come from and in which order they are laid over each other."""
-    folders, search = folders_of(config_dir, config_name)
-    with hydra_over(folders[0]) as hydra:
-        hydra.show_info(what, config_name, [*search, *overrides])
-
-
 def composed_files(overrides: Sequence[str], config_dir: str | None, config_name: str) -> list[ConfigFile]:
     """The files that are composed, in order: of two that set a key, the later one wins."""
     folders, search = folders_of(config_dir, config_name)
-    with hydra_over(folders[0]) as hydra:
-        words = [*search, *overrides]
-        found = hydra.config_loader.compute_defaults_list(config_name, words, RunMode.RUN).defaults
+    with initialize_config_dir(config_dir=str(folders[0]), version_base="1.3", job_name="lmtrain"):
+        loader = GlobalHydra.instance().config_loader()
+        found = loader.compute_defaults_list(config_name, [*search, *overrides], RunMode.RUN).defaults
     composed = []
     for default in found:
         path = next((f for d in folders if (f := d / f"{default.config_path}.yaml").is_file()), None)
