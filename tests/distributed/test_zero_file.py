@@ -9,7 +9,7 @@ import torch
 
 from inprocess import TWO_STEPS, message, train_tiny
 from lmtrain.config.compose import check, compose
-from lmtrain.config.deepspeed import engine_config, overruled
+from lmtrain.config.strategies import engine_config, overruled
 from lmtrain.distributed import devices
 from support import TINY, Run
 

@@ -1,25 +1,14 @@
 """Aliases: what another project's name for a setting is here, under whatever section it is typed. See aliases.txt."""
 
+import configparser
 import difflib
 from collections.abc import Collection
 from pathlib import Path
 
-
-def _tables(text: str) -> dict[str, dict[str, str]]:
-    """Heading to names and what they are here; a name that stands twice is a mistake of the table."""
-    found: dict[str, dict[str, str]] = {}
-    for line in (line for line in text.splitlines() if line and not line.startswith("#")):
-        name, arrow, here = line.partition(" -> ")
-        if not arrow:
-            table = found.setdefault(line.strip("[]"), {})
-        elif table.setdefault(name, here) is not here:
-            raise ValueError(f"aliases.txt has {name} twice")
-    return found
-
-
-_TABLES = _tables(Path(__file__).with_suffix(".txt").read_text(encoding="utf-8"))
+_TABLES = configparser.ConfigParser(delimiters=("->",), interpolation=None)  # refuses a name that stands twice
+_TABLES.read_string(Path(__file__).with_suffix(".txt").read_text(encoding="utf-8"))
 NEIGHBOURS, OPTIONS, WITHOUT, HYDRA_FLAGS, LIGHTNING, VERBS = (
-    _TABLES[name] for name in ("keys", "options", "without", "hydra_flags", "lightning", "verbs")
+    dict(_TABLES[name]) for name in ("keys", "options", "without", "hydra_flags", "lightning", "verbs")
 )
 
 # Sections of other projects, or ours, under which a word of the table keeps its meaning: data.block_size.

@@ -227,27 +227,19 @@ def _check_metrics(key: str, metrics: list[Any]) -> None:
             choice(*TEXT_METRICS)(key, metric)
 
 
-_TIME = r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d+){0,2})"
-
-
 def time_limit_seconds(text: str | None) -> float | None:
     """SLURM's forms as seconds: minutes, MM:SS, HH:MM:SS, days-HH, days-HH:MM, days-HH:MM:SS."""
     if text is None:
         return None
-    found = re.fullmatch(_TIME, text)
-    if found is None:
+    if re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", text) is None:
         raise UserError(
             f"run.time_limit={text!r}: write it as SLURM does: HH:MM:SS such as 11:50:00, minutes, MM:SS or days-HH:MM"
         )
-    parts = [int(p) for p in found["rest"].split(":")]
-    if found["days"] is not None:
-        hours, minutes, seconds = [*parts, 0, 0][:3]
-        hours += 24 * int(found["days"])
-    elif len(parts) == 3:
-        hours, minutes, seconds = parts
-    else:
-        hours, (minutes, seconds) = 0, [*parts, 0][:2]
-    return float(3600 * hours + 60 * minutes + seconds)
+    days, _, rest = text.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    units = (3600, 60, 1) if days or len(parts) == 3 else (60, 1)
+    seconds = sum(unit * part for unit, part in zip(units, parts, strict=False))
+    return float(86400 * int(days or 0) + seconds)
 
 
 def leave_out_ring(data: DataConfig) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import yaml
 from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
 from hydra.errors import (
     ConfigCompositionException,
     HydraException,
@@ -22,7 +21,7 @@ from lmtrain import secrets
 from lmtrain.config import effect, environment, explain, interpolations, places, safe_yaml, sections, trust
 from lmtrain.config.batch import batch_split
 from lmtrain.config.checks import check_pretrained_name, check_values, leave_out_ring
-from lmtrain.config.config_files import composed_files, folders_of, options_of
+from lmtrain.config.config_files import composed_files, folders_of, hydra_over, options_of
 from lmtrain.config.defaults import conf_dir
 from lmtrain.config.options import MODELS, OBJECTIVES, OPTIMIZERS, SCHEDULES
 from lmtrain.config.override_text import to_hydra, typed_keys
@@ -91,7 +90,7 @@ def _hydra_composed(
 ) -> tuple[DictConfig, list[str], UserError | None]:
     """What Hydra composes, of which overrides, and what is wrong with it unless a reader of data.path is chosen."""
     again = lambda kept: hydra_compose(config_name, overrides=[*search, *kept])  # noqa: E731
-    with initialize_config_dir(config_dir=str(folders[0]), version_base="1.3", job_name="lmtrain"):
+    with hydra_over(folders):
         try:
             overrides = effect.for_text(overrides, lambda groups: str(again(groups).objective.name))
             composed = hydra_compose(config_name, overrides=[*search, *overrides], return_hydra_config=for_sweep)
@@ -270,13 +269,8 @@ def apply_fast_dev_run(config: Config) -> None:
     if steps < 1:
         return
     t = config.trainer
-    t.max_steps, t.max_epochs, t.limit_val_batches, t.val_check_interval, t.log_every_n_steps = (
-        steps,
-        None,
-        steps,
-        steps,
-        1,
-    )
+    t.max_steps = t.limit_val_batches = t.val_check_interval = steps
+    t.max_epochs, t.log_every_n_steps = None, 1
     config.logger, config.export.enabled, config.callbacks.samples.every_n_validations = {}, False, 0
 
 
@@ -292,13 +286,8 @@ def to_plain(config: Config, show: Callable[[str], str] = secrets.shown) -> dict
     """
     plain = dataclasses.asdict(config)
     for section in ("objective", "model", "data", "tokenizer", "peft", "memory", "optimizer", "schedule"):
-        absent = [
-            f.name
-            for f in dataclasses.fields(getattr(config, section))
-            if f.default is None and plain[section][f.name] is None
-        ]
-        for name in absent:
-            del plain[section][name]
+        optional = {f.name for f in dataclasses.fields(getattr(config, section)) if f.default is None}
+        plain[section] = {k: v for k, v in plain[section].items() if v is not None or k not in optional}
     return environment.unresolved(plain, config.kept, show)
 
 

@@ -4,6 +4,7 @@ Imports no torch.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,12 +56,18 @@ def options_of(group: str, folders: Iterable[Path]) -> list[str]:
     return sorted({f.stem for d in folders for f in (d / group).glob("*.yaml") if f.stem != "base"})
 
 
+@contextmanager
+def hydra_over(folders: Sequence[Path]) -> Iterator[Any]:
+    """Hydra with the first of these folders as its root; an override tells it of the others."""
+    with initialize_config_dir(config_dir=str(folders[0]), version_base="1.3", job_name="lmtrain"):
+        yield GlobalHydra.instance().hydra
+
+
 def composed_files(overrides: Sequence[str], config_dir: str | None, config_name: str) -> list[ConfigFile]:
     """The files that are composed, in order: of two that set a key, the later one wins."""
     folders, search = folders_of(config_dir, config_name)
-    with initialize_config_dir(config_dir=str(folders[0]), version_base="1.3", job_name="lmtrain"):
-        loader = GlobalHydra.instance().config_loader()
-        found = loader.compute_defaults_list(config_name, [*search, *overrides], RunMode.RUN).defaults
+    with hydra_over(folders) as hydra:
+        found = hydra.config_loader.compute_defaults_list(config_name, [*search, *overrides], RunMode.RUN).defaults
     composed = []
     for default in found:
         path = next((f for d in folders if (f := d / f"{default.config_path}.yaml").is_file()), None)

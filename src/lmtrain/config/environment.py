@@ -155,14 +155,12 @@ def written(key: str, value: Any, kept: Mapping[str, Reading]) -> Any:
 
 def hashed(key: str, value: Any, kept: Mapping[str, Reading]) -> Any:
     """The value of a key for a checkpoint: a text that the environment decides is told from others by its hash."""
-    reading = kept.get(key)
-    if reading is not None and isinstance(value, str) and value == reading.value:
-        return f"{reading.text} (sha256 {secrets.digest(value)})"
-    if isinstance(value, dict):
-        return {k: hashed(f"{key}.{k}", v, kept) for k, v in value.items()}
-    if isinstance(value, list):
-        return [hashed(f"{key}.{i}", v, kept) for i, v in enumerate(value)]
-    return secrets.hashed(value) if isinstance(value, str) else value
+    texts = {
+        name: replace(reading, text=f"{reading.text} (sha256 {secrets.digest(reading.value)})")
+        for name, reading in kept.items()
+        if isinstance(reading.value, str)
+    }
+    return unresolved(value, texts, secrets.hashed, key)
 
 
 def in_full(plain: Mapping[str, Any], kept: Mapping[str, Reading]) -> list[str]:
@@ -233,16 +231,7 @@ def as_text(tree: DictConfig) -> DictConfig:
     found = readings(tree)
     if not found:
         return tree
-    made = OmegaConf.create(_with_text(OmegaConf.to_container(tree, resolve=False), found))
+    texts = {key: replace(reading, text=escaped(reading.text), value=reading.text) for key, reading in found.items()}
+    made = OmegaConf.create(unresolved(OmegaConf.to_container(tree, resolve=False), texts, str))
     assert isinstance(made, DictConfig)
     return made
-
-
-def _with_text(tree: Any, found: Mapping[str, Reading], key: str = "") -> Any:
-    if key in found:
-        return escaped(tree)
-    if isinstance(tree, dict):
-        return {k: _with_text(v, found, f"{key}.{k}" if key else str(k)) for k, v in tree.items()}
-    if isinstance(tree, list):
-        return [_with_text(v, found, f"{key}.{i}") for i, v in enumerate(tree)]
-    return tree

@@ -234,8 +234,7 @@ def refused(
     groups = {g.name for d in folders for g in d.iterdir() if g.is_dir()}
     parsed = [OverridesParser.create().parse_override(text) for text in overrides]
     for override in parsed:
-        message = _wrong_group_value(override, groups, folders) or _sweep_outside_multirun(override)
-        said = _on_one_line(error)
+        message, said = _wrong_value(override, groups, folders), _on_one_line(error)
         if "DictConfig with ListConfig" in said and f"override {override.input_line}" in said:
             key, _, value = str(override.input_line).partition("=")
             return f"{key}={value}: a list is needed, {key}=[{value}]"
@@ -261,27 +260,21 @@ def refused(
     return _on_one_line(error)
 
 
-def _wrong_group_value(override: Override, groups: set[str], folders: list[Path]) -> str | None:
+def _wrong_value(override: Override, groups: set[str], folders: list[Path]) -> str | None:
+    """The message for several values outside of a sweep, and for a value that can't name an option of a group."""
     group = override.key_or_group
-    if group not in groups:
-        return None
-    options = ", ".join(options_of(group, folders))
-    if not override.is_sweep_override() and not isinstance(override.value(), str | list):
+    if override.is_sweep_override():
+        key, _, value = (override.input_line or "").partition("=")
         return (
-            f"{override.input_line}: {group} is a group, set by the name of an option ({options}); "
-            f"single keys are set as {group}.<key>=<value>"
+            f"{key}={value}: several values are a sweep, started with -m; for one list write '{key}=[{value}]', for "
+            f"one text '{key}=\"{value}\"'"
+        )
+    if group in groups and not isinstance(override.value(), str | list):
+        return (
+            f"{override.input_line}: {group} is a group, set by the name of an option "
+            f"({', '.join(options_of(group, folders))}); single keys are set as {group}.<key>=<value>"
         )
     return None
-
-
-def _sweep_outside_multirun(override: Override) -> str | None:
-    if not override.is_sweep_override():
-        return None
-    key, _, value = (override.input_line or "").partition("=")
-    return (
-        f"{key}={value}: several values are a sweep, started with -m; for one list write '{key}=[{value}]', for one "
-        f"text '{key}=\"{value}\"'"
-    )
 
 
 def _on_one_line(error: Exception) -> str:

@@ -27,12 +27,9 @@ Fingerprint = dict[str, dict[str, Any]]
 
 def fingerprint(config: Config, contents: dict[str, Any], earlier: dict[str, Any]) -> Fingerprint:
     """See the module; `config` has its `auto` values resolved."""
-    keys = {k: environment.hashed(k, v, config.kept) for k, v in _values(config).items()}
+    found = values(config, MODEL, TRAJECTORY, by_content=False)
+    keys = {k: environment.hashed(k, v, config.kept) for k, v in found.items()}
     return json.loads(json.dumps({"keys": keys, "contents": contents, "earlier": earlier}, default=str))
-
-
-def _values(config: Config) -> dict[str, Any]:
-    return values(config, MODEL, TRAJECTORY, by_content=False)
 
 
 def short_hash(value: Any) -> str:

@@ -1,37 +1,26 @@
 """What Hydra itself can tell of a composition, `--info`, and the words a shell offers for Tab, `-sc query=...`."""
 
 import itertools
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
-from hydra import initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from hydra.plugins.completion_plugin import CompletionPlugin, DefaultCompletionPlugin
 from omegaconf.errors import OmegaConfBaseException
 
 from lmtrain.config.compose import compose
-from lmtrain.config.config_files import folders_of
+from lmtrain.config.config_files import folders_of, hydra_over
 from lmtrain.errors import UserError
 
 INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 _TAKES_A_VALUE = ("--config-dir", "-cd", "--config-name", "-cn", "--prompt", "--shell-completion", "-sc", "--trust")
 
 
-@contextmanager
-def _hydra(config_dir: str | None, config_name: str) -> Iterator[tuple[Any, list[str]]]:
-    """Hydra over the folders of configs, and the overrides that tell it of all but the first."""
-    folders, search = folders_of(config_dir, config_name)
-    with initialize_config_dir(config_dir=str(folders[0]), version_base="1.3", job_name="lmtrain"):
-        yield GlobalHydra.instance().hydra, search
-
-
 def show(what: str, overrides: list[str], config_dir: str | None, config_name: str) -> None:
     """Prints Hydra's own --info: where configs come from and in which order they are laid over each other."""
     compose(overrides, config_dir, config_name)  # what is wrong is said in lmtrain's words
-    with _hydra(config_dir, config_name) as (hydra, search):
+    folders, search = folders_of(config_dir, config_name)
+    with hydra_over(folders) as hydra:
         hydra.show_info(what, config_name, [*search, *overrides])
 
 
@@ -68,7 +57,8 @@ def _of_hydra(words: list[str], word: str) -> list[str]:
     overrides = [w for w in words if not w.startswith("-") and w not in taken]
     plus = word[: len(word) - len(word.lstrip("+"))]
     try:
-        with _hydra(config_dir, config_name) as (hydra, search):
+        folders, search = folders_of(config_dir, config_name)
+        with hydra_over(folders) as hydra:
             line = " ".join([*search, *overrides, word.lstrip("+") or " "])
             found = DefaultCompletionPlugin(hydra.config_loader)._query(config_name=config_name, line=line)
     except (UserError, HydraException, OmegaConfBaseException, ValueError):

@@ -11,9 +11,8 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from lmtrain.config.deepspeed import adopt_file
 from lmtrain.config.schema import Config, TrainerConfig
-from lmtrain.config.strategies import SHARING
+from lmtrain.config.strategies import SHARING, adopt_file
 from lmtrain.errors import UserError
 
 

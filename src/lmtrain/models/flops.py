@@ -6,9 +6,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lmtrain.config.deepspeed import engine_config
 from lmtrain.config.schema import Config
-from lmtrain.config.strategies import context_parallel, outside_fp8, ranks_per_part, tensor_parallel
+from lmtrain.config.strategies import context_parallel, engine_config, outside_fp8, ranks_per_part, tensor_parallel
 from lmtrain.models.blocks import decoder_blocks, untied_layers
 from lmtrain.models.language_model import auto_chunk_bytes, chunk_bytes_of
 

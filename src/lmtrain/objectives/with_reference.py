@@ -11,10 +11,9 @@ from torch import Tensor
 
 from lmtrain.adapters.trainable import adapter_of
 from lmtrain.config.batch import horizon, step_sizes
-from lmtrain.config.deepspeed import check_frozen_copy
 from lmtrain.config.fingerprint import of_model
 from lmtrain.config.schema import Config
-from lmtrain.config.strategies import SHARING
+from lmtrain.config.strategies import SHARING, check_frozen_copy
 from lmtrain.data.corpus import Corpus
 from lmtrain.distributed import process_group as world
 from lmtrain.errors import UserError

@@ -14,10 +14,9 @@ from transformers import PreTrainedModel
 from lmtrain import errors, terminal
 from lmtrain.adapters.finetune import build_trainable_model
 from lmtrain.config.batch import split_over, step_sizes
-from lmtrain.config.deepspeed import adopt_file
 from lmtrain.config.options import DPOConfig
 from lmtrain.config.schema import Config
-from lmtrain.config.strategies import check_strategy
+from lmtrain.config.strategies import adopt_file, check_strategy
 from lmtrain.data import tokenizers
 from lmtrain.distributed import devices
 from lmtrain.errors import UserError

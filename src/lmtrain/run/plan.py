@@ -17,11 +17,10 @@ from lmtrain.callbacks.step_numbers import has_nvml
 from lmtrain.checkpoints import retention
 from lmtrain.config import effect
 from lmtrain.config.batch import Stages, row_lengths, split_over, step_sizes
-from lmtrain.config.deepspeed import overruled
 from lmtrain.config.effect import TRIAL
 from lmtrain.config.override_text import typed_keys
 from lmtrain.config.schema import Config
-from lmtrain.config.strategies import outside_fp8
+from lmtrain.config.strategies import outside_fp8, overruled
 from lmtrain.data.loaders import rows_of_step, seen_rows
 from lmtrain.data.text import leakage
 from lmtrain.data.text.windows import Windows

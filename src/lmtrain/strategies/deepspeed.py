@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from lmtrain.adapters.trainable import trainable_names
 from lmtrain.checkpoints import store
-from lmtrain.config.deepspeed import engine_config
 from lmtrain.config.schema import TrainerConfig
+from lmtrain.config.strategies import engine_config
 from lmtrain.distributed import process_group as world
 from lmtrain.distributed.dtensor import full_shape
 from lmtrain.errors import UserError
