@@ -60,6 +60,9 @@ class _Deduplicated:
         found = filtered(self.source, self.cfg, name)
         return _without(found, set(self._repeats()["left_out"])) if name == "train" and found is not None else found
 
+    def records(self, name: str) -> Iterator[Any] | None:
+        return self.source.records(name)
+
     def text_bytes(self, name: str) -> int | None:
         return self.source.text_bytes(name)  # before documents are left out: a bar that ends early
 
@@ -117,7 +120,7 @@ def _without(pieces: Iterable[Piece], left_out: set[int]) -> Iterator[Piece]:
         document += piece.ends
 
 
-class Repeats:
+class RepeatCounter:
     """Counts documents that an earlier one equals, of the first _COUNTED of a split, while they are tokenized."""
 
     def __init__(self) -> None:

@@ -29,7 +29,7 @@ from lmtrain.data.store.prepared import (
 )
 from lmtrain.data.store.progress import PrepareProgress
 from lmtrain.data.store.writer import BinWriter
-from lmtrain.data.text.dedup import Repeats, without_repeats
+from lmtrain.data.text.dedup import RepeatCounter, without_repeats
 from lmtrain.data.text.encode import Encoder, make_encoder
 from lmtrain.data.tokenizers import Identity
 from lmtrain.errors import UserError
@@ -66,7 +66,7 @@ def prepare(cfg: DataConfig, tokenizer_cfg: TokenizerConfig, progress: bool = Tr
         def fill(folder: Path) -> None:
             tokenizer = _tokenizer_of(folder, cfg, tokenizer_cfg, source, named, show)
             encoder, meta = make_encoder(tokenizer, cfg), new_meta(tokenizer, key)
-            repeats = {"train": Repeats(), "val": Repeats()}
+            repeats = {"train": RepeatCounter(), "val": RepeatCounter()}
             for name, counter in repeats.items():
                 counts = _write_split(folder, cfg, source, name, encoder, meta["dtype"], counter, show)
                 if counts is not None:
@@ -144,7 +144,7 @@ def _write_split(
     name: str,
     encoder: Encoder,
     dtype: str,
-    repeats: Repeats,
+    repeats: RepeatCounter,
     show: PrepareProgress,
 ) -> bins.SplitMeta | None:
     """Tokenizes one split; None where there is no such split or nothing is left of it."""
