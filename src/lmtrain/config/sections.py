@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 # Keys that only a config.yaml of an earlier version may still have.
-GONE = ("optimizer.fused", "data.curriculum.score", "data.curriculum.buckets", "data.curriculum.model")
+GONE = ("optimizer.fused", "data.curriculum.score", "data.curriculum.buckets", "data.curriculum.model", "chat")
 
 
 def classes(tree: DictConfig) -> dict[str, type[Any]]:

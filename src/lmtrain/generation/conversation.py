@@ -136,8 +136,6 @@ HELP_OF_TEXT = """this model has no chat template: it continues each text that y
 def chat(config: Config) -> int:
     """Reads lines until the end of input and answers each; lines that begin with / are commands."""
     quiet_libraries()
-    if config.chat.against is not None:
-        raise UserError("two models answer side by side on the page only: add --web (chat.web=true)")
     talk = Talk(*trained.load_asked(config), config.generate, config.seed)
     print(HELP if talk.template is not None else HELP_OF_TEXT, flush=True)
     while True:
