@@ -19,7 +19,7 @@ from lmtrain.data.examples.pair_rows import margins_of
 from lmtrain.distributed import process_group as world
 from lmtrain.errors import UserError
 from lmtrain.evaluation import data, subject
-from lmtrain.evaluation.scores import Evaluated, Scores
+from lmtrain.evaluation.results import Evaluated, Scores
 from lmtrain.evaluation.subject import Subject
 from lmtrain.generation.sampling import positions, sample_texts
 from lmtrain.generation.text_metrics import ExactMatch, TextMetrics
