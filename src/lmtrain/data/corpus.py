@@ -18,12 +18,11 @@ from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.config.targets import building, class_named, lacking
 from lmtrain.data.chat.templates import ChatEncoder
-from lmtrain.data.examples.chat_rows import ChatRows
 from lmtrain.data.examples.documents import TextPieces
 from lmtrain.data.examples.pair_rows import PairRowEncoder
 from lmtrain.data.examples.prepare import PreparedExamples, prepare_examples
 from lmtrain.data.examples.row_counts import Counts, remark_lines, summary
-from lmtrain.data.examples.row_format import RowEncoder
+from lmtrain.data.examples.row_format import ChatRows, RowEncoder
 from lmtrain.data.examples.rows import example_rows
 from lmtrain.data.mixing import Mixture, MixtureSource
 from lmtrain.data.order import Rows

@@ -11,9 +11,8 @@ from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.chat.conversations import Completion, Conversation, UnfitColumns, column_of
 from lmtrain.data.chat.pairs import prompt_turns
 from lmtrain.data.chat.turns import BadRow, check, tools_of
-from lmtrain.data.examples.chat_rows import TemplateRows
 from lmtrain.data.examples.documents import ExampleRows, Examples
-from lmtrain.data.examples.row_format import Encoded
+from lmtrain.data.examples.row_format import Encoded, TemplateRows
 from lmtrain.errors import UserError
 
 PROMPT = "prompt|question|instruction|messages"
