@@ -29,7 +29,7 @@ from lmtrain.errors import UserError
 
 def kind_of(data: DataConfig) -> str:
     """text, conversations or pairs."""
-    return "text" if data.conversation_format is None else "conversations" if data.ranking is None else "pairs"
+    return data.rows if data.rows in ("text", "pairs") else "conversations"
 
 
 def is_named(config: Config) -> bool:

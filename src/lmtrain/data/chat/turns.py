@@ -5,7 +5,6 @@ tool_call_id and reasoning_content where the row has them: what Hugging Face cha
 """
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,30 +29,17 @@ class BadRow(Exception):
         self.where, self.reason, self.skip = where, reason, skip
 
 
-# What datasets call the four roles: OpenAI's names, ShareGPT's, and those of tool calls.
-ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
-    "function_call": "assistant",
-    "tool_call": "assistant",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
-    "function_response": "tool",
-    "tool_response": "tool",
-}
 _CALLS = ("function_call", "tool_call")  # their content is the call itself
-_HALF = re.compile("[\ud800-\udfff]")  # JSON can hold it, UTF-8 and so tokenizers can't
+# What datasets call the four roles: OpenAI's names, ShareGPT's, and those of tool calls.
+_NAMES = {
+    "system": ("system", "developer"),
+    "user": ("user", "human"),
+    "assistant": ("assistant", "gpt", "chatgpt", "model", "bot", *_CALLS),
+    "tool": ("tool", "function", "observation", "function_response", "tool_response"),
+}
+ROLES = {name: role for role, names in _NAMES.items() for name in names}
 _KEPT = ("name", "tool_call_id", "reasoning_content")
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # what an answer's thought is called
-_READ = {"role", "from", "content", "value", "tool_calls", "train", "weight", *_KEPT, *_THOUGHTS}
 
 
 def turns_of(value: Any, where: str, column: str = "messages") -> list[dict[str, Any]]:
@@ -70,10 +56,6 @@ def turns_of(value: Any, where: str, column: str = "messages") -> list[dict[str,
     if not isinstance(value, list | tuple) or not value:
         raise BadRow(where, f"{column} must be a list of turns and is {_shown(value)}")
     if all(isinstance(turn, str) for turn in value):
-        if len(value) == 1 and column not in ("messages", "conversations", "prompt"):
-            raise BadRow(
-                where, f"{column} is a list of one string, which doesn't say who speaks: write it without a list"
-            )
         value = [{"role": ("user", "assistant")[i % 2], "content": said} for i, said in enumerate(value)]
     return [_turn(turn, f"turn {i}", where) for i, turn in enumerate(value, start=1)]
 
@@ -165,42 +147,24 @@ def text_of(value: Any, what: str, where: str, may_be_empty: bool = False) -> st
 
 def _whole_text(value: Any, what: str, where: str) -> Any:
     """The value, if all strings in it are text that UTF-8 can hold; raises BadRow otherwise."""
-    if isinstance(value, str) and _HALF.search(value):
-        raise BadRow(where, f"{what} holds half a surrogate pair (\\ud800 to \\udfff), which is not a character")
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            _whole_text(key, what, where)
-            _whole_text(item, what, where)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            _whole_text(item, what, where)
+    try:
+        json.dumps(value, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError:  # JSON can hold it, tokenizers can't
+        raise BadRow(where, f"{what} holds half a surrogate pair (\\ud800 to \\udfff), no character") from None
     return value
-
-
-def unread(row: Mapping[str, Any]) -> list[Remark]:
-    """The keys of a row's turns that nothing reads."""
-    turns = [
-        turn
-        for value in row.values()
-        if isinstance(value, list | tuple)
-        for turn in value
-        if isinstance(turn, Mapping) and ("role" in turn or "from" in turn)
-    ]
-    keys = dict.fromkeys(str(key) for turn in turns for key, value in turn.items() if value is not None)
-    return [Remark(f"turns have the key {key}, which nothing reads") for key in keys if key not in _READ]
 
 
 def _turn(turn: Any, name: str, where: str) -> dict[str, Any]:
     if not isinstance(turn, Mapping):
         raise BadRow(where, f"{name} must be a mapping with role and content and is {_shown(turn)}")
     found = {key: value for key, value in turn.items() if value is not None}
-    said = _either(found, "role", "from", name, where)
+    said = found.get("role", found.get("from"))
     if said is None:
         raise BadRow(where, f"{name} has no role (its keys: {_keys(turn)})")
     role = ROLES.get(said.lower()) if isinstance(said, str) else None
     if role is None:
         raise BadRow(where, f"{name} has the unknown role {_shown(said)}; known are {', '.join(ROLES)}")
-    content = _either(found, "content", "value", name, where)
+    content = found.get("content", found.get("value"))
     calls = found.get("tool_calls") or None
     if said.lower() in _CALLS:
         content, calls = "", content
@@ -227,14 +191,6 @@ def _turn(turn: Any, name: str, where: str) -> dict[str, Any]:
     return result
 
 
-def _either(found: Mapping[str, Any], ours: str, theirs: str, name: str, where: str) -> Any:
-    """The value of one of two keys; raises BadRow where both are there and differ."""
-    if ours in found and theirs in found and found[ours] != found[theirs]:
-        both = f"{_shown(found[ours])} and {_shown(found[theirs])}"
-        raise BadRow(where, f"{name} has {ours} and {theirs}, and they differ: {both}")
-    return found.get(ours, found.get(theirs))
-
-
 def _is_text(content: Any) -> bool:
     """None, a string or a list of parts, as `text_of` reads it."""
     parts = isinstance(content, list | tuple) and all(isinstance(p, Mapping) and "type" in p for p in content)
@@ -242,19 +198,12 @@ def _is_text(content: Any) -> bool:
 
 
 def _is_learned(found: Mapping[str, Any], name: str, where: str) -> bool:
-    """What `train` and `weight` of a turn say; raises BadRow where that is neither yes nor no, or both."""
-    said = set()
+    """What `train` and `weight` of a turn say; raises BadRow where that is neither yes nor no."""
     for key in ("train", "weight"):
-        value = found.get(key, True)
-        plain = value.strip().lower() if isinstance(value, str) else value
-        if plain not in (0, 1, "false", "true", "0", "1"):
-            shown = f'"{key}": {_shown(value)}'
+        if found.get(key, True) not in (True, False):  # 1 and 0 are equal to them
+            shown = f'"{key}": {_shown(found[key])}'
             raise BadRow(where, f"{name} has {shown}; a turn is learned (true or 1) or not (false or 0)")
-        if key in found:
-            said.add(plain in (1, "true", "1"))
-    if len(said) > 1:
-        raise BadRow(where, f"{name} has train and weight, and they differ")
-    return said != {False}
+    return bool(found.get("train", True) and found.get("weight", True))
 
 
 def _tool_calls(value: Any, name: str, where: str) -> list[dict[str, Any]]:

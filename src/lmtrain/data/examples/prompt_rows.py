@@ -8,7 +8,7 @@ import torch
 
 from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig
-from lmtrain.data.chat.conversations import Completion, Conversation, UnfitColumns, column_of
+from lmtrain.data.chat.conversations import Completion, Conversation, column_of, require
 from lmtrain.data.chat.pairs import prompt_turns
 from lmtrain.data.chat.turns import BadRow, check, tools_of
 from lmtrain.data.examples.documents import ExampleRows, Examples
@@ -85,11 +85,7 @@ class PromptRowEncoder(TemplateRows):
 
 
 def _detect(columns: Any, cfg: DataConfig) -> str:
-    if column_of(PROMPT, columns, cfg) is None:
-        raise UnfitColumns(
-            f"there is no prompt (the row has {', '.join(columns)}); say what yours is called with "
-            f"data.columns={{prompt: ...}}"
-        )
+    require((PROMPT,), columns, cfg)
     return "prompts"
 
 
