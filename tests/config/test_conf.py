@@ -185,7 +185,7 @@ def overrides_of(name: str, material: dict[str, Path]) -> list[str]:
     tiny = [*TINY, *TWO_STEPS]
     if group == "data" and option == "text_mixture":
         path = material["text"]
-        return [*tiny, f"data.mixture=[{{path: {path}, weight: 2}}, {{path: {path}, max_epochs: 1}}]"]
+        return [*tiny, f"data.mixture=[{{path: {path}, weight: 2}}, {{path: {path}}}]"]
     if group == "data" and option == "mixture":
         return [*tiny, *CHAT, f"data.mixture=[{{path: {material['chat_jsonl']}, weight: 0.5}}]"]
     if group == "data" and option in ROWS:

@@ -244,7 +244,7 @@ def _mixture(config: Config) -> Corpus:
     for (source, part), own in zip(parts, shards, strict=True):
         with _named(f"data.mixture, {source.label} ({part.folder})"):
             rows = len(_windows(own, config, config.seed))
-        sources.append(MixtureSource(source.label, rows, source.weights, source.max_epochs))
+        sources.append(MixtureSource(source.label, rows, source.weights))
     mixture = Mixture(sources, step_sizes(config.data), config.data.mixture_temperature)
     windows = _windows([shard for own in shards for shard in own], config, config.seed)
     windows.mixture = mixture
