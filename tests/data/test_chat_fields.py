@@ -64,20 +64,13 @@ def test_conversations_that_became_several_examples_are_in_the_plan(tmp_path: Pa
     assert "4 conversations became 8 examples: the chat template renders earlier turns differently" in shown
 
 
-@pytest.mark.parametrize(
-    ("key", "template"),
-    [
-        ("system content", "{% for m in messages if m.role != 'system' %}"),
-        ("name", "{% for m in messages %}"),
-    ],
-)
-def test_other_fields(key: str, template: str, tokenizer_config: Any, data_config: Any) -> None:
-    text = template + UNMARKED.partition("{% for m in messages %}")[2]
+def test_other_fields(tokenizer_config: Any, data_config: Any) -> None:
+    text = "{% for m in messages if m.role != 'system' %}" + UNMARKED.partition("{% for m in messages %}")[2]
     encoder = ChatEncoder(tokenizer_for(text, tokenizer_config), data_config("chat", max_length=None))
     named = [{"role": "system", "content": "Be kind."}, {**TURNS[0], "name": "Ada"}, TURNS[1]]
     encoder.encode(Conversation(named, None, "here"))
     found = {remark.text.partition(",")[0]: remark.lost for remark in encoder.remarks}
-    assert found[key] == (key != "name")  # a name is said to be lost and refuses nothing
+    assert found == {"system content": True}  # a name is a label, which a template may do without
 
 
 def test_a_tool_call_that_only_the_word_tool_calls_promises(tokenizer_config: Any, data_config: Any) -> None:

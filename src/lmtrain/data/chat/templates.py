@@ -15,12 +15,10 @@ from transformers import PreTrainedTokenizerFast
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.chat.conversations import Completion, Conversation
 from lmtrain.data.chat.jinja_rendering import answers_of, find_template
-from lmtrain.data.chat.rendering import LABELS, ChatTemplate, Rendered, check_tools, unshown
+from lmtrain.data.chat.rendering import ChatTemplate, Rendered, check_tools, unshown
 from lmtrain.data.chat.special_text import PlainText, special_pattern
 from lmtrain.data.chat.turns import BadRow, Remark
 from lmtrain.errors import UserError
-
-POLICIES = ("truncate_right", "truncate_left", "drop", "split", "raise")
 
 
 @dataclass(frozen=True)
@@ -56,8 +54,6 @@ def fit(ids: list[int], trained: list[bool], borders: list[int], cfg: DataConfig
             f"it has {len(ids)} tokens and data.max_length is {most}: raise it, shorten the row, or let long rows "
             f"be cut with data.on_too_long=truncate_right",
         )
-    if policy != "split":
-        raise UserError(f"data.on_too_long={policy} is unknown; there are {', '.join(POLICIES)}")
     return _split(ids, trained, borders, most)
 
 
@@ -167,19 +163,13 @@ class ChatEncoder:
         """The same for plain texts: the prompt with the tokenizer's BOS, the completion with the end of text."""
         return self._completion(Completion(prompt, completion, ""))
 
-    def prompt_ids(self, sample: Conversation | Completion) -> list[int]:
-        """What a model is given to write the last answer itself."""
+    def prompt_ids(self, sample: Conversation | Completion, ask: bool = True) -> list[int]:
+        """What a model is given to write the last answer itself; without the template's words that ask if not `ask`."""
         if isinstance(sample, Completion):
             return self._with_bos(self._tokens(self._plain.mask(sample.prompt) if self._plain else sample.prompt)[0])
         asked = self._masked(sample)
         messages = asked.messages[: answers_of(asked.messages)[-1]]
-        return self._tokens(self._chat.prompt(messages, asked.tools, asked.where))[0]
-
-    def without_generation_prompt(self, sample: Conversation) -> list[int]:
-        """The turns before the last answer as the template writes them, without what asks for an answer."""
-        asked = self._masked(sample)
-        messages = asked.messages[: answers_of(asked.messages)[-1]]
-        return self._tokens(self._chat.prompt(messages, asked.tools, asked.where, ask=False))[0]
+        return self._tokens(self._chat.prompt(messages, asked.tools, asked.where, ask))[0]
 
     def reference(self, sample: Conversation | Completion) -> str:
         """The answer that stands in the data where the model writes its own."""
@@ -239,7 +229,7 @@ class ChatEncoder:
         learned = [turn for turn in learned if sample.messages[turn].get("train", True)]
         for name in unshown(self._chat, sample, texts, learned):
             words = f"{name}, which the chat template ({self._chat.label}) never shows the model"
-            self.remarks.append(Remark(words, lost=name not in LABELS))
+            self.remarks.append(Remark(words, lost=True))
         self.remarks += [Remark(words) for text in texts for words in text.remarks]
 
     def _note_special_text(self, text: str) -> None:

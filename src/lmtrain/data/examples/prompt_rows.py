@@ -69,7 +69,7 @@ class PromptRowEncoder(TemplateRows):
         check([*turns, answer], where)
         asked = Conversation([*turns, answer], tools_of(row.get("tools"), where), where)
         ids = self.chat.prompt_ids(asked)
-        self._asks = self._asks or ids != self.chat.without_generation_prompt(asked)
+        self._asks = self._asks or ids != self.chat.prompt_ids(asked, ask=False)
         if not self._asks:
             raise UserError(
                 f"{where}: the chat template writes nothing that asks for an answer (add_generation_prompt changes "
