@@ -3,9 +3,8 @@
 Text becomes bins, a mixture of bins or a stream; everything else examples of a row format.
 """
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -121,11 +120,6 @@ def fit_to_model(config: Config, corpus: Corpus, unpacked_because: str | None, m
 
 # What comes with lmtrain; data.rows names these, or the class of another row format by its path.
 ROW_FORMATS: dict[str, type[RowEncoder]] = {"conversations": ChatRows, "pairs": PairRowEncoder}
-_DATA_OF = {  # options of the group data that hold such rows
-    "text": "data=text data.path=book.txt, data=wikitext, ...",
-    "conversations": "data=chat_jsonl data.path=chats.jsonl, data=alpaca, ...",
-    "pairs": "data=preference_jsonl data.path=pairs.jsonl, data=hh_rlhf, ...",
-}
 
 
 def build_corpus(config: Config) -> Corpus:
@@ -148,13 +142,11 @@ def check_rows(config: Config) -> None:
     objective, held = config.objective, config.data.rows
     if objective.rows == held:
         return
-    needed, options = objective.rows, _DATA_OF.get(objective.rows)
-    if options is None:
-        option = option_holding(needed, [conf_dir()])
-        options = (
-            f"data={option} data.path=rows.jsonl" if option else f"an option of the group data with rows: {needed}"
-        )
-        needed = f"rows such as data={option} reads" if option else needed
+    needed = objective.rows
+    option = "text" if needed == "text" else option_holding(needed, [conf_dir()])
+    options = f"data={option} data.path=..." if option else f"an option of the group data with rows: {needed}"
+    if option and "." in needed:
+        needed = f"rows such as data={option} reads"
     others = [name for name, (_, made) in OBJECTIVES.items() if made.rows == held]
     instead = f", or train on it with objective={others[0]}" if others else ""
     raise UserError(f"objective={objective.name} needs {needed}, and this data holds {held}: choose {options}{instead}")
@@ -242,8 +234,10 @@ def _mixture(config: Config) -> Corpus:
     shards = [split.shards if split is not None else [] for split in trained]
     sources = []
     for (source, part), own in zip(parts, shards, strict=True):
-        with _named(f"data.mixture, {source.label} ({part.folder})"):
+        try:
             rows = len(_windows(own, config, config.seed))
+        except UserError as error:
+            raise UserError(f"data.mixture, {source.label} ({part.folder}): {error}") from None
         sources.append(MixtureSource(source.label, rows, source.weights))
     mixture = Mixture(sources, step_sizes(config.data), config.data.mixture_temperature)
     windows = _windows([shard for own in shards for shard in own], config, config.seed)
@@ -265,15 +259,6 @@ def _mixture(config: Config) -> Corpus:
                 for name in ("train", "val")},
         earlier_fingerprints=list,
     )  # fmt: skip
-
-
-@contextlib.contextmanager
-def _named(where: str) -> Iterator[None]:
-    """Says which source an error is about."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"{where}: {error}") from None
 
 
 def _summed(splits: list[Any]) -> dict[str, Any]:
