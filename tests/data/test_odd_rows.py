@@ -162,8 +162,8 @@ ODD: dict[str, tuple[Any, str | tuple[str]]] = {
     "20,000 words": (says("word " * 20000 + "."), TEXT.replace("Four.", "word " * 20000 + ".")),
     # Order.
     "system first": (messages(S, U, A), "<|system|>\nBe brief.$\n" + TEXT),
-    "system later": (messages(U, S, A), ("turn 2 is a system turn; it must be the first",)),
-    "two systems": (messages(S, S, U, A), ("turns 1 and 2 are both system turns",)),
+    "system later": (messages(U, S, A), ("turn 2 is a system turn; there can be one",)),
+    "two systems": (messages(S, S, U, A), ("turn 2 is a system turn; there can be one",)),
     "a system column": (messages(U, A, system="Be brief."), "<|system|>\nBe brief.$\n" + TEXT),
     "a blank system column": (messages(U, A, system=" \n"), TEXT),
     "a number for system": (messages(U, A, system=5), ("system must be text and is 5",)),

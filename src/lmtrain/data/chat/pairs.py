@@ -60,18 +60,42 @@ def to_pair(row: Mapping[str, Any], format: str, cfg: DataConfig, where: str) ->
     margin = _margin(values, where)
     if format == "preference_text":
         prompt, chosen, rejected = (text_of(values[name], name, where) for name in ("prompt", "chosen", "rejected"))
-        return _different(Pair(prompt, chosen, rejected, None, where, margin))
-    chosen_turns, rejected_turns = (answer_turns(values[name], name, where) for name in ("chosen", "rejected"))
-    whole = "assistant" not in (chosen_turns[0]["role"], rejected_turns[0]["role"])
-    if whole or ("prompt" not in values and chosen_turns[0] == rejected_turns[0]):
-        given, chosen_turns, rejected_turns = _split(chosen_turns, rejected_turns, where)
+        pair = Pair(prompt, chosen, rejected, None, where, margin)
+    else:
+        given, answers = _parts(values, where)
+        given, dropped = drop_first_answers(given, cfg.on_assistant_first, where)
+        system = values.get("system") or cfg.system_prompt
+        if system and given[0]["role"] != "system":
+            given = [{"role": "system", "content": text_of(system, "system", where)}, *given]
+        for turns in answers:
+            check([*given, *turns], where)
+        pair = Pair(given, *answers, tools_of(values.get("tools"), where), where, margin, dropped)
+    if pair.chosen == pair.rejected:
+        raise BadRow(where, "chosen and rejected are the same")
+    return pair
+
+
+def _parts(values: dict[str, Any], where: str) -> tuple[Turns, tuple[Turns, Turns]]:
+    """The turns of the prompt, and those of the chosen and of the rejected answer."""
+    chosen, rejected = (answer_turns(values[name], name, where) for name in ("chosen", "rejected"))
+    whole = "assistant" not in (chosen[0]["role"], rejected[0]["role"])
+    if whole or ("prompt" not in values and chosen[0] == rejected[0]):
+        given, chosen, rejected = _split(chosen, rejected, where)
     elif "prompt" in values:
         given = prompt_turns(values, where)
     else:
         raise BadRow(
             where, "chosen and rejected are answers without a prompt: name its column with data.columns.prompt"
         )
-    return _pair(given, chosen_turns, rejected_turns, values, cfg, where, margin)
+    for name, turns in (("chosen", chosen), ("rejected", rejected)):
+        if not turns:
+            raise BadRow(where, f"{name} ends where the other goes on: it has no answer of its own")
+    for name, turns in (("chosen", chosen), ("rejected", rejected)):
+        if turns[0]["role"] != "assistant":
+            raise BadRow(where, f"{name} goes on with a turn from {turns[0]['role']}; two answers can be compared only")
+        if turns[-1]["role"] != "assistant":
+            raise BadRow(where, f"{name} ends with a turn from {turns[-1]['role']}, not with an answer")
+    return given, (chosen, rejected)
 
 
 def prompt_turns(values: dict[str, Any], where: str) -> Turns:
@@ -88,10 +112,8 @@ def prompt_turns(values: dict[str, Any], where: str) -> Turns:
 
 def answer_turns(value: Any, name: str, where: str) -> Turns:
     """An answer or a whole conversation as turns: a list of them, one alone, or a string."""
-    if isinstance(value, Mapping):
-        return turns_of([value], where, name)
     if not isinstance(value, str):
-        return turns_of(value, where, name)
+        return turns_of([value] if isinstance(value, Mapping) else value, where, name)
     if _SPEAKER.match(value):
         return _spoken(value, name, where)
     return [{"role": "assistant", "content": text_of(value, name, where)}]
@@ -122,39 +144,6 @@ def _split(chosen: Turns, rejected: Turns, where: str) -> tuple[Turns, Turns, Tu
     if shared == len(chosen) == len(rejected):
         raise BadRow(where, "chosen and rejected are the same")
     return chosen[:shared], chosen[shared:], rejected[shared:]
-
-
-def _pair(
-    given: Turns,
-    chosen: Turns,
-    rejected: Turns,
-    values: dict[str, Any],
-    cfg: DataConfig,
-    where: str,
-    margin: float | None,
-) -> Pair:
-    answers = {"chosen": chosen, "rejected": rejected}
-    for name, turns in answers.items():
-        if not turns:
-            raise BadRow(where, f"{name} ends where the other goes on: it has no answer of its own")
-    for name, turns in answers.items():
-        if turns[0]["role"] != "assistant":
-            raise BadRow(where, f"{name} goes on with a turn from {turns[0]['role']}; two answers can be compared only")
-        if turns[-1]["role"] != "assistant":
-            raise BadRow(where, f"{name} ends with a turn from {turns[-1]['role']}, not with an answer")
-    given, dropped = drop_first_answers(given, cfg.on_assistant_first, where)
-    system = values.get("system") or cfg.system_prompt
-    if system and given[0]["role"] != "system":
-        given = [{"role": "system", "content": text_of(system, "system", where)}, *given]
-    check([*given, *chosen], where)
-    check([*given, *rejected], where)
-    return _different(Pair(given, chosen, rejected, tools_of(values.get("tools"), where), where, margin, dropped))
-
-
-def _different(pair: Pair) -> Pair:
-    if pair.chosen == pair.rejected:
-        raise BadRow(pair.where, "chosen and rejected are the same")
-    return pair
 
 
 def _margin(values: dict[str, Any], where: str) -> float | None:

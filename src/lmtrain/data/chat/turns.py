@@ -69,14 +69,12 @@ def check(messages: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
     Raises:
         BadRow: a second system turn or one that isn't first, no user turn at the start, or no assistant turn.
     """
-    systems = [i for i, turn in enumerate(messages, start=1) if turn["role"] == "system"]
-    if len(systems) > 1:
-        raise BadRow(where, f"turns {systems[0]} and {systems[1]} are both system turns; there can be one, the first")
-    if systems and systems[0] != 1:
-        raise BadRow(where, f"turn {systems[0]} is a system turn; it must be the first")
-    first = messages[1:] if systems else messages
+    for number, turn in enumerate(messages[1:], start=2):
+        if turn["role"] == "system":
+            raise BadRow(where, f"turn {number} is a system turn; there can be one, and it must be the first")
+    number = 2 if messages[0]["role"] == "system" else 1
+    first = messages[number - 1 :]
     if first and first[0]["role"] != "user":
-        number = len(systems) + 1
         advice = "; data.on_assistant_first=drop_turn learns from what follows" if len(first) > 2 else ""
         raise BadRow(where, f"turn {number} is from {first[0]['role']}, but the first turn must be the user's{advice}")
     if not any(turn["role"] == "assistant" for turn in messages):
@@ -114,9 +112,7 @@ def tools_of(value: Any, where: str) -> list[dict[str, Any]] | None:
         BadRow: neither.
     """
     if isinstance(value, str):
-        if not value.strip():
-            return None
-        value = _from_json(value)
+        value = _from_json(value) if value.strip() else None
     if value is None or value == []:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
@@ -169,9 +165,8 @@ def _turn(turn: Any, name: str, where: str) -> dict[str, Any]:
     if said.lower() in _CALLS:
         content, calls = "", content
     if role == "tool" and not _is_text(content):
-        content = json.dumps(
-            _without_none(content), ensure_ascii=False, default=str
-        )  # a result of 0, false or {...} is one, too
+        # A result of 0, false or {...} is one, too.
+        content = json.dumps(_without_none(content), ensure_ascii=False, default=str)
     if calls is not None:
         calls = _tool_calls(calls, name, where)
     if content is None and calls is None:

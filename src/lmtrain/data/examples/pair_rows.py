@@ -54,7 +54,7 @@ class PairRowEncoder(TemplateRows):
 
     def _tokens(self, pair: Pair, answer: Any) -> Tokens:
         if isinstance(pair.prompt, str):
-            return self.chat.pair_of_texts(pair.prompt, answer)
+            return self.chat.completion(Completion(pair.prompt, answer, pair.where))
         return self.chat.pair(pair.prompt, answer, pair.tools, pair.where)
 
     def _preferred(self, pair: Pair) -> Conversation | Completion:
