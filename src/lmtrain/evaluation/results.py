@@ -41,6 +41,13 @@ class Scores:
         numerator, denominator = self.parts(score)
         return float(numerator.sum() / denominator.sum())
 
+    def values(self) -> dict[str, float]:
+        """Every score, and the perplexity where there is a loss per token."""
+        found = {score: self.value(score) for score in self.ratios}
+        if "nll" in self.columns:
+            found["perplexity"] = math.exp(min(700.0, found["loss"]))
+        return found | self.whole
+
 
 @dataclasses.dataclass
 class Evaluated:
@@ -103,7 +110,7 @@ class Results:
             table.add_column(f"{who.name} ({who.label})", justify="right", overflow="fold")
         if len(self.models) > 1:
             table.add_column("difference (95 %)", justify="right")
-        for score in self._scores():
+        for score in self.models[0][1].scores.values():
             cells = [self._cell(found.scores, score) for _, found in self.models]
             table.add_row(score, *cells, *([self._difference_cell(score)] if len(self.models) > 1 else []))
         return table
@@ -112,22 +119,13 @@ class Results:
         known = self.models[0][1].data
         return ", ".join(f"{value:,} {name}" for name, value in known.items() if isinstance(value, int))
 
-    def _scores(self) -> list[str]:
-        scores = self.models[0][1].scores
-        names = [*scores.ratios, *scores.whole]
-        return [names[0], *(["perplexity"] if "nll" in scores.columns else []), *names[1:]]
-
     def _interval(self, score: str, other: Scores | None = None) -> Interval:
         scores = self.models[0][1].scores
         return interval(scores, score, self.config.evaluate.resamples, self.config.seed, other)
 
     def _cell(self, scores: Scores, score: str) -> str:
-        if score == "perplexity":
-            return f"{math.exp(min(700.0, scores.value('loss'))):.4f}"
-        if score in scores.whole:
-            return f"{scores.whole[score]:.4f}"
-        if len(self.models) > 1 or len(scores.parts(score)[0]) < 2:
-            return f"{scores.value(score):.4f}"
+        if score not in scores.ratios or len(self.models) > 1 or len(scores.parts(score)[0]) < 2:
+            return f"{scores.values()[score]:.4f}"
         found = self._interval(score)
         return f"{found.value:.4f} ({found.low:.4f} to {found.high:.4f})"
 
@@ -161,11 +159,8 @@ class Results:
 
     def _of(self, found: Evaluated) -> dict[str, Any]:
         e, scores = self.config.evaluate, found.scores
-        values = {s: scores.value(s) for s in scores.ratios} | scores.whole
-        if "perplexity" in self._scores():
-            values["perplexity"] = math.exp(min(700.0, values["loss"]))
         intervals = {s: interval(scores, s, e.resamples, self.config.seed)[1:] for s in scores.ratios}
-        return {"scores": values, "intervals_95": intervals, "settings": found.settings}
+        return {"scores": scores.values(), "intervals_95": intervals, "settings": found.settings}
 
     def write(self) -> Path:
         """Both files; returns the first. UserError where they can't be written."""
