@@ -136,15 +136,11 @@ class TextMetrics:
                 # The first rank alone scores: a metric that looked for the others would wait for ever.
                 self.metrics[name].distributed_available_fn = lambda: False
                 self._one(name, ["a word"], ["a word"])
-            except OSError as error:
+            except (ImportError, AttributeError, TypeError, ValueError, KeyError, IndexError, OSError) as error:
                 said = " ".join(str(error).split())
                 raise UserError(
-                    f"{key}: {entry}: the encoder can't be loaded ({said}): name a folder or a hub name"
-                ) from None
-            except (ImportError, AttributeError, TypeError, ValueError, KeyError, IndexError) as error:
-                raise UserError(
-                    f"{key}: {name} is not a metric of answers and references, two lists of texts "
-                    f"({type(error).__name__}: {error})"
+                    f"{key}: {name} is not a metric of answers and references, two lists of texts, or its encoder "
+                    f"can't be loaded ({type(error).__name__}: {said})"
                 ) from error
 
     def names(self) -> list[str]:
