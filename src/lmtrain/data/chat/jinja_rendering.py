@@ -242,18 +242,15 @@ def find_template(name: str | None, tokenizer: PreTrainedTokenizerFast) -> tuple
     """
     known = ", ".join(sorted(NAMED))
     if name is None:
-        try:
-            own = tokenizer.get_chat_template()
-            if not isinstance(own, str):
-                raise UserError(
-                    f"{tokenizer.name_or_path}: chat_template of the tokenizer is {own!r:.80}, and no Jinja text: "
-                    f"choose one with data.chat_template ({known}, or a Jinja file)"
-                )
-            return own, "the tokenizer's own"
-        except ValueError:
+        own = getattr(tokenizer, "chat_template", None)
+        if isinstance(own, dict):
+            own = own.get("default")
+        if not isinstance(own, str):
             raise UserError(
-                f"the tokenizer has no chat template: choose one with data.chat_template ({known}, or a Jinja file)"
-            ) from None
+                f"the tokenizer has no chat template that is Jinja text ({own!r:.80}): choose one with "
+                f"data.chat_template ({known}, or a Jinja file)"
+            )
+        return own, "the tokenizer's own"
     if name not in NAMED:
         path = Path(name).expanduser()
         if not path.is_file():

@@ -156,7 +156,7 @@ def _turn(turn: Any, name: str, where: str) -> dict[str, Any]:
     found = {key: value for key, value in turn.items() if value is not None}
     said = found.get("role", found.get("from"))
     if said is None:
-        raise BadRow(where, f"{name} has no role (its keys: {_keys(turn)})")
+        raise BadRow(where, f"{name} has no role (its keys: {', '.join(map(str, turn)) or 'none'})")
     role = ROLES.get(said.lower()) if isinstance(said, str) else None
     if role is None:
         raise BadRow(where, f"{name} has the unknown role {_shown(said)}; known are {', '.join(ROLES)}")
@@ -170,7 +170,7 @@ def _turn(turn: Any, name: str, where: str) -> dict[str, Any]:
     if calls is not None:
         calls = _tool_calls(calls, name, where)
     if content is None and calls is None:
-        raise BadRow(where, f"{name} ({role}) has no content (its keys: {_keys(turn)})")
+        raise BadRow(where, f"{name} ({role}) has no content (its keys: {', '.join(map(str, turn)) or 'none'})")
     # A tool may well return nothing, and an assistant that calls one need not speak.
     empty = calls is not None or role == "tool"
     text = text_of("" if content is None else content, f"{name} ({role})", where, empty)
@@ -239,7 +239,3 @@ def _from_json(text: str) -> Any:
 def _shown(value: Any) -> str:
     shown = repr(value)
     return f"{shown[:60]}... ({type(value).__name__})" if len(shown) > 60 else f"{shown} ({type(value).__name__})"
-
-
-def _keys(turn: Mapping[str, Any]) -> str:
-    return ", ".join(map(str, turn)) or "none"
