@@ -7,7 +7,7 @@ import torch
 
 from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig
-from lmtrain.data.chat.conversations import column_of, require
+from lmtrain.data.chat.conversations import Conversation, column_of, require
 from lmtrain.data.chat.pairs import answer_turns, prompt_turns
 from lmtrain.data.chat.templates import fit
 from lmtrain.data.chat.turns import BadRow, check
@@ -48,14 +48,8 @@ class UnpairedRowEncoder(TemplateRows):
         check([*turns, *answer], where)
         ids, trained = self.chat.pair(turns, answer, where=where)
         fitted = fit(ids, trained, [], cfg, where)
-        asked = {
-            "prompt_ids": ids[: trained.index(True)] if any(trained) else ids,
-            "prompt": turns[-1]["content"],
-            "reference": str(answer[0]["content"]),
-            "chat": True,
-        }
         examples = [(e.input_ids, e.trained, int(label)) for e in fitted]
-        shown = asked if question and label else None
+        shown = self.question(Conversation([*turns, answer[0]], None, where)) if question and label else None
         return Encoded(examples, sum(e.cut for e in fitted), shown, remarks=self.chat.remarks)  # type: ignore[arg-type]
 
     @staticmethod
