@@ -55,14 +55,14 @@ def sample_texts(
     room = max(1, positions(model) - max_new_tokens)
     rows = [prompt_tokens(tokenizer, prompt)[-room:] for prompt in prompts]
     _check_ids(model, rows)
-    was_training = model.training
+    was_training, mask_id = model.training, mask_token(model)
     model.eval()
-    if mask_token(model) is None:
+    if mask_id is None:
         settings = sampling(temperature, top_k, end_ids)
         texts = _continued(model, tokenizer, rows, max_new_tokens, seed, synced_gpus=together, **settings)
     else:
         generator = torch.Generator(model.device).manual_seed(seed)
-        settings = {"temperature": temperature, "top_k": top_k, "generator": generator}
+        settings = {"mask_id": mask_id, "temperature": temperature, "top_k": top_k, "generator": generator}
         texts = _denoised(model, tokenizer, rows, max_new_tokens, end_ids, **settings)
     model.train(was_training)
     return texts
@@ -103,7 +103,7 @@ def _denoised(
     texts = []
     for row in rows:
         length = max(1, min(max_new_tokens, positions(model) - len(row)))
-        ids = denoise(model, row, length, mask_id=mask_token(model), n_ids=len(tokenizer), **settings)
+        ids = denoise(model, row, length, n_ids=len(tokenizer), **settings)
         end = next((i for i, token in enumerate(ids) if token in ends), len(ids))
         texts.append(tokenizer.decode(ids[:end], skip_special_tokens=True))
     return texts
@@ -145,7 +145,7 @@ def denoise(
     prompt: list[int],
     new_tokens: int,
     *,
-    mask_id: int | None,
+    mask_id: int,
     n_ids: int,
     temperature: float,
     top_k: int | None,
