@@ -173,18 +173,15 @@ def _text(config: Config) -> Corpus:
     prepared = prepare(config.data, config.tokenizer)
     train, val = prepared.bins("train"), prepared.bins("val")
     assert train is not None  # prepare refuses data without it
-    make = _windows if config.data.packing is None else _packed
-    rows = make(train.shards, config, config.seed)
+    rows, words = _text_rows(train.shards, config, config.seed)
     documents = f" in {counted(train.documents, 'document')}" if train.documents is not None else ""
     if isinstance(rows, Windows):
         rows.fim = fill_in_the_middle(config.data, rows.shards, prepared.tokenizer, config.seed)
         words = [fim_words(rows.fim)] if rows.fim is not None else []
-    else:
-        words = [example_rows(rows.examples, config, config.seed)[1]]
     return Corpus.of(
         prepared,
         train=rows,
-        val=make(val.shards, config, None) if val is not None else None,
+        val=_text_rows(val.shards, config, None)[0] if val is not None else None,
         epoch_tokens=len(rows) * config.data.seq_len if isinstance(rows, Windows) else rows.examples.tokens,
         words=[f"{train.tokens:,} tokens{documents} ({prepared.folder})", *words],
         val_bytes_per_token=val.bytes_per_token if val is not None else None,
@@ -218,9 +215,12 @@ def _windows(shards: list[Shard], config: Config, seed: int | None) -> Windows:
     return Windows(shards, config.data.seq_len, seed=seed, isolate_documents=config.data.isolate_documents)
 
 
-def _packed(shards: list[Shard], config: Config, seed: int | None) -> Any:
-    """Documents in rows by data.packing, whole where they fit."""
-    return example_rows(TextPieces(shards, config.data.seq_len), config, seed)[0]
+def _text_rows(shards: list[Shard], config: Config, seed: int | None) -> tuple[Any, list[str]]:
+    """Windows, or by data.packing documents, whole where they fit; and in words how they are laid out."""
+    if config.data.packing is None:
+        return _windows(shards, config, seed), []
+    rows, words = example_rows(TextPieces(shards, config.data.seq_len), config, seed)
+    return rows, [words]
 
 
 def _mixture(config: Config) -> Corpus:

@@ -13,8 +13,6 @@ from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.chat.turns import BadRow, check, drop_first_answers, text_of, tools_of, turns_of
 from lmtrain.errors import UserError
 
-__all__ = ["FORMATS", "BadRow", "Completion", "Conversation", "UnfitColumns", "detect_format", "to_sample"]
-
 
 class UnfitColumns(UserError):
     """The columns of a row are those of no format, or not those of the format that is asked for."""
@@ -119,7 +117,7 @@ def to_sample(row: Mapping[str, Any], format: str, cfg: DataConfig, where: str) 
         return Completion(text_of(values["prompt"], "prompt", where, may_be_empty=True), completion, where)
     messages = _messages(format, values, where)
     given = len(turns_of(values["prompt"], where, "prompt")) if format == "prompt_completion" else 0
-    if _says_something(values.get("system")):
+    if str(values.get("system") or "").strip():
         messages = [{"role": "system", "content": text_of(values["system"], "system", where)}, *messages]
     return _conversation(messages, tools_of(values.get("tools"), where), cfg, where, given)
 
@@ -148,10 +146,6 @@ def _conversation(
     if not any(turn["role"] == "assistant" for turn in check(messages, where)[given:]):
         raise BadRow(where, "there is no assistant turn in completion to learn from")
     return Conversation(messages, tools, where, given, dropped)
-
-
-def _says_something(system: Any) -> bool:
-    return bool(system.strip() if isinstance(system, str) else system)
 
 
 def _first_fit(names: list[str], cfg: DataConfig, formats: Mapping[str, Format]) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.chat.conversations import Format, detect_format, filled, instruction, values_of
-from lmtrain.data.chat.turns import BadRow, check, drop_first_answers, text_of, tools_of, turns_of
+from lmtrain.data.chat.turns import BadRow, check, common, drop_first_answers, text_of, tools_of, turns_of
 
 Turns = list[dict[str, Any]]
 
@@ -134,11 +134,7 @@ def _spoken(text: str, name: str, where: str) -> Turns:
 
 def _split(chosen: Turns, rejected: Turns, where: str) -> tuple[Turns, Turns, Turns]:
     """Two whole conversations as what they share and how each goes on."""
-    shared = 0
-    for a, b in zip(chosen, rejected, strict=False):
-        if a != b:
-            break
-        shared += 1
+    shared = common(chosen, rejected)
     if shared == 0:
         raise BadRow(where, "chosen and rejected are conversations that share no beginning, so there is no prompt")
     if shared == len(chosen) == len(rejected):

@@ -5,7 +5,7 @@ tool_call_id and reasoning_content where the row has them: what Hugging Face cha
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,6 +139,12 @@ def text_of(value: Any, what: str, where: str, may_be_empty: bool = False) -> st
     if not value.strip() and not may_be_empty:
         raise BadRow(where, f"{what} is empty")
     return str(_whole_text(value, what, where))
+
+
+def common(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many characters, or turns, two of them begin with alike."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _whole_text(value: Any, what: str, where: str) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 
 from lmtrain.config.schema_data import DataConfig, TokenizerConfig
 from lmtrain.data import tokenizers
-from lmtrain.data.chat.conversations import BadRow
+from lmtrain.data.chat.turns import BadRow
 from lmtrain.data.examples.documents import Examples, earlier_fingerprints
 from lmtrain.data.examples.row_counts import Counts, check_lost, check_untrained, short, summary
 from lmtrain.data.examples.row_format import Example, RowEncoder

@@ -112,9 +112,6 @@ class PromptRows(ExampleRows):
 
     unit = "prompts"
 
-    def title(self, example: int) -> str:
-        return f"prompt {example + 1:,} of {len(self):,}"
-
     def prompt(self, epoch: int, row: int) -> PromptRow:
         return PromptRow(epoch, row, self.examples.read(row)[0].tolist(), json.loads(self.examples.texts[row]))
 
