@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 # Keys that only a config.yaml of an earlier version may still have.
-GONE = ("optimizer.fused", "data.curriculum.score", "data.curriculum.buckets", "data.curriculum.model", "chat",
-        "data.ranking")  # fmt: skip
+GONE = ("optimizer.fused", "data.curriculum.score", "data.curriculum.buckets", "data.curriculum.model",
+        "data.ranking", "chat.web", "chat.port", "chat.against")  # fmt: skip
 
 
 def classes(tree: DictConfig) -> dict[str, type[Any]]:
@@ -206,6 +206,8 @@ def complete(tree: DictConfig) -> None:
         holder = OmegaConf.select(tree, section)
         if isinstance(holder, DictConfig) and "_target_" not in holder:
             holder.pop(name, None)
+    if tree.get("chat") == {}:  # a section of which all keys are gone
+        tree.pop("chat")
 
 
 # Types of arguments that are checked, by how they are written.
