@@ -137,10 +137,8 @@ class Results:
         return score != "loss" or vocabularies[0] == vocabularies[1]
 
     def _difference_cell(self, score: str) -> str:
-        if score == "loss" and not self.comparable(score):
-            return "other tokens"
         if not self.comparable(score):
-            return ""
+            return "other tokens" if score == "loss" else ""
         found = self._interval(score, self.models[1][1].scores)
         return f"{found.value:+.4f} ({found.low:+.4f} to {found.high:+.4f})"
 
