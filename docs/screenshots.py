@@ -31,6 +31,7 @@ RUNS = {
 CUT = """return [...document.querySelectorAll('pre, pre > code')].filter(e => e.scrollWidth > e.clientWidth + 1
   && getComputedStyle(e).display != 'inline').map(e => e.textContent.slice(0, 60))"""
 WIDE = "return document.documentElement.scrollWidth > innerWidth"
+SENT = "return document.querySelector('#send').textContent == 'Send' && document.querySelectorAll('.turn').length"
 
 
 def lmtrain(words: list[str], folder: Path) -> None:
@@ -64,6 +65,28 @@ def look_at_reports(browser: Browser, runs: Path, shots: Path) -> list[str]:
     return [line for name, page in pages.items() for line in look(browser, page.as_uri(), name, shots)]
 
 
+def look_at_chat(browser: Browser, runs: Path, shots: Path) -> list[str]:
+    """The chat page with two models and two questions."""
+    words = ["lmtrain.chat", str(runs / "laptop/sft"), str(runs / "laptop/dpo"), "--web", "generate.max_new_tokens=80"]
+    server = subprocess.Popen([sys.executable, "-m", *words], stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        address, wrong = server.stdout.readline().split()[0], []
+        for width in WIDTHS:
+            browser.resize(width, 700)
+            browser.go(address)
+            browser.wait("return document.querySelectorAll('section').length == 2")
+            for question in ("What is the module `json` for?", "Which module has `loads`?"):
+                browser.run("question.value = arguments[0]; document.forms[0].requestSubmit()", question)
+                browser.wait(SENT, 120)
+            browser.screenshot(shots / f"chat_{width}.png", whole=False)
+            wrong += [f"the chat page is wider than {width} px"] if browser.run(WIDE) else []
+        return wrong
+    finally:
+        server.terminate()
+        server.wait()
+
+
 def look_at_site(browser: Browser, shots: Path) -> list[str]:
     """Every page of the documentation."""
     site = shots / "site"
@@ -76,13 +99,14 @@ def look_at_site(browser: Browser, shots: Path) -> list[str]:
 
 
 def write_images(browser: Browser, runs: Path, shots: Path) -> None:
-    """The pictures that the docs show: the top of a run's page and of a pipeline's."""
+    """The pictures that the docs show: the top of a run's page, of a pipeline's, and the chat page."""
     images = DOCS / "images"
     images.mkdir(exist_ok=True)
     for name, page, height in (("report", "first/report.html", 620), ("pipeline", "laptop/report.html", 620)):
         browser.resize(1100, height)
         browser.go((runs / page).as_uri())
         browser.screenshot(images / f"{name}.png", whole=False)
+    (images / "chat.png").write_bytes((shots / "chat_1280.png").read_bytes())
 
 
 def main() -> int:
@@ -99,7 +123,7 @@ def main() -> int:
         print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
     runs, shots = runs.resolve(), args.shots.resolve()
     with open_browser() as browser:
-        wrong = look_at_reports(browser, runs, shots)
+        wrong = look_at_reports(browser, runs, shots) + look_at_chat(browser, runs, shots)
         if args.docs:
             write_images(browser, runs, shots)
         wrong += look_at_site(browser, shots)

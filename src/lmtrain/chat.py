@@ -1,4 +1,4 @@
-"""Many turns with a model in the terminal: `python -m lmtrain.chat outputs/my_run`."""
+"""Many turns with a model: `python -m lmtrain.chat outputs/my_run`, in the terminal or, with --web, on a local page."""
 
 import sys
 
@@ -7,7 +7,11 @@ from lmtrain.config.schema import Config
 
 
 def chat(config: Config) -> int:
-    """Answers lines from the terminal; returns the exit code."""
+    """Answers lines from the terminal, or with chat.web on a page that it serves; returns the exit code."""
+    if config.chat.web:
+        from lmtrain.generation import web
+
+        return web.serve(config)
     from lmtrain.generation import conversation
 
     return conversation.chat(config)

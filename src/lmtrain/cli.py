@@ -28,7 +28,7 @@ VERBS = {
     "inspect": "the data as the model sees it: samples with their mask, lengths, what was cut or dropped",
     "export": "a run's checkpoint to a Hugging Face folder",
     "generate": "text from a run, an export or a hub name",
-    "chat": "many turns with a run, an export or a hub name, in the terminal",
+    "chat": "many turns with a run, an export or a hub name, in the terminal or on a page (--web)",
     "evaluate": "loss, perplexity, bits per byte, answers or margins of a run, an export or a hub name",
     "estimate": "parameters, FLOPs, memory and time of a run from its config alone, and what would make it fit",
     "tune": "a learning rate and the largest micro-batch that suit a run; tune.apply=true trains with them",
@@ -286,6 +286,8 @@ def parse(verb: str, argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--config")
     if verb == "generate":
         parser.add_argument("--prompt")
+    if verb == "chat":
+        parser.add_argument("--web", action="store_true")
     parser.add_argument("overrides", nargs="*")
     args, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:
@@ -298,6 +300,8 @@ def parse(verb: str, argv: list[str]) -> argparse.Namespace:
         from lmtrain.config import trust
 
         args.overrides[:0] = trust.of_files(args.trust)
+    if verb == "chat" and args.web:
+        args.overrides.append("chat.web=true")
     if verb == "generate" and args.prompt is not None:
         from lmtrain.config.override_text import as_typed
 

@@ -185,7 +185,7 @@ def overrides_of(name: str, material: dict[str, Path]) -> list[str]:
     tiny = [*TINY, *TWO_STEPS]
     if group == "data" and option == "text_mixture":
         path = material["text"]
-        return [*tiny, f"data.mixture=[{{path: {path}, weight: 2}}, {{path: {path}}}]"]
+        return [*tiny, f"data.mixture=[{{path: {path}, weight: 2}}, {{path: {path}, max_epochs: 1}}]"]
     if group == "data" and option == "mixture":
         return [*tiny, *CHAT, f"data.mixture=[{{path: {material['chat_jsonl']}, weight: 0.5}}]"]
     if group == "data" and option in ROWS:
@@ -310,7 +310,7 @@ def assert_a_step_was_trained(folder: Path, ended: Ended) -> None:
 def test_the_hubs_datasets_by_their_own_names(name: str) -> None:
     """They can't be fetched here: the dataset is named, and what to do instead."""
     data = composed(name)["data"]
-    objective = "causal_lm" if "text_column" in data else "dpo" if data["rows"] == "pairs" else "sft"
+    objective = "causal_lm" if "text_column" in data else "dpo" if "ranking" in data else "sft"
     objective = "grpo" if "prompt_rows" in data["rows"] else objective
     ended = run("train", *TINY, *TWO_STEPS, f"data={Path(name).stem}", f"objective={objective}")
     assert ended.code == 2

@@ -73,7 +73,8 @@ SOURCES = {
 def test_a_bare_path_chooses_its_source(typed: tuple[str, ...]) -> None:
     config = check(compose([f"data.path={typed[0]}", "data.seq_len=64", *typed[1:]]))
     assert (config.data.source, config.data.format) == SOURCES[typed]
-    assert config.data.conversation_format is not None or config.objective.name not in ("sft", "dpo")
+    kind = {"sft": config.data.conversation_format, "dpo": config.data.ranking}
+    assert kind.get(config.objective.name, "") is not None
     assert config.data.rows == config.objective.rows  # the option follows from what the objective trains on
 
 

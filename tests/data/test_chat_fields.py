@@ -64,13 +64,20 @@ def test_conversations_that_became_several_examples_are_in_the_plan(tmp_path: Pa
     assert "4 conversations became 8 examples: the chat template renders earlier turns differently" in shown
 
 
-def test_other_fields(tokenizer_config: Any, data_config: Any) -> None:
-    text = "{% for m in messages if m.role != 'system' %}" + UNMARKED.partition("{% for m in messages %}")[2]
+@pytest.mark.parametrize(
+    ("key", "template"),
+    [
+        ("system content", "{% for m in messages if m.role != 'system' %}"),
+        ("name", "{% for m in messages %}"),
+    ],
+)
+def test_other_fields(key: str, template: str, tokenizer_config: Any, data_config: Any) -> None:
+    text = template + UNMARKED.partition("{% for m in messages %}")[2]
     encoder = ChatEncoder(tokenizer_for(text, tokenizer_config), data_config("chat", max_length=None))
     named = [{"role": "system", "content": "Be kind."}, {**TURNS[0], "name": "Ada"}, TURNS[1]]
     encoder.encode(Conversation(named, None, "here"))
     found = {remark.text.partition(",")[0]: remark.lost for remark in encoder.remarks}
-    assert found == {"system content": True}  # a name is a label, which a template may do without
+    assert found[key] == (key != "name")  # a name is said to be lost and refuses nothing
 
 
 def test_a_tool_call_that_only_the_word_tool_calls_promises(tokenizer_config: Any, data_config: Any) -> None:
@@ -110,10 +117,13 @@ def test_what_a_tool_returned() -> None:
         turns_of([{"role": "user", "content": 0}], "here")
 
 
-def test_thoughts_by_other_names() -> None:
+def test_thoughts_by_other_names_and_keys_that_nothing_reads(tmp_path: Path) -> None:
     for key in ("thinking", "reasoning", "reasoning_content"):
         (turn,) = turns_of([{"role": "assistant", "content": "4", key: "2+2"}], "here")
         assert turn == {"role": "assistant", "content": "4", "reasoning_content": "2+2"}
+    rows = [{"messages": [{**turn, "mood": "glad"} for turn in TURNS]} for _ in range(4)]
+    ended = run("inspect", *CHAT, "data.chat_template=vicuna", f"data.path={write_chats(tmp_path / 'a.jsonl', rows)}")
+    assert "4 rows: turns have the key mood, which nothing reads" in " ".join(ended.out.replace("│", " ").split())
 
 
 REAL = ["HuggingFaceTB/SmolLM2-135M-Instruct", "karpathy/stories260K", "openai-community/gpt2"]

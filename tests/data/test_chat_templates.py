@@ -364,6 +364,8 @@ def test_lengths(chatml) -> None:
         cut("raise")
     for policy in ("truncate_right", "truncate_left", "drop", "split", "raise"):
         assert cut(policy, n) == [Example(ids, trained)]
+    with pytest.raises(UserError, match=r"on_too_long=cut is unknown"):
+        cut("cut")
     first = len(chatml_tokens(TURNS[:2])[0])  # the border of the first question and answer
     assert cut("split", n - 1) == [Example(ids[:first], trained[:first]), Example(ids[first:], trained[first:])]
     pieces = cut("split", 10)
@@ -489,5 +491,5 @@ def test_an_operation_of_every_day_is_done(text: str, bytes_tokenizer) -> None:
 def test_a_template_that_is_no_text_is_refused(bytes_tokenizer) -> None:
     tokenizer = bytes_tokenizer("<|im_end|>")
     tokenizer.chat_template = 17
-    with pytest.raises(UserError, match=r"no chat template that is Jinja text \(17\)"):
+    with pytest.raises(UserError, match=r"chat_template of the tokenizer is 17, and no Jinja text"):
         own_template(tokenizer)

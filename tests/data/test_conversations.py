@@ -12,6 +12,24 @@ from loopback_hub import HUB
 
 ASKED = [{"role": "user", "content": "Two plus two?"}, {"role": "assistant", "content": "Four."}]
 CALL = {"name": "add", "arguments": {"a": 2, "b": 2}}
+TREE = {
+    "message_tree_id": "t",
+    "tree_state": "ready_for_export",
+    "prompt": {
+        "text": "Two plus two?",
+        "role": "prompter",
+        "replies": [
+            {"text": "Five.", "role": "assistant", "rank": 1, "replies": []},
+            {
+                "text": "Four.",
+                "role": "assistant",
+                "rank": 0,
+                "replies": [{"text": "Sure?", "role": "prompter", "rank": None, "replies": []}],
+            },
+            {"text": "Gone.", "role": "assistant", "rank": None, "deleted": True},
+        ],
+    },
+}
 
 # format, row: each of them is the conversation ASKED
 SAME = [
@@ -32,6 +50,7 @@ SAME = [
     ("prompt_completion", {"prompt": ASKED[:1], "completion": ASKED[1:]}),
     ("alpaca", {"instruction": "Two plus two?", "input": "", "output": "Four.", "text": "Below is"}),
     ("alpaca", {"instruction": "Two plus two?", "context": None, "response": "Four.", "category": "math"}),
+    ("oasst_tree", TREE),
 ]
 
 
@@ -106,6 +125,8 @@ def test_columns_that_fit_no_format(data_config) -> None:
         UserError, match=r"fits the columns title, body.*messages \(messages\).*data.columns=.*prompt_temp"
     ):
         detect_format(["title", "body"], data_config("chat"))
+    with pytest.raises(UserError, match=r"\*\.trees\.jsonl\.gz"):
+        detect_format(["message_id", "parent_id", "rank"], data_config("chat"))
     with pytest.raises(UserError, match=r"data.conversation_format=sharegpt is unknown; there are auto, messages"):
         detect_format(["conversations"], data_config("chat", conversation_format="sharegpt"))
     with pytest.raises(UserError, match=r"needs the column messages, and the rows have chat: .*\{messages: chat\}"):
@@ -185,8 +206,8 @@ BAD = [
     ([{"role": "user", "content": ""}, ANSWER], r"turn 1 \(user\) is empty"),
     ([ANSWER, USER], "turn 1 is from assistant, but the first turn must be the user's"),
     ([SYSTEM, ANSWER], "turn 2 is from assistant"),
-    ([SYSTEM, SYSTEM, USER, ANSWER], "turn 2 is a system turn; there can be one"),
-    ([USER, SYSTEM, ANSWER], "turn 2 is a system turn; .* must be the first"),
+    ([SYSTEM, SYSTEM, USER, ANSWER], "turns 1 and 2 are both system turns"),
+    ([USER, SYSTEM, ANSWER], "turn 2 is a system turn; it must be the first"),
     ([SYSTEM], "no assistant turn"),
     ([USER], "no assistant turn"),
     ([USER, {"role": "assistant", "content": 4}], r"turn 2 \(assistant\) must be text and is 4 \(int\)"),
@@ -218,6 +239,8 @@ def test_bad_rows_are_named_with_a_reason(messages: object, reason: str, data_co
         ("prompt_completion", {"prompt": "Add.", "completion": None}, "there is no completion"),
         ("text", {"text": " "}, "text is empty"),
         ("messages", {"messages": ASKED, "tools": "add"}, "tools must be a list of function"),
+        ("oasst_tree", {"prompt": "Add.", "message_tree_id": "t"}, "turn 1 of the tree is not a message"),
+        ("oasst_tree", {**TREE, "prompt": {**TREE["prompt"], "replies": []}}, "no assistant turn"),
     ],
 )
 def test_bad_rows_of_other_formats(format: str, row: dict, reason: str, data_config) -> None:

@@ -1,4 +1,4 @@
-"""Mixtures: counts are the weights to one row at every step, rows once an epoch of their source."""
+"""Mixtures: counts are the weights to one row at every step, rows once an epoch of their source, limits kept."""
 
 import numpy as np
 import pytest
@@ -11,11 +11,11 @@ BATCH = 8
 
 
 def mixture(*sources: tuple, temperature: float | None = None) -> Mixture:
-    """Sources as (rows, weight or weights by step)."""
+    """Sources as (rows, weight or weights by step, epochs at most)."""
     made = []
-    for number, (rows, weight) in enumerate(sources):
+    for number, (rows, weight, *limit) in enumerate(sources):
         weights = weight if isinstance(weight, dict) else {0: float(weight)}
-        made.append(MixtureSource(f"s{number}", rows, weights))
+        made.append(MixtureSource(f"s{number}", rows, weights, *limit))
     return Mixture(made, Stages.constant(BATCH), temperature)
 
 
@@ -61,7 +61,7 @@ def test_rows_come_once_in_each_epoch_of_their_source() -> None:
 
 
 def test_a_step_is_the_same_whenever_it_is_asked() -> None:
-    parts = ((30, {0: 3.0, 5: 1.0}), (50, {0: 1.0, 9: 0.0}), (20, 0.5))
+    parts = ((30, {0: 3.0, 5: 1.0}, 2), (50, {0: 1.0, 9: 0.0}), (20, 0.5))
     whole = [mixture(*parts).step_rows(step, seed=5).tolist() for step in range(30)]
     for step in (29, 0, 9, 14):
         assert mixture(*parts).step_rows(step, seed=5).tolist() == whole[step]
@@ -78,6 +78,23 @@ def test_weights_change_at_their_step() -> None:
         check_weights([{0: 1.0, 10: 0.0}, {0: 1.0, 7: 0.0}])
 
 
+def test_a_source_that_was_seen_often_enough_leaves_its_share_to_the_others() -> None:
+    mixed = mixture((11, 1, 2), (1000, 1), (1000, 2))
+    assert counts(mixed, range(8)).tolist() == [16, 16, 32]
+    assert counts(mixed, range(200))[0] == 22
+    later = counts(mixed, range(100, 400))
+    assert later.tolist() == [0, 800, 1600]
+    rows = np.concatenate([mixed.step_rows(step, seed=1) for step in range(100)])
+    assert np.bincount(rows[sources_of(mixed, rows) == 0, 1]).tolist() == [2] * 11
+
+
+def test_a_mixture_ends_where_all_its_sources_are_used_up() -> None:
+    mixed = mixture((11, 1, 2), (7, 1, 1.5))
+    assert mixed.end == 22 + 10
+    assert [len(mixed.step_rows(step, seed=0)) for step in range(5)] == [8, 8, 8, 8, 0]
+    assert mixture((11, 1, 2), (7, 1)).end is None
+
+
 def test_temperature_is_between_sizes_and_weights() -> None:
     sizes = (100, 1600)
     for temperature, wanted in ((None, 1), (1.0, 16), (2.0, 4), (1e9, 1)):
@@ -92,7 +109,7 @@ def test_an_epoch_is_as_many_rows_as_there_are() -> None:
 
 
 def test_a_trillion_rows_cost_no_memory() -> None:
-    mixed = mixture((10**12, 0.9), (10**6, 0.1))
+    mixed = mixture((10**12, 0.9), (10**6, 0.1, 50))
     rows = mixed.step_rows(10**9, seed=0)
     assert len(rows) == BATCH
-    assert mixed.rows_given(BATCH * 10**9).sum() == BATCH * 10**9
+    assert (rows[:, 1] < 10**12).all(), "the small source was used up long before"

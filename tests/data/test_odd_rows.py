@@ -63,7 +63,7 @@ ODD: dict[str, tuple[Any, str | tuple[str]]] = {
     "spaces around": ("  " + json.dumps(messages(U, A)) + " \t", TEXT),
     "CRLF": (json.dumps(messages(U, A)) + "\r", TEXT),
     "indented keys": (messages(U, A, id=None, extra={"deep": [1, {"x": None}]}), TEXT),
-    "an empty object": ("{}", ("no format fits the columns",)),
+    "an empty object": ("{}", ("no conversation format fits the columns",)),
     "a list": ("[1, 2]", ("a JSON object with columns is needed, found [1, 2]",)),
     "a list of turns": (json.dumps([U, A]), ("a JSON object with columns is needed",)),
     "a string": ('"hello"', ("a JSON object with columns is needed",)),
@@ -92,8 +92,8 @@ ODD: dict[str, tuple[Any, str | tuple[str]]] = {
     "not a number": ('{"text": NaN}', ("text must be text and is nan (float)",)),
     "1e999": ('{"text": 1e999}', ("text must be text and is inf",)),
     # Columns.
-    "other columns": ({"title": "a", "body": "b"}, ("no format fits the columns title, body",)),
-    "an empty column name": ({"": "a"}, ("no format fits",)),
+    "other columns": ({"title": "a", "body": "b"}, ("no conversation format fits the columns title, body",)),
+    "an empty column name": ({"": "a"}, ("no conversation format fits",)),
     "messages is null": ({"messages": None}, ("there is no messages",)),
     "messages is a number": ({"messages": 5}, ("messages must be a list of turns and is 5 (int)",)),
     "messages is true": ({"messages": True}, ("messages must be a list of turns",)),
@@ -125,8 +125,8 @@ ODD: dict[str, tuple[Any, str | tuple[str]]] = {
     "no role": (messages(U, {"content": "x"}), ("turn 2 has no role (its keys: content)",)),
     "an empty turn": (messages(U, {}), ("turn 2 has no role (its keys: none)",)),
     "role and from agree": (messages(U, {**A, "from": "assistant"}), TEXT),
-    "role and from differ": (messages(U, {**A, "from": "human"}), TEXT),
-    "content and value differ": (messages(U, {**A, "value": "Five."}), TEXT),
+    "role and from differ": (messages(U, {**A, "from": "human"}), ("turn 2 has role and from, and they differ",)),
+    "content and value differ": (messages(U, {**A, "value": "Five."}), ("has content and value, and they differ",)),
     "mixed spellings": (
         messages({"from": "human", "content": "Two plus two?"}, {"role": "gpt", "value": "Four."}), TEXT),
     "ShareGPT in messages": (
@@ -162,8 +162,8 @@ ODD: dict[str, tuple[Any, str | tuple[str]]] = {
     "20,000 words": (says("word " * 20000 + "."), TEXT.replace("Four.", "word " * 20000 + ".")),
     # Order.
     "system first": (messages(S, U, A), "<|system|>\nBe brief.$\n" + TEXT),
-    "system later": (messages(U, S, A), ("turn 2 is a system turn; there can be one",)),
-    "two systems": (messages(S, S, U, A), ("turn 2 is a system turn; there can be one",)),
+    "system later": (messages(U, S, A), ("turn 2 is a system turn; it must be the first",)),
+    "two systems": (messages(S, S, U, A), ("turns 1 and 2 are both system turns",)),
     "a system column": (messages(U, A, system="Be brief."), "<|system|>\nBe brief.$\n" + TEXT),
     "a blank system column": (messages(U, A, system=" \n"), TEXT),
     "a number for system": (messages(U, A, system=5), ("system must be text and is 5",)),
@@ -186,6 +186,7 @@ ODD: dict[str, tuple[Any, str | tuple[str]]] = {
     "weight is 0.5": (says("Four.", weight=0.5), ('turn 2 has "weight": 0.5 (float)',)),
     "train is maybe": (says("Four.", train="maybe"), ("\"train\": 'maybe' (str)",)),
     "train is a list": (says("Four.", train=[]), ('"train": [] (list)',)),
+    "train and weight differ": (says("Four.", train=True, weight=0), ("train and weight, and they differ",)),
     # Other formats.
     "alpaca": ({"instruction": "Two plus two?", "input": "", "output": "Four."}, TEXT),
     "alpaca without an answer": ({"instruction": "Two plus two?", "output": ""}, ("output is empty",)),
@@ -197,6 +198,18 @@ ODD: dict[str, tuple[Any, str | tuple[str]]] = {
     "a number for an answer": ({"question": "a", "answer": 4}, ("response must be text and is 4",)),
     "prompt and completion mixed": ({"prompt": [U], "completion": "Four."}, ("completion must be a list of turns",)),
     "mixed the other way": ({"prompt": "a", "completion": [A]}, ("completion must be text",)),
+    "a tree of texts": ({"prompt": "a", "message_tree_id": "1"}, ("turn 1 of the tree is not a message",)),
+    "a tree with an object for a role": (
+        {"prompt": {"role": {}, "text": "a"}, "message_tree_id": "1"}, ("turn 1 of the tree is not a message",)),
+    "a tree whose replies are a number": (
+        {"prompt": {"role": "prompter", "text": "a", "replies": 5}, "message_tree_id": "1"},
+        ("not a list of messages",)),
+    "a tree whose replies are null": (
+        {"prompt": {"role": "prompter", "text": "a", "replies": [None]}, "message_tree_id": "1"},
+        ("not a list of messages",)),
+    "a tree with a rank in words": (
+        {"prompt": {"role": "prompter", "text": "a", "replies": [{"role": "assistant", "text": "b", "rank": "best"}]},
+         "message_tree_id": "1"}, ("a rank that is not a number",)),
     "an empty text": ({"text": ""}, ("text is empty",)),
     "a list for text": ({"text": ["a"]}, ("text must be text and is a list with 'a'",)),
 }  # fmt: skip
@@ -207,28 +220,32 @@ ODD_PAIRS: dict[str, tuple[Any, str | tuple[str]]] = {
     "lists of strings": ({"chosen": ["Two plus two?", "Four."], "rejected": ["Two plus two?", "Five."]}, TEXT),
     "equal scores": ({**PROMPT, "score_chosen": 3, "score_rejected": 3}, TEXT),
     "scores the wrong way round": (
-        {**PROMPT, "score_chosen": 2, "score_rejected": 4}, ("score_chosen - score_rejected is -2: the rejected",)),
-    "a NaN score": (
-        {**PROMPT, "score_chosen": float("nan"), "score_rejected": 1}, ("score_chosen must be a number and is nan",)),
-    "a NaN in words": (
-        {**PROMPT, "score_chosen": 1, "score_rejected": "nan"}, ("score_rejected must be a number and is 'nan'",)),
+        {**PROMPT, "score_chosen": 2, "score_rejected": 4}, ("score_chosen is 2, below score_rejected, 4",)),
+    "a NaN score": ({**PROMPT, "score_chosen": float("nan"), "score_rejected": 1}, ("score_chosen is NaN",)),
+    "a NaN in words": ({**PROMPT, "score_chosen": 1, "score_rejected": "nan"}, ("score_rejected is NaN",)),
     "an infinite score": ({**PROMPT, "score_chosen": float("inf"), "score_rejected": 1}, ("must be a number",)),
     "a score of 400 digits": ({**PROMPT, "score_chosen": 10**400, "score_rejected": 1}, ("must be a number",)),
     "true for a score": ({**PROMPT, "score_chosen": True, "score_rejected": 1}, ("must be a number and is True",)),
     "a list for a score": ({**PROMPT, "score_chosen": [1], "score_rejected": 1}, ("must be a number",)),
     "equal answers": ({**PROMPT, "rejected": "Four."}, ("chosen and rejected are the same",)),
+    "another prompt than the conversations": (
+        {"prompt": "Three?", "chosen": [U, A], "rejected": [U, {**A, "content": "5"}]}, ("'Three?': fix it",)),
     "the prompt they begin with": (
         {"prompt": " Two plus two?", "chosen": [U, A], "rejected": [U, {**A, "content": "Five."}]}, TEXT),
     "the whole conversation as messages": (
         {"messages": [U, A], "chosen": [U, A], "rejected": [U, {**A, "content": "Five."}]}, TEXT),
-    "a list of one answer": ({"prompt": "a", "chosen": ["b"], "rejected": ["c"]}, ("share no beginning",)),
+    "a list of one answer": ({"prompt": "a", "chosen": ["b"], "rejected": ["c"]}, ("a list of one string",)),
     "no words from Human": (
         {"prompt": "\n\nAssistant:", "chosen": "a", "rejected": "b"}, ("prompt is empty",)),
     "hh": ({"chosen": HH + "Four.", "rejected": HH + "Five."}, TEXT),
     "hh with an empty answer": ({"chosen": HH + "Four.", "rejected": HH}, ("rejected, turn 2 is empty",)),
     "chosen is null": ({**PROMPT, "chosen": None}, ("there is no chosen",)),
     "chosen is a number": ({**PROMPT, "chosen": 5}, ("chosen must be a list of turns and is 5",)),
-    "columns of nothing": ({"better": "a", "worse": "b"}, ("no format fits the columns better, worse",)),
+    "a number of answers": ({"prompt": "a", "responses": 5}, ("ranked answers must be a list",)),
+    "a number for scores": ({"prompt": "a", "responses": ["a", "b"], "scores": 5}, ("scores must be a list",)),
+    "a NaN among scores": ({"prompt": "a", "responses": ["a", "b"], "scores": [1, float("nan")]}, ("score is NaN",)),
+    "null answers": ({"prompt": "a", "responses": [None, None]}, ("answer 1 must be a list of turns",)),
+    "columns of nothing": ({"better": "a", "worse": "b"}, ("no format of pairs fits the columns better, worse",)),
 }  # fmt: skip
 
 
@@ -315,10 +332,9 @@ def test_answers_that_the_template_trims_to_the_same(read: Any) -> None:
         read(rows, option="preference_jsonl", max_length=43, on_too_long="truncate_right")
 
 
-FLAGS = [({}, True), *(({"train": v}, True) for v in (True, 1, 1.0, None)),
-         *(({"train": v}, False) for v in (False, 0, 0.0)),
-         *(({"weight": v}, v == 1) for v in (1, 1.0, 0, 0.0)), ({"train": 0, "weight": 0}, False),
-         ({"train": True, "weight": 0}, False)]  # fmt: skip
+FLAGS = [({}, True), *(({"train": v}, True) for v in (True, 1, 1.0, "true", "True", "1", None)),
+         *(({"train": v}, False) for v in (False, 0, 0.0, "false", "False", "FALSE", "0")),
+         *(({"weight": v}, v == 1) for v in (1, 1.0, 0, 0.0)), ({"train": 0, "weight": 0}, False)]  # fmt: skip
 
 
 @pytest.mark.parametrize(("flags", "learned"), FLAGS, ids=str)
@@ -401,7 +417,7 @@ def test_presets_leave_out_rows_without_an_answer(option: str, read: Any) -> Non
 SETTINGS = [
     ("chat_jsonl", {"system_prompt": "Be brief."}), ("chat_jsonl", {"on_assistant_first": "drop_turn"}),
     ("chat_jsonl", {"prompt_template": "{messages}!", "response_template": "{messages}"}),
-    ("preference_jsonl", {"prompt_template": "{prompt}!"}),
+    ("preference_jsonl", {"ranking": "all"}), ("preference_jsonl", {"prompt_template": "{prompt}!"}),
 ]  # fmt: skip
 
 

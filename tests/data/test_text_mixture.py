@@ -110,6 +110,7 @@ WRONG = {
     "data.mixture=[{path: A, weight: {0: 1, x: 2}}]": "'x' is not a step",
     "data.mixture=[{path: A, weight: 0}, {path: B, text_column: body, weight: {0: 1, 3: 0}}]":
         "data.mixture: all weights are 0 from step 3 on",
+    "data.mixture=[{path: A, max_epochs: 0}]": "data.mixture[0].max_epochs=0: a number above 0",
     "data.mixture=[{path: A}, {path: nowhere}]": "nowhere: no such file or folder",
     "data.mixture=[{path: A}, {path: B}]": "has no column 'text'",
     "data.mixture=[{path: SHORT, val_fraction: 0}]": "data.mixture, short.txt (",
@@ -123,6 +124,12 @@ def test_what_is_wrong_is_said(wrong: str, said: str, sources: tuple[Path, Path]
         wrong = wrong.replace(f"path: {name}", f"path: {path}")
     with pytest.raises(UserError, match=re.escape(said)):
         corpus_of(tmp_path, "data=mixture", wrong)
+
+
+def test_a_mixture_that_ends_before_the_run(sources: tuple[Path, Path], tmp_path: Path) -> None:
+    mixed = mixing(sources, "max_epochs: 0.01", "weight: 0")
+    ended = train(tmp_path / "run", mixed, "trainer.max_steps=2")
+    assert "every source that has a weight is used up after 0 of 2 steps" in message(ended.err)
 
 
 def test_bins_of_different_tokenizers_are_not_mixed(sources: tuple[Path, Path], tmp_path: Path) -> None:

@@ -519,6 +519,7 @@ def test_wrong_settings_are_refused() -> None:
         ("objective.beta=0", "objective.beta=0"),
         ("objective.label_smoothing=0.5", "below 0.5"),
         ("objective.length_normalize=maybe", "length_normalize"),
+        ("data.ranking=some", "data.ranking=some"),
         ("data.on_too_long=split", "data.on_too_long=split"),
         ("data.packing=greedy", "data.packing=greedy"),
         ("data.train_on=all", "data.train_on=all"),

@@ -84,10 +84,10 @@ def test_kill_matrix(
 
 @pytest.mark.slow
 def test_a_mixture_of_text_whose_weights_change(corpus: Path, tmp_path: Path) -> None:
-    """The weights change between the places where the run is killed."""
+    """The second source is used up, and the weights change, between the places where the run is killed."""
     other = tmp_path / "other.txt"
     other.write_text("".join(f"line {i} of {i % 7} others\n" for i in range(20)))
-    mixed = f"data.mixture=[{{path: {corpus}, weight: {{0: 1, 7: 3}}}}, {{path: {other}, weight: 2}}]"
+    mixed = f"data.mixture=[{{path: {corpus}, weight: {{0: 1, 7: 3}}}}, {{path: {other}, weight: 2, max_epochs: 2}}]"
     settings = ["data=mixture", mixed, f"data.cache_dir={tmp_path}/cache", "data.micro_batch_size=2"]
     done = train_here(None, tmp_path / "whole", *settings, "data.num_workers=0")
     assert done.code == 0, done.err

@@ -114,7 +114,7 @@ def test_mistakes_of_a_later_stage_are_found_before_the_first(tree: Tree, messag
 def test_a_bad_row_of_a_later_stage_is_found_before_the_first(tree: Tree) -> None:
     file = Path.cwd() / "bad.jsonl"
     file.write_text(json.dumps({"prompt": "a", "chosen": "b"}) + "\n")
-    assert f"stage dpo: {file}, line 1: no format fits" in refused(tree, f"dpo.data.path={file}")
+    assert f"stage dpo: {file}, line 1: no format of pairs fits" in refused(tree, f"dpo.data.path={file}")
 
 
 def test_an_adapter_is_not_taken_for_a_model(tree: Tree) -> None:

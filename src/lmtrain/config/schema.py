@@ -304,6 +304,13 @@ class GenerateConfig:
 
 
 @dataclass(kw_only=True)
+class ChatConfig:
+    web: Annotated[bool, SHOWN] = False
+    port: Annotated[int | None, SHOWN, between(1, 65535)] = None
+    against: Annotated[str | None, SHOWN] = None
+
+
+@dataclass(kw_only=True)
 class InspectConfig:
     split: Annotated[str, SHOWN, choice("train", "val")]
     samples: Annotated[int, SHOWN, not_negative]
@@ -417,6 +424,7 @@ class Config:
     logger: Annotated[dict[str, Any], SHOWN]
     export: ExportConfig
     generate: Annotated[GenerateConfig, ReadBy(("generate",))]
+    chat: Annotated[ChatConfig, ReadBy(("chat",))] = field(default_factory=ChatConfig)
     evaluate: EvaluateConfig
     estimate: EstimateConfig
     tune: Annotated[TuneConfig, ReadBy(("tune",))]

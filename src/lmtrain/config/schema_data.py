@@ -153,6 +153,7 @@ class DataConfig:
     on_assistant_first: Annotated[str | None, PREPARED, choice("drop_turn", "skip", "raise")] = None
     # share of rows without a trained token above which the run is refused
     max_untrained: Annotated[float | None, SHOWN] = None
+    ranking: Annotated[str | None, PREPARED, choice("best_worst", "all")] = None
     share_prompts: Annotated[bool | None, MACHINE] = None  # dpo
     packing: Annotated[
         str | None, TRAJECTORY, choice("off", "concat", "greedy", "first_fit", "best_fit_decreasing")

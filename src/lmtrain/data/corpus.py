@@ -120,6 +120,11 @@ def fit_to_model(config: Config, corpus: Corpus, unpacked_because: str | None, m
 
 # What comes with lmtrain; data.rows names these, or the class of another row format by its path.
 ROW_FORMATS: dict[str, type[RowEncoder]] = {"conversations": ChatRows, "pairs": PairRowEncoder}
+_DATA_OF = {  # options of the group data that hold such rows
+    "text": "data=text data.path=book.txt, data=wikitext, ...",
+    "conversations": "data=chat_jsonl data.path=chats.jsonl, data=alpaca, ...",
+    "pairs": "data=preference_jsonl data.path=pairs.jsonl, data=hh_rlhf, ...",
+}
 
 
 def build_corpus(config: Config) -> Corpus:
@@ -142,11 +147,13 @@ def check_rows(config: Config) -> None:
     objective, held = config.objective, config.data.rows
     if objective.rows == held:
         return
-    needed = objective.rows
-    option = "text" if needed == "text" else option_holding(needed, [conf_dir()])
-    options = f"data={option} data.path=..." if option else f"an option of the group data with rows: {needed}"
-    if option and "." in needed:
-        needed = f"rows such as data={option} reads"
+    needed, options = objective.rows, _DATA_OF.get(objective.rows)
+    if options is None:
+        option = option_holding(needed, [conf_dir()])
+        options = (
+            f"data={option} data.path=rows.jsonl" if option else f"an option of the group data with rows: {needed}"
+        )
+        needed = f"rows such as data={option} reads" if option else needed
     others = [name for name, (_, made) in OBJECTIVES.items() if made.rows == held]
     instead = f", or train on it with objective={others[0]}" if others else ""
     raise UserError(f"objective={objective.name} needs {needed}, and this data holds {held}: choose {options}{instead}")
@@ -238,7 +245,7 @@ def _mixture(config: Config) -> Corpus:
             rows = len(_windows(own, config, config.seed))
         except UserError as error:
             raise UserError(f"data.mixture, {source.label} ({part.folder}): {error}") from None
-        sources.append(MixtureSource(source.label, rows, source.weights))
+        sources.append(MixtureSource(source.label, rows, source.weights, source.max_epochs))
     mixture = Mixture(sources, step_sizes(config.data), config.data.mixture_temperature)
     windows = _windows([shard for own in shards for shard in own], config, config.seed)
     windows.mixture = mixture

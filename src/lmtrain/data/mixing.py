@@ -1,12 +1,13 @@
 """Which rows of several sources make up step s: by their weights, to one row at every step, computed from the step.
 
-The stream of rows is cut into stretches with constant shares: a new one begins where a weight changes. Within a stretch
-the sources are halved again and again, and of the first n rows of a group the second half of it gets round(n * its
-share): so how many rows each source has given before any row, and which source a row comes from, follow from the row's
-number alone. Nothing is stored and nothing is copied.
+The stream of rows is cut into stretches with constant shares: a new one begins where a weight changes and where a
+source has been seen as often as it may. Within a stretch the sources are halved again and again, and of the first n
+rows of a group the second half of it gets round(n * its share): so how many rows each source has given before any row,
+and which source a row comes from, follow from the row's number alone. Nothing is stored and nothing is copied.
 """
 
 import bisect
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,17 +17,21 @@ from lmtrain.config.batch import Stages
 from lmtrain.data.order import mix64, permute
 from lmtrain.errors import UserError
 
+_ENDLESS = 2**48  # rows; where a source is used up later than that, it is not
+
 
 @dataclass(frozen=True)
 class MixtureSource:
     """One source as the mixture sees it.
 
     weights: by the optimizer step from which each holds, the first from step 0.
+    max_epochs: how often each of its rows is seen at most; None for as often as the shares ask.
     """
 
     name: str
     rows: int
     weights: dict[int, float]
+    max_epochs: float | None = None
 
 
 @dataclass(frozen=True)
@@ -55,35 +60,61 @@ class Mixture:
         self.sizes = [1.0 if temperature is None else source.rows ** (1 / temperature) for source in sources]
         self.first_row = np.cumsum([0, *(source.rows for source in sources)])
         self.changes = sorted({step for source in sources for step in source.weights})
+        self.end: int | None = None  # where every source that has a weight is used up
         self.stretches = self._stretches()
 
     def _stretches(self) -> list[Stretch]:
         found: list[Stretch] = []
-        before = np.zeros(len(self.sources), dtype=np.int64)
-        for step in self.changes:
-            start = self.step_sizes.before(step)
-            if found:
-                before = before + split_evenly(start - found[-1].start, found[-1].shares)
-            parts = [weight_at(s.weights, step) * size for s, size in zip(self.sources, self.sizes, strict=True)]
-            found.append(Stretch(start, tuple(part / sum(parts) for part in parts), before))
-        return found
+        position, before = 0, np.zeros(len(self.sources), dtype=np.int64)
+        while True:
+            shares = self._shares(self.step_sizes.step_of(position), before)
+            if not sum(shares):
+                self.end = position
+                return found
+            found.append(Stretch(position, shares, before))
+            changes = [self.step_sizes.before(step) - position for step in self.changes]
+            length = min([n for n in changes if n > 0] + self._used_up_after(shares, before))
+            if length >= _ENDLESS:
+                return found
+            position, before = position + length, before + split_evenly(length, shares)
 
-    def _stretch_of(self, position: int) -> Stretch:
-        return self.stretches[bisect.bisect_right(self.stretches, position, key=lambda s: s.start) - 1]
+    def _shares(self, step: int, before: np.ndarray) -> tuple[float, ...]:
+        left = [limit - int(given) for limit, given in zip(self._limits(), before, strict=True)]
+        parts = [weight_at(source.weights, step) * size if rows > 0 else 0.0
+                 for source, size, rows in zip(self.sources, self.sizes, left, strict=True)]  # fmt: skip
+        return tuple(part / (sum(parts) or 1.0) for part in parts)
+
+    def _limits(self) -> list[int]:
+        """Rows that each source may give in all."""
+        return [_ENDLESS if s.max_epochs is None else math.floor(s.max_epochs * s.rows) for s in self.sources]
+
+    def _used_up_after(self, shares: tuple[float, ...], before: np.ndarray) -> list[int]:
+        """After how many rows of a stretch each source that is in it has given all it may."""
+        return [
+            bisect.bisect_left(range(_ENDLESS), limit - int(before[s]), key=lambda n: int(split_evenly(n, shares)[s]))
+            if share and limit < _ENDLESS else _ENDLESS
+            for s, (share, limit) in enumerate(zip(shares, self._limits(), strict=True))
+        ]  # fmt: skip
 
     def rows_given(self, position: int) -> np.ndarray:
         """How many of the first `position` rows of the stream came from each source, int64 [S]."""
-        stretch = self._stretch_of(position)
+        stretch = self.stretches[bisect.bisect_right(self.stretches, position, key=lambda s: s.start) - 1]
         return stretch.before + split_evenly(position - stretch.start, stretch.shares)
 
     def step_rows(self, step: int, *, seed: int, max_epochs: int | None = None) -> np.ndarray:
         """The (epoch, row) pairs of a step, as `order.step_rows` gives them; the epoch is that of the row's source."""
         first, stop = self.step_sizes.before(step), self.step_sizes.before(step + 1)
+        stop = min(stop, _ENDLESS if self.end is None else self.end)
         if max_epochs is not None:
             stop = min(stop, int(self.first_row[-1]) * max_epochs)
-        stretch = self._stretch_of(first)  # a step lies in one
-        source, index = draw(np.arange(first, max(first, stop), dtype=np.int64) - stretch.start, stretch.shares)
-        return self._rows(source, index + stretch.before[source], seed)
+        parts = [np.empty((0, 2), dtype=np.int64)]
+        ends = [stretch.start for stretch in self.stretches[1:]] + [_ENDLESS]
+        for stretch, end in zip(self.stretches, ends, strict=True):
+            numbers = np.arange(max(first, stretch.start), min(stop, end), dtype=np.int64) - stretch.start
+            if len(numbers):
+                source, index = draw(numbers, stretch.shares)
+                parts.append(self._rows(source, index + stretch.before[source], seed))
+        return np.concatenate(parts)
 
     def _rows(self, source: np.ndarray, index: np.ndarray, seed: int) -> np.ndarray:
         """(epoch, row) of the index-th row that each source gives."""

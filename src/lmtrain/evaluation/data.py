@@ -29,7 +29,7 @@ from lmtrain.errors import UserError
 
 def kind_of(data: DataConfig) -> str:
     """text, conversations or pairs."""
-    return data.rows if data.rows in ("text", "pairs") else "conversations"
+    return "text" if data.conversation_format is None else "conversations" if data.ranking is None else "pairs"
 
 
 def is_named(config: Config) -> bool:

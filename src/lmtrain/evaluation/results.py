@@ -43,9 +43,11 @@ class Scores:
 
     def values(self) -> dict[str, float]:
         """Every score, and the perplexity where there is a loss per token."""
-        found = {score: self.value(score) for score in self.ratios}
-        if "nll" in self.columns:
-            found["perplexity"] = math.exp(min(700.0, found["loss"]))
+        found: dict[str, float] = {}
+        for score in self.ratios:
+            found[score] = self.value(score)
+            if score == "loss" and "nll" in self.columns:
+                found["perplexity"] = math.exp(min(700.0, found["loss"]))
         return found | self.whole
 
 

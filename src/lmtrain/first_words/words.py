@@ -116,6 +116,8 @@ def _of_model(verb: str, bare: list[str], typed: list[str]) -> dict[str, list[st
         found = {first: [as_typed("run_dir", _model_of(verb, first, rest))]}
     if verb == "generate" and len(rest) == 1 and "generate.prompt" not in keys:
         return {**found, rest[0]: [as_typed("generate.prompt", rest[0])]}
+    if verb == "chat" and len(rest) == 1 and "chat.against" not in keys and Path(rest[0]).expanduser().is_dir():
+        return {**found, rest[0]: [as_typed("chat.against", rest[0])]}
     if rest:
         raise UserError(_too_many(verb, first, rest))
     return found

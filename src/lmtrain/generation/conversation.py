@@ -49,6 +49,9 @@ class Talk:
         """All turns so far, with the system turn first if there is one."""
         return [*([{"role": "system", "content": self.system}] if self.system else []), *self.turns]
 
+    def reset(self) -> None:
+        self.turns = []
+
     def ask(self, text: str, write: Callable[[str], None], say: Callable[[str], None]) -> str:
         """The answer to `text`, which goes to `write` as it comes; it ends where the model ends its turn.
 
@@ -125,13 +128,18 @@ HELP = """/reset           start over
 /exit            leave, as Ctrl-D does; Ctrl-C stops an answer"""
 
 
+HELP_OF_TEXT = """this model has no chat template: it continues each text that you type
+/save [FILE]     add the texts and what follows them to FILE (chat.jsonl)
+/exit            leave, as Ctrl-D does; Ctrl-C stops a text"""
+
+
 def chat(config: Config) -> int:
     """Reads lines until the end of input and answers each; lines that begin with / are commands."""
     quiet_libraries()
+    if config.chat.against is not None:
+        raise UserError("two models answer side by side on the page only: add --web (chat.web=true)")
     talk = Talk(*trained.load_asked(config), config.generate, config.seed)
-    if talk.template is None:
-        print("this model has no chat template: it continues each text that you type")
-    print(HELP, flush=True)
+    print(HELP if talk.template is not None else HELP_OF_TEXT, flush=True)
     while True:
         try:
             line = input("\n> " if sys.stdin.isatty() else "").strip()
@@ -151,17 +159,18 @@ def turn(talk: Talk, line: str) -> None:
     """One line of the user's: a command or a question."""
     command, _, rest = line.partition(" ")
     if command == "/reset":
-        talk.turns = []
+        talk.reset()
         print("(a new conversation)")
     elif command == "/system" and talk.template is None:
         print("(there are no turns: this model continues text)")
     elif command == "/system":
-        talk.system, talk.turns = rest.strip() or None, []
+        talk.system = rest.strip() or None
+        talk.reset()
         print("(a new conversation, with this system turn)" if talk.system else "(a new conversation)")
     elif command == "/save":
         print(f"(written: {talk.save(rest.strip() or 'chat.jsonl')})")
     elif command.startswith("/"):
-        print(HELP)
+        print(HELP if talk.template is not None else HELP_OF_TEXT)
     elif line:
         talk.ask(line, lambda text: print(text, end="", flush=True), lambda words: print(f"({words})"))
         print()

@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 from lmtrain import errors, terminal
 from lmtrain.config.override_text import typed_keys
@@ -43,24 +43,14 @@ def generate(config: Config) -> int:
 
 def many(model: Any, tokenizer: Any, config: Config) -> int:
     """Answers of generate.prompts_file in batches: {"prompt", "sample", "text"}, a line each, in order."""
-    g = config.generate
+    g, answers = config.generate, AnswersFile(config.generate.out, config.generate.batch_size)
     asked = [(prompt, i) for prompt in read_prompts(str(g.prompts_file)) for i in range(g.num_samples)]
-    try:
-        out, done = _open_answers(g.out, g.batch_size)
-        for start in range(done, len(asked), g.batch_size):
-            batch = asked[start : start + g.batch_size]
-            given = [as_conversation(tokenizer, config, prompt) for prompt, _ in batch]
-            prompts, ends = [ids for ids, _ in given], given[0][1]
-            texts = sample_texts(model, tokenizer, prompts, seed=config.seed + start, end_ids=ends, **settings_of(g))
-            for (prompt, i), text in zip(batch, texts, strict=True):
-                print(json.dumps({"prompt": prompt, "sample": i, "text": text}, ensure_ascii=False), file=out)
-            out.flush()
-    except BlockingIOError:
-        raise UserError(f"generate.out={g.out} is being written by another command: wait for it") from None
-    except OSError as error:
-        if g.out is None:  # whoever read the output has left
-            raise
-        raise UserError(f"generate.out={g.out} can't be written: {reason(error)}") from None
+    for start in range(answers.done, len(asked), g.batch_size):
+        batch = asked[start : start + g.batch_size]
+        given = [as_conversation(tokenizer, config, prompt) for prompt, _ in batch]
+        prompts, ends = [ids for ids, _ in given], given[0][1]
+        texts = sample_texts(model, tokenizer, prompts, seed=config.seed + start, end_ids=ends, **settings_of(g))
+        answers.add([{"prompt": p, "sample": i, "text": t} for (p, i), t in zip(batch, texts, strict=True)])
     return errors.FINISHED
 
 
@@ -102,17 +92,43 @@ def _of_json(line: str, where: str) -> str:
     return row["prompt"]
 
 
-def _open_answers(name: str | None, batch_size: int) -> tuple[TextIO, int]:
-    """Where answers go, behind those of an earlier command, and how many these are; None prints them.
+class AnswersFile:
+    """JSON lines in a file, or printed where there is none; `done` counts those of an earlier command.
 
     A batch of which a kill left a part is answered again: what is sampled follows from where its batch begins.
     """
-    if name is None:
-        return sys.stdout, 0
-    path = Path(name).expanduser()
-    file = path.open("a", encoding="utf-8")
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends, however it ends
-    whole = [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
-    done = len(whole) // batch_size * batch_size
-    file.truncate(sum(map(len, whole[:done])))
-    return file, done
+
+    def __init__(self, file: str | None, batch_size: int) -> None:
+        """UserError where the file can't be written, or another command writes it now."""
+        self.name, self.done = file, 0
+        self._file = None if file is None else self._open(Path(file).expanduser())
+        if self._file is not None:
+            whole = [line for line in self._file if line.endswith(b"\n")]
+            self.done = len(whole) // batch_size * batch_size
+            self._file.seek(sum(map(len, whole[: self.done])))
+            self._file.truncate()
+
+    def _open(self, path: Path) -> BinaryIO:
+        try:
+            path.touch()
+            file = path.open("r+b")
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends, however it ends
+        except BlockingIOError:
+            raise UserError(f"generate.out={path} is being written by another command: wait for it") from None
+        except OSError as error:
+            raise self._unwritable(error) from None
+        return file
+
+    def add(self, rows: list[dict[str, Any]]) -> None:
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        if self._file is None:
+            print(text, end="", flush=True)
+            return
+        try:
+            self._file.write(text.encode())
+            self._file.flush()
+        except OSError as error:
+            raise self._unwritable(error) from None
+
+    def _unwritable(self, error: OSError) -> UserError:
+        return UserError(f"generate.out={self.name} can't be written: {reason(error)}")

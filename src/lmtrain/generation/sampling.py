@@ -59,6 +59,7 @@ def sample_texts(
     model.eval()
     if mask_id is None:
         settings = sampling(temperature, top_k, end_ids)
+        # Under synced_gpus none stops before the others: they need its part.
         texts = _continued(model, tokenizer, rows, max_new_tokens, seed, synced_gpus=together, **settings)
     else:
         generator = torch.Generator(model.device).manual_seed(seed)

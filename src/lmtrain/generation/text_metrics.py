@@ -136,11 +136,15 @@ class TextMetrics:
                 # The first rank alone scores: a metric that looked for the others would wait for ever.
                 self.metrics[name].distributed_available_fn = lambda: False
                 self._one(name, ["a word"], ["a word"])
-            except (ImportError, AttributeError, TypeError, ValueError, KeyError, IndexError, OSError) as error:
+            except OSError as error:
                 said = " ".join(str(error).split())
                 raise UserError(
-                    f"{key}: {name} is not a metric of answers and references, two lists of texts, or its encoder "
-                    f"can't be loaded ({type(error).__name__}: {said})"
+                    f"{key}: {entry}: the encoder can't be loaded ({said}): name a folder or a hub name"
+                ) from None
+            except (ImportError, AttributeError, TypeError, ValueError, KeyError, IndexError) as error:
+                raise UserError(
+                    f"{key}: {name} is not a metric of answers and references, two lists of texts "
+                    f"({type(error).__name__}: {error})"
                 ) from error
 
     def names(self) -> list[str]:

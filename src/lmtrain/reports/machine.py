@@ -26,6 +26,7 @@ OPTIONAL = {  # distribution: (extra, what it is for)
     "matplotlib": ("plots", "the pictures of sweep_report and tune"),
     "lm-eval": ("lm-eval", "evaluate.tasks"),
     "nvidia-ml-py": ("nvml", "utilisation and power of a GPU in the records"),
+    "starlette": ("web", "the page of lmtrain chat --web"),
 }
 _MATMUL_SECONDS, _SIZE = 0.5, 1024
 _READ_BYTES = 64 * 2**20

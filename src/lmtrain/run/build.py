@@ -42,6 +42,7 @@ from lmtrain.data.val_sets import ValSet, build_val_sets, count, measured_on, sc
 from lmtrain.distributed import devices, ranks
 from lmtrain.distributed import process_group as world
 from lmtrain.distributed.stop_signals import StopRequest
+from lmtrain.errors import UserError
 from lmtrain.generation.prompts import prompts_of
 from lmtrain.generation.text_metrics import TextMetrics
 from lmtrain.models import flops
@@ -98,6 +99,7 @@ def build(config: Config, run_dir: RunDir, console: Console, started: float) -> 
     rows = len(rows_to_train(config, corpus))
     total_steps = horizon(config.trainer.max_steps, config.trainer.max_epochs, rows, step_sizes(config.data))
     check_reached(config, total_steps)
+    check_mixture(config, rows_to_train(config, corpus), total_steps)
     stop = StopRequest(time_limit_seconds(config.run.time_limit), started)
     val_sets = world.together(lambda: build_val_sets(config, corpus))
     objective = build_objective(config, corpus, total_steps, stop)
@@ -137,6 +139,21 @@ def rows_to_train(config: Config, corpus: Corpus) -> Rows:
     """All of the training rows, or those of trainer.overfit_batches steps."""
     steps = config.trainer.overfit_batches
     return first_rows(corpus.train, steps * config.data.global_batch_size) if steps else corpus.train
+
+
+def check_mixture(config: Config, rows: Rows, total_steps: int) -> None:
+    """Raises UserError where the sources of a mixture are used up before the run ends."""
+    mixture = getattr(rows, "mixture", None)
+    if mixture is None or mixture.end is None:
+        return
+    sizes = mixture.step_sizes
+    steps = sizes.step_of(mixture.end)
+    needed = len(rows) * config.trainer.max_epochs if config.trainer.max_epochs is not None else math.inf
+    if min(sizes.before(total_steps), needed) > mixture.end:
+        raise UserError(
+            f"data.mixture: every source that has a weight is used up after {steps:,} of {total_steps:,} steps (each "
+            f"was seen max_epochs times): set trainer.max_steps={steps}, or raise or leave out a max_epochs"
+        )
 
 
 def build_datamodule(

@@ -346,7 +346,7 @@ def for_mixtures(rows: Any, total_steps: int) -> list[str]:
     given = mixture.rows_given(mixture.step_sizes.before(total_steps))
     passes = [(source.name, n / source.rows) for source, n in zip(mixture.sources, given, strict=True)]
     often = ", ".join(f"{name} {number:.0f} times" for name, number in passes if number > 8)
-    return [*notes, *([f"{often} over: a smaller weight in data.mixture shows it less often"] if often else [])]
+    return [*notes, *([f"{often} over: its max_epochs in data.mixture limits it"] if often else [])]
 
 
 def for_gpus(run: "Run") -> list[str]:

@@ -76,7 +76,7 @@ def _digests(data: DataConfig) -> list[str]:
 
 
 def _read_all(data: DataConfig, split: str) -> int | None:
-    """The rows of a split, each read as the conversation or the pair it holds; None where there is no such split.
+    """The rows of a split, each read as the conversation or the pairs it holds; None where there is no such split.
 
     Raises:
         UserError: a row can't be read, and data.on_bad_row=raise.
@@ -101,14 +101,14 @@ def _read_all(data: DataConfig, split: str) -> int | None:
 
 def _read_row(row: dict[str, Any] | str, where: str, data: DataConfig) -> None:
     from lmtrain.data.chat.conversations import UnfitColumns, detect_format, to_sample
-    from lmtrain.data.chat.pairs import detect_pair_format, to_pair
+    from lmtrain.data.chat.pairs import detect_pair_format, to_pairs
     from lmtrain.data.chat.turns import BadRow
 
     if isinstance(row, str):
         raise BadRow(where, row)
     try:
         if data.rows == "pairs":
-            to_pair(row, detect_pair_format(row, data), data, where)
+            to_pairs(row, detect_pair_format(row, data), data, where)
         else:
             to_sample(row, detect_format(row, data), data, where)
     except UnfitColumns as error:

@@ -5,7 +5,7 @@ them where a dataset calls them otherwise.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,7 @@ FORMATS = {
     "messages": Format(("messages",), ("tools", "system")),
     "conversations": Format(("conversations|conversation|dialog|dialogue",), ("tools", "system")),
     "alpaca": Format(("instruction", "output|response"), ("input|context", "system", "history")),
+    "oasst_tree": Format(("prompt", "message_tree_id")),
     "prompt_response": Format(("prompt|question", "response|answer"), ("system",)),
     "prompt_completion": Format(("prompt", "completion"), ("tools",)),
     "text": Format(("text",)),
@@ -59,8 +60,8 @@ FORMATS = {
 _BRACES = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")  # {column}, and {{ or }} for a brace
 
 
-def detect_format(columns: Iterable[str], cfg: DataConfig, formats: Mapping[str, Format] = FORMATS) -> str:
-    """data.conversation_format, or where it is auto the first of `formats` whose columns are all there.
+def detect_format(columns: Iterable[str], cfg: DataConfig) -> str:
+    """data.conversation_format, or where it is auto the first format whose columns are all there.
 
     Raises:
         UnfitColumns: no format fits, or data.columns names what isn't there.
@@ -68,37 +69,25 @@ def detect_format(columns: Iterable[str], cfg: DataConfig, formats: Mapping[str,
     """
     names = list(columns)
     wanted = cfg.conversation_format or "auto"
-    if wanted not in ("auto", *formats):
-        raise UserError(f"data.conversation_format={wanted} is unknown; there are auto, {', '.join(formats)}")
+    if wanted != "auto" and wanted not in FORMATS:
+        raise UserError(f"data.conversation_format={wanted} is unknown; there are auto, {', '.join(FORMATS)}")
     for column, name in (cfg.columns or {}).items():
         if name not in names:
             raise UnfitColumns(f"data.columns.{column}={name}: the rows have no such column, but {', '.join(names)}")
     if wanted == "auto":
-        wanted = _first_fit(names, cfg, formats)
-    needed = _needed(wanted, cfg, formats)
-    absent = [c for c in needed if column_of(c, names, cfg) is None]
+        wanted = "template" if cfg.prompt_template or cfg.response_template else _first_fit(names, cfg)
+    absent = [c for c in _needed(wanted, cfg) if column_of(c, names, cfg) is None]
     if absent:
         raise UnfitColumns(
             f"data.conversation_format={wanted} needs the column {' and '.join(absent)}, and the rows have "
             f"{', '.join(names)}: name it with data.columns, for example data.columns={{{absent[0].split('|')[0]}: "
             f"{names[0] if names else 'its_name'}}}"
         )
-    known = {part for c in (*needed, *formats[wanted].optional) for part in c.split("|")}
+    known = {part for c in (*_needed(wanted, cfg), *FORMATS[wanted].optional) for part in c.split("|")}
     for column in cfg.columns or {}:
         if column not in known:
             raise UserError(f"data.columns.{column}: the format {wanted} has no such column, but {', '.join(known)}")
     return wanted
-
-
-def require(wanted: Sequence[str], columns: Iterable[str], cfg: DataConfig) -> None:
-    """Raises UnfitColumns where one of the `wanted` columns isn't there."""
-    absent = [c.replace("|", " or ") for c in wanted if column_of(c, columns, cfg) is None]
-    if absent:
-        names = ", ".join(f"{c.split('|')[0]}: ..." for c in wanted)
-        raise UnfitColumns(
-            f"there is no {', no '.join(absent)} (the row has {', '.join(columns)}); say what yours are called with "
-            f"data.columns={{{names}}}"
-        )
 
 
 def to_sample(row: Mapping[str, Any], format: str, cfg: DataConfig, where: str) -> Conversation | Completion:
@@ -148,25 +137,28 @@ def _conversation(
     return Conversation(messages, tools, where, given, dropped)
 
 
-def _first_fit(names: list[str], cfg: DataConfig, formats: Mapping[str, Format]) -> str:
-    if "template" in formats and (cfg.prompt_template or cfg.response_template):
-        return "template"
-    for name in formats:
-        if name != "template" and all(column_of(c, names, cfg) for c in _needed(name, cfg, formats)):
+def _first_fit(names: list[str], cfg: DataConfig) -> str:
+    for name in FORMATS:
+        if name != "template" and all(column_of(c, names, cfg) for c in _needed(name, cfg)):
             return name
-    own = "prompt: ..., response: ..." if "template" in formats else "prompt: ..., chosen: ..., rejected: ..."
+    flat = "message_id" in names and "parent_id" in names
     raise UnfitColumns(
-        f"no format fits the columns {', '.join(names)}. Formats: "
-        + "; ".join(f"{n} ({', '.join(f.required).replace('|', ' or ')})" for n, f in formats.items() if f.required)
-        + f". Say what yours are called with data.columns={{{own}}}, or write data.prompt_template (and for "
-        "conversations data.response_template) with {column} in it"
+        f"no conversation format fits the columns {', '.join(names)}. "
+        + (
+            "These are single messages of OpenAssistant trees: take the file of whole trees (*.trees.jsonl.gz). "
+            if flat
+            else ""
+        )
+        + "Formats: "
+        + "; ".join(f"{n} ({', '.join(f.required).replace('|', ' or ')})" for n, f in FORMATS.items() if f.required)
+        + ". Say what yours are called with data.columns={prompt: ..., response: ...}, or write "
+        "data.prompt_template and data.response_template with {column} in them"
     )
 
 
-def _needed(format: str, cfg: DataConfig, formats: Mapping[str, Format]) -> list[str]:
-    """The columns a format can't do without; data.prompt_template stands for the prompt's."""
+def _needed(format: str, cfg: DataConfig) -> list[str]:
     if format != "template":
-        return [c for c in formats[format].required if not (cfg.prompt_template and c.startswith("prompt"))]
+        return list(FORMATS[format].required)
     if not cfg.prompt_template or not cfg.response_template:
         raise UserError("data.conversation_format=template needs data.prompt_template and data.response_template")
     return sorted(set(_BRACES.findall(cfg.prompt_template + cfg.response_template)) - {""})
@@ -181,32 +173,32 @@ def column_of(column: str, there: Iterable[str], cfg: DataConfig) -> str | None:
     return next((name for name in column.split("|") if name in there), None)
 
 
-def filled(template: str, row: Mapping[str, Any], cfg: DataConfig, where: str) -> str:
-    """The template with the row's columns in place of {column}; one that is null is empty."""
+def _template(row: Mapping[str, Any], cfg: DataConfig, where: str) -> list[dict[str, Any]]:
+    """A user turn and an assistant turn from data.prompt_template and data.response_template."""
 
     def column(match: re.Match[str]) -> str:
         if match[1] is None:
             return match[0][0]
         name = column_of(match[1], row, cfg)
-        if name is None:
+        if name is None or row[name] is None:
             raise BadRow(where, f"there is no {match[1]} (the row has {', '.join(row)})")
-        return "" if row[name] is None else text_of(row[name], name, where, may_be_empty=True)
+        return text_of(row[name], name, where, may_be_empty=True)
 
-    return _BRACES.sub(column, template)
-
-
-def _template(row: Mapping[str, Any], cfg: DataConfig, where: str) -> list[dict[str, Any]]:
-    """A user turn and an assistant turn from data.prompt_template and data.response_template."""
-    prompt, response = (filled(str(t), row, cfg, where) for t in (cfg.prompt_template, cfg.response_template))
+    prompt = _BRACES.sub(column, cfg.prompt_template or "")
+    response = _BRACES.sub(column, cfg.response_template or "")
     return _asked(text_of(prompt, "the prompt", where), text_of(response, "the response", where))
 
 
 def _messages(format: str, values: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    if format == "prompt_completion":
-        return turns_of(values["prompt"], where, "prompt") + turns_of(values["completion"], where, "completion")
+    if format == "alpaca":
+        return _alpaca(values, where)
+    if format == "oasst_tree":
+        return _oasst_tree(values, where)
     if format == "prompt_response":
         return _asked(text_of(values["prompt"], "prompt", where), text_of(values["response"], "response", where))
-    return _alpaca(values, where) if format == "alpaca" else turns_of(values[format], where, format)
+    if format == "prompt_completion":
+        return turns_of(values["prompt"], where, "prompt") + turns_of(values["completion"], where, "completion")
+    return turns_of(values[format], where, format)
 
 
 def _alpaca(values: dict[str, Any], where: str) -> list[dict[str, Any]]:
@@ -227,6 +219,28 @@ def instruction(asked: str, extra: str) -> dict[str, Any]:
     if not extra.strip():
         return {"role": "user", "content": asked}
     return {"role": "user", "content": f"{asked}\n\n{extra}", "instruction": asked, "input": extra}
+
+
+def _oasst_tree(values: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    """The best-ranked reply at each level of an OpenAssistant tree, down to the last answer (arXiv:2304.07327)."""
+    names = {"prompter": "user", "assistant": "assistant"}
+    node: Any = values["prompt"]
+    turns: list[dict[str, Any]] = []
+    while node is not None:
+        if not isinstance(node, Mapping) or node.get("role") not in list(names):
+            raise BadRow(
+                where, f"turn {len(turns) + 1} of the tree is not a message with the role prompter or assistant"
+            )
+        turns.append({"role": names[node["role"]], "content": text_of(node.get("text"), "a text of the tree", where)})
+        replies = node.get("replies") or []
+        if not isinstance(replies, list) or not all(isinstance(reply, Mapping) for reply in replies):
+            raise BadRow(where, f"the replies to turn {len(turns)} of the tree are not a list of messages")
+        if not all(isinstance(reply.get("rank") or 0, int | float) for reply in replies):
+            raise BadRow(where, f"a reply to turn {len(turns)} of the tree has a rank that is not a number")
+        there = [reply for reply in replies if not reply.get("deleted")]
+        # Unranked replies (of trees with a single one, mostly) come after ranked ones, in the order written.
+        node = min(there, key=lambda r: (r.get("rank") is None, r.get("rank") or 0), default=None)
+    return turns[:-1] if turns[-1]["role"] == "user" else turns  # a question that nobody answered
 
 
 def _asked(prompt: str, response: str) -> list[dict[str, Any]]:

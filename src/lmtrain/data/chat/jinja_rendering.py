@@ -153,15 +153,16 @@ class Template:
 
     def render_marked(self, messages: list[dict[str, Any]], tools: Any, where: str) -> tuple[str, list[Span]]:
         """The whole text and, for templates with markers, the spans they mark."""
-        marks = {"return_assistant_tokens_mask": True} if self.has_markers else {}
-        texts, marked = self._rendered([messages], tools, where, **marks)
-        return texts[0], [(start, end) for start, end in marked[0]] if self.has_markers else []
+        if not self.has_markers:
+            return self.render_texts([messages], tools, where)[0], []
+        (text,), (marked,) = self._rendered([messages], tools, where, return_assistant_tokens_mask=True)
+        return text, [(start, end) for start, end in marked]
 
     def _rendered(self, chats: list[list[dict[str, Any]]], tools: Any, where: str, **more: Any) -> tuple[Any, Any]:
         """What render_jinja_template gives; raises BadRow where the template refuses the turns."""
-        spelt = [self._spelt(messages) for messages in chats]
         try:
             with self._in_time(where):
+                spelt = [self._spelt(messages) for messages in chats]
                 return render_jinja_template(
                     conversations=spelt, tools=tools, chat_template=self.text, **self._special, **more
                 )
@@ -242,15 +243,18 @@ def find_template(name: str | None, tokenizer: PreTrainedTokenizerFast) -> tuple
     """
     known = ", ".join(sorted(NAMED))
     if name is None:
-        own = getattr(tokenizer, "chat_template", None)
-        if isinstance(own, dict):
-            own = own.get("default")
-        if not isinstance(own, str):
+        try:
+            own = tokenizer.get_chat_template()
+            if not isinstance(own, str):
+                raise UserError(
+                    f"{tokenizer.name_or_path}: chat_template of the tokenizer is {own!r:.80}, and no Jinja text: "
+                    f"choose one with data.chat_template ({known}, or a Jinja file)"
+                )
+            return own, "the tokenizer's own"
+        except ValueError:
             raise UserError(
-                f"the tokenizer has no chat template that is Jinja text ({own!r:.80}): choose one with "
-                f"data.chat_template ({known}, or a Jinja file)"
-            )
-        return own, "the tokenizer's own"
+                f"the tokenizer has no chat template: choose one with data.chat_template ({known}, or a Jinja file)"
+            ) from None
     if name not in NAMED:
         path = Path(name).expanduser()
         if not path.is_file():

@@ -8,11 +8,13 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 from lmtrain.config.schema_data import DataConfig
-from lmtrain.data.chat.conversations import Format, detect_format, filled, instruction, values_of
+from lmtrain.data.chat.conversations import Format, UnfitColumns, column_of, instruction, values_of
 from lmtrain.data.chat.turns import BadRow, check, common, drop_first_answers, text_of, tools_of, turns_of
+from lmtrain.errors import UserError
 
 Turns = list[dict[str, Any]]
 
@@ -32,6 +34,10 @@ class Pair:
 
 # In the order in which they are tried. Strings are turns of user and assistant, but in preference_text.
 PAIR_FORMATS = {
+    "ranked": Format(
+        ("prompt|question|instruction", "responses|completions|answers"),
+        ("scores", "ranks", "input", "system", "tools"),
+    ),
     "preference": Format(
         ("prompt|question|instruction|conversations|messages", "chosen", "rejected"),
         ("margin", "score_chosen", "score_rejected", "input", "system", "tools"),
@@ -45,57 +51,86 @@ _SPEAKER_ROLES = {"Human": "user", "Assistant": "assistant"}
 
 
 def detect_pair_format(columns: Iterable[str], cfg: DataConfig) -> str:
-    """As `detect_format`, of PAIR_FORMATS."""
-    return detect_format(columns, cfg, PAIR_FORMATS)
+    """data.conversation_format, or where it is auto the first format whose columns are all there.
+
+    Raises:
+        UnfitColumns: no format fits, or data.conversation_format needs a column that isn't there.
+        UserError: data.conversation_format is unknown.
+    """
+    names = list(columns)
+    wanted = cfg.conversation_format or "auto"
+    if wanted != "auto" and wanted not in PAIR_FORMATS:
+        raise UserError(
+            f"data.conversation_format={wanted}: pairs come as auto, {', '.join(PAIR_FORMATS)} (objective=dpo)"
+        )
+    for name in PAIR_FORMATS if wanted == "auto" else (wanted,):
+        absent = [c for c in _needed(name, cfg) if column_of(c, names, cfg) is None]
+        if not absent:
+            return name
+    formats = "; ".join(f"{n} ({', '.join(f.required).replace('|', ' or ')})" for n, f in PAIR_FORMATS.items())
+    raise UnfitColumns(
+        f"no format of pairs fits the columns {', '.join(names)}. Formats: {formats}. Say what yours are called with "
+        f"data.columns={{chosen: ..., rejected: ...}}"
+    )
 
 
-def to_pair(row: Mapping[str, Any], format: str, cfg: DataConfig, where: str) -> Pair:
-    """The pair of a row of `format`, from detect_pair_format; data.prompt_template makes its prompt of several columns.
+def to_pairs(row: Mapping[str, Any], format: str, cfg: DataConfig, where: str) -> list[Pair]:
+    """The pairs of a row of `format` (from detect_pair_format): one, or several of ranked answers.
+
+    data.prompt_template makes the prompt from several columns; data.ranking says which ranked answers are compared.
 
     Raises:
         BadRow: the answers are equal or one is empty, two conversations share no beginning, see turns.py for turns.
     """
-    own = {"prompt": filled(cfg.prompt_template, row, cfg, where)} if cfg.prompt_template else {}
-    values = values_of(row, PAIR_FORMATS[format], cfg, where, **own)
+    filled = {"prompt": _filled(cfg.prompt_template, row, where)} if cfg.prompt_template else {}
+    values = values_of(row, PAIR_FORMATS[format], cfg, where, **filled)
+    if format == "ranked":
+        return _ranked(values, cfg, where)
     margin = _margin(values, where)
     if format == "preference_text":
         prompt, chosen, rejected = (text_of(values[name], name, where) for name in ("prompt", "chosen", "rejected"))
-        pair = Pair(prompt, chosen, rejected, None, where, margin)
-    else:
-        given, answers = _parts(values, where)
-        given, dropped = drop_first_answers(given, cfg.on_assistant_first, where)
-        system = values.get("system") or cfg.system_prompt
-        if system and given[0]["role"] != "system":
-            given = [{"role": "system", "content": text_of(system, "system", where)}, *given]
-        for turns in answers:
-            check([*given, *turns], where)
-        pair = Pair(given, *answers, tools_of(values.get("tools"), where), where, margin, dropped)
-    if pair.chosen == pair.rejected:
-        raise BadRow(where, "chosen and rejected are the same")
-    return pair
-
-
-def _parts(values: dict[str, Any], where: str) -> tuple[Turns, tuple[Turns, Turns]]:
-    """The turns of the prompt, and those of the chosen and of the rejected answer."""
-    chosen, rejected = (answer_turns(values[name], name, where) for name in ("chosen", "rejected"))
-    whole = "assistant" not in (chosen[0]["role"], rejected[0]["role"])
-    if whole or ("prompt" not in values and chosen[0] == rejected[0]):
-        given, chosen, rejected = _split(chosen, rejected, where)
+        return [_different(Pair(prompt, chosen, rejected, None, where, margin))]
+    chosen_turns, rejected_turns = (answer_turns(values[name], name, where) for name in ("chosen", "rejected"))
+    whole = "assistant" not in (chosen_turns[0]["role"], rejected_turns[0]["role"])
+    if whole or ("prompt" not in values and chosen_turns[0] == rejected_turns[0]):
+        given, chosen_turns, rejected_turns = _split(chosen_turns, rejected_turns, where)
+        _check_prompt(values, given, where)
     elif "prompt" in values:
         given = prompt_turns(values, where)
     else:
         raise BadRow(
             where, "chosen and rejected are answers without a prompt: name its column with data.columns.prompt"
         )
-    for name, turns in (("chosen", chosen), ("rejected", rejected)):
-        if not turns:
-            raise BadRow(where, f"{name} ends where the other goes on: it has no answer of its own")
-    for name, turns in (("chosen", chosen), ("rejected", rejected)):
-        if turns[0]["role"] != "assistant":
-            raise BadRow(where, f"{name} goes on with a turn from {turns[0]['role']}; two answers can be compared only")
-        if turns[-1]["role"] != "assistant":
-            raise BadRow(where, f"{name} ends with a turn from {turns[-1]['role']}, not with an answer")
-    return given, (chosen, rejected)
+    return [_pair(given, chosen_turns, rejected_turns, values, cfg, where, margin)]
+
+
+def _needed(format: str, cfg: DataConfig) -> list[str]:
+    """The columns a format can't do without; data.prompt_template stands for the prompt's."""
+    return [c for c in PAIR_FORMATS[format].required if not (cfg.prompt_template and c.startswith("prompt"))]
+
+
+def _filled(template: str, row: Mapping[str, Any], where: str) -> str:
+    texts = {name: value or "" for name, value in row.items() if value is None or isinstance(value, str)}
+    try:
+        return template.format_map(texts)
+    except (KeyError, IndexError, ValueError, AttributeError, TypeError) as error:
+        raise BadRow(where, f"data.prompt_template needs the column {error}, which is absent or no text") from None
+
+
+def _check_prompt(values: dict[str, Any], given: Turns, where: str) -> None:
+    """Raises BadRow where the row has a prompt of its own, and the two whole conversations don't begin with it."""
+    if "prompt" not in values:
+        return
+    prompt = [(turn["role"], turn["content"].strip()) for turn in prompt_turns(values, where)]
+    shared = [(turn["role"], turn["content"].strip()) for turn in given]
+    begins = prompt[: len(shared)] == shared  # of a column that holds the whole conversation
+    if not begins and not any(shared[at : at + len(prompt)] == prompt for at in range(len(shared))):
+        said = prompt[-1][1]
+        raise BadRow(
+            where,
+            f"chosen and rejected are conversations that don't begin with the prompt of the row, "
+            f"{said[:60] + ('...' if len(said) > 60 else '')!r}: fix it, or leave that column out",
+        )
 
 
 def prompt_turns(values: dict[str, Any], where: str) -> Turns:
@@ -142,34 +177,113 @@ def _split(chosen: Turns, rejected: Turns, where: str) -> tuple[Turns, Turns, Tu
     return chosen[:shared], chosen[shared:], rejected[shared:]
 
 
+def _pair(
+    given: Turns,
+    chosen: Turns,
+    rejected: Turns,
+    values: dict[str, Any],
+    cfg: DataConfig,
+    where: str,
+    margin: float | None,
+) -> Pair:
+    answers = {"chosen": chosen, "rejected": rejected}
+    for name, turns in answers.items():
+        if not turns:
+            raise BadRow(where, f"{name} ends where the other goes on: it has no answer of its own")
+    for name, turns in answers.items():
+        if turns[0]["role"] != "assistant":
+            raise BadRow(where, f"{name} goes on with a turn from {turns[0]['role']}; two answers can be compared only")
+        if turns[-1]["role"] != "assistant":
+            raise BadRow(where, f"{name} ends with a turn from {turns[-1]['role']}, not with an answer")
+    given, dropped = drop_first_answers(given, cfg.on_assistant_first, where)
+    system = values.get("system") or cfg.system_prompt
+    if system and given[0]["role"] != "system":
+        given = [{"role": "system", "content": text_of(system, "system", where)}, *given]
+    check([*given, *chosen], where)
+    check([*given, *rejected], where)
+    return _different(Pair(given, chosen, rejected, tools_of(values.get("tools"), where), where, margin, dropped))
+
+
+def _different(pair: Pair) -> Pair:
+    if pair.chosen == pair.rejected:
+        raise BadRow(pair.where, "chosen and rejected are the same")
+    return pair
+
+
 def _margin(values: dict[str, Any], where: str) -> float | None:
     """The row's margin, or else score_chosen - score_rejected, where the row has both.
 
     Raises:
         BadRow: one is not a finite number, or says that the rejected answer is the better one.
     """
-    if "margin" in values:
-        name, margin = "margin", _number(values["margin"], "margin", where)
-    elif "score_chosen" in values and "score_rejected" in values:
-        chosen, rejected = (_number(values[name], name, where) for name in ("score_chosen", "score_rejected"))
-        name, margin = "score_chosen - score_rejected", chosen - rejected
-    else:
+    if values.get("margin") is not None:
+        margin = _number(values["margin"], "margin", where)
+        if margin < 0:
+            raise BadRow(where, f"margin is {margin:g}: the rejected answer is the better one; swap the two")
+        return margin
+    scores = [values.get("score_chosen"), values.get("score_rejected")]
+    if None in scores:
         return None
-    if margin < 0:
+    chosen, rejected = _number(scores[0], "score_chosen", where), _number(scores[1], "score_rejected", where)
+    if chosen < rejected:
         raise BadRow(
             where,
-            f"{name} is {margin:g}: the rejected answer is the better one. Swap the columns chosen and rejected, or, "
-            f"where lower scores are better, the scores with data.columns={{score_chosen: score_rejected, "
-            f"score_rejected: score_chosen}}",
+            f"score_chosen is {chosen:g}, below score_rejected, {rejected:g}: the rejected answer is the better one. "
+            f"Swap the columns chosen and rejected, or, where lower scores are better, the scores with data.columns="
+            f"{{score_chosen: score_rejected, score_rejected: score_chosen}}",
         )
-    return margin
+    return chosen - rejected
 
 
 def _number(value: Any, name: str, where: str) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not math.isfinite(number) or isinstance(value, bool):
-        raise BadRow(where, f"{name} must be a number and is {repr(value)[:60]}")
+        number = math.inf
+    if math.isnan(number):
+        raise BadRow(where, f"{name} is NaN: leave out the row, or give it a number")
+    if math.isinf(number) or isinstance(value, bool):
+        shown = repr(value)
+        raise BadRow(where, f"{name} must be a number and is {shown if len(shown) <= 60 else shown[:60] + '...'}")
     return number
+
+
+def _ranked(values: dict[str, Any], cfg: DataConfig, where: str) -> list[Pair]:
+    """Pairs of ranked answers: the best and the worst, or with data.ranking=all every two of different rank."""
+    answers = values["responses"]
+    if not isinstance(answers, list) or len(answers) < 2:
+        raise BadRow(where, "ranked answers must be a list of at least two")
+    scores = _scores(answers, values, where)
+    turns = [answer_turns(_answer(a, where), f"answer {i}", where) for i, a in enumerate(answers, 1)]
+    # Stable: of equal scores the first is the better.
+    order = sorted(range(len(answers)), key=lambda i: -scores[i])
+    couples = list(combinations(order, 2)) if cfg.ranking == "all" else [(order[0], order[-1])]
+    couples = [(a, b) for a, b in couples if scores[a] > scores[b]]
+    if not couples:
+        raise BadRow(where, "all answers have the same score: none is better")
+    given = prompt_turns(values, where)
+    return [_pair(given, turns[a], turns[b], values, cfg, where, scores[a] - scores[b]) for a, b in couples]
+
+
+def _scores(answers: list[Any], values: dict[str, Any], where: str) -> list[float]:
+    """A score for each answer, higher is better: `scores`, `ranks` (1 is best), those in the answers, or the order."""
+    for name, sign in (("score", 1.0), ("rank", -1.0)):
+        given = values.get(f"{name}s")
+        if given is None and all(isinstance(a, Mapping) and a.get(name) is not None for a in answers):
+            given = [a[name] for a in answers]
+        if given is None:
+            continue
+        if not isinstance(given, list | tuple):
+            raise BadRow(where, f"{name}s must be a list, one for each answer")
+        if len(given) != len(answers):
+            raise BadRow(where, f"there are {len(answers)} answers and {len(given)} {name}s")
+        return [sign * _number(value, name, where) for value in given]
+    return [-float(i) for i in range(len(answers))]
+
+
+def _answer(answer: Any, where: str) -> Any:
+    """The text of an answer that is a mapping with its score; turns and texts as they are."""
+    if isinstance(answer, Mapping) and not {"role", "from"} & set(answer):
+        text = next((answer[k] for k in ("response", "answer", "text", "content") if k in answer), None)
+        return text_of(text, "an answer", where)
+    return answer

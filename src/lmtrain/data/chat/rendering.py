@@ -214,8 +214,11 @@ class ChatTemplate(Template):
         )
 
 
+LABELS = ("name", "tool_call_id")  # they say who speaks or what is answered; a template may well do without
+
+
 def unshown(template: ChatTemplate, conversation: Conversation, texts: list[Rendered], learned: list[int]) -> list[str]:
-    """The fields of a conversation that are in none of its `texts`, by name; who speaks may well be left out.
+    """The fields of a conversation that are in none of its `texts`, by name.
 
     Args:
         learned: positions of the turns that are learned; the thoughts of others are history, which templates may leave
@@ -229,6 +232,11 @@ def unshown(template: ChatTemplate, conversation: Conversation, texts: list[Rend
         thought = thought_of(turn) if place in learned else ""
         if thought and not any(thought in text.text for text in holders):
             found["reasoning_content" if turn.get("reasoning_content") else "<think> block"] = None
+    for label in LABELS:
+        bare = [{k: v for k, v in turn.items() if k != label} for turn in conversation.messages]
+        other = replace(conversation, messages=bare)
+        if bare != conversation.messages and not _differs(template, conversation, other, texts):
+            found[label] = None
     return list(found)
 
 
@@ -256,10 +264,13 @@ def _has_content(conversation: Conversation, texts: list[Rendered], place: int, 
     turn = conversation.messages[place]
     others = dict.fromkeys({"content", "instruction", "input"} & turn.keys(), "lmtrain-other")
     other: dict[str, Any] = {**turn, **others}
-    changed = _with_turn(conversation, place, other)
-    return any(template.differs(conversation, changed, text.shown) for text in texts)
+    return _differs(template, conversation, _with_turn(conversation, place, other), texts)
 
 
 def _with_turn(conversation: Conversation, place: int, turn: dict[str, Any]) -> Conversation:
     messages = [*conversation.messages[:place], turn, *conversation.messages[place + 1 :]]
     return replace(conversation, messages=messages)
+
+
+def _differs(template: ChatTemplate, one: Conversation, other: Conversation, texts: list[Rendered]) -> bool:
+    return any(template.differs(one, other, text.shown) for text in texts)

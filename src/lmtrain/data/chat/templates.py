@@ -15,10 +15,12 @@ from transformers import PreTrainedTokenizerFast
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.chat.conversations import Completion, Conversation
 from lmtrain.data.chat.jinja_rendering import answers_of, find_template
-from lmtrain.data.chat.rendering import ChatTemplate, Rendered, check_tools, unshown
+from lmtrain.data.chat.rendering import LABELS, ChatTemplate, Rendered, check_tools, unshown
 from lmtrain.data.chat.special_text import PlainText, special_pattern
 from lmtrain.data.chat.turns import BadRow, Remark
 from lmtrain.errors import UserError
+
+POLICIES = ("truncate_right", "truncate_left", "drop", "split", "raise")
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ def fit(ids: list[int], trained: list[bool], borders: list[int], cfg: DataConfig
             f"it has {len(ids)} tokens and data.max_length is {most}: raise it, shorten the row, or let long rows "
             f"be cut with data.on_too_long=truncate_right",
         )
+    if policy != "split":
+        raise UserError(f"data.on_too_long={policy} is unknown; there are {', '.join(POLICIES)}")
     return _split(ids, trained, borders, most)
 
 
@@ -158,7 +162,7 @@ class ChatEncoder:
         return ids, trained
 
     def completion(self, sample: Completion) -> tuple[list[int], list[bool]]:
-        """Ids of a plain text with the tokenizer's BOS and end of text, and which of them are learned; uncut."""
+        """As `pair`, of plain texts: the prompt with the tokenizer's BOS, the completion with the end of text."""
         text = sample.prompt + sample.completion
         self._note_special_text(text)
         ids, offsets = self._tokens(self._plain.mask(text) if self._plain else text)
@@ -237,7 +241,7 @@ class ChatEncoder:
         learned = [turn for turn in learned if sample.messages[turn].get("train", True)]
         for name in unshown(self._chat, sample, texts, learned):
             words = f"{name}, which the chat template ({self._chat.label}) never shows the model"
-            self.remarks.append(Remark(words, lost=True))
+            self.remarks.append(Remark(words, lost=name not in LABELS))
         self.remarks += [Remark(words) for text in texts for words in text.remarks]
 
     def _note_special_text(self, text: str) -> None:

@@ -5,6 +5,7 @@ tool_call_id and reasoning_content where the row has them: what Hugging Face cha
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,8 +39,10 @@ _NAMES = {
     "tool": ("tool", "function", "observation", "function_response", "tool_response"),
 }
 ROLES = {name: role for role, names in _NAMES.items() for name in names}
+_HALF = re.compile("[\ud800-\udfff]")  # JSON can hold it, UTF-8 and so tokenizers can't
 _KEPT = ("name", "tool_call_id", "reasoning_content")
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # what an answer's thought is called
+_READ = {"role", "from", "content", "value", "tool_calls", "train", "weight", *_KEPT, *_THOUGHTS}
 
 
 def turns_of(value: Any, where: str, column: str = "messages") -> list[dict[str, Any]]:
@@ -56,6 +59,10 @@ def turns_of(value: Any, where: str, column: str = "messages") -> list[dict[str,
     if not isinstance(value, list | tuple) or not value:
         raise BadRow(where, f"{column} must be a list of turns and is {_shown(value)}")
     if all(isinstance(turn, str) for turn in value):
+        if len(value) == 1 and column not in ("messages", "conversations", "prompt"):
+            raise BadRow(
+                where, f"{column} is a list of one string, which doesn't say who speaks: write it without a list"
+            )
         value = [{"role": ("user", "assistant")[i % 2], "content": said} for i, said in enumerate(value)]
     return [_turn(turn, f"turn {i}", where) for i, turn in enumerate(value, start=1)]
 
@@ -69,12 +76,14 @@ def check(messages: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
     Raises:
         BadRow: a second system turn or one that isn't first, no user turn at the start, or no assistant turn.
     """
-    for number, turn in enumerate(messages[1:], start=2):
-        if turn["role"] == "system":
-            raise BadRow(where, f"turn {number} is a system turn; there can be one, and it must be the first")
-    number = 2 if messages[0]["role"] == "system" else 1
-    first = messages[number - 1 :]
+    systems = [i for i, turn in enumerate(messages, start=1) if turn["role"] == "system"]
+    if len(systems) > 1:
+        raise BadRow(where, f"turns {systems[0]} and {systems[1]} are both system turns; there can be one, the first")
+    if systems and systems[0] != 1:
+        raise BadRow(where, f"turn {systems[0]} is a system turn; it must be the first")
+    first = messages[1:] if systems else messages
     if first and first[0]["role"] != "user":
+        number = len(systems) + 1
         advice = "; data.on_assistant_first=drop_turn learns from what follows" if len(first) > 2 else ""
         raise BadRow(where, f"turn {number} is from {first[0]['role']}, but the first turn must be the user's{advice}")
     if not any(turn["role"] == "assistant" for turn in messages):
@@ -149,24 +158,42 @@ def common(one: Sequence[Any], other: Sequence[Any]) -> int:
 
 def _whole_text(value: Any, what: str, where: str) -> Any:
     """The value, if all strings in it are text that UTF-8 can hold; raises BadRow otherwise."""
-    try:
-        json.dumps(value, ensure_ascii=False, default=str).encode()
-    except UnicodeEncodeError:  # JSON can hold it, tokenizers can't
-        raise BadRow(where, f"{what} holds half a surrogate pair (\\ud800 to \\udfff), no character") from None
+    if isinstance(value, str) and _HALF.search(value):
+        raise BadRow(where, f"{what} holds half a surrogate pair (\\ud800 to \\udfff), which is not a character")
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            _whole_text(key, what, where)
+            _whole_text(item, what, where)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _whole_text(item, what, where)
     return value
+
+
+def unread(row: Mapping[str, Any]) -> list[Remark]:
+    """The keys of a row's turns that nothing reads."""
+    turns = [
+        turn
+        for value in row.values()
+        if isinstance(value, list | tuple)
+        for turn in value
+        if isinstance(turn, Mapping) and ("role" in turn or "from" in turn)
+    ]
+    keys = dict.fromkeys(str(key) for turn in turns for key, value in turn.items() if value is not None)
+    return [Remark(f"turns have the key {key}, which nothing reads") for key in keys if key not in _READ]
 
 
 def _turn(turn: Any, name: str, where: str) -> dict[str, Any]:
     if not isinstance(turn, Mapping):
         raise BadRow(where, f"{name} must be a mapping with role and content and is {_shown(turn)}")
     found = {key: value for key, value in turn.items() if value is not None}
-    said = found.get("role", found.get("from"))
+    said = _either(found, "role", "from", name, where)
     if said is None:
-        raise BadRow(where, f"{name} has no role (its keys: {', '.join(map(str, turn)) or 'none'})")
+        raise BadRow(where, f"{name} has no role (its keys: {_keys(turn)})")
     role = ROLES.get(said.lower()) if isinstance(said, str) else None
     if role is None:
         raise BadRow(where, f"{name} has the unknown role {_shown(said)}; known are {', '.join(ROLES)}")
-    content = found.get("content", found.get("value"))
+    content = _either(found, "content", "value", name, where)
     calls = found.get("tool_calls") or None
     if said.lower() in _CALLS:
         content, calls = "", content
@@ -176,7 +203,7 @@ def _turn(turn: Any, name: str, where: str) -> dict[str, Any]:
     if calls is not None:
         calls = _tool_calls(calls, name, where)
     if content is None and calls is None:
-        raise BadRow(where, f"{name} ({role}) has no content (its keys: {', '.join(map(str, turn)) or 'none'})")
+        raise BadRow(where, f"{name} ({role}) has no content (its keys: {_keys(turn)})")
     # A tool may well return nothing, and an assistant that calls one need not speak.
     empty = calls is not None or role == "tool"
     text = text_of("" if content is None else content, f"{name} ({role})", where, empty)
@@ -192,6 +219,14 @@ def _turn(turn: Any, name: str, where: str) -> dict[str, Any]:
     return result
 
 
+def _either(found: Mapping[str, Any], ours: str, theirs: str, name: str, where: str) -> Any:
+    """The value of one of two keys; raises BadRow where both are there and differ."""
+    if ours in found and theirs in found and found[ours] != found[theirs]:
+        both = f"{_shown(found[ours])} and {_shown(found[theirs])}"
+        raise BadRow(where, f"{name} has {ours} and {theirs}, and they differ: {both}")
+    return found.get(ours, found.get(theirs))
+
+
 def _is_text(content: Any) -> bool:
     """None, a string or a list of parts, as `text_of` reads it."""
     parts = isinstance(content, list | tuple) and all(isinstance(p, Mapping) and "type" in p for p in content)
@@ -199,12 +234,19 @@ def _is_text(content: Any) -> bool:
 
 
 def _is_learned(found: Mapping[str, Any], name: str, where: str) -> bool:
-    """What `train` and `weight` of a turn say; raises BadRow where that is neither yes nor no."""
+    """What `train` and `weight` of a turn say; raises BadRow where that is neither yes nor no, or both."""
+    said = set()
     for key in ("train", "weight"):
-        if found.get(key, True) not in (True, False):  # 1 and 0 are equal to them
-            shown = f'"{key}": {_shown(found[key])}'
+        value = found.get(key, True)
+        plain = value.strip().lower() if isinstance(value, str) else value
+        if plain not in (0, 1, "false", "true", "0", "1"):
+            shown = f'"{key}": {_shown(value)}'
             raise BadRow(where, f"{name} has {shown}; a turn is learned (true or 1) or not (false or 0)")
-    return bool(found.get("train", True) and found.get("weight", True))
+        if key in found:
+            said.add(plain in (1, "true", "1"))
+    if len(said) > 1:
+        raise BadRow(where, f"{name} has train and weight, and they differ")
+    return said != {False}
 
 
 def _tool_calls(value: Any, name: str, where: str) -> list[dict[str, Any]]:
@@ -245,3 +287,7 @@ def _from_json(text: str) -> Any:
 def _shown(value: Any) -> str:
     shown = repr(value)
     return f"{shown[:60]}... ({type(value).__name__})" if len(shown) > 60 else f"{shown} ({type(value).__name__})"
+
+
+def _keys(turn: Mapping[str, Any]) -> str:
+    return ", ".join(map(str, turn)) or "none"

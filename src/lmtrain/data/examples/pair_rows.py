@@ -8,10 +8,10 @@ import torch
 from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.chat.conversations import Completion, Conversation, column_of
-from lmtrain.data.chat.pairs import Pair, detect_pair_format, to_pair
-from lmtrain.data.chat.turns import BadRow
+from lmtrain.data.chat.pairs import Pair, detect_pair_format, to_pairs
+from lmtrain.data.chat.turns import BadRow, unread
 from lmtrain.data.examples.documents import ExampleRows, Examples
-from lmtrain.data.examples.row_format import Encoded, TemplateRows
+from lmtrain.data.examples.row_format import Encoded, Example, TemplateRows
 from lmtrain.data.examples.rows import documents_at
 
 Answer = tuple[np.ndarray, np.ndarray]  # ids int64 [T], and which of them it is scored by, bool [T]
@@ -29,22 +29,28 @@ class PairRowEncoder(TemplateRows):
         self.identity = {**self.identity, "pairs": 2}
 
     def encode(self, row: dict[str, Any], where: str, cfg: DataConfig, question: bool) -> Encoded:
-        """The pair of a row, chosen and rejected.
+        """The pairs of a row, chosen and rejected in turn.
 
         Raises:
             BadRow: see pairs.py and `fit_pair`, and what the chat template refuses.
         """
         self.chat.begin_row()
-        pair = to_pair(row, self.format_of(row, where, cfg, detect_pair_format), cfg, where)
-        chosen, rejected = self._tokens(pair, pair.chosen), self._tokens(pair, pair.rejected)
-        if chosen == rejected:
-            raise BadRow(where, "chosen and rejected are the same once the chat template has written them")
-        examples, cut = fit_pair(chosen, rejected, cfg, where)
-        if examples and examples[0] == examples[1]:
-            raise BadRow(where, f"chosen and rejected are the same within data.max_length={cfg.max_length} tokens")
-        asked = self.question(self._preferred(pair)) if question and examples else None
-        margin = repr(pair.margin) if row.get(column_of("margin", row, cfg) or "") is not None else None
-        return Encoded([*examples], cut, asked, pair.dropped_turns, self.chat.remarks, kept=margin)
+        pairs = to_pairs(row, self.format_of(row, where, cfg, detect_pair_format), cfg, where)
+        examples: list[Example] = []
+        cut = 0
+        for pair in pairs:
+            chosen, rejected = self._tokens(pair, pair.chosen), self._tokens(pair, pair.rejected)
+            if chosen == rejected:
+                raise BadRow(where, "chosen and rejected are the same once the chat template has written them")
+            fitted, tokens_cut = fit_pair(chosen, rejected, cfg, where)
+            if fitted and fitted[0] == fitted[1]:
+                raise BadRow(where, f"chosen and rejected are the same within data.max_length={cfg.max_length} tokens")
+            examples += fitted
+            cut += tokens_cut
+        asked = self.question(self._preferred(pairs[0])) if question and examples else None
+        margin = repr(pairs[0].margin) if row.get(column_of("margin", row, cfg) or "") is not None else None
+        remarks = [*self.chat.remarks, *unread(row)]
+        return Encoded(examples, cut, asked, pairs[0].dropped_turns, remarks, kept=margin)
 
     @staticmethod
     def make_rows(examples: Examples, config: Config, seed: int | None) -> tuple["PairRows", str]:

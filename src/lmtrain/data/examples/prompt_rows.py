@@ -8,7 +8,7 @@ import torch
 
 from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig
-from lmtrain.data.chat.conversations import Completion, Conversation, column_of, require
+from lmtrain.data.chat.conversations import Completion, Conversation, UnfitColumns, column_of
 from lmtrain.data.chat.pairs import prompt_turns
 from lmtrain.data.chat.turns import BadRow, check, tools_of
 from lmtrain.data.examples.documents import ExampleRows, Examples
@@ -85,7 +85,11 @@ class PromptRowEncoder(TemplateRows):
 
 
 def _detect(columns: Any, cfg: DataConfig) -> str:
-    require((PROMPT,), columns, cfg)
+    if column_of(PROMPT, columns, cfg) is None:
+        raise UnfitColumns(
+            f"there is no prompt (the row has {', '.join(columns)}); say what yours is called with "
+            f"data.columns={{prompt: ...}}"
+        )
     return "prompts"
 
 
@@ -111,6 +115,9 @@ class PromptRows(ExampleRows):
     """Row i is prompt i."""
 
     unit = "prompts"
+
+    def title(self, example: int) -> str:
+        return f"prompt {example + 1:,} of {len(self):,}"
 
     def prompt(self, epoch: int, row: int) -> PromptRow:
         return PromptRow(epoch, row, self.examples.read(row)[0].tolist(), json.loads(self.examples.texts[row]))

@@ -8,7 +8,7 @@ from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.chat.conversations import Completion, Conversation, UnfitColumns, detect_format, to_sample
 from lmtrain.data.chat.templates import ChatEncoder
-from lmtrain.data.chat.turns import BadRow, Remark
+from lmtrain.data.chat.turns import BadRow, Remark, unread
 from lmtrain.data.examples.documents import Examples
 from lmtrain.data.examples.rows import example_rows
 from lmtrain.data.order import Rows
@@ -152,7 +152,7 @@ class ChatRows(TemplateRows):
             sum(e.cut for e in examples),
             self.question(sample) if question else None,
             sample.dropped_turns if isinstance(sample, Conversation) else 0,
-            [*self.chat.remarks, *_without_system(sample, cfg)],
+            [*self.chat.remarks, *unread(row), *_without_system(sample, cfg)],
             self.chat.texts,
         )
 

@@ -7,10 +7,10 @@ import torch
 
 from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig
-from lmtrain.data.chat.conversations import Conversation, column_of, require
+from lmtrain.data.chat.conversations import UnfitColumns, column_of
 from lmtrain.data.chat.pairs import answer_turns, prompt_turns
 from lmtrain.data.chat.templates import fit
-from lmtrain.data.chat.turns import BadRow, check
+from lmtrain.data.chat.turns import BadRow, check, unread
 from lmtrain.data.examples.documents import ExampleRows, Examples
 from lmtrain.data.examples.pair_rows import Answer, lay_answers, pad_answers
 from lmtrain.data.examples.row_format import Encoded, TemplateRows
@@ -48,9 +48,16 @@ class UnpairedRowEncoder(TemplateRows):
         check([*turns, *answer], where)
         ids, trained = self.chat.pair(turns, answer, where=where)
         fitted = fit(ids, trained, [], cfg, where)
+        asked = {
+            "prompt_ids": ids[: trained.index(True)] if any(trained) else ids,
+            "prompt": turns[-1]["content"],
+            "reference": str(answer[0]["content"]),
+            "chat": True,
+        }
         examples = [(e.input_ids, e.trained, int(label)) for e in fitted]
-        shown = self.question(Conversation([*turns, answer[0]], None, where)) if question and label else None
-        return Encoded(examples, sum(e.cut for e in fitted), shown, remarks=self.chat.remarks)  # type: ignore[arg-type]
+        shown = asked if question and label else None
+        remarks = [*self.chat.remarks, *unread(row)]
+        return Encoded(examples, sum(e.cut for e in fitted), shown, remarks=remarks)  # type: ignore[arg-type]
 
     @staticmethod
     def make_rows(examples: Examples, config: Config, seed: int | None) -> tuple["UnpairedRows", str]:
@@ -60,7 +67,12 @@ class UnpairedRowEncoder(TemplateRows):
 
 
 def _detect(columns: Any, cfg: DataConfig) -> str:
-    require(COLUMNS, columns, cfg)
+    absent = [c.replace("|", " or ") for c in COLUMNS if column_of(c, columns, cfg) is None]
+    if absent:
+        raise UnfitColumns(
+            f"there is no {', no '.join(absent)} (the row has {', '.join(columns)}); say what yours are called with "
+            f"data.columns={{prompt: ..., completion: ..., label: ...}}"
+        )
     return "unpaired"
 
 

@@ -21,18 +21,20 @@ from lmtrain.data.text.prepare import prepare
 from lmtrain.errors import UserError
 
 _CHANGES = 6  # of a source's share that the plan shows
+_MIXED = ("weight", "max_epochs")
 _KEYS = ("path", "val_path", "name", "config_name", "revision", "source", "format", "train_split", "val_split",
          "val_fraction", "min_val_rows", "num_samples", "streaming", "text_column", "column_separator", "sample_by",
-         "document_start", "min_length", "append_eos", "weight")  # fmt: skip
+         "document_start", "min_length", "append_eos", *_MIXED)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class TextSource:
-    """One source of a mixture: its config, its weights by the step from which they hold."""
+    """One source of a mixture: its config, its weights by the step from which they hold, its epochs at most."""
 
     cfg: DataConfig
     label: str
     weights: dict[int, float]
+    max_epochs: float | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +45,7 @@ class PreparedMixture:
     @property
     def fingerprint(self) -> str:
         """Names the tokens of all sources, and how they are mixed."""
-        mixed = [[sorted(s.weights.items()), None] for s in self.sources]  # None: a limit that there was once
+        mixed = [[sorted(s.weights.items()), s.max_epochs] for s in self.sources]
         return contents.fingerprint([*(part.fingerprint for part in self.parts), mixed])
 
 
@@ -63,7 +65,7 @@ def text_sources(cfg: DataConfig) -> list[TextSource]:
         label = Path(str(part.path or part.name or part.source)).name
         same = sum(s.label.split("#")[0] == label for s in found)
         label = f"{label}#{same + 1}" if same else label
-        found.append(TextSource(part, label, _weights(entry, where)))
+        found.append(TextSource(part, label, _weights(entry, where), _max_epochs(entry, where)))
     check_weights([source.weights for source in found])
     return found
 
@@ -71,7 +73,7 @@ def text_sources(cfg: DataConfig) -> list[TextSource]:
 def _config(cfg: DataConfig, entry: dict[str, Any], where: str) -> DataConfig:
     """The config of one source: that of the mixture, with what the entry says of its own."""
     check_keys(entry, _KEYS, where)
-    own = {key: value for key, value in entry.items() if key != "weight"}
+    own = {key: value for key, value in entry.items() if key not in _MIXED}
     if ("path" in own) + ("name" in own) + (own.get("source") == "python_stdlib") != 1:
         raise UserError(f"{where}: give one of path (files), name (a dataset of the hub) or source: python_stdlib")
     if own.get("source") not in (None, "python_stdlib", "bins", "files", "hub"):
@@ -96,6 +98,13 @@ def _weights(entry: dict[str, Any], where: str) -> dict[int, float]:
             f"{where}.weight={given}: say what it is from step 0 on, {{0: 0, {min(weights, default=1)}: ...}}"
         )
     return {int(step): float(weight) for step, weight in weights.items()}
+
+
+def _max_epochs(entry: dict[str, Any], where: str) -> float | None:
+    most = entry.get("max_epochs")
+    if most is not None and (isinstance(most, bool) or not isinstance(most, int | float) or not 0 < most < math.inf):
+        raise UserError(f"{where}.max_epochs={most}: a number above 0, how often its rows are seen at most")
+    return most
 
 
 def prepare_mixture(cfg: DataConfig, tokenizer_cfg: TokenizerConfig, progress: bool = True) -> PreparedMixture:

@@ -1,0 +1,188 @@
+"""`lmtrain chat --web`: a page for one model or two, served to this machine alone.
+
+The page holds the conversation and sends all of it with each question; the answer comes back as server-sent events. Two
+models answer one after the other, as the random numbers of a process are shared.
+"""
+
+import asyncio
+import dataclasses
+import json
+import secrets
+import socket
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from importlib.resources import files
+from typing import Any
+
+from lmtrain import errors, terminal
+from lmtrain.config import trust
+from lmtrain.config.schema import Config
+from lmtrain.errors import UserError, reason
+from lmtrain.generation.conversation import Talk
+from lmtrain.run_folder import trained
+
+try:
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+    from starlette.routing import Route
+except ImportError as error:
+    raise UserError(f'the page needs starlette and uvicorn ({error}): pip install "lmtrain[web]"') from None
+
+_LONGEST = 1_000_000  # bytes of a conversation
+_POLICY = (
+    "default-src 'none'; connect-src 'self'; script-src 'nonce-{0}'; style-src 'nonce-{0}'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'"
+)
+
+
+class _Stopped(Exception):
+    """The page asked for no more of this answer."""
+
+
+def serve(config: Config) -> int:
+    """Loads run_dir, and chat.against beside it, and answers until Ctrl-C.
+
+    Raises:
+        UserError: a model can't be loaded, or the port is taken.
+    """
+    terminal.quiet_libraries()
+    names = [name for name in (config.run_dir, config.chat.against) if name is not None]
+    talks = [Talk(*trained.load_asked(config), config.generate, config.seed)]
+    if config.chat.against is not None:
+        model, tokenizer = trained.load(config.chat.against, config.generate.checkpoint, trust.granted(config))
+        trained.place(model, config.trainer.accelerator)
+        talks.append(Talk(model, tokenizer, config.generate, config.seed))
+    try:
+        listening = socket.create_server(("127.0.0.1", config.chat.port or 0))
+    except OSError as error:
+        raise UserError(f"chat.port={config.chat.port} can't be opened ({reason(error)}): choose another") from None
+    port = listening.getsockname()[1]
+    app = application(names, talks, port)
+    terminal.status.stop()
+    print(f"http://127.0.0.1:{port} (this machine only; Ctrl-C ends it)", flush=True)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2))
+    try:
+        server.run(sockets=[listening])
+    except KeyboardInterrupt:
+        print("ended")
+    return errors.FINISHED
+
+
+def application(names: list[str], talks: list[Talk], port: int) -> Starlette:
+    """The page at /, what it shows of the models at /models, and answers at /answer.
+
+    Args:
+        port: that it is served at; requests that name another host or come from another page are refused.
+    """
+    one_at_a_time = asyncio.Lock()
+
+    def page(request: Request) -> Response:
+        nonce = secrets.token_urlsafe(16)
+        text = (files("lmtrain.generation") / "chat.html").read_text(encoding="utf-8").replace("NONCE", nonce)
+        headers = {"Content-Security-Policy": _POLICY.format(nonce), "Referrer-Policy": "no-referrer"}
+        return HTMLResponse(text, headers=headers)
+
+    def models(request: Request) -> Response:
+        return JSONResponse([_about(name, talk) for name, talk in zip(names, talks, strict=True)])
+
+    async def answer(request: Request) -> Response:
+        try:
+            talk, text = _asked(await request.body(), talks)
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+            return JSONResponse({"error": f"no conversation: {error!r}"}, 400)
+        return StreamingResponse(_events(talk, text, one_at_a_time), media_type="text/event-stream")
+
+    def guarded(endpoint: Callable[[Request], Any]) -> Callable[[Request], Awaitable[Response]]:
+        async def checked(request: Request) -> Response:
+            if not is_from_here(dict(request.headers), port, request.method):
+                return JSONResponse({"error": "this page is for a browser on this machine"}, 403)
+            answered = endpoint(request)
+            return await answered if asyncio.iscoroutine(answered) else answered
+
+        return checked
+
+    return Starlette(routes=[
+        Route("/", guarded(page)), Route("/models", guarded(models)),
+        Route("/answer", guarded(answer), methods=["POST"]),
+    ])  # fmt: skip
+
+
+def is_from_here(headers: dict[str, str], port: int, method: str) -> bool:
+    """Whether a request was made by our own page, not by another that a browser of this machine shows.
+
+    A page elsewhere whose name is made to point here (DNS rebinding) names its own host, and one that posts to us names
+    its own origin, or can't set the type of what it sends.
+    """
+    hosts = [f"{name}:{port}" for name in ("127.0.0.1", "localhost")]
+    origin = headers.get("origin")
+    if headers.get("host") not in hosts or (origin is not None and origin not in [f"http://{host}" for host in hosts]):
+        return False
+    return method != "POST" or headers.get("content-type", "").partition(";")[0].strip() == "application/json"
+
+
+def _about(name: str, talk: Talk) -> dict[str, Any]:
+    """What the page shows of a model."""
+    parameters = sum(p.numel() for p in talk.model.parameters())
+    return {
+        "name": name,
+        "about": f"{parameters / 1e6:,.1f} M parameters, {talk.model.config.model_type}",
+        "chats": talk.template is not None,
+        "temperature": talk.settings.temperature,
+        "system": talk.settings.system_prompt or "",
+    }
+
+
+def _asked(body: bytes, talks: list[Talk]) -> tuple[Talk, str]:
+    """The conversation that a request holds, as a talk of its own, and its last question."""
+    if len(body) > _LONGEST:
+        raise ValueError("it is too long")
+    asked = json.loads(body)
+    known, turns = talks[int(asked["model"])], asked["turns"]
+    temperature = min(max(float(asked["temperature"]), 0.0), 10.0)
+    system = asked.get("system") if known.template is not None else None
+    settings = dataclasses.replace(known.settings, temperature=temperature, system_prompt=system or None)
+    talk = Talk(known.model, known.tokenizer, settings, known.seed)
+    for turn in turns:
+        if turn["role"] not in ("user", "assistant") or not isinstance(turn["content"], str):
+            raise ValueError("a turn has role user or assistant, and content, a text")
+    talk.turns = [{"role": turn["role"], "content": turn["content"]} for turn in turns[:-1]]
+    return talk, turns[-1]["content"]
+
+
+async def _events(talk: Talk, text: str, one_at_a_time: asyncio.Lock) -> AsyncIterator[str]:
+    """The answer's pieces as {"text"}, notes as {"note"}, what went wrong as {"error"}; {"end"} is the last.
+
+    Generation runs in a thread and ends soon after the page has closed the connection.
+    """
+    pieces: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+    loop, stopped = asyncio.get_running_loop(), threading.Event()
+
+    def send(event: dict[str, Any]) -> None:
+        if stopped.is_set():
+            raise _Stopped
+        if event == {"text": ""}:
+            return
+        loop.call_soon_threadsafe(pieces.put_nowait, event)
+
+    def generate() -> None:
+        try:
+            talk.ask(text, lambda piece: send({"text": piece}), lambda note: send({"note": note}))
+            send({"end": True})
+        except _Stopped:
+            pass
+        except Exception as error:  # whatever it is, the page says it and the next question is answered
+            said = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+            loop.call_soon_threadsafe(pieces.put_nowait, {"error": said})
+
+    async with one_at_a_time:
+        running = loop.run_in_executor(None, generate)
+        try:
+            event: dict[str, Any] = {}
+            while not event.keys() & {"end", "error"}:
+                event = await pieces.get()
+                yield f"data: {json.dumps(event)}\n\n"
+        finally:
+            stopped.set()
+            await asyncio.shield(running)

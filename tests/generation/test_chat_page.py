@@ -1,0 +1,211 @@
+"""`lmtrain chat --web`: what the page's server answers and to whom, and the page itself in a headless browser."""
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import browser
+import pytest
+import uvicorn
+
+from inprocess import message, run
+from lmtrain.config import compose as rules
+from lmtrain.data.chat.templates import end_ids, own_template
+from lmtrain.generation.conversation import Talk
+from lmtrain.generation.sampling import sample_text
+from lmtrain.generation.web import application
+from lmtrain.run_folder import trained
+from lmtrain.terminal import visible
+from support import TINY
+from tiny_pretrained import save_pretrained
+
+GREEDY = ["generate.temperature=0", "generate.max_new_tokens=90", "generate.checkpoint=last"]
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+LEARNED = "<b id=owned>hi</b>"
+HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that has learned to answer with markup, whatever it is asked."""
+    path = tmp_path_factory.mktemp("page")
+    rows = [{"prompt": f"Question {i}?", "response": LEARNED} for i in range(30)]
+    (path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    ended = run("train", *TINY, "data.chat_template=vicuna", "model.max_position_embeddings=512", "data.seq_len=256",
+                "trainer.max_steps=150", "objective=sft", "data=chat_jsonl", f"data.path={path}/chats.jsonl",
+                "optimizer.lr=0.01", "schedule.warmup_steps=0", f"run.dir={path / 'run'}", "data.val_fraction=0",
+                "callbacks.samples.every_n_validations=0", "trainer.log_every_n_steps=20")  # fmt: skip
+    assert ended.code == 0, ended.err
+    return path / "run"
+
+
+@pytest.fixture(scope="module")
+def talk(tmp_path_factory: pytest.TempPathFactory) -> Talk:
+    """With a model that has learned nothing."""
+    base = save_pretrained(tmp_path_factory.mktemp("base") / "base", max_position_embeddings=512)
+    model, tokenizer = trained.load(str(base), "last", {})
+    tokenizer.chat_template = TEMPLATE
+    return Talk(model, tokenizer, rules.check(rules.compose(GREEDY)).generate, seed=0)
+
+
+@pytest.fixture(scope="module")
+def port(talk: Talk) -> Iterator[int]:
+    """The server of one model, in a thread of this process."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    number = listening.getsockname()[1]
+    server = uvicorn.Server(uvicorn.Config(application(["mine"], [talk], number), log_level="warning"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+    thread.start()
+    yield number
+    server.should_exit = True
+    thread.join()
+
+
+def ask(port: int, path: str, body: Any = None, **headers: str) -> tuple[int, str, dict[str, str]]:
+    """Status, text and headers of the answer."""
+    data = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
+    given = {"Content-Type": "application/json", **{name.replace("_", "-"): value for name, value in headers.items()}}
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, given)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, answer.read().decode(), dict(answer.headers)
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode(), dict(error.headers)
+
+
+def question(*texts: str) -> dict[str, Any]:
+    turns = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+    return {"model": 0, "turns": turns, "temperature": 0, "system": ""}
+
+
+def test_an_answer_comes_in_events_and_is_the_models(talk: Talk, port: int) -> None:
+    status, text, headers = ask(port, "/answer", question("Question 3?", "Yes.", "Question 4?"))
+    assert status == 200
+    assert headers["content-type"].startswith("text/event-stream")
+    events = [json.loads(part.removeprefix("data: ")) for part in text.split("\n\n") if part]
+    assert events[-1] == {"end": True}
+    assert sum("text" in event for event in events) > 1, "word by word"
+    model, tokenizer = talk.model, talk.tokenizer
+    prompt = tokenizer.apply_chat_template(
+        question("Question 3?", "Yes.", "Question 4?")["turns"], add_generation_prompt=True, tokenize=False
+    )
+    stop = end_ids(tokenizer, own_template(tokenizer))
+    expected = sample_text(model, tokenizer, prompt, max_new_tokens=90, temperature=0.0, end_ids=stop)
+    assert "".join(event.get("text", "") for event in events).strip() == visible(expected).strip()
+
+
+@pytest.mark.parametrize(
+    ("path", "headers"),
+    [
+        ("/", {"Host": "evil.example"}),
+        ("/", {"Host": "127.0.0.1"}),
+        ("/models", {"Host": "evil.example:{port}"}),
+        ("/answer", {"Origin": "http://evil.example"}),
+        ("/answer", {"Origin": "http://127.0.0.1:1"}),
+        ("/answer", {"Origin": "null"}),
+        ("/answer", {"Content_Type": "text/plain"}),
+        ("/answer", {"Content_Type": "application/x-www-form-urlencoded"}),
+    ],
+)
+def test_other_pages_are_refused(port: int, path: str, headers: dict[str, str]) -> None:
+    """By a name that was made to point here, or by a form or a script of another page."""
+    named = {name: value.format(port=port) for name, value in headers.items()}
+    status, text, _ = ask(port, path, question("Hi") if path == "/answer" else None, **named)
+    assert status == 403
+    assert "error" in json.loads(text)
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"[]", b"{}", b"\xff", {"model": 9, "turns": [], "temperature": 0}, {**question("a"), "turns": []},
+             {**question("a"), "turns": [{"role": "system", "content": "a"}]}, {**question("a"), "temperature": "hot"},
+             {**question("a"), "turns": [{"role": "user", "content": ["a"]}]}],
+)  # fmt: skip
+def test_what_is_no_conversation_is_answered_so(port: int, body: Any) -> None:
+    status, text, _ = ask(port, "/answer", body)
+    assert status == 400
+    assert "no conversation" in json.loads(text)["error"]
+
+
+def test_what_is_too_long_is_said_and_the_next_question_answered(port: int) -> None:
+    _, text, _ = ask(port, "/answer", question("word " * 3000))
+    assert "more than the model can take" in json.loads(text.removeprefix("data: "))["error"]
+    assert ask(port, "/answer", question("Question 1?"))[1].rstrip().endswith('{"end": true}')
+
+
+def test_the_page_needs_no_other_host_and_runs_its_own_script_alone(port: int) -> None:
+    _, text, headers = ask(port, "/")
+    assert not re.search(r"https?://|//cdn|@import|url\(", text.replace("data:,", ""))
+    policy = headers["content-security-policy"]
+    nonce = re.findall(r"nonce-([\w-]+)", policy)[0]
+    assert policy.startswith("default-src 'none'")
+    assert text.count(f'nonce="{nonce}"') == 2
+    assert ask(port, "/")[2]["content-security-policy"] != policy
+    with socket.create_connection(("127.0.0.1", port)) as loopback:
+        assert loopback.getpeername()[0] == "127.0.0.1"
+
+
+def test_two_models_are_for_the_page(tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
+    assert "add --web" in message(run("chat", str(tmp_path), str(tmp_path)).err)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(browser.CHROMIUM is None or browser.DRIVER is None, reason=browser.MISSING)
+def test_in_a_browser(folder: Path, tmp_path: Path) -> None:
+    """Two models side by side: answers stream in as text, Stop ends one, a new conversation begins; at 400 px too."""
+    endless = save_pretrained(tmp_path / "<b>endless", max_position_embeddings=20_000)
+    words = [str(folder), str(endless), "--web", "generate.temperature=0", "generate.max_new_tokens=15000"]
+    server = subprocess.Popen([sys.executable, "-m", "lmtrain.chat", *words], stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        address = server.stdout.readline().split()[0]
+        with browser.open_browser() as page:
+            page.go(address)
+            page.wait("return document.querySelectorAll('section').length == 2")
+            headings = page.run("return [...document.querySelectorAll('h2')].map(h => h.textContent)")
+            assert headings[0].startswith(str(folder))
+            assert "<b>endless" in headings[1]
+            page.run(
+                "question.value = arguments[0]; document.querySelector('#temperature').value = 0;"
+                "document.querySelector('form').requestSubmit()", HOSTILE,
+            )  # fmt: skip
+            second = "document.querySelectorAll('section')[1].querySelector('.turn span:last-child')"
+            page.wait(f"return {second}.textContent.length > 20")
+            assert page.run("return document.querySelector('#send').textContent") == "Stop"
+            asked, answered = page.run(
+                "return [...document.querySelectorAll('section')[0].querySelectorAll('.turn')].map(t => t.textContent)"
+            )
+            assert asked == HOSTILE
+            assert "</b" in answered, "markup, which the model has learned to write"
+            assert page.run("return document.querySelectorAll('img, .turn b, main script').length") == 0
+            assert page.run("return document.title") != "owned"
+            began = time.monotonic()
+            page.run("document.querySelector('#send').click()")
+            page.wait("return document.querySelector('#send').textContent == 'Send'")
+            page.wait("return document.querySelectorAll('.note').length == 1", 5)
+            page.run("document.querySelector('#new').click()")
+            assert page.run("return document.querySelectorAll('.turn').length") == 0
+            page.run("question.value = 'again'; document.querySelector('form').requestSubmit()")
+            page.wait("return document.querySelectorAll('section')[0].querySelectorAll('.turn')[1]?.textContent")
+            assert time.monotonic() - began < 20, "the stopped answer no longer takes the model's time"
+            page.resize(400, 800)
+            assert page.run("return document.documentElement.scrollWidth <= innerWidth")
+            page.run("document.querySelector('#send').click()")
+        server.send_signal(signal.SIGINT)
+        assert server.wait(timeout=20) == 0
+    finally:
+        server.kill()
+        server.wait()
