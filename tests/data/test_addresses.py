@@ -20,8 +20,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from inprocess import message, run
-from lmtrain.data.examples.chat_rows import ChatRows
 from lmtrain.data.examples.prepare import prepare_examples
+from lmtrain.data.examples.row_format import ChatRows
 from lmtrain.data.sources import addresses, files, lines, tables
 from lmtrain.data.sources.choose import open_source
 from lmtrain.data.stream.source import Place, cut_shards, endless, open_stream

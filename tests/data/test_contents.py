@@ -11,8 +11,8 @@ import pytest
 
 from chats import write_chats
 from inprocess import message, run
-from lmtrain.data.examples.chat_rows import ChatRows
 from lmtrain.data.examples.prepare import PreparedExamples, prepare_examples
+from lmtrain.data.examples.row_format import ChatRows
 from lmtrain.data.store import bins, contents
 from lmtrain.data.store.writer import BinWriter
 from lmtrain.data.text.prepare import prepare

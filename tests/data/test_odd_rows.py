@@ -16,10 +16,10 @@ import pytest
 
 from lmtrain.data.chat.conversations import Conversation, to_sample
 from lmtrain.data.chat.turns import ROLES
-from lmtrain.data.examples.chat_rows import ChatRows
 from lmtrain.data.examples.pair_rows import PairRowEncoder
 from lmtrain.data.examples.prepare import PreparedExamples, prepare_examples
 from lmtrain.data.examples.row_counts import Counts, bad_lines, summary
+from lmtrain.data.examples.row_format import ChatRows
 from lmtrain.errors import UserError
 
 U, A = {"role": "user", "content": "Two plus two?"}, {"role": "assistant", "content": "Four."}

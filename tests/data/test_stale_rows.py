@@ -10,9 +10,9 @@ from tokenizers import AddedToken, processors
 from chats import write_chats
 from lmtrain.config.schema_data import DataConfig, TokenizerConfig
 from lmtrain.data import tokenizers
-from lmtrain.data.examples.chat_rows import ChatRows
 from lmtrain.data.examples.pair_rows import PairRowEncoder
 from lmtrain.data.examples.prepare import PreparedExamples, prepare_examples
+from lmtrain.data.examples.row_format import ChatRows
 
 CHAT = {"chat_template": "vicuna", "val_fraction": 0.2, "max_length": 512, "seq_len": 512}
 

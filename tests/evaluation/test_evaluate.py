@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from chats import write_chats, write_rows
 from inprocess import message, run, train_tiny
-from lmtrain.evaluation.scores import Scores, interval
+from lmtrain.evaluation.results import Scores, interval
 from lmtrain.evaluation.scoring import windows
 from support import REPO, TINY, rows
 from tiny_pretrained import save_pretrained

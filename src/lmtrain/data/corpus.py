@@ -3,9 +3,8 @@
 Text becomes bins, a mixture of bins or a stream; everything else examples of a row format.
 """
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -18,12 +17,11 @@ from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.config.targets import building, class_named, lacking
 from lmtrain.data.chat.templates import ChatEncoder
-from lmtrain.data.examples.chat_rows import ChatRows
 from lmtrain.data.examples.documents import TextPieces
 from lmtrain.data.examples.pair_rows import PairRowEncoder
 from lmtrain.data.examples.prepare import PreparedExamples, prepare_examples
 from lmtrain.data.examples.row_counts import Counts, remark_lines, summary
-from lmtrain.data.examples.row_format import RowEncoder
+from lmtrain.data.examples.row_format import ChatRows, RowEncoder
 from lmtrain.data.examples.rows import example_rows
 from lmtrain.data.mixing import Mixture, MixtureSource
 from lmtrain.data.order import Rows
@@ -182,18 +180,15 @@ def _text(config: Config) -> Corpus:
     prepared = prepare(config.data, config.tokenizer)
     train, val = prepared.bins("train"), prepared.bins("val")
     assert train is not None  # prepare refuses data without it
-    make = _windows if config.data.packing is None else _packed
-    rows = make(train.shards, config, config.seed)
+    rows, words = _text_rows(train.shards, config, config.seed)
     documents = f" in {counted(train.documents, 'document')}" if train.documents is not None else ""
     if isinstance(rows, Windows):
         rows.fim = fill_in_the_middle(config.data, rows.shards, prepared.tokenizer, config.seed)
         words = [fim_words(rows.fim)] if rows.fim is not None else []
-    else:
-        words = [example_rows(rows.examples, config, config.seed)[1]]
     return Corpus.of(
         prepared,
         train=rows,
-        val=make(val.shards, config, None) if val is not None else None,
+        val=_text_rows(val.shards, config, None)[0] if val is not None else None,
         epoch_tokens=len(rows) * config.data.seq_len if isinstance(rows, Windows) else rows.examples.tokens,
         words=[f"{train.tokens:,} tokens{documents} ({prepared.folder})", *words],
         val_bytes_per_token=val.bytes_per_token if val is not None else None,
@@ -227,9 +222,12 @@ def _windows(shards: list[Shard], config: Config, seed: int | None) -> Windows:
     return Windows(shards, config.data.seq_len, seed=seed, isolate_documents=config.data.isolate_documents)
 
 
-def _packed(shards: list[Shard], config: Config, seed: int | None) -> Any:
-    """Documents in rows by data.packing, whole where they fit."""
-    return example_rows(TextPieces(shards, config.data.seq_len), config, seed)[0]
+def _text_rows(shards: list[Shard], config: Config, seed: int | None) -> tuple[Any, list[str]]:
+    """Windows, or by data.packing documents, whole where they fit; and in words how they are laid out."""
+    if config.data.packing is None:
+        return _windows(shards, config, seed), []
+    rows, words = example_rows(TextPieces(shards, config.data.seq_len), config, seed)
+    return rows, [words]
 
 
 def _mixture(config: Config) -> Corpus:
@@ -243,8 +241,10 @@ def _mixture(config: Config) -> Corpus:
     shards = [split.shards if split is not None else [] for split in trained]
     sources = []
     for (source, part), own in zip(parts, shards, strict=True):
-        with _named(f"data.mixture, {source.label} ({part.folder})"):
+        try:
             rows = len(_windows(own, config, config.seed))
+        except UserError as error:
+            raise UserError(f"data.mixture, {source.label} ({part.folder}): {error}") from None
         sources.append(MixtureSource(source.label, rows, source.weights, source.max_epochs))
     mixture = Mixture(sources, step_sizes(config.data), config.data.mixture_temperature)
     windows = _windows([shard for own in shards for shard in own], config, config.seed)
@@ -266,15 +266,6 @@ def _mixture(config: Config) -> Corpus:
                 for name in ("train", "val")},
         earlier_fingerprints=list,
     )  # fmt: skip
-
-
-@contextlib.contextmanager
-def _named(where: str) -> Iterator[None]:
-    """Says which source an error is about."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"{where}: {error}") from None
 
 
 def _summed(splits: list[Any]) -> dict[str, Any]:

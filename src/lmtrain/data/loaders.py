@@ -47,19 +47,15 @@ class ChosenRows:
         return self.rows.empty()
 
 
-class FirstRows(ChosenRows):
+def first_rows(rows: Rows, count: int) -> ChosenRows:
     """The first `count` of some rows: few enough to be memorised."""
-
-    def __init__(self, rows: Rows, count: int) -> None:
-        super().__init__(rows, np.arange(min(count, len(rows))))
+    return ChosenRows(rows, np.arange(min(count, len(rows))))
 
 
-class SpreadRows(ChosenRows):
+def spread_rows(rows: Rows, count: int) -> ChosenRows:
     """`count` of some rows, evenly spread over them."""
-
-    def __init__(self, rows: Rows, count: int) -> None:
-        count = min(count, len(rows))
-        super().__init__(rows, np.arange(count) * len(rows) // max(1, count))
+    count = min(count, len(rows))
+    return ChosenRows(rows, np.arange(count) * len(rows) // max(1, count))
 
 
 def coupled(rows: Rows, chosen: np.ndarray, others: np.ndarray) -> np.ndarray:

@@ -49,13 +49,8 @@ class Identity:
 def identity(cfg: TokenizerConfig) -> Identity:
     """Raises UserError for a folder or a name that isn't there."""
     if cfg.kind == "bpe":
-        settings = {
-            "kind": "bpe",
-            "vocab_size": cfg.vocab_size,
-            "min_frequency": cfg.min_frequency,
-            "train_characters": cfg.train_characters,
-        }
-        return Identity(settings, "", f"bpe{cfg.vocab_size}")
+        shaping = ("kind", "vocab_size", "min_frequency", "train_characters")
+        return Identity({key: getattr(cfg, key) for key in shaping}, "", f"bpe{cfg.vocab_size}")
     if cfg.kind != "hub":
         return Identity({"kind": cfg.kind}, "", cfg.kind)
     if not cfg.name_or_path:
@@ -216,19 +211,16 @@ def _load(cfg: TokenizerConfig, named: Identity) -> PreTrainedTokenizerFast:
     name = str(cfg.name_or_path)
     folder = Path(name).expanduser()
     is_folder, offline = folder.is_dir(), named.resolved is None
-    options: dict[str, Any] = {}
+    place, options = str(folder) if is_folder else name, dict[str, Any]()
     if not is_folder:
         # By the name of the revision, not its commit: only then is a copy found again without the hub.
         options = {"revision": cfg.revision, "local_files_only": offline}
     try:
-        if not cfg.trust_remote_code and _has_fast_file(str(folder) if is_folder else name, is_folder, options):
+        if not cfg.trust_remote_code and _has_fast_file(place, is_folder, options):
             # Straight from tokenizer.json: model classes rebuild it by their own rules and may split text otherwise.
-            return PreTrainedTokenizerFast.from_pretrained(str(folder) if is_folder else name, **options)
-        tokenizer = usable(
-            AutoTokenizer.from_pretrained(
-                str(folder) if is_folder else name, trust_remote_code=cfg.trust_remote_code, **options
-            )
-        )
+            return PreTrainedTokenizerFast.from_pretrained(place, **options)
+        found = AutoTokenizer.from_pretrained(place, trust_remote_code=cfg.trust_remote_code, **options)
+        tokenizer = usable(found)
     except (OSError, ValueError, KeyError) as error:
         if offline:
             raise UserError(hub.explain_unreachable("tokenizer", name, named.unreachable)) from None

@@ -11,7 +11,7 @@ from lmtrain.config.schema_data import DataConfig, TokenizerConfig
 from lmtrain.data import tokenizers
 from lmtrain.data.corpus import Corpus, row_format
 from lmtrain.data.examples.prepare import prepare_examples
-from lmtrain.data.loaders import SpreadRows, seen_rows
+from lmtrain.data.loaders import seen_rows, spread_rows
 from lmtrain.data.order import Rows
 from lmtrain.data.sources.choose import check_keys
 from lmtrain.data.store import bins
@@ -46,7 +46,7 @@ def build_val_sets(config: Config, corpus: Corpus) -> dict[str, ValSet]:
             raise UserError(f"data.val_sets.{name}: {error}") from None
     if config.data.val_train_rows:
         found[TRAIN_ROWS] = ValSet(
-            SpreadRows(_as_written(corpus.train), config.data.val_train_rows), None, corpus.fingerprint
+            spread_rows(_as_written(corpus.train), config.data.val_train_rows), None, corpus.fingerprint
         )
     return found
 

@@ -13,10 +13,10 @@ import numpy as np
 from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig, TokenizerConfig
 from lmtrain.data.chat.templates import ChatEncoder
-from lmtrain.data.examples.chat_rows import ChatRows
 from lmtrain.data.examples.documents import Examples
 from lmtrain.data.examples.pair_rows import PairRowEncoder
 from lmtrain.data.examples.prepare import prepare_examples
+from lmtrain.data.examples.row_format import ChatRows
 from lmtrain.data.sources import choose as sources
 from lmtrain.data.sources.pieces import Piece
 from lmtrain.data.store import bins

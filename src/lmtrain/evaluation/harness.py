@@ -14,7 +14,7 @@ import numpy as np
 from lmtrain.config.schema import Config
 from lmtrain.distributed import process_group as world
 from lmtrain.errors import UserError
-from lmtrain.evaluation.scores import Evaluated, Scores
+from lmtrain.evaluation.results import Evaluated, Scores
 from lmtrain.evaluation.subject import Subject
 from lmtrain.generation.sampling import positions
 from lmtrain.models.scalar_head import refuse_scalar_head

@@ -1,22 +1,91 @@
-"""An evaluation as a table on the screen and as files: evaluations/<name>.json, and beside it a line for each row."""
+"""Scores of a model, row by row, with bootstrap intervals: as a table on the screen and as files in evaluations/."""
 
 import dataclasses
 import json
 import math
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 from rich.table import Table
 
 from lmtrain.config.schema import Config
 from lmtrain.errors import UserError, reason
-from lmtrain.evaluation.scores import Evaluated, Interval, Scores, interval
 from lmtrain.evaluation.subject import Subject
 from lmtrain.files import write_atomic
 from lmtrain.run.summary import versions
 from lmtrain.run_folder.folder import refuse_link_at
 from lmtrain.secrets import shown, shown_in
+
+
+@dataclasses.dataclass
+class Scores:
+    """What a model scores on each document, conversation or pair.
+
+    columns: numbers of each row, [rows] each.
+    ratios: score to (numerator's column, denominator's column); the score is the ratio of their sums.
+    whole: scores over all rows at once, such as BLEU.
+    texts: what was written for a row, by name.
+    """
+
+    columns: dict[str, np.ndarray]
+    ratios: dict[str, tuple[str, str]]
+    whole: dict[str, float] = dataclasses.field(default_factory=dict)
+    texts: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+
+    def parts(self, score: str) -> tuple[np.ndarray, np.ndarray]:
+        return self.columns[self.ratios[score][0]], self.columns[self.ratios[score][1]]
+
+    def value(self, score: str) -> float:
+        numerator, denominator = self.parts(score)
+        return float(numerator.sum() / denominator.sum())
+
+    def values(self) -> dict[str, float]:
+        """Every score, and the perplexity where there is a loss per token."""
+        found: dict[str, float] = {}
+        for score in self.ratios:
+            found[score] = self.value(score)
+            if score == "loss" and "nll" in self.columns:
+                found["perplexity"] = math.exp(min(700.0, found["loss"]))
+        return found | self.whole
+
+
+@dataclasses.dataclass
+class Evaluated:
+    """A model's scores and what it was scored on."""
+
+    scores: Scores
+    data: dict[str, Any]
+    settings: dict[str, Any]
+
+
+class Interval(NamedTuple):
+    value: float
+    low: float  # of 95 %
+    high: float
+
+
+def interval(scores: Scores, score: str, resamples: int, seed: int, other: Scores | None = None) -> Interval:
+    """The score, or its difference `scores - other` on the same rows, with the percentile bootstrap's interval.
+
+    Rows are drawn with replacement, for both models the same ones (Efron and Tibshirani 1993; Koehn 2004).
+    """
+    pairs = [scores.parts(score)] + ([other.parts(score)] if other is not None else [])
+    rows, generator = len(pairs[0][0]), np.random.default_rng(seed)
+    drawn = np.empty(resamples)
+    for i in range(resamples):
+        weights = np.bincount(generator.integers(rows, size=rows), minlength=rows)
+        drawn[i] = _difference(pairs, weights)
+    low, high = np.nanpercentile(drawn, [2.5, 97.5])
+    return Interval(_difference(pairs, np.ones(rows)), float(low), float(high))
+
+
+def _difference(pairs: list[tuple[np.ndarray, np.ndarray]], weights: np.ndarray) -> float:
+    values = [
+        float(weights @ numerator) / max(float(weights @ denominator), 1e-300) for numerator, denominator in pairs
+    ]
+    return values[0] - (values[1] if len(values) > 1 else 0.0)
 
 
 @dataclasses.dataclass
@@ -43,7 +112,7 @@ class Results:
             table.add_column(f"{who.name} ({who.label})", justify="right", overflow="fold")
         if len(self.models) > 1:
             table.add_column("difference (95 %)", justify="right")
-        for score in self._scores():
+        for score in self.models[0][1].scores.values():
             cells = [self._cell(found.scores, score) for _, found in self.models]
             table.add_row(score, *cells, *([self._difference_cell(score)] if len(self.models) > 1 else []))
         return table
@@ -52,22 +121,13 @@ class Results:
         known = self.models[0][1].data
         return ", ".join(f"{value:,} {name}" for name, value in known.items() if isinstance(value, int))
 
-    def _scores(self) -> list[str]:
-        scores = self.models[0][1].scores
-        names = [*scores.ratios, *scores.whole]
-        return [names[0], *(["perplexity"] if "nll" in scores.columns else []), *names[1:]]
-
     def _interval(self, score: str, other: Scores | None = None) -> Interval:
         scores = self.models[0][1].scores
         return interval(scores, score, self.config.evaluate.resamples, self.config.seed, other)
 
     def _cell(self, scores: Scores, score: str) -> str:
-        if score == "perplexity":
-            return f"{math.exp(min(700.0, scores.value('loss'))):.4f}"
-        if score in scores.whole:
-            return f"{scores.whole[score]:.4f}"
-        if len(self.models) > 1 or len(scores.parts(score)[0]) < 2:
-            return f"{scores.value(score):.4f}"
+        if score not in scores.ratios or len(self.models) > 1 or len(scores.parts(score)[0]) < 2:
+            return f"{scores.values()[score]:.4f}"
         found = self._interval(score)
         return f"{found.value:.4f} ({found.low:.4f} to {found.high:.4f})"
 
@@ -79,10 +139,8 @@ class Results:
         return score != "loss" or vocabularies[0] == vocabularies[1]
 
     def _difference_cell(self, score: str) -> str:
-        if score == "loss" and not self.comparable(score):
-            return "other tokens"
         if not self.comparable(score):
-            return ""
+            return "other tokens" if score == "loss" else ""
         found = self._interval(score, self.models[1][1].scores)
         return f"{found.value:+.4f} ({found.low:+.4f} to {found.high:+.4f})"
 
@@ -101,11 +159,8 @@ class Results:
 
     def _of(self, found: Evaluated) -> dict[str, Any]:
         e, scores = self.config.evaluate, found.scores
-        values = {s: scores.value(s) for s in scores.ratios} | scores.whole
-        if "perplexity" in self._scores():
-            values["perplexity"] = math.exp(min(700.0, values["loss"]))
         intervals = {s: interval(scores, s, e.resamples, self.config.seed)[1:] for s in scores.ratios}
-        return {"scores": values, "intervals_95": intervals, "settings": found.settings}
+        return {"scores": scores.values(), "intervals_95": intervals, "settings": found.settings}
 
     def write(self) -> Path:
         """Both files; returns the first. UserError where they can't be written."""

@@ -19,7 +19,7 @@ from lmtrain.data.examples.pair_rows import margins_of
 from lmtrain.distributed import process_group as world
 from lmtrain.errors import UserError
 from lmtrain.evaluation import data, subject
-from lmtrain.evaluation.scores import Evaluated, Scores
+from lmtrain.evaluation.results import Evaluated, Scores
 from lmtrain.evaluation.subject import Subject
 from lmtrain.generation.sampling import positions, sample_texts
 from lmtrain.generation.text_metrics import ExactMatch, TextMetrics
@@ -124,7 +124,9 @@ def evaluate(who: Subject, config: Config, chosen: Config) -> Evaluated:
 def _text(who: Subject, config: Config, chosen: Config) -> Evaluated:
     e = config.evaluate
     context, stride = window_sizes(who, config)
-    first = start_ids(who.tokenizer) if e.start_token else []
+    # The token a document begins after: the beginning of text, or else the end of the one before.
+    starts = [who.tokenizer.bos_token_id, who.tokenizer.eos_token_id] if e.start_token else []
+    first = [token for token in starts if token is not None][:1]
     documents, sizes = data.ScoredDocuments(chosen, e.limit), list[int]()
 
     def stretches() -> Iterable[Window]:
@@ -158,12 +160,6 @@ def window_sizes(who: Subject, config: Config) -> tuple[int, int]:
     if stride >= context:
         raise UserError(f"evaluate.stride={stride}: less than evaluate.context={context} is needed")
     return context, stride
-
-
-def start_ids(tokenizer: Any) -> list[int]:
-    """The token a document begins after: the beginning of text, or else the end of the one before."""
-    start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-    return [] if start is None else [start]
 
 
 def _sums(model: LanguageModel, stretches: Iterable[Window], config: Config) -> tuple[np.ndarray, np.ndarray]:

@@ -87,10 +87,8 @@ def evaluate(config: Config) -> int:
             report.check_same_rows()
         except (UserError, RunError) as error:
             report.models = report.models[:1]
-            kept = f"{error}; the scores of {who.name} alone are kept: {world.from_first(report.write)}"
-            said = type(error)(kept)
-            said.shared = error.shared
-            raise said from error
+            error.args = (f"{error}; the scores of {who.name} alone are kept: {world.from_first(report.write)}",)
+            raise
     path = world.from_first(report.write)
     if world.rank() == 0:
         terminal.console().print(report.table())

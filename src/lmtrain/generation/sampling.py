@@ -55,15 +55,28 @@ def sample_texts(
     room = max(1, positions(model) - max_new_tokens)
     rows = [prompt_tokens(tokenizer, prompt)[-room:] for prompt in prompts]
     _check_ids(model, rows)
-    if mask_token(model) is not None:
-        return _denoised(model, tokenizer, rows, max_new_tokens, temperature, top_k, seed, end_ids)
+    was_training, mask_id = model.training, mask_token(model)
+    model.eval()
+    if mask_id is None:
+        settings = sampling(temperature, top_k, end_ids)
+        # Under synced_gpus none stops before the others: they need its part.
+        texts = _continued(model, tokenizer, rows, max_new_tokens, seed, synced_gpus=together, **settings)
+    else:
+        generator = torch.Generator(model.device).manual_seed(seed)
+        settings = {"mask_id": mask_id, "temperature": temperature, "top_k": top_k, "generator": generator}
+        texts = _denoised(model, tokenizer, rows, max_new_tokens, end_ids, **settings)
+    model.train(was_training)
+    return texts
+
+
+def _continued(
+    model: PreTrainedModel, tokenizer: Any, rows: list[list[int]], max_new_tokens: int, seed: int, **settings: Any
+) -> list[str]:
     longest = max(map(len, rows))
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
     input_ids = torch.tensor([[pad] * (longest - len(row)) + row for row in rows], device=model.device)
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=model.device)
     devices = [model.device] if model.device.type == "cuda" else []
-    was_training = model.training
-    model.eval()
     with torch.random.fork_rng(devices), torch.no_grad(), generation_mode(model):
         torch.manual_seed(seed)
         output = model.generate(
@@ -72,11 +85,9 @@ def sample_texts(
             max_new_tokens=max(1, min(max_new_tokens, positions(model) - longest)),
             pad_token_id=tokenizer.eos_token_id,
             remove_invalid_values=True,  # a model whose loss went to nan still gives (meaningless) text, not an error
-            synced_gpus=together,  # none may stop before the others: they need its part
             tokenizer=tokenizer,  # for stop strings of the model's own generation config
-            **sampling(temperature, top_k, end_ids),
+            **settings,
         )
-    model.train(was_training)
     return [tokenizer.decode(row, skip_special_tokens=True) for row in output[:, longest:]]
 
 
@@ -85,32 +96,17 @@ def _denoised(
     tokenizer: Any,
     rows: list[list[int]],
     max_new_tokens: int,
-    temperature: float,
-    top_k: int | None,
-    seed: int,
     end_ids: list[int] | None,
+    **settings: Any,
 ) -> list[str]:
-    """As `sample_texts`; a text is as long as it may be, and cut at the first token that ends one."""
-    mask_id, texts = mask_token(model), []
-    assert mask_id is not None
+    """Each text is as long as it may be, and cut at the first token that ends one."""
     ends = set(end_ids if end_ids is not None else [tokenizer.eos_token_id])
-    generator = torch.Generator(model.device).manual_seed(seed)
-    was_training = model.training
-    model.eval()
+    texts = []
     for row in rows:
-        ids = denoise(
-            model,
-            row,
-            max(1, min(max_new_tokens, positions(model) - len(row))),
-            mask_id=mask_id,
-            n_ids=len(tokenizer),
-            temperature=temperature,
-            top_k=top_k,
-            generator=generator,
-        )
+        length = max(1, min(max_new_tokens, positions(model) - len(row)))
+        ids = denoise(model, row, length, n_ids=len(tokenizer), **settings)
         end = next((i for i, token in enumerate(ids) if token in ends), len(ids))
         texts.append(tokenizer.decode(ids[:end], skip_special_tokens=True))
-    model.train(was_training)
     return texts
 
 

@@ -9,8 +9,8 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from lmtrain.adapters.trainable import base_identity
 from lmtrain.data import hub, tokenizers
-from lmtrain.data.chat.conversations import BadRow
 from lmtrain.data.chat.pairs import prompt_turns
+from lmtrain.data.chat.turns import BadRow
 from lmtrain.errors import UserError, first_line
 from lmtrain.models.folder import export_of, from_pretrained
 from lmtrain.models.scalar_head import says_scalar_head, scores_of, set_padding

@@ -5,15 +5,13 @@ them where a dataset calls them otherwise.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.chat.turns import BadRow, check, drop_first_answers, text_of, tools_of, turns_of
 from lmtrain.errors import UserError
-
-__all__ = ["FORMATS", "BadRow", "Completion", "Conversation", "UnfitColumns", "detect_format", "to_sample"]
 
 
 class UnfitColumns(UserError):
@@ -106,9 +104,9 @@ def to_sample(row: Mapping[str, Any], format: str, cfg: DataConfig, where: str) 
     if format == "prompt_completion" and isinstance(values["prompt"], str):
         completion = text_of(values["completion"], "completion", where)
         return Completion(text_of(values["prompt"], "prompt", where, may_be_empty=True), completion, where)
-    messages = _READERS[format](values, where)
+    messages = _messages(format, values, where)
     given = len(turns_of(values["prompt"], where, "prompt")) if format == "prompt_completion" else 0
-    if _says_something(values.get("system")):
+    if str(values.get("system") or "").strip():
         messages = [{"role": "system", "content": text_of(values["system"], "system", where)}, *messages]
     return _conversation(messages, tools_of(values.get("tools"), where), cfg, where, given)
 
@@ -137,10 +135,6 @@ def _conversation(
     if not any(turn["role"] == "assistant" for turn in check(messages, where)[given:]):
         raise BadRow(where, "there is no assistant turn in completion to learn from")
     return Conversation(messages, tools, where, given, dropped)
-
-
-def _says_something(system: Any) -> bool:
-    return bool(system.strip() if isinstance(system, str) else system)
 
 
 def _first_fit(names: list[str], cfg: DataConfig) -> str:
@@ -195,20 +189,16 @@ def _template(row: Mapping[str, Any], cfg: DataConfig, where: str) -> list[dict[
     return _asked(text_of(prompt, "the prompt", where), text_of(response, "the response", where))
 
 
-def _messages(values: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    return turns_of(values["messages"], where)
-
-
-def _sharegpt(values: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    return turns_of(values["conversations"], where, "conversations")
-
-
-def _prompt_response(values: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    return _asked(text_of(values["prompt"], "prompt", where), text_of(values["response"], "response", where))
-
-
-def _prompt_completion(values: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    return turns_of(values["prompt"], where, "prompt") + turns_of(values["completion"], where, "completion")
+def _messages(format: str, values: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    if format == "alpaca":
+        return _alpaca(values, where)
+    if format == "oasst_tree":
+        return _oasst_tree(values, where)
+    if format == "prompt_response":
+        return _asked(text_of(values["prompt"], "prompt", where), text_of(values["response"], "response", where))
+    if format == "prompt_completion":
+        return turns_of(values["prompt"], where, "prompt") + turns_of(values["completion"], where, "completion")
+    return turns_of(values[format], where, format)
 
 
 def _alpaca(values: dict[str, Any], where: str) -> list[dict[str, Any]]:
@@ -255,13 +245,3 @@ def _oasst_tree(values: dict[str, Any], where: str) -> list[dict[str, Any]]:
 
 def _asked(prompt: str, response: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
-
-
-_READERS: dict[str, Callable[[dict[str, Any], str], list[dict[str, Any]]]] = {
-    "messages": _messages,
-    "conversations": _sharegpt,
-    "prompt_response": _prompt_response,
-    "prompt_completion": _prompt_completion,
-    "alpaca": _alpaca,
-    "oasst_tree": _oasst_tree,
-}

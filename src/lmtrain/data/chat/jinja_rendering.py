@@ -59,15 +59,8 @@ Span = tuple[int, int]  # characters [start, end) of a text
 PATIENCE = 10.0  # seconds for one conversation, a thousand times what long ones need
 QUESTION, ANSWER = "lmtrain-question", "lmtrain-answer"  # stand where a template puts the turns' text
 OPEN, CLOSE = "<think>", "</think>"
-_REFUSALS = (
-    TemplateError,
-    TypeError,
-    ValueError,
-    KeyError,
-    ArithmeticError,
-    RecursionError,
-    MemoryError,
-)  # what a template raises on turns it isn't made for
+# What a template raises on turns it isn't made for.
+_REFUSALS = (TemplateError, TypeError, ValueError, KeyError, ArithmeticError, RecursionError, MemoryError)
 _MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -156,19 +149,26 @@ class Template:
         add_generation_prompt: bool = False,
         more: Mapping[str, Any] = MappingProxyType({}),
     ) -> list[str]:
+        return self._rendered(chats, tools, where, add_generation_prompt=add_generation_prompt, **more)[0]
+
+    def render_marked(self, messages: list[dict[str, Any]], tools: Any, where: str) -> tuple[str, list[Span]]:
+        """The whole text and, for templates with markers, the spans they mark."""
+        if not self.has_markers:
+            return self.render_texts([messages], tools, where)[0], []
+        (text,), (marked,) = self._rendered([messages], tools, where, return_assistant_tokens_mask=True)
+        return text, [(start, end) for start, end in marked]
+
+    def _rendered(self, chats: list[list[dict[str, Any]]], tools: Any, where: str, **more: Any) -> tuple[Any, Any]:
+        """What render_jinja_template gives; raises BadRow where the template refuses the turns."""
         try:
             with self._in_time(where):
-                texts, _ = render_jinja_template(
-                    conversations=[self._spelt(messages) for messages in chats],
-                    tools=tools,
-                    chat_template=self.text,
-                    add_generation_prompt=add_generation_prompt,
-                    **self._special,
-                    **more,
+                spelt = [self._spelt(messages) for messages in chats]
+                return render_jinja_template(
+                    conversations=spelt, tools=tools, chat_template=self.text, **self._special, **more
                 )
         except _REFUSALS as error:
-            raise BadRow(where, f"the chat template ({self.label}) refuses it: {_reason(error)}") from None
-        return texts
+            reason = "it takes more memory than there is" if isinstance(error, MemoryError) else str(error)
+            raise BadRow(where, f"the chat template ({self.label}) refuses it: {reason}") from None
 
     @contextlib.contextmanager
     def _in_time(self, where: str) -> Iterator[None]:
@@ -198,27 +198,6 @@ class Template:
         if self._in_parts:
             messages = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in messages]
         return messages
-
-    def render_marked(self, messages: list[dict[str, Any]], tools: Any, where: str) -> tuple[str, list[Span]]:
-        """The whole text and, for templates with markers, the spans they mark."""
-        if not self.has_markers:
-            return self.render_texts([messages], tools, where)[0], []
-        try:
-            with self._in_time(where):
-                (text,), (marked,) = render_jinja_template(
-                    conversations=[self._spelt(messages)],
-                    tools=tools,
-                    chat_template=self.text,
-                    return_assistant_tokens_mask=True,
-                    **self._special,
-                )
-        except _REFUSALS as error:
-            raise BadRow(where, f"the chat template ({self.label}) refuses it: {_reason(error)}") from None
-        return text, [(start, end) for start, end in marked]
-
-
-def _reason(error: BaseException) -> str:
-    return "it takes more memory than there is" if isinstance(error, MemoryError) else str(error)
 
 
 def answers_of(messages: list[dict[str, Any]]) -> list[int]:

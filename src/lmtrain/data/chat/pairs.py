@@ -13,7 +13,7 @@ from typing import Any
 
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.chat.conversations import Format, UnfitColumns, column_of, instruction, values_of
-from lmtrain.data.chat.turns import BadRow, check, drop_first_answers, text_of, tools_of, turns_of
+from lmtrain.data.chat.turns import BadRow, check, common, drop_first_answers, text_of, tools_of, turns_of
 from lmtrain.errors import UserError
 
 Turns = list[dict[str, Any]]
@@ -147,10 +147,8 @@ def prompt_turns(values: dict[str, Any], where: str) -> Turns:
 
 def answer_turns(value: Any, name: str, where: str) -> Turns:
     """An answer or a whole conversation as turns: a list of them, one alone, or a string."""
-    if isinstance(value, Mapping):
-        return turns_of([value], where, name)
     if not isinstance(value, str):
-        return turns_of(value, where, name)
+        return turns_of([value] if isinstance(value, Mapping) else value, where, name)
     if _SPEAKER.match(value):
         return _spoken(value, name, where)
     return [{"role": "assistant", "content": text_of(value, name, where)}]
@@ -171,11 +169,7 @@ def _spoken(text: str, name: str, where: str) -> Turns:
 
 def _split(chosen: Turns, rejected: Turns, where: str) -> tuple[Turns, Turns, Turns]:
     """Two whole conversations as what they share and how each goes on."""
-    shared = 0
-    for a, b in zip(chosen, rejected, strict=False):
-        if a != b:
-            break
-        shared += 1
+    shared = common(chosen, rejected)
     if shared == 0:
         raise BadRow(where, "chosen and rejected are conversations that share no beginning, so there is no prompt")
     if shared == len(chosen) == len(rejected):

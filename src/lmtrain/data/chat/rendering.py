@@ -18,7 +18,7 @@ from typing import Any
 
 from lmtrain.data.chat.conversations import Conversation
 from lmtrain.data.chat.jinja_rendering import ANSWER, CLOSE, OPEN, Span, Template, answers_of, thought_of
-from lmtrain.data.chat.turns import BadRow
+from lmtrain.data.chat.turns import BadRow, common
 from lmtrain.errors import UserError
 
 _MODES = ({"enable_thinking": False}, {"enable_thinking": True})  # one of them is a template's default
@@ -172,7 +172,7 @@ class ChatTemplate(Template):
         answer = self._answer(own, words, conversation, turn) if words else ""
         if answer:
             return before, before + answer, _REWRITTEN
-        same = _common(before, own)
+        same = common(before, own)
         if before[same:].strip() != OPEN:
             raise UserError(self._not_a_prefix(before, own, conversation, turn))
         thought = thought_of(messages[turn])
@@ -191,12 +191,12 @@ class ChatTemplate(Template):
         other = {"role": "assistant", "content": ANSWER}
         messages = [*conversation.messages[:turn], other]
         (text,) = self.render_texts([messages], conversation.tools, conversation.where)
-        at = own.rfind(words, 0, _common(own, text))
+        at = own.rfind(words, 0, common(own, text))
         return own[at + len(words) :] if at >= 0 else ""
 
     def _not_a_prefix(self, before: str, own: str, conversation: Conversation, turn: int) -> str:
         """Says where an answer's text departs from the words that ask for it."""
-        at = _common(before, own)
+        at = common(before, own)
         return (
             f"{conversation.where}: the chat template ({self.label}) asks for an answer with words that the answer "
             f"isn't written with, so the model would learn from a text that it never sees. Before turn {turn + 1} it "
@@ -212,12 +212,6 @@ class ChatTemplate(Template):
             f"data.train_on=last_assistant, or for conversations assistant (each answer from a text of its own), or "
             f"choose another with data.chat_template"
         )
-
-
-def _common(one: str, other: str) -> int:
-    """How many characters two texts begin with alike."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 LABELS = ("name", "tool_call_id")  # they say who speaks or what is answered; a template may well do without

@@ -76,8 +76,6 @@ def _piece(ids: list[int], trained: list[bool], start: int, end: int, cut: int) 
     return Example(ids[start:end], [False, *trained[start + 1 : end]], cut)
 
 
-__all__ = ["ChatEncoder", "Example"]
-
 _SAID = ("content", "reasoning_content")
 Encoding = tuple[list[int], list[bool], list[int]]  # ids, which are learned, borders where it may well be split
 
@@ -133,7 +131,7 @@ class ChatEncoder:
             UserError: the template can't tell this conversation's answers from the rest (see rendering.py).
         """
         if isinstance(sample, Completion):
-            found: list[Encoding] = [(*self._completion(sample), [])]
+            found: list[Encoding] = [(*self.completion(sample), [])]
         else:
             found = self._conversation(sample)
         examples = []
@@ -163,23 +161,27 @@ class ChatEncoder:
         ids, trained, _ = self._encoded(rendered, conversation)
         return ids, trained
 
-    def pair_of_texts(self, prompt: str, completion: str) -> tuple[list[int], list[bool]]:
-        """The same for plain texts: the prompt with the tokenizer's BOS, the completion with the end of text."""
-        return self._completion(Completion(prompt, completion, ""))
+    def completion(self, sample: Completion) -> tuple[list[int], list[bool]]:
+        """As `pair`, of plain texts: the prompt with the tokenizer's BOS, the completion with the end of text."""
+        text = sample.prompt + sample.completion
+        self._note_special_text(text)
+        ids, offsets = self._tokens(self._plain.mask(text) if self._plain else text)
+        first, _ = _tokens_of(offsets, (len(sample.prompt), len(sample.prompt) + len(sample.completion)))
+        if self.cfg.train_on == "all":
+            first = 0
+        if self.tokenizer.eos_token_id is None:
+            raise UserError("the tokenizer has no end of text, so the model could never learn to stop: choose another")
+        whole = self._with_bos([*ids, self.tokenizer.eos_token_id])
+        first += len(whole) - len(ids) - 1
+        return whole, [i >= first for i in range(len(whole))]
 
-    def prompt_ids(self, sample: Conversation | Completion) -> list[int]:
-        """What a model is given to write the last answer itself."""
+    def prompt_ids(self, sample: Conversation | Completion, ask: bool = True) -> list[int]:
+        """What a model is given to write the last answer itself; without the template's words that ask if not `ask`."""
         if isinstance(sample, Completion):
             return self._with_bos(self._tokens(self._plain.mask(sample.prompt) if self._plain else sample.prompt)[0])
         asked = self._masked(sample)
         messages = asked.messages[: answers_of(asked.messages)[-1]]
-        return self._tokens(self._chat.prompt(messages, asked.tools, asked.where))[0]
-
-    def without_generation_prompt(self, sample: Conversation) -> list[int]:
-        """The turns before the last answer as the template writes them, without what asks for an answer."""
-        asked = self._masked(sample)
-        messages = asked.messages[: answers_of(asked.messages)[-1]]
-        return self._tokens(self._chat.prompt(messages, asked.tools, asked.where, ask=False))[0]
+        return self._tokens(self._chat.prompt(messages, asked.tools, asked.where, ask))[0]
 
     def reference(self, sample: Conversation | Completion) -> str:
         """The answer that stands in the data where the model writes its own."""
@@ -248,19 +250,6 @@ class ChatEncoder:
             read = "as text" if self._plain else "as the tokens themselves (false: as text)"
             words = f"special tokens written in their text ({' '.join(found)}), read {read} by data.allow_special_text"
             self.remarks.append(Remark(words))
-
-    def _completion(self, sample: Completion) -> tuple[list[int], list[bool]]:
-        text = sample.prompt + sample.completion
-        self._note_special_text(text)
-        ids, offsets = self._tokens(self._plain.mask(text) if self._plain else text)
-        first, _ = _tokens_of(offsets, (len(sample.prompt), len(sample.prompt) + len(sample.completion)))
-        if self.cfg.train_on == "all":
-            first = 0
-        if self.tokenizer.eos_token_id is None:
-            raise UserError("the tokenizer has no end of text, so the model could never learn to stop: choose another")
-        whole = self._with_bos([*ids, self.tokenizer.eos_token_id])
-        first += len(whole) - len(ids) - 1
-        return whole, [i >= first for i in range(len(whole))]
 
     def _with_bos(self, ids: list[int]) -> list[int]:
         return ids if ids[:1] == self._bos else self._bos + ids

@@ -6,7 +6,7 @@ tool_call_id and reasoning_content where the row has them: what Hugging Face cha
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,26 +30,15 @@ class BadRow(Exception):
         self.where, self.reason, self.skip = where, reason, skip
 
 
-# What datasets call the four roles: OpenAI's names, ShareGPT's, and those of tool calls.
-ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
-    "function_call": "assistant",
-    "tool_call": "assistant",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
-    "function_response": "tool",
-    "tool_response": "tool",
-}
 _CALLS = ("function_call", "tool_call")  # their content is the call itself
+# What datasets call the four roles: OpenAI's names, ShareGPT's, and those of tool calls.
+_NAMES = {
+    "system": ("system", "developer"),
+    "user": ("user", "human"),
+    "assistant": ("assistant", "gpt", "chatgpt", "model", "bot", *_CALLS),
+    "tool": ("tool", "function", "observation", "function_response", "tool_response"),
+}
+ROLES = {name: role for role, names in _NAMES.items() for name in names}
 _HALF = re.compile("[\ud800-\udfff]")  # JSON can hold it, UTF-8 and so tokenizers can't
 _KEPT = ("name", "tool_call_id", "reasoning_content")
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # what an answer's thought is called
@@ -132,9 +121,7 @@ def tools_of(value: Any, where: str) -> list[dict[str, Any]] | None:
         BadRow: neither.
     """
     if isinstance(value, str):
-        if not value.strip():
-            return None
-        value = _from_json(value)
+        value = _from_json(value) if value.strip() else None
     if value is None or value == []:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
@@ -161,6 +148,12 @@ def text_of(value: Any, what: str, where: str, may_be_empty: bool = False) -> st
     if not value.strip() and not may_be_empty:
         raise BadRow(where, f"{what} is empty")
     return str(_whole_text(value, what, where))
+
+
+def common(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many characters, or turns, two of them begin with alike."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _whole_text(value: Any, what: str, where: str) -> Any:
@@ -205,9 +198,8 @@ def _turn(turn: Any, name: str, where: str) -> dict[str, Any]:
     if said.lower() in _CALLS:
         content, calls = "", content
     if role == "tool" and not _is_text(content):
-        content = json.dumps(
-            _without_none(content), ensure_ascii=False, default=str
-        )  # a result of 0, false or {...} is one, too
+        # A result of 0, false or {...} is one, too.
+        content = json.dumps(_without_none(content), ensure_ascii=False, default=str)
     if calls is not None:
         calls = _tool_calls(calls, name, where)
     if content is None and calls is None:

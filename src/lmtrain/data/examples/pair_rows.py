@@ -10,9 +10,8 @@ from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.chat.conversations import Completion, Conversation, column_of
 from lmtrain.data.chat.pairs import Pair, detect_pair_format, to_pairs
 from lmtrain.data.chat.turns import BadRow, unread
-from lmtrain.data.examples.chat_rows import TemplateRows
 from lmtrain.data.examples.documents import ExampleRows, Examples
-from lmtrain.data.examples.row_format import Encoded, Example
+from lmtrain.data.examples.row_format import Encoded, Example, TemplateRows
 from lmtrain.data.examples.rows import documents_at
 
 Answer = tuple[np.ndarray, np.ndarray]  # ids int64 [T], and which of them it is scored by, bool [T]
@@ -61,7 +60,7 @@ class PairRowEncoder(TemplateRows):
 
     def _tokens(self, pair: Pair, answer: Any) -> Tokens:
         if isinstance(pair.prompt, str):
-            return self.chat.pair_of_texts(pair.prompt, answer)
+            return self.chat.completion(Completion(pair.prompt, answer, pair.where))
         return self.chat.pair(pair.prompt, answer, pair.tools, pair.where)
 
     def _preferred(self, pair: Pair) -> Conversation | Completion:

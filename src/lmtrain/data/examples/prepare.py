@@ -10,10 +10,10 @@ import numpy as np
 
 from lmtrain.config.schema_data import DataConfig, TokenizerConfig
 from lmtrain.data import tokenizers
-from lmtrain.data.chat.conversations import BadRow
+from lmtrain.data.chat.turns import BadRow
 from lmtrain.data.examples.documents import Examples, earlier_fingerprints
 from lmtrain.data.examples.row_counts import Counts, check_lost, check_untrained, short, summary
-from lmtrain.data.examples.row_format import Encoded, Example, RowEncoder
+from lmtrain.data.examples.row_format import Example, RowEncoder
 from lmtrain.data.order import Repeats
 from lmtrain.data.sources.choose import MixturePart, open_parts, split_records
 from lmtrain.data.store import bins, contents
@@ -162,9 +162,12 @@ def _write_part(
     for where, row in rows:
         counts.rows += 1
         try:
+            if isinstance(row, str):
+                raise BadRow(where, row)
             asked = questions is not None and len(questions) < MAX_QUESTIONS
-            encoded = _encode(row, where, part.cfg, encoder, asked)
-        except BadRow as bad:
+            encoded = encoder.encode(row, where, part.cfg, asked)
+        except (BadRow, RecursionError) as error:
+            bad = error if isinstance(error, BadRow) else BadRow(where, "the row is nested too deep")
             if part.cfg.on_bad_row == "raise" and not bad.skip:
                 raise UserError(
                     f"{bad.where}: {bad.reason}; fix the row, or set data.on_bad_row=skip to leave such rows out"
@@ -186,16 +189,6 @@ def _write_part(
             _write(group, writer, counts, encoded.kept)
         if groups and questions is not None and encoded.question is not None:
             questions.append(encoded.question)
-
-
-def _encode(row: dict[str, Any] | str, where: str, cfg: DataConfig, encoder: RowEncoder, question: bool) -> Encoded:
-    """The row's examples; raises BadRow where it can't be read, or makes none."""
-    if isinstance(row, str):
-        raise BadRow(where, row)
-    try:
-        return encoder.encode(row, where, cfg, question)
-    except RecursionError:
-        raise BadRow(where, "the row is nested too deep") from None
 
 
 def _write(group: list[Example], writer: BinWriter, counts: Counts, kept: str | None) -> None:

@@ -11,9 +11,8 @@ from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.chat.conversations import Completion, Conversation, UnfitColumns, column_of
 from lmtrain.data.chat.pairs import prompt_turns
 from lmtrain.data.chat.turns import BadRow, check, tools_of
-from lmtrain.data.examples.chat_rows import TemplateRows
 from lmtrain.data.examples.documents import ExampleRows, Examples
-from lmtrain.data.examples.row_format import Encoded
+from lmtrain.data.examples.row_format import Encoded, TemplateRows
 from lmtrain.errors import UserError
 
 PROMPT = "prompt|question|instruction|messages"
@@ -70,7 +69,7 @@ class PromptRowEncoder(TemplateRows):
         check([*turns, answer], where)
         asked = Conversation([*turns, answer], tools_of(row.get("tools"), where), where)
         ids = self.chat.prompt_ids(asked)
-        self._asks = self._asks or ids != self.chat.without_generation_prompt(asked)
+        self._asks = self._asks or ids != self.chat.prompt_ids(asked, ask=False)
         if not self._asks:
             raise UserError(
                 f"{where}: the chat template writes nothing that asks for an answer (add_generation_prompt changes "

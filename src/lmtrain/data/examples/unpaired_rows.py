@@ -11,10 +11,9 @@ from lmtrain.data.chat.conversations import UnfitColumns, column_of
 from lmtrain.data.chat.pairs import answer_turns, prompt_turns
 from lmtrain.data.chat.templates import fit
 from lmtrain.data.chat.turns import BadRow, check, unread
-from lmtrain.data.examples.chat_rows import TemplateRows
 from lmtrain.data.examples.documents import ExampleRows, Examples
 from lmtrain.data.examples.pair_rows import Answer, lay_answers, pad_answers
-from lmtrain.data.examples.row_format import Encoded
+from lmtrain.data.examples.row_format import Encoded, TemplateRows
 
 COLUMNS = ("prompt|question|instruction", "completion|response|answer", "label")
 
