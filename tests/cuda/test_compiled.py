@@ -14,8 +14,8 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers_models import objective, packed, tiny
-from lmtrain.adapters.disabled import disabled
 from lmtrain.adapters.lora import attach
+from lmtrain.adapters.trainable import disabled
 from lmtrain.config.compose import check, compose
 from lmtrain.losses import cross_entropy as losses
 from lmtrain.models import attention, fp8, language_model

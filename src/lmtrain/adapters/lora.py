@@ -6,7 +6,6 @@ class, same `base_model`, parameters by name (`...q_proj.lora_A.default.weight`)
 LoRA: Hu et al. 2021, arXiv:2106.09685; rsLoRA: arXiv:2312.03732; DoRA: arXiv:2402.09353; PiSSA: arXiv:2404.02948.
 """
 
-import contextlib
 import copy
 import difflib
 import hashlib
@@ -31,7 +30,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lmtrain.adapters.trainable import ATTRIBUTE, NAME, Adapter, adapter_of, switched
+from lmtrain.adapters.trainable import ATTRIBUTE, NAME, Adapter
 from lmtrain.config.schema import PeftConfig
 from lmtrain.errors import UserError
 from lmtrain.models.scalar_head import has_scalar_head
@@ -267,16 +266,6 @@ def load_adapter(folder: Path, **options: Any) -> PreTrainedModel:
     else:
         loaded = AutoPeftModelForCausalLM.from_pretrained(folder, **options)
     return loaded.get_base_model()
-
-
-def disabled(model: PreTrainedModel) -> contextlib.AbstractContextManager[None]:
-    """Within it the model is its frozen base: a reference model at no cost in memory."""
-    adapter = adapter_of(model)
-    if adapter is None or adapter.start:
-        raise UserError("the base can't be had from this model: peft.init_weights=pissa or olora moved its weights")
-    layers: list[Any] = [m for m in model.modules() if hasattr(m, "_disable_adapters")]
-    # Not peft's disable_adapter: it also freezes the adapter for the while, which a sharded model would not forget.
-    return switched(layers, "_disable_adapters", True)
 
 
 def _first_line(error: Exception) -> str:

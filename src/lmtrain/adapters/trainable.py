@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lmtrain.adapters.memory import memory_blocks
 from lmtrain.config.schema import PeftConfig
 from lmtrain.data.store.contents import Facts
 from lmtrain.distributed.dtensor import full_shape, like
@@ -56,6 +57,22 @@ def switched(modules: Iterable[Any], attribute: str, value: Any) -> Iterator[Non
     finally:
         for module, old in before:
             setattr(module, attribute, old)
+
+
+@contextmanager
+def disabled(model: nn.Module) -> Iterator[None]:
+    """Within it the model is its frozen base, without LoRA and memory: a reference model at no cost in memory.
+
+    Raises:
+        UserError: the adapter moved the base's weights.
+    """
+    adapter = adapter_of(model)
+    if adapter is not None and adapter.start:
+        raise UserError("the base can't be had from this model: peft.init_weights=pissa or olora moved its weights")
+    layers: list[Any] = [m for m in model.modules() if hasattr(m, "_disable_adapters")]
+    # Not peft's disable_adapter: it also freezes the adapter for the while, which a sharded model would not forget.
+    with switched(layers, "_disable_adapters", True), switched(memory_blocks(model), "enabled", False):
+        yield
 
 
 def describe_adapter(adapter: Adapter, cfg: PeftConfig) -> str:
