@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from helpers_models import objective
 from inprocess import run
 from lmtrain.adapters import lora as adapters
-from lmtrain.adapters.merge import merged
+from lmtrain.adapters.lora import merged
 from lmtrain.adapters.trainable import (
     adapter_of,
     base_identity,
