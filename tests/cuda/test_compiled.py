@@ -45,7 +45,8 @@ def varlen(
 @pytest.fixture(autouse=True)
 def _stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(language_model, "choose_method", lambda *_: "varlen")
-    monkeypatch.setattr(attention, "varlen", lambda: (varlen, frozenset({"window_size", "enable_gqa"})))
+    monkeypatch.setattr(attention, "varlen_attn", varlen)
+    monkeypatch.setattr(attention, "FEWER_KEY_HEADS", True)
     monkeypatch.setattr(losses, "_compile_block", lambda: torch.compile(losses._block, backend="eager"))
     torch._dynamo.reset()
     counters.clear()

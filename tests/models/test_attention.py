@@ -1,11 +1,13 @@
 """Our attention against transformers' eager attention and a plain softmax; documents that must not see each other."""
 
+import inspect
+
 import pytest
 import torch
 
 from helpers_models import FAMILIES, LENGTHS, VOCAB, objective, packed, tiny, wrapped
 from lmtrain.errors import UserError
-from lmtrain.models import attention, documents
+from lmtrain.models import attention
 from lmtrain.models.documents import Documents, choose_method
 from lmtrain.models.language_model import LanguageModel
 
@@ -238,11 +240,6 @@ def test_capped_scores_and_sinks_run_in_slices_on_cuda():
     assert choose_method("auto", torch.device("cuda"), torch.bfloat16, 0.0, plain=False) == "slices"
 
 
-def test_without_varlen_auto_takes_the_block_mask(monkeypatch):
-    monkeypatch.setattr(documents, "varlen", lambda: (None, frozenset()))
-    assert choose_method("auto", torch.device("cuda"), torch.bfloat16, 0.0) == "block_mask"
-
-
 def test_a_gpu_without_flash_attention_takes_the_block_mask(monkeypatch):
     cuda = torch.device("cuda")
     has_capability(monkeypatch, 7, 5)
@@ -263,8 +260,9 @@ def test_varlen_gets_flat_tokens_and_an_upper_bound_known_without_the_gpu(monkey
         seen = visible(lengths, None if window_size[0] < 0 else window_size[0] + 1)
         return softmax_attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), scale, seen)[0]
 
-    for parameters in ({"window_size", "enable_gqa"}, {"window_size"}):
-        monkeypatch.setattr(attention, "varlen", lambda p=parameters: (stand_in, frozenset(p)))
+    monkeypatch.setattr(attention, "varlen_attn", stand_in)
+    for fewer in (True, False):
+        monkeypatch.setattr(attention, "FEWER_KEY_HEADS", fewer)
         layout = Documents(packed()["cu_seqlens"], 3, 20, "varlen")
         for window in (None, 4):
             q, k, v = projections(kv_heads=2)
@@ -274,8 +272,7 @@ def test_varlen_gets_flat_tokens_and_an_upper_bound_known_without_the_gpu(monkey
 
 
 def test_torchs_varlen_has_the_parameters_we_use():
-    function, parameters = documents.varlen()
-    assert function is not None
+    parameters = inspect.signature(attention.varlen_attn).parameters.keys()
     assert {"query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k", "scale", "window_size"} <= parameters
 
 

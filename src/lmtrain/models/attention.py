@@ -5,6 +5,7 @@ builds no mask: where every token sees all before it, none is needed. Packed doc
 handed to the model's forward as the keyword `documents`, which transformers passes on to every attention layer.
 """
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -13,16 +14,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from lmtrain.errors import UserError
 from lmtrain.models.context import CONTEXT, Context
-from lmtrain.models.documents import Documents, causal_mask, varlen
+from lmtrain.models.documents import Documents, causal_mask
 
 NAME = "lmtrain"  # the attn_implementation of models built here; transformers never writes it into config.json
 # Tokens of a row x width of a head from which a CPU trains attention faster in half precision than in fp32,
 # on one thread: fp32 takes 0.2 of the time at 64 x 32, 0.35 to 0.5 at 128, 0.75 at 256 x 32, but 1.2 at 256 x 64.
 CPU_HALF_PRECISION_FROM = 256 * 64
+FEWER_KEY_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # since torch 2.12
 SLIDES = "lmtrain_slides"
 SLIDING = "sliding_attention"  # transformers' name in config.layer_types
 
@@ -68,10 +71,10 @@ def attention(
 
     Returns: [B, T, H, D] of autocast's dtype, or value's where it is off, and None (weights are never made).
     """
-    _refuse_what_is_not_done_here(module, query, key, attention_mask, sliding_window, kwargs)
+    _refuse_what_is_not_done_here(module, query, key, sliding_window, {**kwargs, "attention_mask": attention_mask})
     context: Context | None = getattr(module, CONTEXT, None)
     if context is not None:
-        dtype = _autocast_dtype(value)
+        dtype = autocast_dtype(value)
         query, key, value = context.heads_for_tokens(query.to(dtype), key.to(dtype), value.to(dtype))
         s_aux = None if s_aux is None else context.own_heads(s_aux)
     if sliding_window is not None and sliding_window >= query.shape[2]:
@@ -101,16 +104,13 @@ def _refuse_what_is_not_done_here(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
-    attention_mask: Tensor | None,
     sliding_window: int | None,
-    kwargs: dict[str, Any],
+    asked: dict[str, Any],
 ) -> None:
     if query.shape[2] != key.shape[2]:
         raise RuntimeError("this attention has no key-value cache: generate inside attention.generation_mode(model)")
-    extras = [name for name in ("position_bias",) if kwargs.get(name) is not None]
-    if attention_mask is not None:
-        extras.append("attention_mask")
-    if getattr(module, "is_causal", True) is False or kwargs.get("is_causal") is False:
+    extras = [name for name in ("attention_mask", "position_bias") if asked.get(name) is not None]
+    if getattr(module, "is_causal", True) is False or asked.get("is_causal") is False:
         extras.append("is_causal=False")
     slides = getattr(module, SLIDES, None)
     if sliding_window is None and (_is_sliding(module) if slides is None else slides):
@@ -150,10 +150,10 @@ def _sdpa(
     query: Tensor, key: Tensor, value: Tensor, scores: AttentionScores, dropout: float, mask: Tensor | None
 ) -> Tensor:
     grouped = query.shape[1] != key.shape[1]
-    dtype = compute = _autocast_dtype(value)
+    dtype = compute = autocast_dtype(value)
     # CUDA's kernel for fp32 and those that take a mask have no grouped heads, matmul has none at all.
     if grouped and (mask is not None or not scores.plain or (query.is_cuda and dtype == torch.float32)):
-        key, value = _repeat_heads(key, query.shape[1], dim=1), _repeat_heads(value, query.shape[1], dim=1)
+        key, value = _repeat_heads(key, query.shape[1]), _repeat_heads(value, query.shape[1])
         grouped = False
     if query.device.type == "cpu" and query.shape[2] * query.shape[3] < CPU_HALF_PRECISION_FROM:
         compute = torch.promote_types(dtype, torch.float32)
@@ -192,13 +192,14 @@ def _weights(query: Tensor, key: Tensor, scores: AttentionScores, seen: Tensor) 
     return torch.cat([logits, sink], dim=-1).softmax(-1)[..., :-1].to(query.dtype)
 
 
-def _autocast_dtype(x: Tensor) -> torch.dtype:
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """In which products of `x` are made."""
     device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    return torch.getautocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
-def _repeat_heads(x: Tensor, heads: int, dim: int) -> Tensor:
-    return x.repeat_interleave(heads // x.shape[dim], dim=dim)
+def _repeat_heads(x: Tensor, heads: int) -> Tensor:
+    return x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
 def _flatten(x: Tensor) -> Tensor:
@@ -255,17 +256,16 @@ def _varlen_documents(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None, documents: Documents
 ) -> Tensor:
     batch, heads, seq_len, _ = query.shape
-    varlen_attn, parameters = varlen()
-    dtype = _autocast_dtype(value)
+    dtype = autocast_dtype(value)
     # Cast after the transpose: torch.compile writes what it casts in the order of its dimensions, and the kernel's is
     # [B, T, H, D]. The other way round rotated queries and keys are written once more, in that order.
     q, k, v = (x.transpose(1, 2).to(dtype).flatten(0, 1) for x in (query, key, value))
     options: dict[str, Any] = {"scale": scaling, "window_size": (-1 if window is None else window - 1, 0)}
     if heads != k.shape[1]:
-        if "enable_gqa" in parameters:
+        if FEWER_KEY_HEADS:
             options["enable_gqa"] = True
         else:
-            k, v = _repeat_heads(k, heads, dim=1), _repeat_heads(v, heads, dim=1)
+            k, v = _repeat_heads(k, heads), _repeat_heads(v, heads)
     cu = cu_kv = documents.cu_seqlens
     if documents.prefixes is not None:
         # The kernel's causal mask is aligned at the end of queries and keys: a prefix comes before all queries.
@@ -283,7 +283,7 @@ def _compiled_flex() -> Any:
 
 
 def _flex(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, mask: Any) -> Tensor:
-    q, k, v = (x.to(_autocast_dtype(value)) for x in (query, key, value))
+    q, k, v = (x.to(autocast_dtype(value)) for x in (query, key, value))
     return _compiled_flex()(q, k, v, block_mask=mask, scale=scaling, enable_gqa=query.shape[1] != key.shape[1])
 
 

@@ -12,9 +12,8 @@
     transformers  the model's own attention and masks; refuses packed documents
 """
 
-import inspect
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
@@ -157,10 +156,8 @@ def choose_method(choice: str, device: torch.device, dtype: torch.dtype, dropout
             f"model.attention={choice} can't keep packed documents apart: set model.attention=auto, or let no row hold "
             f"several (data.packing=off; for text data.isolate_documents=false)"
         )
-    reason = None
-    if choice == "varlen" and why_not_varlen(device) is not None:
-        reason = why_not_varlen(device)
-    elif choice == "varlen" and not half:
+    reason = why_not_varlen(device) if choice == "varlen" else None
+    if reason is None and choice == "varlen" and not half:
         reason = f"needs trainer.precision=bf16-mixed, bf16-true or 16-mixed (here attention is {dtype})"
     elif choice in ("varlen", "block_mask") and dropout > 0 and device.type == "cuda":
         reason = f"has no attention dropout (here {dropout}): set model.dropout=0"
@@ -169,21 +166,10 @@ def choose_method(choice: str, device: torch.device, dtype: torch.dtype, dropout
     return choice
 
 
-@cache
-def varlen() -> tuple[Any, frozenset[str]]:
-    """torch's varlen_attn and the names of its parameters, (None, {}) where it is absent or too old to scale."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None, frozenset()
-    parameters = frozenset(inspect.signature(varlen_attn).parameters)
-    return (varlen_attn, parameters) if "window_size" in parameters else (None, frozenset())
-
-
 def why_not_varlen(device: torch.device) -> str | None:
-    """What torch's variable-length attention with scale and window lacks on this device; None where it runs."""
-    if device.type != "cuda" or varlen()[0] is None:
-        return f"needs CUDA and torch 2.11 or newer (here: {device.type}, torch {torch.__version__})"
+    """What torch's variable-length attention lacks on this device; None where it runs."""
+    if device.type != "cuda":
+        return f"needs CUDA (here: {device.type})"
     capability = torch.cuda.get_device_capability(device)
     if capability < FLASH_CAPABILITY:
         found = f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}"

@@ -18,7 +18,7 @@ from lmtrain.errors import UserError
 from lmtrain.losses.cross_entropy import IGNORE_INDEX, CrossEntropy, chunked_cross_entropy
 from lmtrain.losses.distillation import OutputHead, chunked_divergence
 from lmtrain.losses.log_probs import chunked_log_probs
-from lmtrain.models.attention import SLIDES
+from lmtrain.models.attention import SLIDES, autocast_dtype
 from lmtrain.models.blocks import at_head, decoder_blocks, let_grow
 from lmtrain.models.context import Context
 from lmtrain.models.documents import Documents, Prefixes, choose_method
@@ -332,9 +332,7 @@ class LanguageModel(nn.Module):
     def _chunk(self, weight: Tensor, hidden: Tensor) -> int:
         if isinstance(self.chunk_tokens, int):
             return self.chunk_tokens
-        device = hidden.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        return max(1, auto_chunk_bytes(device) // (weight.shape[0] * dtype.itemsize))
+        return max(1, auto_chunk_bytes(hidden.device.type) // (weight.shape[0] * autocast_dtype(hidden).itemsize))
 
     @torch.no_grad()
     def _compare_logits(self) -> None:
