@@ -12,7 +12,7 @@ from lmtrain.models.documents import Documents, choose_method
 from lmtrain.models.language_model import LanguageModel
 
 CPU = torch.device("cpu")
-CPU_METHODS = ["slices", "block_mask", "dense_mask"]
+CPU_METHODS = ["slices", "dense_mask"]
 
 
 @pytest.fixture(params=list(FAMILIES))
@@ -78,17 +78,6 @@ def test_a_dense_mask_that_is_added_to_scores_is_made_once(kv_heads, window):
     assert all(map(torch.equal, *gradients))
     assert added.mask(window).dtype == q.dtype
     assert added.mask(window) is added.mask(window)
-
-
-def test_flex_block_mask_shows_the_same_pairs():
-    """The mask CUDA gets; its kernel runs there only, its forward here."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    layout = Documents(packed()["cu_seqlens"], 3, 20, "block_mask")
-    q, k, v = (x.detach() for x in projections(dtype=torch.float32))
-    for window in (None, 4):
-        out = flex_attention(q, k, v, block_mask=layout._flex_mask(window), scale=0.3).transpose(1, 2)
-        torch.testing.assert_close(out, softmax_attention(q, k, v, 0.3, visible(LENGTHS, window)))
 
 
 def test_documents_that_are_whole_rows_run_as_one_batch():
@@ -210,16 +199,14 @@ def test_autocast_runs_attention_in_bf16_but_for_short_rows_on_cpu(family, limit
         ("auto", "cuda", torch.bfloat16, 0.0, "varlen"),
         ("auto", "cuda", torch.bfloat16, 0.1, "dense_mask"),
         ("dense_mask", "cuda", torch.bfloat16, 0.1, "dense_mask"),
-        ("auto", "cuda", torch.float32, 0.0, "block_mask"),
+        ("auto", "cuda", torch.float32, 0.0, "dense_mask"),
         ("slices", "cuda", torch.bfloat16, 0.1, "slices"),
         ("varlen", "cuda", torch.float16, 0.0, "varlen"),
-        ("block_mask", "cpu", torch.float32, 0.1, "block_mask"),
         ("sdpa", "cpu", torch.float32, 0.0, UserError),
         ("transformers", "cuda", torch.bfloat16, 0.0, UserError),
         ("varlen", "cpu", torch.bfloat16, 0.0, UserError),
         ("varlen", "cuda", torch.float32, 0.0, UserError),
         ("varlen", "cuda", torch.bfloat16, 0.1, UserError),
-        ("block_mask", "cuda", torch.bfloat16, 0.1, UserError),
     ],
 )
 def test_choice_of_method(choice, device, dtype, dropout, expected, monkeypatch):
@@ -240,10 +227,10 @@ def test_capped_scores_and_sinks_run_in_slices_on_cuda():
     assert choose_method("auto", torch.device("cuda"), torch.bfloat16, 0.0, plain=False) == "slices"
 
 
-def test_a_gpu_without_flash_attention_takes_the_block_mask(monkeypatch):
+def test_a_gpu_without_flash_attention_takes_the_dense_mask(monkeypatch):
     cuda = torch.device("cuda")
     has_capability(monkeypatch, 7, 5)
-    assert choose_method("auto", cuda, torch.float16, 0.0) == "block_mask"
+    assert choose_method("auto", cuda, torch.float16, 0.0) == "dense_mask"
     with pytest.raises(UserError, match=r"varlen needs a GPU of compute capability 8.0 or newer \(Tesla T4 has 7.5\)"):
         choose_method("varlen", cuda, torch.float16, 0.0)
     has_capability(monkeypatch, 8, 0)
@@ -344,7 +331,7 @@ def test_exported_config_does_not_name_our_attention(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("method", ["varlen", "block_mask", "dense_mask", "slices"])
+@pytest.mark.parametrize("method", ["varlen", "dense_mask", "slices"])
 @pytest.mark.parametrize("window", [None, 4])
 def test_methods_on_cuda_equal_plain_softmax_attention(method, window):
     q, k, v = (x.detach().to("cuda", torch.bfloat16).requires_grad_() for x in projections(kv_heads=2, width=64))

@@ -36,7 +36,7 @@ from lmtrain.config.constraints import (
 )  # fmt: skip
 from lmtrain.config.schema_data import DataConfig, TokenizerConfig
 
-ATTENTION = ("auto", "sdpa", "slices", "varlen", "block_mask", "dense_mask", "transformers")
+ATTENTION = ("auto", "sdpa", "slices", "varlen", "dense_mask", "transformers")
 FP8 = "fp8"
 PRECISIONS = ("auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true", FP8)
 STRATEGIES = ("auto", "ddp", "fsdp", "fsdp_tp", "deepspeed", "ddp_find_unused_parameters_true")

@@ -8,7 +8,6 @@ handed to the model's forward as the keyword `documents`, which transformers pas
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -84,17 +83,15 @@ def attention(
         out = _causal(query, key, value, scores, dropout, sliding_window).transpose(1, 2)
     elif documents.method == "slices":
         out = _slices(query, key, value, scores, dropout, sliding_window, documents)
-    elif documents.method == "dense_mask" or (documents.method == "block_mask" and not query.is_cuda):
+    elif documents.method == "dense_mask":
         out = _sdpa(query, key, value, scores, dropout, documents.mask(sliding_window)).transpose(1, 2)
     elif not scores.plain:
         raise UserError(
-            f"{type(module).__name__} caps its attention's scores or has a sink, which model.attention="
-            f"{documents.method} doesn't do on CUDA: set model.attention=slices"
+            f"{type(module).__name__} caps its attention's scores or has a sink, which model.attention=varlen doesn't "
+            f"do: set model.attention=slices"
         )
-    elif documents.method == "varlen":
-        out = _varlen_documents(query, key, value, scaling, sliding_window, documents)
     else:
-        out = _flex(query, key, value, scaling, documents.mask(sliding_window)).transpose(1, 2)
+        out = _varlen_documents(query, key, value, scaling, sliding_window, documents)
     if context is not None:
         out = context.tokens_for_heads(out)
     return out.contiguous(), None
@@ -273,18 +270,6 @@ def _varlen_documents(
         cu_kv = documents.prefixes.cu_kv
     # No document is longer than a row, and that bound is known without asking the GPU.
     return varlen_attn(q, k, v, cu, cu_kv, seq_len, seq_len, **options).view(batch, seq_len, heads, -1)
-
-
-@cache
-def _compiled_flex() -> Any:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return torch.compile(flex_attention)
-
-
-def _flex(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, mask: Any) -> Tensor:
-    q, k, v = (x.to(autocast_dtype(value)) for x in (query, key, value))
-    return _compiled_flex()(q, k, v, block_mask=mask, scale=scaling, enable_gqa=query.shape[1] != key.shape[1])
 
 
 AttentionInterface.register(NAME, attention)

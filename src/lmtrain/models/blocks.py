@@ -67,7 +67,7 @@ def enable_activation_checkpointing(model: PreTrainedModel, kept: bool | str = T
 _RECOMPUTES = "_gradient_checkpointing_func"  # transformers' name for what calls a block
 _PRODUCTS = {"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._scaled_mm", "aten._grouped_mm"}
 _ATTENTION = {"aten._flash_attention_forward", "aten._efficient_attention_forward", "aten._cudnn_attention_forward",
-              "torch_attn._varlen_attn", "flex_attention"}  # fmt: skip
+              "torch_attn._varlen_attn"}  # fmt: skip
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> checkpoint.CheckpointPolicy:
