@@ -4,12 +4,11 @@ peft is not imported here: it takes seconds, and every objective needs this file
 """
 
 import hashlib
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +21,7 @@ from lmtrain.distributed.dtensor import full_shape, like
 from lmtrain.errors import UserError
 from lmtrain.models.blocks import switched
 from lmtrain.models.feature import ADDED
+from lmtrain.models.weight_files import some_of
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -135,19 +135,8 @@ def base_identity(model: PreTrainedModel, name_or_path: str, whole: Facts | None
     files = sorted(p for p in path.iterdir() if p.suffix in (".safetensors", ".bin"))
     digest = hashlib.sha256()
     for file in files:
-        with file.open("rb") as handle:
-            digest.update(_some_of(handle) if whole is None else bytes.fromhex(whole.digest_of(file)))
+        digest.update(some_of(file) if whole is None else bytes.fromhex(whole.digest_of(file)))
     return digest.hexdigest()[:16]
-
-
-def _some_of(file: BinaryIO, blocks: int = 16, size: int = 1 << 16) -> bytes:
-    """The size of a file and some of its bytes, spread evenly."""
-    length = file.seek(0, os.SEEK_END)
-    parts = [str(length).encode()]
-    for i in range(blocks):
-        file.seek(max(0, length - size) * i // (blocks - 1))
-        parts.append(file.read(size))
-    return b"".join(parts)
 
 
 @torch.no_grad()

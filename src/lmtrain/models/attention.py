@@ -80,7 +80,8 @@ def attention(
         sliding_window = None
     scores = AttentionScores(scaling, softcap, s_aux)
     if documents is None:
-        out = _causal(query, key, value, scores, dropout, sliding_window).transpose(1, 2)
+        seen = None if sliding_window is None else causal_mask(query.shape[2], sliding_window, query.device)
+        out = _sdpa(query, key, value, scores, dropout, seen).transpose(1, 2)
     elif documents.method == "slices":
         out = _slices(query, key, value, scores, dropout, sliding_window, documents)
     elif documents.method == "dense_mask":
@@ -109,8 +110,7 @@ def _refuse_what_is_not_done_here(
     extras = [name for name in ("attention_mask", "position_bias") if asked.get(name) is not None]
     if getattr(module, "is_causal", True) is False or asked.get("is_causal") is False:
         extras.append("is_causal=False")
-    slides = getattr(module, SLIDES, None)
-    if sliding_window is None and (_is_sliding(module) if slides is None else slides):
+    if sliding_window is None and getattr(module, SLIDES, False):
         extras.append("a sliding window that it doesn't pass on")
     if extras:
         raise UserError(
@@ -123,24 +123,10 @@ def _refuse_what_is_not_done_here(
 def mark_sliding(model: nn.Module) -> None:
     """Notes on each attention layer whether it slides: read from its index, a compiled block would be one per layer."""
     for module in model.modules():
-        if hasattr(module, "layer_idx"):
-            setattr(module, SLIDES, _is_sliding(module))
-
-
-def _is_sliding(module: nn.Module) -> bool:
-    types = getattr(getattr(module, "config", None), "layer_types", None)
-    if types is None or SLIDING not in types:
-        return False
-    index = getattr(module, "layer_idx", None)
-    return index is None or types[index] == SLIDING
-
-
-def _causal(
-    query: Tensor, key: Tensor, value: Tensor, scores: AttentionScores, dropout: float, window: int | None
-) -> Tensor:
-    length = query.shape[2]
-    mask = None if window is None or window >= length else causal_mask(length, window, query.device)
-    return _sdpa(query, key, value, scores, dropout, mask)
+        index = getattr(module, "layer_idx", None)
+        if index is not None:
+            kinds = getattr(getattr(module, "config", None), "layer_types", None) or ()
+            setattr(module, SLIDES, SLIDING in kinds and kinds[index] == SLIDING)
 
 
 def _sdpa(
@@ -215,37 +201,16 @@ def _slices(
     documents: Documents,
 ) -> Tensor:
     batch, heads, seq_len, _ = query.shape
-    if documents.pieces:
-        return _slices_with_prefixes(query, key, value, scores, dropout, window, documents)
-    sizes = [length * count for length, count in documents.runs]
-    outputs = []
+    sizes = [length * count for length, count, _ in documents.pieces]
     # split, not slicing: its backward is one concatenation, a slice's is a zero tensor of the whole size each.
-    splits = [_flatten(x).split(sizes) for x in (query, key, value)]
-    for (length, count), q, k, v in zip(documents.runs, *splits, strict=True):
-        q, k, v = (x.unflatten(0, (count, length)).transpose(1, 2) for x in (q, k, v))  # [count, H, length, D]
-        outputs.append(_causal(q, k, v, scores, dropout, window).transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs).view(batch, seq_len, heads, -1)
-
-
-def _slices_with_prefixes(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scores: AttentionScores,
-    dropout: float,
-    window: int | None,
-    documents: Documents,
-) -> Tensor:
-    batch, heads, seq_len, _ = query.shape
-    sizes = [length for length, _ in documents.pieces]
-    qs, ks, vs = (_flatten(x).split(sizes) for x in (query, key, value))  # [length, H, D] each
+    qs, ks, vs = (_flatten(x).split(sizes) for x in (query, key, value))
     outputs = []
-    for i, (length, prefix) in enumerate(documents.pieces):
-        seen = window is not None and window < prefix + length
-        mask = documents.lower_right_mask(length, prefix, window if seen else None) if prefix or seen else None
+    for i, (length, count, prefix) in enumerate(documents.pieces):
         k, v = (torch.cat([x[i - 1][:prefix], x[i]]) if prefix else x[i] for x in (ks, vs))
-        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (qs[i], k, v))  # [1, H, length, D]
-        outputs.append(_sdpa(q, k, v, scores, dropout, mask)[0].transpose(0, 1))
+        q, k, v = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in (qs[i], k, v))  # [count, H, length, D]
+        slides = window is not None and window < prefix + length
+        mask = documents.lower_right_mask(length, prefix, window if slides else None) if prefix or slides else None
+        outputs.append(_sdpa(q, k, v, scores, dropout, mask).transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).view(batch, seq_len, heads, -1)
 
 

@@ -62,9 +62,12 @@ class Documents:
         if method == "slices":
             starts = cu_seqlens.tolist()
             lengths = [end - start for start, end in pairwise(starts) if end > start]
-            # Neighbours of one length are one batch: whole rows, for example.
-            self.runs = [(length, len(list(run))) for length, run in groupby(lengths)]
-            self.pieces = list(zip(lengths, prefixes.lengths.tolist(), strict=True)) if prefixes else []
+            # (length, how many, tokens of the one before that they see). Neighbours of one length are one batch: whole
+            # rows, for example.
+            if prefixes is None:
+                self.pieces = [(length, len(list(run)), 0) for length, run in groupby(lengths)]
+            else:
+                self.pieces = [(n, 1, prefix) for n, prefix in zip(lengths, prefixes.lengths.tolist(), strict=True)]
         elif method == "dense_mask":
             self.token_document = torch.bucketize(
                 torch.arange(batch * seq_len, device=cu_seqlens.device), cu_seqlens[1:], right=True

@@ -10,7 +10,7 @@ from lmtrain.config.deepspeed import engine_config
 from lmtrain.config.schema import Config
 from lmtrain.config.strategies import context_parallel, outside_fp8, ranks_per_part, tensor_parallel
 from lmtrain.models.blocks import decoder_blocks, untied_layers
-from lmtrain.models.language_model import auto_chunk_bytes, chunk_bytes_of
+from lmtrain.models.language_model import auto_chunk_bytes
 
 # DeepSpeed's defaults, in numbers: of gradients reduced at a time, of parameters gathered at a time under ZeRO-3.
 ZERO_BUCKET, ZERO_LIVE = 5e8, 1e9
@@ -20,8 +20,7 @@ ZERO_BUCKET, ZERO_LIVE = 5e8, 1e9
 PEAK_FLOPS = (
     ("GB200", 2500e12),
     ("B200", 2250e12),
-    ("GH200", 989e12),
-    ("H200", 989e12),
+    ("H200", 989e12),  # also GH200
     ("H100 PCIe", 756e12),
     ("H100 NVL", 835e12),
     ("H100", 989e12),
@@ -318,8 +317,4 @@ def _logits_bytes(model: PreTrainedModel, config: Config, tokens: int, product: 
     chunk = config.objective.loss_chunk_tokens
     if isinstance(chunk, int):
         return min(tokens, chunk) * row
-    t = config.trainer
-    most = auto_chunk_bytes(t.accelerator)
-    if card_bytes is not None and t.accelerator == "cuda":
-        most = chunk_bytes_of(card_bytes)
-    return min(tokens * row, most)
+    return min(tokens * row, auto_chunk_bytes(config.trainer.accelerator, card_bytes))

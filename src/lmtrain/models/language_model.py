@@ -33,15 +33,12 @@ KNOWN_FAMILIES = ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen
 
 
 @cache
-def auto_chunk_bytes(device_type: str) -> int:
-    """Bytes for the logits of one chunk: 1.25 GiB on a GPU of 80 GiB."""
-    if device_type != "cuda" or not torch.cuda.is_available():
+def auto_chunk_bytes(device_type: str, card_bytes: int | None = None) -> int:
+    """Bytes for the logits of one chunk: 1.25 GiB on a GPU of 80 GiB (`card_bytes`; None: the one that is here)."""
+    if device_type != "cuda" or (card_bytes is None and not torch.cuda.is_available()):
         return AUTO_CHUNK_BYTES
-    return chunk_bytes_of(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
-
-
-def chunk_bytes_of(card_bytes: int) -> int:
-    """Of the logits of one chunk on a GPU with so much memory."""
+    if card_bytes is None:
+        card_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     return min(LARGEST_CHUNK_BYTES, max(AUTO_CHUNK_BYTES, card_bytes // CHUNKS_PER_CARD))
 
 
@@ -86,7 +83,7 @@ class LanguageModel(nn.Module):
         config = model.config.get_text_config()
         self.routers = Routers(model)
         self.router_losses = RouterLosses(model, self.routers, router)
-        self.has_router = self.routers.of_experts
+        self.has_router = bool(self.routers.modules)
         self.attention_dropout = attention_dropout(config)
         slides = any(getattr(module, SLIDES, False) for module in model.modules())
         self.window = getattr(config, "sliding_window", None) if slides else None
@@ -276,11 +273,9 @@ class LanguageModel(nn.Module):
             options["documents"] = self._documents(cu_seqlens, input_ids, prefixes)
         elif self.window is not None and self.window < self._whole_shape(input_ids)[1]:
             options["documents"] = self._whole_rows(input_ids)
-        if self.routers.by_transformers:
-            options["output_router_logits"] = True
         with contextlib.nullcontext() if self._compiled() else torch.compiler.set_stance("force_eager"):
             out = self.model.base_model(input_ids=input_ids, use_cache=False, **options)
-        return out.last_hidden_state, self.routers.take(out)
+        return out.last_hidden_state, self.routers.take()
 
     def _documents(self, cu_seqlens: Tensor, input_ids: Tensor, prefixes: Prefixes | None) -> Documents:
         if self.unpacked_because is not None:
@@ -389,22 +384,18 @@ def shared_cross_entropy(
     padding = -len(labels) % ranks
     hidden = laid_out(F.pad(hidden, (0, 0, 0, padding)), mesh, Replicate(), Shard(0))  # [N / ranks, D]
     labels = F.pad(labels, (0, padding), value=IGNORE_INDEX).chunk(ranks)[mesh.get_local_rank()]
-    weight = _ScaledGradient.apply(weight, ranks)
-    bias = None if bias is None else _ScaledGradient.apply(bias, ranks)
-    own = of_rows(hidden, weight, bias, labels)
+    own = of_rows(
+        hidden, _scaled_gradient(weight, ranks), None if bias is None else _scaled_gradient(bias, ranks), labels
+    )
     loss_sum, nll_sum = (laid_out(x, mesh, Partial(), Replicate()) for x in (own.loss_sum, own.nll_sum))
     return CrossEntropy(loss_sum, nll_sum.detach(), n_tokens)
 
 
-class _ScaledGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient * ctx.factor, None
+def _scaled_gradient(x: Tensor, factor: int) -> Tensor:
+    x = x.view_as(x)
+    if x.requires_grad:
+        x.register_hook(lambda gradient: gradient * factor)
+    return x
 
 
 def _logit_transform(model: PreTrainedModel) -> tuple[float, float | None]:
