@@ -87,12 +87,6 @@ def base_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
     return (p for n, p in model.named_parameters() if not any(part in n for part in others))
 
 
-def train_base(model: nn.Module) -> None:
-    """Trains the base beside what was added to it: the {name: base} of optimizer.groups."""
-    for parameter in base_parameters(model):
-        parameter.requires_grad_(True)
-
-
 def without_frozen(module: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """A state dict of `module` without what is frozen: that can be had again, and may be a thousand times as large."""
     names = trainable_names(module)

@@ -75,7 +75,7 @@ def attention(
     if context is not None:
         dtype = autocast_dtype(value)
         query, key, value = context.heads_for_tokens(query.to(dtype), key.to(dtype), value.to(dtype))
-        s_aux = None if s_aux is None else context.own_heads(s_aux)
+        s_aux = None if s_aux is None else s_aux.chunk(context.size)[context.rank]
     if sliding_window is not None and sliding_window >= query.shape[2]:
         sliding_window = None
     scores = AttentionScores(scaling, softcap, s_aux)

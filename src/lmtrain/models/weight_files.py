@@ -24,8 +24,7 @@ def may_leave(config: PretrainedConfig, name_or_path: str) -> bool:
     And only of families whose logits need no comparison with weights.
     """
     here = Path(name_or_path).expanduser()
-    changed = getattr(config, "quantization_config", None) or getattr(config, "num_experts", None)
-    changed = changed or getattr(config, "num_local_experts", None)
+    changed = any(getattr(config, name, None) for name in ("quantization_config", "num_experts", "num_local_experts"))
     return config.model_type in KNOWN_FAMILIES and not changed and (not here.is_dir() or bool(_files(here)))
 
 
