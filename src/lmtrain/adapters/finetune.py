@@ -51,7 +51,7 @@ def build_trainable_model(config: Config, tokenizer: Any, in_files: bool = False
         from lmtrain.adapters import lora as adapters
 
         assert isinstance(config.model, LoadedModelConfig)  # checked
-        base = adapters.base_name(config.model.name_or_path or "")
+        base = config.model.name_or_path or ""
         adapters.attach(model, config.peft, base, config.model.revision, new_tokens, config.seed)
     if config.memory.num_chapters is not None:
         memory_adapter.attach(model, config)

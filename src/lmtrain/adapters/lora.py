@@ -53,7 +53,7 @@ def attach(
     The adapter's own weights are fp32 and depend on `seed` alone; the global random generator is left as it was.
 
     Args:
-        base: hub name or absolute folder of the model's weights, written into the adapter's config.
+        base: hub name or folder of the model's weights, written into the adapter's config.
         new_tokens: ids whose embedding rows are trained and saved with the adapter.
 
     Raises:
@@ -70,7 +70,8 @@ def attach(
             parameter.data = parameter.data.float()
     model.train()
     config = peft.peft_config[NAME]
-    config.base_model_name_or_path, config.revision = base, revision
+    folder = Path(base).expanduser()
+    config.base_model_name_or_path, config.revision = str(folder.absolute()) if folder.is_dir() else base, revision
     moved = str(config.init_lora_weights).startswith(_MOVES_BASE) and not cfg.adapter
     # Not through nn.Module: the adapter's parameters are the model's own and must not be listed twice.
     model.__dict__[ATTRIBUTE] = Adapter(peft, _lora_weights(model) if moved else {})
@@ -263,22 +264,14 @@ def gives_rewards(folder: Path) -> bool:
 def load_adapter(folder: Path, **options: Any) -> PreTrainedModel:
     """An exported adapter on its base; `options` are those of from_pretrained."""
     if gives_rewards(folder):
-        loaded = AutoPeftModelForSequenceClassification.from_pretrained(folder, num_labels=1, **options)
-    else:
-        loaded = AutoPeftModelForCausalLM.from_pretrained(folder, **options)
-    return loaded.get_base_model()
+        return AutoPeftModelForSequenceClassification.from_pretrained(folder, num_labels=1, **options).get_base_model()
+    return AutoPeftModelForCausalLM.from_pretrained(folder, **options).get_base_model()
 
 
 def file_identity(name: str) -> str:
     """SHA-256 of an adapter's weights in a folder; the name of one on the hub."""
     file = Path(name).expanduser() / "adapter_model.safetensors"
     return hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file.is_file() else name
-
-
-def base_name(name_or_path: str) -> str:
-    """A folder as an absolute path, a hub name as it is."""
-    path = Path(name_or_path).expanduser()
-    return str(path.absolute()) if path.is_dir() else name_or_path
 
 
 @torch.no_grad()

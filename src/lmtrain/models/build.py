@@ -3,7 +3,7 @@
 import contextlib
 import difflib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -122,8 +122,7 @@ def _config(
 def _scratch_config(cfg: ScratchModelConfig, given: dict[str, Any]) -> PretrainedConfig:
     family = cfg.family
     if family is None or family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        near = difflib.get_close_matches(str(family), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, n=3)
-        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        hint = _did_you_mean(str(family), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
         raise UserError(
             f"model.family={family} is not a causal language model of transformers{hint} (gpt2, llama, ...)"
         )
@@ -149,6 +148,11 @@ def _scratch_config(cfg: ScratchModelConfig, given: dict[str, Any]) -> Pretraine
         raise UserError(f"model.family={family} refuses this shape: {last_line(error)}") from error
 
 
+def _did_you_mean(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), n=3)
+    return f"; did you mean {' or '.join(near)}?" if near else ""
+
+
 def _dropout_fields(cfg: ModelConfig, config: PretrainedConfig) -> dict[str, float]:
     return {name: cfg.dropout for name in DROPOUTS if hasattr(config, name)}
 
@@ -156,16 +160,14 @@ def _dropout_fields(cfg: ModelConfig, config: PretrainedConfig) -> dict[str, flo
 def _extra_fields(cfg: ModelConfig, config: PretrainedConfig) -> dict[str, Any]:
     for name in cfg.extra:
         if name.startswith("_") or not hasattr(config, name):  # such as the name of a kernel that is downloaded
-            near = difflib.get_close_matches(name, config.to_dict(), n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = _did_you_mean(name, config.to_dict())
             raise UserError(f"model.extra.{name}: {type(config).__name__} of transformers has no such field{hint}")
     return dict(cfg.extra)
 
 
 def _check_shape(cfg: ScratchModelConfig) -> None:
     if cfg.hidden_act is not None and cfg.hidden_act not in ACT2FN:
-        near = difflib.get_close_matches(cfg.hidden_act, list(ACT2FN), n=3)
-        raise UserError(f"model.hidden_act={cfg.hidden_act} is not known; did you mean {' or '.join(near) or 'gelu'}?")
+        raise UserError(f"model.hidden_act={cfg.hidden_act} is not known{_did_you_mean(cfg.hidden_act, ACT2FN)}")
     width, heads, groups = cfg.hidden_size, cfg.num_attention_heads, cfg.num_key_value_heads
     if width and heads and cfg.head_dim is None and width % heads:
         raise UserError(f"model.hidden_size={width} is not a multiple of model.num_attention_heads={heads}: change one")

@@ -189,12 +189,12 @@ def _parts(whole: dict[str, int], model: PreTrainedModel, config: Config, weight
     at_work_bytes = 2 if outside_fp8(t.precision).endswith("-mixed") and t.accelerator == "cuda" else weight_bytes
     two_blocks = 2 * max((_weights_bytes(block, at_work_bytes) for block in decoder_blocks(model)), default=0) // group
     gathered = weights - sum(blocks) + two_blocks
-    apart = untied_layers(model) if t.strategy in ("fsdp", "fsdp_tp") else None
-    if apart is not None:
-        embeddings, head = (_weights_bytes(layer, weight_bytes) for layer in apart)
-        at_head = _weights_bytes(apart[1], at_work_bytes) + two_blocks
-        gathered += max(embeddings, at_head) - embeddings - head - two_blocks
     if t.strategy in ("fsdp", "fsdp_tp"):
+        apart = untied_layers(model)
+        if apart is not None:
+            embeddings, head = (_weights_bytes(layer, weight_bytes) for layer in apart)
+            at_head = _weights_bytes(apart[1], at_work_bytes) + two_blocks
+            gathered += max(embeddings, at_head) - embeddings - head - two_blocks
         shards = int(t.devices) if t.fsdp.copy_per_node and world > 1 else world
         accumulates = config.data.global_batch_size > config.data.micro_batch_size * world // ranks_per_part(t)
         in_blocks = weight_bytes * sum(parameter_counts(block)[1] for block in decoder_blocks(model))

@@ -73,9 +73,8 @@ def convert(model: PreTrainedModel, config: Config) -> None:
     It has to be done before layers are compiled or shared out.
 
     Raises:
-        UserError: no layer gains; see `check`.
+        UserError: no layer gains.
     """
-    check(config.trainer)
     float8, gains = _torchao(), _gains(config.trainer.fp8_recipe)
     options = recipe(config)
     for block in decoder_blocks(model):
