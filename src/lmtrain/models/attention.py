@@ -178,7 +178,7 @@ def _weights(query: Tensor, key: Tensor, scores: AttentionScores, seen: Tensor) 
 def autocast_dtype(x: Tensor) -> torch.dtype:
     """In which products of `x` are made."""
     device = x.device.type
-    return torch.getautocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def _repeat_heads(x: Tensor, heads: int) -> Tensor:
