@@ -72,7 +72,9 @@ def filled(cfg: ScratchModelConfig, given: dict[str, Any], known: PretrainedConf
                 f"{getattr(config, name)} of its own: set model.{key}={getattr(config, name)}, or choose another family"
             )
     if cfg.num_experts and cfg.intermediate_size is None and field_name(known, "moe_intermediate_size") is None:
-        raise UserError(f"model.intermediate_size=null: set it to the width of {cfg.family}'s experts")
+        raise UserError(
+            f"model.intermediate_size=null: it is the width of {cfg.family}'s experts, so it needs a number"
+        )
     return config
 
 
