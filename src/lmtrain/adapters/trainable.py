@@ -126,8 +126,9 @@ def base_identity(model: PreTrainedModel, name_or_path: str, whole: Facts | None
     path = Path(name_or_path).expanduser()
     if not path.is_dir():
         return str(getattr(model.config, "_commit_hash", None) or name_or_path)
+    files = sorted(p for p in path.iterdir() if p.suffix in (".safetensors", ".bin"))
     digest = hashlib.sha256()
-    for file in sorted(p for p in path.iterdir() if p.suffix in (".safetensors", ".bin")):
+    for file in files:
         digest.update(some_of(file) if whole is None else bytes.fromhex(whole.digest_of(file)))
     return digest.hexdigest()[:16]
 
