@@ -138,7 +138,6 @@ WRONG_VALUES = {
     "seed=abc": "a whole number is needed",
     "seed=4294967296": "from 0 to 4294967295",
     "model.dropout=1.5": "a share from 0",
-    "model.num_attention_heads=0": "model.num_attention_heads=0: at least 1 is needed",
     "trainer.gradient_clip_val=0": "null turns clipping off",
     "trainer.devices=0": "a number from 1 up",
     "trainer.devices=-1": "a number from 1 up",

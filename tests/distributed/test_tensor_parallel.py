@@ -157,7 +157,7 @@ def test_what_cannot_work_is_refused(corpus: Path, tmp_path: Path, settings: lis
     [
         ("llama", {"num_key_value_heads": 1}, 2, "num_key_value_heads=1 is not a multiple"),
         ("llama", {"intermediate_size": 45}, 2, "does not divide the 45 outputs of model.layers.0.mlp.gate_proj"),
-        ("gpt2", {"attn_pdrop": 0.1}, 2, "Set model.dropout=0"),
+        ("gpt2", {"attn_pdrop": 0.1}, 2, "+model.extra.attn_pdrop=0"),
         ("gpt2", {"num_attention_heads": 3, "attn_pdrop": 0.0}, 2, "num_attention_heads=3 is not a multiple"),
         ("qwen3_moe", {}, 2, "mixture of experts"),
         ("bloom", {}, 2, "no plan to split the family bloom"),

@@ -176,12 +176,9 @@ def test_rope_theta_and_extra_reach_the_config():
         ("llama", {"extra": {"atention_bias": True}}, "did you mean attention_bias"),
         ("qwen3_moe", {"num_experts_per_tok": 5}, "model.num_experts_per_tok=5 of model.num_experts=4"),
         ("lama", {}, "did you mean llama"),
+        ("gpt2", {"num_attention_heads": 0}, "model.num_attention_heads=0: at least 1 is needed"),
         ("gpt2", {"vocab_size": 10}, "model.vocab_size=10 is less than the tokenizer's 61"),
-        (
-            "gpt2",
-            {"max_position_embeddings": 16},
-            "data.seq_len=32 exceeds the 16 positions of model=gpt2",
-        ),
+        ("gpt2", {"max_position_embeddings": 16}, "data.seq_len=32 exceeds model.max_position_embeddings=16"),
         ("llama", {"hidden_act": "sillu"}, "did you mean silu"),
     ],
 )

@@ -87,21 +87,21 @@ class ScratchModelConfig(ModelConfig):
 
     family: Annotated[str | None, MODEL] = None  # a transformers model_type: gpt2, llama, qwen3, qwen3_moe
     # The fields below are the transformers config's own names.
-    hidden_size: Annotated[int | None, MODEL, at_least(1)] = None
-    num_hidden_layers: Annotated[int | None, MODEL, at_least(1)] = None
+    hidden_size: Annotated[int | None, MODEL] = None
+    num_hidden_layers: Annotated[int | None, MODEL] = None
     depth: Annotated[int | None, SHOWN] = None  # of model=dial; num_hidden_layers follows from it
-    num_attention_heads: Annotated[int | None, MODEL, at_least(1)] = None
-    num_key_value_heads: Annotated[int | None, MODEL, at_least(1)] = None
-    head_dim: Annotated[int | None, MODEL, at_least(1)] = None
-    intermediate_size: Annotated[int | None, MODEL, at_least(1)] = None
+    num_attention_heads: Annotated[int | None, MODEL] = None
+    num_key_value_heads: Annotated[int | None, MODEL] = None
+    head_dim: Annotated[int | None, MODEL] = None
+    intermediate_size: Annotated[int | None, MODEL] = None
     hidden_act: Annotated[str | None, MODEL] = None
     tie_word_embeddings: Annotated[bool | None, MODEL] = None
     rope_theta: Annotated[float | None, MODEL] = None
     norm_eps: Annotated[float | None, MODEL] = None
     initializer_range: Annotated[float | None, MODEL] = None
-    num_experts: Annotated[int | None, MODEL, at_least(1)] = None
-    num_experts_per_tok: Annotated[int | None, MODEL, at_least(1)] = None
-    moe_intermediate_size: Annotated[int | None, MODEL, at_least(1)] = None
+    num_experts: Annotated[int | None, MODEL] = None
+    num_experts_per_tok: Annotated[int | None, MODEL] = None
+    moe_intermediate_size: Annotated[int | None, MODEL] = None
     router_aux_loss_coef: Annotated[float | None, TRAJECTORY] = None
 
 

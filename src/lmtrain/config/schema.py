@@ -85,10 +85,10 @@ class ModelConfig:
     trust_remote_code: Annotated[bool, MODEL]
     attention: Annotated[str, MACHINE, choice(*ATTENTION)]
     learning_rate: Annotated[float, RATE]
-    vocab_size: Annotated[int | None, MODEL, at_least(1)]
+    vocab_size: Annotated[int | None, MODEL]
     vocab_multiple_of: Annotated[int, MODEL, at_least(1)]
     dropout: Annotated[float, TRAJECTORY, share]
-    max_position_embeddings: Annotated[int | None, MODEL, at_least(1)] = None
+    max_position_embeddings: Annotated[int | None, MODEL] = None
     extra: Annotated[dict[str, Any], MODEL] = field(default_factory=dict)
 
 

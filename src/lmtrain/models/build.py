@@ -22,7 +22,7 @@ from lmtrain.models import folder, weight_files
 from lmtrain.models.custom import custom_config, custom_model
 from lmtrain.models.folder import base_config, is_exported
 from lmtrain.models.nulls import field_name, filled
-from lmtrain.models.probe import last_line, set_attention
+from lmtrain.models.probe import set_attention
 from lmtrain.models.routers import use_experts
 from lmtrain.models.scalar_head import auto_class, give_scalar_head
 
@@ -71,7 +71,7 @@ def build_model(
     _check_positions(cfg, config, seq_len)
     _forget_padding(config)
     if scalar_head:
-        give_scalar_head(config, _said(cfg))
+        give_scalar_head(config, str(getattr(cfg, "name_or_path", None) or f"model={cfg.name}"))
     if isinstance(cfg, CustomModelConfig):
         if scalar_head:
             raise UserError("model._target_: objective=reward needs a model of transformers with a scalar head")
@@ -127,7 +127,8 @@ def _scratch_config(cfg: ScratchModelConfig, given: dict[str, Any]) -> Pretraine
             f"model.family={family} is not a causal language model of transformers{hint} (gpt2, llama, ...)"
         )
     _check_shape(cfg)
-    known = CONFIG_MAPPING[family]()
+    config_class = CONFIG_MAPPING[family]
+    known = config_class()
     for key in SHAPE_KEYS:
         value = getattr(cfg, key)
         if value is not None:
@@ -141,11 +142,11 @@ def _scratch_config(cfg: ScratchModelConfig, given: dict[str, Any]) -> Pretraine
         first = max(0, len(pattern) - cfg.num_hidden_layers)  # a single layer is the one that attends
         given["layer_types"] = [pattern[(first + i) % len(pattern)] for i in range(cfg.num_hidden_layers)]
     try:
-        return filled(cfg, given, known)
+        return filled(cfg, given, config_class, lambda key: field_name(known, key))
     except UserError:
         raise
     except Exception as error:  # transformers' configs check themselves, each in its own way
-        raise UserError(f"model.family={family} refuses this shape: {last_line(error)}") from error
+        raise UserError(f"model.family={family} refuses this shape: {_last_line(error)}") from error
 
 
 def _did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -166,6 +167,10 @@ def _extra_fields(cfg: ModelConfig, config: PretrainedConfig) -> dict[str, Any]:
 
 
 def _check_shape(cfg: ScratchModelConfig) -> None:
+    for key in (*SHAPE_KEYS, "vocab_size"):
+        value = getattr(cfg, key)
+        if isinstance(value, int) and not isinstance(value, bool) and value < 1:
+            raise UserError(f"model.{key}={value}: at least 1 is needed")
     if cfg.hidden_act is not None and cfg.hidden_act not in ACT2FN:
         raise UserError(f"model.hidden_act={cfg.hidden_act} is not known{_did_you_mean(cfg.hidden_act, ACT2FN)}")
     width, heads, groups = cfg.hidden_size, cfg.num_attention_heads, cfg.num_key_value_heads
@@ -256,7 +261,7 @@ def _instantiate(cfg: ModelConfig, config: PretrainedConfig, scalar_head: bool) 
     try:
         return cls.from_config(config, dtype=torch.float32, trust_remote_code=cfg.trust_remote_code)
     except ValueError as error:
-        raise UserError(f"transformers can't build this {config.model_type}: {last_line(error)}") from error
+        raise UserError(f"transformers can't build this {config.model_type}: {_last_line(error)}") from error
 
 
 def _forget_padding(config: PretrainedConfig) -> None:
@@ -286,16 +291,20 @@ def _check_vocabulary(cfg: ModelConfig, config: PretrainedConfig, vocab_size: in
 
 def _check_positions(cfg: ModelConfig, config: PretrainedConfig, seq_len: int) -> None:
     positions = getattr(config.get_text_config(), MAX_POSITIONS, None)
-    if positions is not None and seq_len > positions:
-        raise UserError(
-            f"data.seq_len={seq_len} exceeds the {positions} positions of {_said(cfg)} ({MAX_POSITIONS}): set "
-            f"data.seq_len={positions} or less, or more positions of a model from scratch"
-        )
+    if positions is None or seq_len <= positions:
+        return
+    key = f"model.{MAX_POSITIONS}"
+    if not isinstance(cfg, LoadedModelConfig):
+        raise UserError(f"data.seq_len={seq_len} exceeds {key}={positions}: lower the first or raise the second")
+    raise UserError(
+        f"data.seq_len={seq_len} exceeds the {positions} positions ({MAX_POSITIONS}) of {cfg.name_or_path}: "
+        f"set data.seq_len={positions} or less"
+    )
 
 
-def _said(cfg: ModelConfig) -> str:
-    """The model as the user named it."""
-    return str(getattr(cfg, "name_or_path", None) or f"model={cfg.name}")
+def _last_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
 
 
 # The matrices that write into the residual stream, by the names that families of transformers have for them: GPT-2's;

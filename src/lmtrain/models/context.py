@@ -96,9 +96,10 @@ def check(model: PreTrainedModel, size: int) -> None:
     family, instead = config.model_type, f"set {KEY}=1"
     reason = getattr(model, "unpacked_because", None)
     if reason is not None:
+        chosen = "model.attention=auto, or " if reason.startswith("model.attention=") else ""
         raise UserError(
             f"{KEY}={size}: attention has to be all that mixes the tokens of {family}'s rows, by lmtrain's code "
-            f"({reason}): set model.attention=auto, or where it is that {instead}"
+            f"({reason}): {instead if not chosen else f'set {chosen}{instead[4:]}'}"
         )
     if config.num_attention_heads % size:
         fits = [d for d in range(2, size) if config.num_attention_heads % d == 0]

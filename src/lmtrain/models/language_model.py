@@ -384,8 +384,9 @@ def shared_cross_entropy(
     padding = -len(labels) % ranks
     hidden = laid_out(F.pad(hidden, (0, 0, 0, padding)), mesh, Replicate(), Shard(0))  # [N / ranks, D]
     labels = F.pad(labels, (0, padding), value=IGNORE_INDEX).chunk(ranks)[mesh.get_local_rank()]
-    bias = None if bias is None else _scaled_gradient(bias, ranks)
-    own = of_rows(hidden, _scaled_gradient(weight, ranks), bias, labels)
+    own = of_rows(
+        hidden, _scaled_gradient(weight, ranks), None if bias is None else _scaled_gradient(bias, ranks), labels
+    )
     loss_sum, nll_sum = (laid_out(x, mesh, Partial(), Replicate()) for x in (own.loss_sum, own.nll_sum))
     return CrossEntropy(loss_sum, nll_sum.detach(), n_tokens)
 

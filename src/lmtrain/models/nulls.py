@@ -3,6 +3,7 @@
 To transformers an argument that is not given means the family's own value, 8,192 or 32 heads, whatever the width.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -48,18 +49,23 @@ def promised(cfg: ScratchModelConfig) -> dict[str, int]:
     return found
 
 
-def filled(cfg: ScratchModelConfig, given: dict[str, Any], known: PretrainedConfig) -> PretrainedConfig:
+def filled(
+    cfg: ScratchModelConfig,
+    given: dict[str, Any],
+    make: Callable[..., PretrainedConfig],
+    name_of: Callable[[str], str | None],
+) -> PretrainedConfig:
     """The family's config of `given`, with what null stands for given too where the family takes another value.
 
     Args:
-        known: the family's config of no arguments.
+        make: the config of arguments.
+        name_of: what the family calls a key; None where it has no such field.
 
     Raises:
         UserError: the family doesn't take it; the message names the value it has.
     """
-    make = type(known)
     config = make(**given)
-    wanted = {key: (field_name(known, key), value) for key, value in promised(cfg).items()}
+    wanted = {key: (name_of(key), value) for key, value in promised(cfg).items()}
     missing = {name: value for name, value in wanted.values() if name is not None and _differs(config, name, value)}
     if hasattr(config, "qk_rope_head_dim"):
         missing.pop("head_dim", None)  # of latent attention, whose heads have widths of several kinds
@@ -71,7 +77,7 @@ def filled(cfg: ScratchModelConfig, given: dict[str, Any], known: PretrainedConf
                 f"model.{key}=null means {MEANING[key]}, {value} here, and the family {cfg.family} has "
                 f"{getattr(config, name)} of its own: set model.{key}={getattr(config, name)}, or choose another family"
             )
-    if cfg.num_experts and cfg.intermediate_size is None and field_name(known, "moe_intermediate_size") is None:
+    if cfg.num_experts and cfg.intermediate_size is None and name_of("moe_intermediate_size") is None:
         raise UserError(
             f"model.intermediate_size=null: it is the width of {cfg.family}'s experts, so it needs a number"
         )

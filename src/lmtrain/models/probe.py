@@ -81,7 +81,7 @@ def support(model: PreTrainedModel, seq_len: int) -> Support:
         with torch.no_grad(), torch.device("cpu"):
             return _try(tiny_copy(model, seq_len))
     except Exception as error:  # whatever the family's code raises about small sizes
-        reason = f"a tiny copy of it could not be tried ({type(error).__name__}: {last_line(error)})"
+        reason = f"a tiny copy of it could not be tried ({_words(error)})"
         return Support(attention=reason, documents=reason)
 
 
@@ -129,7 +129,7 @@ def _differs(copy: PreTrainedModel, expected: Tensor, ids: Tensor, **options: An
     except UserError as error:  # of attention.py, which says what was asked for
         return str(error).split(":")[0]
     except Exception as error:
-        return f"{type(error).__name__}: {last_line(error)}"
+        return _words(error)
     if _close(found, expected):
         return None
     if options:
@@ -145,9 +145,9 @@ def _close(found: Tensor, expected: Tensor) -> bool:
     return bool((found - expected).abs().max() <= TOLERANCE * expected.abs().max())
 
 
-def last_line(error: Exception) -> str:
-    """Where transformers' checks say what is wrong."""
-    return (str(error).strip() or type(error).__name__).splitlines()[-1].strip()[:200]
+def _words(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[-1][:120]}" if lines else type(error).__name__
 
 
 _NAMES = (

@@ -150,7 +150,8 @@ def check(model: PreTrainedModel, size: int) -> dict[nn.Module, str]:
         if attention_dropout(config) > 0:
             raise UserError(
                 f"{key}: dropout on attention weights would drop the same places in the heads of all devices of a "
-                f"group. Set model.dropout=0"
+                f"group. Set model.dropout=0 (or only {family}'s own setting for it, as in "
+                f"+model.extra.{'attn_pdrop' if hasattr(config, 'attn_pdrop') else 'attention_dropout'}=0)"
             )
     for name, style in layers.items():
         if style != PER_HEAD_NORM:
