@@ -132,7 +132,6 @@ WRONG_VALUES = {
     "optimizer.lr=null": "set optimizer.lr=",
     "optimizer.betas=0.9": "two numbers are needed",
     "optimizer.groups=3": "a list is needed",
-    "model.attention=flash": "model.attention=flash is not known (options: auto, sdpa",
     "optimizer.groups=[{patern: x, lr: 1}]": "patern is not known (keys: pattern",
     "data.append_eos=perhaps": "true or false is needed",
     "seed=abc": "a whole number is needed",

@@ -180,6 +180,7 @@ def test_rope_theta_and_extra_reach_the_config():
         ("gpt2", {"vocab_size": 10}, "model.vocab_size=10 is less than the tokenizer's 61"),
         ("gpt2", {"max_position_embeddings": 16}, "data.seq_len=32 exceeds model.max_position_embeddings=16"),
         ("llama", {"hidden_act": "sillu"}, "did you mean silu"),
+        ("gpt2", {"attention": "flash"}, "model.attention=flash is not one of auto"),
     ],
 )
 def test_a_shape_that_does_not_fit_is_refused(family, changes, message):

@@ -155,7 +155,7 @@ def test_chunk_size_changes_nothing(chunk):
 @pytest.mark.parametrize("chunk", [0, -5, "large", 2.5, True])
 def test_impossible_chunk_size_is_refused(chunk):
     with pytest.raises(UserError, match=r"objective\.loss_chunk_tokens"):
-        check(compose([f"objective.loss_chunk_tokens={chunk}"]))
+        LanguageModel(tiny("gpt2"), objective(loss_chunk_tokens=chunk))
 
 
 def test_z_loss_and_smoothing_reach_the_loss_but_not_the_nll():
@@ -283,6 +283,14 @@ def test_an_unknown_way_to_logits_is_refused():
     hf.register_forward_hook(lambda module, args, out: out.__class__(logits=out.logits * 2))
     with pytest.raises(UserError, match="can't be trained"):
         LanguageModel(hf, objective())
+
+
+def test_convolutions_refuse_packed_documents():
+    model = wrapped("gpt2")
+    model.model.transformer.h[0].mix = nn.Conv1d(1, 1, 1)
+    wrapped_again = LanguageModel(model.model, objective())
+    with pytest.raises(UserError, match="isolate_documents=false"):
+        wrapped_again(**packed())
 
 
 def test_generation_inside_training_uses_transformers_attention_with_masks(family):

@@ -124,11 +124,6 @@ share = _number(lambda value: 0 <= value < 1, "a share from 0 up to (not includi
 up_to_one = _number(lambda value: 0 <= value <= 1, "a share from 0 to 1")
 
 
-def auto_or_count(key: str, value: Any) -> None:
-    if value != "auto" and (not isinstance(value, int) or value < 1):
-        raise UserError(f"{key}={value}: auto, or a whole number from 1 up")
-
-
 def representable(key: str, value: Any) -> None:
     """What every value has to be: of numbers finite ones, whole ones of 64 bits; text without a NUL character."""
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()

@@ -25,7 +25,6 @@ from lmtrain.config.constraints import (
     ReadWhere,
     above_zero,
     at_least,
-    auto_or_count,
     between,
     choice,
     name_of_file,
@@ -36,7 +35,6 @@ from lmtrain.config.constraints import (
 )  # fmt: skip
 from lmtrain.config.schema_data import DataConfig, TokenizerConfig
 
-ATTENTION = ("auto", "sdpa", "slices", "varlen", "dense_mask", "transformers")
 FP8 = "fp8"
 PRECISIONS = ("auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true", FP8)
 STRATEGIES = ("auto", "ddp", "fsdp", "fsdp_tp", "deepspeed", "ddp_find_unused_parameters_true")
@@ -66,7 +64,7 @@ class ObjectiveConfig:
 
     name: Annotated[str, TRAJECTORY]
     _target_: Annotated[str, TRAJECTORY]
-    loss_chunk_tokens: Annotated[int | str, MACHINE, auto_or_count]
+    loss_chunk_tokens: Annotated[int | str, MACHINE]
 
     def check(self, config: "Config") -> None:
         """Raises UserError where keys don't go together; called when each has passed its own constraints."""
@@ -83,7 +81,7 @@ class ModelConfig:
     name: Annotated[str, SHOWN]
     init: Annotated[str, MODEL, choice("scratch", "pretrained")]
     trust_remote_code: Annotated[bool, MODEL]
-    attention: Annotated[str, MACHINE, choice(*ATTENTION)]
+    attention: Annotated[str, MACHINE]
     learning_rate: Annotated[float, RATE]
     vocab_size: Annotated[int | None, MODEL]
     vocab_multiple_of: Annotated[int, MODEL, at_least(1)]

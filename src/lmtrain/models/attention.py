@@ -24,7 +24,7 @@ NAME = "lmtrain"  # the attn_implementation of models built here; transformers n
 # Tokens of a row x width of a head from which a CPU trains attention faster in half precision than in fp32,
 # on one thread: fp32 takes 0.2 of the time at 64 x 32, 0.35 to 0.5 at 128, 0.75 at 256 x 32, but 1.2 at 256 x 64.
 CPU_HALF_PRECISION_FROM = 256 * 64
-FEWER_KEY_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # which torch 2.11 may lack
+FEWER_KEY_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # since torch 2.12
 SLIDES = "lmtrain_slides"
 SLIDING = "sliding_attention"  # transformers' name in config.layer_types
 

@@ -20,6 +20,7 @@ from lmtrain.data import hub
 from lmtrain.errors import UserError, first_line
 from lmtrain.models import folder, weight_files
 from lmtrain.models.custom import custom_config, custom_model
+from lmtrain.models.documents import CHOICES
 from lmtrain.models.folder import base_config, is_exported
 from lmtrain.models.nulls import field_name, filled
 from lmtrain.models.probe import set_attention
@@ -66,6 +67,8 @@ def build_model(
         UserError: a key the family doesn't know, shapes that don't fit together, a vocabulary or seq_len the model
             can't hold, an unknown or unreachable name.
     """
+    if cfg.attention not in CHOICES:
+        raise UserError(f"model.attention={cfg.attention} is not one of {', '.join(CHOICES)}")
     config = folder.checked(_config(cfg, vocab_size, eos_token_id, allow_target), "model")
     _check_vocabulary(cfg, config, vocab_size, new_tokens)
     _check_positions(cfg, config, seq_len)

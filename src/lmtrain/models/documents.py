@@ -19,6 +19,8 @@ from torch import Tensor
 
 from lmtrain.errors import UserError
 
+CHOICES = ("auto", "sdpa", "slices", "varlen", "dense_mask", "transformers")
+
 FLASH_CAPABILITY = (8, 0)  # flash attention's kernels are for Ampere and newer: not for T4 (7.5) and V100 (7.0)
 
 

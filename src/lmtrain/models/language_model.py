@@ -14,12 +14,12 @@ from transformers import PreTrainedModel
 
 from lmtrain.config.schema import ObjectiveConfig, RouterConfig
 from lmtrain.distributed.dtensor import laid_out
-from lmtrain.errors import UserError, first_line
+from lmtrain.errors import UserError
 from lmtrain.losses.cross_entropy import IGNORE_INDEX, CrossEntropy, chunked_cross_entropy
 from lmtrain.losses.distillation import OutputHead, chunked_divergence
 from lmtrain.losses.log_probs import chunked_log_probs
 from lmtrain.models.attention import SLIDES, autocast_dtype
-from lmtrain.models.blocks import at_head, decoder_blocks, evaluating, let_grow
+from lmtrain.models.blocks import at_head, decoder_blocks, let_grow
 from lmtrain.models.context import Context
 from lmtrain.models.documents import Documents, Prefixes, choose_method
 from lmtrain.models.routers import Logits, RouterLosses, Routers
@@ -78,7 +78,7 @@ class LanguageModel(nn.Module):
         # Terms of the loss of `forward`; objectives that have a loss of their own have no such options.
         self.z_loss = getattr(objective, "z_loss", 0.0)
         self.label_smoothing = getattr(objective, "label_smoothing", 0.0)
-        self.chunk_tokens = objective.loss_chunk_tokens
+        self.chunk_tokens = _checked_chunk(objective.loss_chunk_tokens)
         self.logit_scale, self.logit_softcap = _logit_transform(model)
         config = model.config.get_text_config()
         self.routers = Routers(model)
@@ -87,6 +87,7 @@ class LanguageModel(nn.Module):
         self.attention_dropout = attention_dropout(config)
         slides = any(getattr(module, SLIDES, False) for module in model.modules())
         self.window = getattr(config, "sliding_window", None) if slides else None
+        self.mixes_outside_attention = any(isinstance(m, nn.Conv1d) for m in model.modules())  # Mamba, LFM2, ...
         # Without a cap on attention's scores (Gemma 2) or a sink (gpt-oss), which fused kernels don't have.
         self.plain_softmax = not getattr(config, "attn_logit_softcapping", None) and not any(
             name.endswith("sinks") for name, _ in model.named_parameters()
@@ -101,6 +102,8 @@ class LanguageModel(nn.Module):
     @property
     def unpacked_because(self) -> str | None:
         """Why rows may not hold several documents that are kept apart; None where they may."""
+        if self.mixes_outside_attention:
+            return "it mixes neighbouring tokens by convolutions"
         return getattr(self.model, "unpacked_because", None)
 
     def forward(
@@ -127,8 +130,9 @@ class LanguageModel(nn.Module):
             hidden, labels = hidden[learned], labels[learned]
         loss = at_head(self.model, partial(self._cross_entropy, labels=labels), hidden)
         loss_sum = loss.loss_sum
-        router_loss, aux = self._of_routers(router_logits)
-        if router_loss is not None:
+        aux: dict[str, Tensor] = {}
+        if router_logits:
+            router_loss, aux = self.router_losses(router_logits)
             loss_sum = loss_sum + router_loss * loss.n_tokens
         return LanguageModelOutput(loss_sum, loss.nll_sum, loss.n_tokens, aux)
 
@@ -193,7 +197,7 @@ class LanguageModel(nn.Module):
             )
 
         tokens = at_head(self.model, of_head, hidden.flatten(0, 1).index_select(0, before))
-        return LogProbs(tokens, *self._of_routers(router_logits))
+        return LogProbs(tokens, *(self.router_losses(router_logits) if router_logits else (None, {})))
 
     def divergence(
         self,
@@ -253,10 +257,7 @@ class LanguageModel(nn.Module):
         hidden, router_logits = self.hidden_states(input_ids, position_ids, cu_seqlens, prefixes)
         weight: Tensor = getattr(self.model, HEAD).weight  # [1, D]; of an adapter the trained copy
         found = (hidden.flatten(0, 1).index_select(0, at).float() * weight.float()).sum(-1)
-        return LogProbs(found, *self._of_routers(router_logits))
-
-    def _of_routers(self, logits: Logits) -> tuple[Tensor | None, dict[str, Tensor]]:
-        return self.router_losses(logits) if logits else (None, {})
+        return LogProbs(found, *(self.router_losses(router_logits) if router_logits else (None, {})))
 
     def hidden_states(
         self,
@@ -335,21 +336,24 @@ class LanguageModel(nn.Module):
         if device.type == "meta":
             return
         ids = torch.arange(8, device=device).remainder(self.model.config.get_text_config().vocab_size)[None]
+        training = self.model.training
+        self.model.eval()
         try:
-            with evaluating(self.model):
-                theirs = self.model(input_ids=ids, use_cache=False).logits
-                if self.has_scalar_head:
-                    ours = self.scores(ids, None, None, None, at=torch.tensor([ids.numel() - 1], device=device)).tokens
-                    theirs = theirs.flatten()
-                else:
-                    ours = self.model.get_output_embeddings()(self.hidden_states(ids)[0]) * self.logit_scale
+            theirs = self.model(input_ids=ids, use_cache=False).logits
+            if self.has_scalar_head:
+                ours = self.scores(ids, None, None, None, at=torch.tensor([ids.numel() - 1], device=device)).tokens
+                theirs = theirs.flatten()
+            else:
+                ours = self.model.get_output_embeddings()(self.hidden_states(ids)[0]) * self.logit_scale
         except Exception as error:  # whatever a family's code raises
+            reason = str(error).partition("\n")[0][:120]
             raise UserError(
-                f"{type(self.model).__name__} can't read plain rows of tokens ({type(error).__name__}: "
-                f"{first_line(error)}): this family can't be trained with its config as it is"
+                f"{type(self.model).__name__} can't read plain rows of tokens ({type(error).__name__}: {reason}): this "
+                f"family can't be trained with its config as it is"
             ) from error
         if self.logit_softcap is not None and not self.has_scalar_head:
             ours = self.logit_softcap * torch.tanh(ours / self.logit_softcap)
+        self.model.train(training)
         difference, largest = (ours - theirs).abs().max().item(), theirs.abs().max().item()
         if not difference <= 1e-3 * largest:
             raise UserError(
@@ -396,6 +400,12 @@ def _scaled_gradient(x: Tensor, factor: int) -> Tensor:
     if x.requires_grad:
         x.register_hook(lambda gradient: gradient * factor)
     return x
+
+
+def _checked_chunk(value: int | str) -> int | str:
+    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+        return value
+    raise UserError(f"objective.loss_chunk_tokens={value}: auto, or a number of tokens from 1 up")
 
 
 def _logit_transform(model: PreTrainedModel) -> tuple[float, float | None]:
