@@ -37,7 +37,7 @@ from lmtrain.adapters.memory import attach_memory
 from lmtrain.adapters.memory_adapter import memory_of
 from lmtrain.adapters.trainable import ATTRIBUTE, NAME, Adapter, adapter_of
 from lmtrain.config.schema import PeftConfig
-from lmtrain.errors import UserError, first_line
+from lmtrain.errors import UserError
 from lmtrain.models.scalar_head import auto_class, has_scalar_head
 
 # Beginnings that take A and B out of the base weight, which is then W - s B A.
@@ -47,8 +47,8 @@ SCALAR = "SEQ_CLS"  # peft's word for the task of a model with a scalar head
 
 def attach(
     model: PreTrainedModel, cfg: PeftConfig, base: str, revision: str | None, new_tokens: Sequence[int], seed: int
-) -> None:
-    """Freezes the model and puts the adapter of `cfg` into it.
+) -> Adapter | None:
+    """Freezes the model and puts the adapter of `cfg` into it; does nothing for peft.method=none.
 
     The adapter's own weights are fp32 and depend on `seed` alone; the global random generator is left as it was.
 
@@ -59,6 +59,8 @@ def attach(
     Raises:
         UserError: targets that match nothing, an adapter that doesn't fit, tied embeddings adapted on one side.
     """
+    if cfg.method == "none":
+        return None
     with torch.random.fork_rng([]), warnings.catch_warnings():
         torch.manual_seed(seed)
         warnings.simplefilter("ignore", UserWarning)  # what they warn of is checked here, or done on purpose
@@ -73,8 +75,10 @@ def attach(
     folder = Path(base).expanduser()
     config.base_model_name_or_path, config.revision = str(folder.absolute()) if folder.is_dir() else base, revision
     moved = str(config.init_lora_weights).startswith(_MOVES_BASE) and not cfg.adapter
+    adapter = Adapter(peft, _lora_weights(model) if moved else {})
     # Not through nn.Module: the adapter's parameters are the model's own and must not be listed twice.
-    model.__dict__[ATTRIBUTE] = Adapter(peft, _lora_weights(model) if moved else {})
+    model.__dict__[ATTRIBUTE] = adapter
+    return adapter
 
 
 def task_of(model: PreTrainedModel) -> str:
@@ -133,7 +137,7 @@ def _continued(model: PreTrainedModel, cfg: PeftConfig, new_tokens: Sequence[int
         raise
     except Exception as error:  # the hub's, safetensors' and pickle's errors share no base class
         raise UserError(
-            f"peft.adapter={name} can't be loaded onto this model ({first_line(error)}): give the folder with its "
+            f"peft.adapter={name} can't be loaded onto this model ({_first_line(error)}): give the folder with its "
             f"adapter_config.json or its hub name, and the base it was trained on as model.name_or_path"
         ) from error
     expected = set(get_peft_model_state_dict(peft, save_embedding_layers=False))
@@ -266,6 +270,10 @@ def load_adapter(folder: Path, **options: Any) -> PreTrainedModel:
     if gives_rewards(folder):
         return AutoPeftModelForSequenceClassification.from_pretrained(folder, num_labels=1, **options).get_base_model()
     return AutoPeftModelForCausalLM.from_pretrained(folder, **options).get_base_model()
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def file_identity(name: str) -> str:

@@ -11,18 +11,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import safe_open
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lmtrain.adapters import memory
 from lmtrain.adapters.memory import MemorySettings, attach_memory
 from lmtrain.errors import UserError
-from lmtrain.models.folder import PREFIX, base_config, from_pretrained, written_config
+from lmtrain.models.folder import PREFIX, written_config
 
 MODELING = "modeling_memory"
 
-LICENSE = "# Copyright The lmtrain authors. Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0\n\n"
+LICENSE = """# Copyright The lmtrain authors.
+#
+# Licensed under the Apache License, Version 2.0 (the "License"); you may not use this file except in compliance with
+# the License. You may obtain a copy of the License at http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software distributed under the License is distributed on an
+# "AS IS" BASIS, WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied. See the License for the
+# specific language governing permissions and limitations under the License.
+"""
+
 CLASSES = '''
 
 class MemoryConfig({config}):
@@ -120,7 +130,15 @@ def load(folder: Path, **options: Any) -> PreTrainedModel:
     Raises:
         UserError: its base is none of transformers', or its memory has other fields.
     """
-    model = from_pretrained(str(folder), config=base_config(folder), **options)
-    attach_memory(model, settings_in(folder))
-    load_memory(model.to(model.dtype), folder)
-    return model.eval()
+    base, _ = written_config(folder)
+    settings = settings_in(folder)
+    model_class = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[base])
+
+    def start(self: Any, config: Any) -> None:
+        model_class.__init__(self, config)
+        attach_memory(self, settings)
+
+    config_class = CONFIG_MAPPING[base]
+    own_config = type("MemoryConfig", (config_class,), {"model_type": PREFIX + base})
+    own_class = type("MemoryForCausalLM", (model_class,), {"__init__": start, "config_class": own_config})
+    return own_class.from_pretrained(folder, **options)  # type: ignore[attr-defined]

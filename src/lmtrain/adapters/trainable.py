@@ -94,27 +94,36 @@ def without_frozen(module: nn.Module, state: dict[str, Tensor]) -> dict[str, Ten
 
 
 def check_weights(module: nn.Module, saved: Mapping[str, Any]) -> None:
-    """Raises UserError unless a checkpoint holds the parameters that `module` trains, in their shapes, and no others.
-
-    Where nothing is frozen it may hold more.
-    """
+    """Raises UserError unless a checkpoint holds exactly the parameters that `module` trains, in their shapes."""
     names = trainable_names(module)
-    parameters = module.named_parameters(remove_duplicate=False)
-    expected = {name: list(full_shape(p)) for name, p in parameters if names is None or name in names}
-    lacks = expected.keys() - saved.keys()
-    more = set() if names is None else saved.keys() - expected.keys()
-    wrong = [
-        f"{word} {min(these)} ({len(these)} in all)" for word, these in (("lacks", lacks), ("holds", more)) if these
+    if names is None or names == saved.keys():
+        return _check_shapes(module, saved)
+    parts = [
+        f"{word} {sorted(these)[0]} ({len(these)} in all)"
+        for word, these in (("lacks", names - saved.keys()), ("holds", saved.keys() - names))
+        if these
     ]
-    for name in expected.keys() & saved.keys():
-        found = list(saved[name].shape) if isinstance(saved[name], Tensor) else type(saved[name]).__name__
-        if found != expected[name]:
-            wrong.append(f"has {found} for the {expected[name]} of {name}")
-    if wrong:
-        raise UserError(
-            f"the checkpoint's trained parameters are not this run's: it {' and '.join(wrong[:2])}. It is of another "
-            f"model or other peft.* settings (config.yaml of its run says which), or damaged"
-        )
+    raise UserError(
+        f"the checkpoint's trained parameters are not this run's: it {' and '.join(parts)}. Use the peft.* settings "
+        f"it was written with (config.yaml of its run)"
+    )
+
+
+def _check_shapes(module: nn.Module, saved: Mapping[str, Any]) -> None:
+    """Raises UserError for the first of the checkpoint's tensors that has not its parameter's shape, or lacks."""
+    whole = trainable_names(module) is None
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if name not in saved:
+            if whole:
+                raise UserError(f"the checkpoint lacks the parameter {name}: it is of another model, or damaged")
+            continue
+        shape = list(saved[name].shape) if isinstance(saved[name], Tensor) else type(saved[name]).__name__
+        expected = list(full_shape(parameter))
+        if shape != expected:
+            raise UserError(
+                f"the checkpoint's {name} is {shape} where this run's model has {expected}: it is of another model "
+                f"(config.yaml of its run says which), or damaged"
+            )
 
 
 def base_identity(model: PreTrainedModel, name_or_path: str, whole: Facts | None) -> str:
