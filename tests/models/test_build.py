@@ -168,7 +168,7 @@ def test_rope_theta_and_extra_reach_the_config():
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        ("gpt2", {"hidden_size": 30}, "model.hidden_size=30 is not a multiple of model.num_attention_heads=4"),
+        ("gpt2", {"hidden_size": 30}, "model.num_attention_heads=3 or model.hidden_size=32"),
         ("llama", {"num_key_value_heads": 3}, "model.num_key_value_heads to a divisor of 4"),
         ("gpt2", {"num_experts": 4}, "model.num_experts=4: the family gpt2 has no such setting"),
         ("gpt2", {"rope_theta": 1e4}, "model.rope_theta=10000.0: the family gpt2"),

@@ -1,4 +1,4 @@
-"""What conf/model says of a null is what each family of transformers is given, or the family is refused."""
+"""What conf/model says of a null holds in every family of transformers, or the family is refused."""
 
 import pytest
 import torch
@@ -33,6 +33,10 @@ def holds(family: str) -> bool:
         return False
     for name, value in MEANING.items():
         assert getattr(config, name, None) in (None, value), (family, name)
+    config.pad_token_id = None
+    with torch.device("meta"):
+        shapes = {size for p in AutoModelForCausalLM.from_config(config).parameters() for size in p.shape}
+    assert 4 * WIDTH in shapes, family
     return True
 
 
@@ -40,16 +44,15 @@ def holds(family: str) -> bool:
 def test_nulls_are_what_their_comments_say(family: str) -> None:
     """4 x hidden_size wide, with as many key and value heads, each hidden / heads wide."""
     assert holds(family)
-    config = config_of(family)
-    config.pad_token_id = None
-    with torch.device("meta"):
-        shapes = {size for p in AutoModelForCausalLM.from_config(config).parameters() for size in p.shape}
-    assert 4 * WIDTH in shapes, family
 
 
-def test_a_family_with_a_shape_of_its_own_is_refused() -> None:
-    with pytest.raises(UserError, match="model.head_dim=null means"):
-        config_of("deepseek_v3")
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [("qwen3_moe", "intermediate_size"), ("lfm2", "intermediate_size"), ("deepseek_v3", "head_dim")],
+)
+def test_a_family_with_a_shape_of_its_own_is_refused(family: str, key: str) -> None:
+    with pytest.raises(UserError, match=f"model.{key}=null means"):
+        config_of(family)
 
 
 @pytest.mark.nightly
@@ -58,8 +61,10 @@ def test_nulls_hold_or_are_refused_in_every_family() -> None:
     assert sum(holds(family) for family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) > 80
 
 
-def test_a_mixture_needs_the_width_of_its_experts() -> None:
+def test_a_mixture_without_a_width_has_no_layer_of_it() -> None:
     assert tiny("qwen3_moe").config.num_experts == 4
-    with pytest.raises(UserError, match=r"model\.intermediate_size=null: it is the width of olmoe's experts"):
+    with pytest.raises(UserError, match=r"model\.intermediate_size=null: the family qwen3_moe has layers"):
+        tiny("qwen3_moe", extra={"mlp_only_layers": [0]})
+    with pytest.raises(UserError, match=r"model\.intermediate_size=null: the family olmoe has layers, or experts"):
         tiny("olmoe", num_experts=4, num_experts_per_tok=2)
     assert tiny_config("olmoe", intermediate_size=24).intermediate_size == 24

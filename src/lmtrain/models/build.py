@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from lmtrain.config.options import CustomModelConfig, LoadedModelConfig, ScratchModelConfig
 from lmtrain.config.schema import ModelConfig
 from lmtrain.data import hub
-from lmtrain.errors import UserError, first_line
+from lmtrain.errors import UserError
 from lmtrain.models import folder, weight_files
 from lmtrain.models.custom import custom_config, custom_model
 from lmtrain.models.documents import CHOICES
@@ -178,7 +178,12 @@ def _check_shape(cfg: ScratchModelConfig) -> None:
         raise UserError(f"model.hidden_act={cfg.hidden_act} is not known{_did_you_mean(cfg.hidden_act, ACT2FN)}")
     width, heads, groups = cfg.hidden_size, cfg.num_attention_heads, cfg.num_key_value_heads
     if width and heads and cfg.head_dim is None and width % heads:
-        raise UserError(f"model.hidden_size={width} is not a multiple of model.num_attention_heads={heads}: change one")
+        divisors = [d for d in range(1, width + 1) if width % d == 0]
+        fits = min(divisors, key=lambda d: abs(d - heads))
+        raise UserError(
+            f"model.hidden_size={width} does not divide into model.num_attention_heads={heads}: "
+            f"set model.num_attention_heads={fits} or model.hidden_size={heads * max(1, round(width / heads))}"
+        )
     if heads and groups and heads % groups:
         raise UserError(
             f"model.num_attention_heads={heads} is not a multiple of model.num_key_value_heads={groups}: "
@@ -246,13 +251,13 @@ def _explain_loading(cfg: LoadedModelConfig, error: Exception) -> str:
             f"model.name_or_path={name} is an adapter: name its base there, and set peft=lora peft.adapter={name} to "
             f"go on training it"
         )
+    reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
     if "trust_remote_code" in str(error):
         return f"model.name_or_path={name} brings its own code: if you trust it, set model.trust_remote_code=true"
-    if name.startswith((".", "/", "~")) and not Path(name).is_dir():
-        return f"model.name_or_path={name}: no such folder"
-    reason = f"{type(error).__name__}: {first_line(error)}"
     if Path(name).is_dir():
         return f"model.name_or_path={name} is a folder without a model that loads ({reason})"
+    if name.startswith((".", "/", "~")):
+        return f"model.name_or_path={name}: no such folder"
     return (
         f"model.name_or_path={name} can't be loaded from {hub.endpoint()} ({reason}): check the spelling, the "
         f"network or HF_ENDPOINT, run `hf auth login` for a gated model, or give the folder of a downloaded one"

@@ -1,12 +1,15 @@
-"""What null means for the shape of a model from scratch: what conf/model says, or the family is refused.
+"""What null means for the shape of a model from scratch: what conf/model says, in every family, or it is refused.
 
 To transformers an argument that is not given means the family's own value, 8,192 or 32 heads, whatever the width.
 """
 
+import contextlib
+import copy
 from collections.abc import Callable
 from typing import Any
 
-from transformers import PretrainedConfig
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from lmtrain.config.options import ScratchModelConfig
 from lmtrain.errors import UserError
@@ -38,7 +41,7 @@ def field_name(config: PretrainedConfig, key: str) -> str | None:
 
 
 def promised(cfg: ScratchModelConfig) -> dict[str, int]:
-    """The values that stand for keys which are null; a mixture's intermediate_size has none."""
+    """The values that stand for keys which are null; a mixture's intermediate_size has none: see `check_mixture`."""
     found, width, heads = dict[str, int](), cfg.hidden_size, cfg.num_attention_heads
     if width and cfg.intermediate_size is None and cfg.num_experts is None:
         found["intermediate_size"] = 4 * width
@@ -77,12 +80,39 @@ def filled(
                 f"model.{key}=null means {MEANING[key]}, {value} here, and the family {cfg.family} has "
                 f"{getattr(config, name)} of its own: set model.{key}={getattr(config, name)}, or choose another family"
             )
-    if cfg.num_experts and cfg.intermediate_size is None and name_of("moe_intermediate_size") is None:
-        raise UserError(
-            f"model.intermediate_size=null: it is the width of {cfg.family}'s experts, so it needs a number"
-        )
+    if cfg.intermediate_size is None:
+        _check_width(cfg, config, name_of("intermediate_size"))
     return config
 
 
 def _differs(config: PretrainedConfig, name: str, value: int) -> bool:
     return getattr(config, name, None) not in (None, value)
+
+
+def _check_width(cfg: ScratchModelConfig, config: PretrainedConfig, name: str | None) -> None:
+    """Raises UserError where the feed-forward layers' width is one that no key of `model` says."""
+    if cfg.num_experts is not None:
+        if name is not None and _dimensions(config) != _dimensions(config, **{name: getattr(config, name) + 8}):
+            raise UserError(
+                f"model.intermediate_size=null: the family {cfg.family} has layers, or experts, of that width, which "
+                f"it would make {getattr(config, name)}: set model.intermediate_size"
+            )
+    elif cfg.family != "gpt2" and 4 * (cfg.hidden_size or 0) not in _dimensions(config):
+        raise UserError(
+            f"model.intermediate_size=null means {MEANING['intermediate_size']}, and the family {cfg.family} has "
+            f"layers of another width: set model.intermediate_size; for a mixture of experts see model=moe_small"
+        )
+
+
+def _dimensions(config: PretrainedConfig, **changes: Any) -> set[int]:
+    """Of all parameters of the model; of one that can't be built, as its builder will say, all there are."""
+    changed = copy.deepcopy(config)
+    for name, value in {"pad_token_id": None, **changes}.items():
+        with contextlib.suppress(Exception):  # some check what they are given
+            setattr(changed, name, value)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(changed)
+    except Exception:  # whatever a family's code raises
+        return set(range(2**20))
+    return {size for p in model.parameters() for size in p.shape}
