@@ -237,5 +237,5 @@ def test_a_machine_without_it_is_refused_before_data_is_read(tmp_path: Path, mon
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_a_model_that_gains_nothing_is_refused(family: str, gpu: None) -> None:
     """Of GPT-2 the layers are no nn.Linear, of the other they are narrow."""
-    with pytest.raises(UserError, match=r"no layer in the blocks of .*: set trainer\.precision=bf16-mixed$"):
+    with pytest.raises(UserError, match="no layer in the blocks of .*: set trainer.precision=bf16-mixed$"):
         fp8.convert(tiny(family), fp8_config())
