@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from helpers_models import tiny
+from helpers_models import VOCAB, tiny
 from inprocess import Ended, message, run, stops_at, train_tiny
 from lmtrain.config.batch import Stages
 from lmtrain.config.compose import check, compose
@@ -68,27 +68,32 @@ ROWWISE = {"gate_proj", "up_proj"}
 
 
 @pytest.mark.parametrize(
-    ("recipe", "kinds"),
-    [("tensorwise", TENSORWISE), ("rowwise", ROWWISE), ("rowwise_with_gw_hp", ROWWISE)],
+    ("recipe", "kinds", "factor"),
+    [("tensorwise", TENSORWISE, 6), ("rowwise", ROWWISE, 6), ("rowwise_with_gw_hp", ROWWISE, 4)],
 )
-def test_layers_that_gain_are_converted(recipe: str, kinds: set[str], gpu: None) -> None:
+def test_layers_that_gain_are_converted(recipe: str, kinds: set[str], factor: int, gpu: None) -> None:
     model = shapes("llama", **LLAMA)
     before, keys = dict(model.named_parameters()), list(model.state_dict())
     config = fp8_config(f"trainer.fp8_recipe={recipe}", "data.seq_len=256")
     fp8.convert(model, config)
-    inside = fp8.converted(model)
-    assert {name.rpartition(".")[2] for name in inside} == kinds
-    assert len(inside) == 2 * len(kinds)
+    assert {name.rpartition(".")[2] for name in fp8.converted(model)} == kinds
+    assert len(fp8.converted(model)) == 2 * len(kinds)
     assert list(model.state_dict()) == keys
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
 
-    ((_, words),) = fp8.Fp8().plan_rows(model, config)
-    assert words.startswith(f"{recipe}, in the blocks' layers ")
-    assert set(words.partition("layers ")[2].split(", ")) == kinds
+    q, kv, inner = 2048 * 2048, 2048 * 512, 2048 * 8192
+    inside = 2 * factor * (2 * inner if kinds == ROWWISE else 3 * inner + 2 * q)
+    attention = 12 * 2 * 2048 * 256
+    share = inside / (6 * (2 * (3 * inner + 2 * q + 2 * kv) + 2048 * VOCAB) + attention)
+    words = fp8.in_words(model, config)
+    assert words.startswith(f"{recipe}, {2 * len(kinds)} of 14 linear layers of the blocks: ")
+    assert f", {share:.0%} of the FLOPs; in bf16: " in words
+    assert set(words.rpartition("in bf16: ")[2].partition(", where")[0].split(", ")) == {
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"} - kinds  # fmt: skip
 
     fp8.undo(model)
     assert not fp8.converted(model)
-    assert {type(model.get_submodule(name)) for name in inside} == {nn.Linear}
+    assert {type(m) for m in fp8.linear_layers(model).values()} == {nn.Linear}
     assert flops.parameter_counts(model)[0] == sum(p.numel() for p in before.values())
 
 
@@ -181,7 +186,8 @@ def trained(corpus: Path, folder: Path, *overrides: str) -> Ended:
 def test_resumed_bit_for_bit_and_exported_as_ever(corpus: Path, tmp_path: Path, emulated: None) -> None:
     ended = trained(corpus, tmp_path / "whole", "trainer.max_steps=4")
     words = " ".join(ended.out.replace("│", "").split())
-    assert "fp8 tensorwise, in the blocks' layers gate_proj, up_proj" in words
+    assert "fp8 tensorwise, 4 of 14 linear layers of the blocks: gate_proj, up_proj, " in words
+    assert "in bf16: q_proj, k_proj, v_proj, o_proj, down_proj, where 8 bits gain nothing" in words
 
     assert trained(corpus, tmp_path / "parts", "trainer.max_steps=4", *stops_at(2)).code == PREEMPTED
     trained(corpus, tmp_path / "parts", "trainer.max_steps=4", "run.resume=auto")
@@ -191,7 +197,7 @@ def test_resumed_bit_for_bit_and_exported_as_ever(corpus: Path, tmp_path: Path, 
     assert all(torch.equal(whole[name], parts[name]) and whole[name].dtype == torch.float32 for name in whole)
 
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "whole/export")
-    assert type(exported.get_submodule("model.layers.0.mlp.gate_proj")) is nn.Linear
+    assert {type(m) for m in fp8.linear_layers(exported).values()} == {nn.Linear}
     assert run("export", f"run_dir={tmp_path / 'whole'}", "export.dtype=float32").code == 0  # from the checkpoint
     again = load_file(tmp_path / "whole/export/model.safetensors")
     assert all(torch.equal(whole[name], again[name]) for name in whole)
@@ -234,8 +240,15 @@ def test_a_machine_without_it_is_refused_before_data_is_read(tmp_path: Path, mon
         fp8.check(trainer)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_a_model_that_gains_nothing_is_refused(family: str, gpu: None) -> None:
-    """Of GPT-2 the layers are no nn.Linear, of the other they are narrow."""
-    with pytest.raises(UserError, match="no layer in the blocks of .*: set trainer.precision=bf16-mixed$"):
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [
+        ("gpt2", "the blocks of GPT2LMHeadModel have no nn.Linear, which is what torchao converts"),
+        ("llama", "none of the 14 linear layers of the blocks gains by it, of which the largest has 32 inputs and 48 "),
+    ],
+)
+def test_a_model_that_gains_nothing_is_refused(family: str, words: str, gpu: None) -> None:
+    with pytest.raises(UserError) as error:
         fp8.convert(tiny(family), fp8_config())
+    assert words in str(error.value)
+    assert str(error.value).endswith(": set trainer.precision=bf16-mixed")

@@ -62,6 +62,9 @@ class Difference:
         return self.name in allowed or bool(self.because and all(key in allowed for key in self.because))
 
 
+FEATURE = "feature."  # contents that a checkpoint has only while the feature is on
+
+
 def changes(theirs: dict[str, Any], ours: Fingerprint, before: dict[str, Any], config: Config) -> list[Difference]:
     """What makes `ours` another run than `theirs`, that of a checkpoint of any version.
 
@@ -75,9 +78,10 @@ def changes(theirs: dict[str, Any], ours: Fingerprint, before: dict[str, Any], c
         for name, then in known["keys"].items()
         if name in ours["keys"] and not same(then, ours["keys"][name])
     ]
-    for name, then in known["contents"].items():
-        if name in now and not same(then, now[name]):
-            found += _content(name, then, now[name], found, before, config)
+    for name in {**known["contents"], **{name: None for name in now if name.startswith(FEATURE)}}:
+        then = known["contents"].get(name)
+        if (name in now or name.startswith(FEATURE)) and not same(then, now.get(name)):
+            found += _content(name, then, now.get(name), found, before, config)
     return found
 
 

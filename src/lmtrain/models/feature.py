@@ -4,6 +4,7 @@ The run asks every feature of `run/features.py` in turn and knows none by name: 
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -32,6 +33,18 @@ class Feature:
         """(what, in words) for the plan."""
         return []
 
+    def notes(self, config: Config) -> list[str]:
+        """What the plan should advise on a GPU."""
+        return []
+
+    def content(self, model: PreTrainedModel, config: Config) -> Any:
+        """What a checkpoint has to agree in beside the keys, as JSON can hold it; None where keys tell it all."""
+        return None
+
     def speed(self, config: Config) -> Mapping[str, str]:
         """What tokens/s depends on (summary.json, speed_of)."""
+        return {}
+
+    def summary(self, model: PreTrainedModel, config: Config) -> Mapping[str, Any]:
+        """Entries of summary.json."""
         return {}

@@ -18,6 +18,7 @@ from lmtrain.config.schema_data import DataConfig
 from lmtrain.errors import UserError
 from lmtrain.models.blocks import decoder_blocks
 from lmtrain.models.feature import ADDED, Feature
+from lmtrain.models.flops import flops_per_token
 
 MULTIPLE = 16  # of both sides of a matrix that is multiplied in 8 bits
 INSTEAD = "set trainer.precision=bf16-mixed"
@@ -41,8 +42,15 @@ class Fp8(Feature):
         undo(model)  # the export is compared with it, in fp32
 
     def plan_rows(self, model: PreTrainedModel, config: Config) -> list[tuple[str, str]]:
-        kinds = {name.removesuffix(".base_layer").rpartition(".")[2]: None for name in converted(model)}
-        return [("fp8", f"{config.trainer.fp8_recipe}, in the blocks' layers {', '.join(kinds)}")]
+        return [("fp8", in_words(model, config))]
+
+    def notes(self, config: Config) -> list[str]:
+        if config.trainer.compile:
+            return []
+        return [
+            "trainer.precision=fp8 without torch.compile rounds to 8 bits in kernels of their own, which mostly takes "
+            "longer than is gained: trainer.compile=true, or trainer.precision=bf16-mixed"
+        ]
 
     def speed(self, config: Config) -> dict[str, str]:
         return {"precision": f"{FP8} {config.trainer.fp8_recipe}"}
@@ -80,10 +88,7 @@ def convert(model: PreTrainedModel, config: Config) -> None:
     for block in decoder_blocks(model):
         float8.convert_to_float8_training(block, module_filter_fn=gains, config=options)
     if not converted(model):
-        raise UserError(
-            f"trainer.precision=fp8: no layer in the blocks of {type(model).__name__} gains by it, which takes an "
-            f"nn.Linear whose inputs and outputs are multiples of {MULTIPLE}, and many: {INSTEAD}"
-        )
+        raise UserError(f"trainer.precision=fp8: {_why_none(model)}: {INSTEAD}")
 
 
 def recipe(config: Config) -> Any:
@@ -105,6 +110,29 @@ def converted(model: nn.Module) -> dict[str, nn.Linear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, kind)}
 
 
+def in_words(model: PreTrainedModel, config: Config) -> str:
+    """Which layers multiply in 8 bits, what share of a token's FLOPs that is, and which layers don't."""
+    inside, layers = converted(model), linear_layers(model)
+    outside = {n: m for n, m in layers.items() if n not in inside}
+    weights_in_bf16 = config.trainer.fp8_recipe == "rowwise_with_gw_hp"
+    flops = sum(
+        m.weight.numel() * (6 if m.weight.requires_grad and not weights_in_bf16 else 4) for m in inside.values()
+    )
+    share = flops / flops_per_token(model, config.data.seq_len)
+    rest = f"; in bf16: {_kinds(outside)}, where 8 bits gain nothing" if outside else ""
+    return (
+        f"{config.trainer.fp8_recipe}, {len(inside)} of {len(layers)} linear layers of the blocks: {_kinds(inside)}, "
+        f"{share:.0%} of the FLOPs{rest}"
+    )
+
+
+def linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear]:
+    """Those of the decoder blocks by name, without adapters and routers."""
+    names = {id(m): n for n, m in model.named_modules()}
+    found = [m for block in decoder_blocks(model) for m in block.modules() if isinstance(m, nn.Linear)]
+    return {names[id(m)]: m for m in found if not _is_kept(names[id(m)])}
+
+
 def _gains(recipe_name: str) -> Any:
     """Says of a layer, by its name within a block, whether torchao knows its shape to gain."""
     measured = "rowwise" if recipe_name.startswith("rowwise") else recipe_name  # what torchao has thresholds of
@@ -114,6 +142,23 @@ def _gains(recipe_name: str) -> Any:
 
 def _is_kept(name: str) -> bool:
     return any(part in f"{name}." for part in _KEPT)
+
+
+def _why_none(model: PreTrainedModel) -> str:
+    layers = linear_layers(model)
+    if not layers:
+        return f"the blocks of {type(model).__name__} have no nn.Linear, which is what torchao converts"
+    widest = max(layers.values(), key=lambda m: m.weight.numel())
+    return (
+        f"none of the {len(layers)} linear layers of the blocks gains by it, of which the largest has "
+        f"{widest.in_features} inputs and {widest.out_features} outputs (both have to be multiples of {MULTIPLE}, and "
+        f"wide)"
+    )
+
+
+def _kinds(layers: dict[str, nn.Linear]) -> str:
+    """Their names without what stands before them: 'q_proj, o_proj'."""
+    return ", ".join(dict.fromkeys(n.removesuffix(".base_layer").rpartition(".")[2] for n in layers))
 
 
 def _in_multiples(data: DataConfig) -> bool:

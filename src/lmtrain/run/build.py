@@ -53,7 +53,7 @@ from lmtrain.objectives.guard import StepGuard
 from lmtrain.optim.optimizers import build_optimizer
 from lmtrain.optim.schedules import build_schedule
 from lmtrain.run.build_callbacks import Length, build_callbacks, build_feed, check_monitors
-from lmtrain.run.features import features_on
+from lmtrain.run.features import contents_of_features, features_on
 from lmtrain.run.loggers import build_loggers
 from lmtrain.run_folder.folder import RunDir
 from lmtrain.strategies import lightning_private, sharding
@@ -226,6 +226,7 @@ def run_fingerprint(config: Config, corpus: Corpus, hf_model: Any) -> Fingerprin
         "tokenizer": tokenizer_hash(corpus.tokenizer),
         "model": {k: v for k, v in architecture.items() if k != "transformers_version"},
         **starting_weights(config, hf_model),
+        **contents_of_features(hf_model, config),
     }
     earlier = {"tokenizer": plain_text_hash(corpus.tokenizer), "model": short_hash(architecture)}
     found = fingerprint(config, contents, earlier)

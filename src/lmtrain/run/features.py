@@ -1,6 +1,11 @@
 """The features of a run: all that cut across rooms, each asked for what it says of itself (models/feature.py)."""
 
+from typing import Any
+
+from transformers import PreTrainedModel
+
 from lmtrain.adapters.memory_adapter import Memory
+from lmtrain.config.fingerprint import FEATURE
 from lmtrain.config.schema import Config
 from lmtrain.models.feature import Feature
 from lmtrain.models.fp8 import Fp8
@@ -10,3 +15,9 @@ FEATURES: list[Feature] = [Memory(), Fp8()]
 
 def features_on(config: Config) -> list[Feature]:
     return [feature for feature in FEATURES if feature.is_on(config)]
+
+
+def contents_of_features(model: PreTrainedModel, config: Config) -> dict[str, Any]:
+    """What a checkpoint has to agree in, by the feature's class name; those that say nothing are left out."""
+    found = {f"{FEATURE}{type(f).__name__.lower()}": f.content(model, config) for f in features_on(config)}
+    return {name: content for name, content in found.items() if content is not None}

@@ -373,7 +373,7 @@ def for_gpus(run: "Run") -> list[str]:
             f"in {c.trainer.precision} experts are multiplied one after the other, waiting for the GPU in each layer: "
             f"trainer.precision=bf16-mixed multiplies them at once"
         )
-    return notes
+    return [*notes, *(note for feature in features_on(c) for note in feature.notes(c))]
 
 
 def checkpointing_words(c: Config) -> str:

@@ -92,6 +92,8 @@ def write_summary(run: "Run", status: str, started: float, error: BaseException 
     made = forecast_of(run)
     if made is not None:
         summary["forecast"] = made
+    for feature in features_on(run.config):
+        summary |= feature.summary(run.objective.model.model, run.config)
     if error is not None:
         summary["error"] = f"{type(error).__name__}: {error}"
     run.dir.write_summary(summary)
