@@ -164,6 +164,14 @@ def shared_prompts(starts: Tensor, tokens: int) -> Prefixes:
     return Prefixes(lengths, torch.tensor(index), torch.tensor(ends, dtype=torch.int32))
 
 
+def test_one_more_variant_than_allowed_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    model = compiled("llama", changing_lengths=False)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for lengths in MICRO_BATCHES:
+            model(**packed(lengths)).loss_sum.backward()
+    assert [r.message for r in caplog.records if "runs further ones uncompiled" in r.message]
+
+
 TERMS = [losses.Terms(0.0, 0.0, None), losses.Terms(1e-2, 0.1, None), losses.Terms(0.0, 0.1, 5.0)]
 
 

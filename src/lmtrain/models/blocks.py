@@ -3,6 +3,7 @@ output layer behind them."""
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -82,6 +83,8 @@ def _recomputed_from_host(function: Callable[..., Any], *args: Any) -> Any:
         return checkpoint.checkpoint(function, *args, use_reentrant=False)
 
 
+log = logging.getLogger(__name__)
+
 # Blocks of one shape share their code, and torch counts variants by code: trained and not, with an adapter and without,
 # sliding and full attention are a dozen. Past its own limit of 8 torch runs blocks uncompiled.
 VARIANTS = 64
@@ -97,6 +100,9 @@ def compile_model(model: PreTrainedModel, changing_lengths: bool = False, backen
     # Lightning trains inside DDP.forward, where torch would cut a block's graph at the 25 MB buckets of its gradients.
     torch._dynamo.config.optimize_ddp = False
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, VARIANTS)
+    logger = logging.getLogger("torch._dynamo.convert_frame")
+    if not any(isinstance(f, _GivesUp) for f in logger.filters):
+        logger.addFilter(_GivesUp())
     for block in decoder_blocks(model):
         block.compile(dynamic=True if changing_lengths else None, backend=backend)
 
@@ -105,6 +111,22 @@ def let_grow(*tensors: Tensor, dim: int = 0) -> None:
     """Tells torch.compile that tensors will come in other sizes along `dim`, so that it makes code for any at once."""
     for tensor in tensors:
         torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+class _GivesUp(logging.Filter):
+    """Says in plain words what torch's own warning means, once."""
+
+    said = False
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if "recompile_limit" in record.getMessage() and not self.said:
+            self.said = True
+            log.warning(
+                "torch.compile has made more than %d variants of a block and runs further ones uncompiled, slower: "
+                "trainer.compile=false makes none (TORCH_LOGS=recompiles shows why)",
+                torch._dynamo.config.recompile_limit,
+            )
+        return True
 
 
 def output_head(model: PreTrainedModel, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
