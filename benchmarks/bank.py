@@ -12,7 +12,7 @@ from machine import machine
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lmtrain.adapters.memory import MemorySettings, attach_memory, decoder_layers, memory_blocks
-from lmtrain.adapters.trainable import disabled
+from lmtrain.adapters.memory_adapter import without_memory
 
 SHAPE = {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9,
          "num_key_value_heads": 3, "tie_word_embeddings": True}  # fmt: skip
@@ -78,7 +78,7 @@ def turned_off(model: LlamaForCausalLM, ids: torch.Tensor) -> float:
     block, layer = memory_blocks(model)[0], decoder_layers(model)[0]
     bias = torch.zeros(SHAPE["hidden_size"], requires_grad=True)  # type: ignore[call-overload]
     handle = layer.register_forward_hook(lambda _module, _inputs, output: output + bias)
-    with disabled(model):
+    with without_memory(model):
         started = time.process_time()
         model(ids, labels=ids, use_cache=False).loss.backward()
         taken = time.process_time() - started

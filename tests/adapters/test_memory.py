@@ -20,8 +20,9 @@ from lmtrain.adapters.memory import (
     read_chapters,
     tiles,
 )
-from lmtrain.adapters.trainable import disabled
+from lmtrain.adapters.memory_adapter import check_start, without_memory
 from lmtrain.config.schema import OptimizerConfig
+from lmtrain.errors import RunError
 from lmtrain.models.blocks import compile_model, enable_activation_checkpointing
 from lmtrain.models.language_model import LanguageModel
 from lmtrain.optim.groups import parameter_groups
@@ -133,9 +134,12 @@ def test_a_new_memory_is_the_base_bit_for_bit(family: str) -> None:
     expected = model(ids).logits
     attach_memory(model, settings())
     assert torch.equal(model(ids).logits, expected)
+    check_start(model)
     open_gates(model)
     assert not torch.equal(model(ids).logits, expected)
-    with disabled(model):
+    with pytest.raises(RunError, match="changes the model before it is trained"):
+        check_start(model)
+    with without_memory(model):
         assert torch.equal(model(ids).logits, expected)
 
 

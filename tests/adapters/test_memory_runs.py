@@ -161,6 +161,7 @@ WRONG = {
     "memory.layers=[0,2]": "memory.layers=[0, 2]: there is no layer 2; the model has 2, 0 to 1",
     "memory.layers=every_4": "memory.layers=every_4: the model has only 2 layers; set memory.layers=[1]",
     "memory.layers=all": "memory.layers=all: every_4 say, or a list of layers counted from 0",
+    "memory.chapter_size=4000000000": "the memory needs 7,629.4 GiB to be trained",
     "router.z_loss=-1": "router.z_loss=-1.0: a number from 0 up is needed",
     "router.load_balance=-0.1": "router.load_balance=-0.1: a number from 0 up is needed",
     "memory.router=top": "memory.router=top is not known; did you mean top_k?",

@@ -44,7 +44,7 @@ from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import _disable_current_modes
 from watch import Watch
 
-from lmtrain.adapters import quantized
+from lmtrain.adapters import memory_adapter, quantized
 from lmtrain.callbacks.stopping import Preemption
 from lmtrain.checkpoints.checkpoint_io import FolderCheckpointIO
 from lmtrain.config.compose import check, compose
@@ -188,6 +188,7 @@ def run(name: str, overrides: list[str], folder: Path) -> dict[str, Any]:
         mock.patch.object(with_reference, "first_values_hash", return_value=""),
         mock.patch.object(Precomputed, "find", no_reference),
         mock.patch.object(LanguageModel, "_compare_logits"),
+        mock.patch.object(memory_adapter, "check_start"),
         # Lightning copies what is logged deep, storage and all.
         mock.patch.object(pl.LightningModule, "log_dict"),
         # torch.tensor(.., device="cuda") is then made on the host and copied.

@@ -1,6 +1,8 @@
-"""A memory put into the model of a run: its settings from the config, what is frozen, its line of the plan."""
+"""A memory put into the model of a run: its settings from the config, its size, what is frozen, the first check."""
 
+import contextlib
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,15 @@ from transformers import PreTrainedModel
 
 from lmtrain.adapters.memory import MemorySettings, attach_memory, decoder_layers, memory_blocks
 from lmtrain.adapters.memory_export import load_memory, settings_in
+from lmtrain.adapters.trainable import switched
 from lmtrain.config.checks import chosen_layers
 from lmtrain.config.options import LoadedModelConfig
 from lmtrain.config.schema import Config, MemoryConfig, ModelConfig
-from lmtrain.errors import UserError
+from lmtrain.errors import RunError, UserError
 from lmtrain.models.feature import Feature
 from lmtrain.models.folder import is_exported
+
+BYTES = 16  # a trained fp32 number: itself, its gradient, AdamW's two moments
 
 
 class Memory(Feature):
@@ -35,12 +40,15 @@ def attach(model: PreTrainedModel, config: Config) -> None:
     global random generator is left as it was.
 
     Raises:
-        UserError: a layer that doesn't exist, a model whose layers can't be found, an export's memory of another shape.
+        UserError: a layer that doesn't exist, a bank that doesn't fit, a model whose layers can't be found, an export's
+            memory of another shape.
+        RunError: the model with its new memory is not the model without.
     """
     settings = settings_of(config.memory, model)
     exported = _exported(config.model)
     if exported is not None:
         _check_same(settings, settings_in(exported), exported)
+    _check_size(settings, model, config.trainer.accelerator)
     if config.peft.method == "memory":
         model.requires_grad_(False)
     with torch.random.fork_rng([]):
@@ -51,7 +59,9 @@ def attach(model: PreTrainedModel, config: Config) -> None:
     if settings.share_bank:
         model.base_model.memory_bank.to(model.device)
     model.train()
-    if exported is not None and model.device.type != "meta":
+    if exported is None:
+        check_start(model)
+    elif model.device.type != "meta":
         load_memory(model, exported)
 
 
@@ -103,15 +113,57 @@ def settings_of(cfg: MemoryConfig, model: PreTrainedModel) -> MemorySettings:
     return MemorySettings(**values)
 
 
+def _check_size(s: MemorySettings, model: PreTrainedModel, accelerator: str) -> None:
+    banks = 1 if s.share_bank else len(s.layers)
+    needed = banks * 2 * s.num_chapters * s.chapter_size * s.memory_dim * BYTES
+    if accelerator == "cuda" and torch.cuda.is_available():
+        there = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    else:
+        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > there:
+        raise UserError(
+            f"the memory needs {needed / 2**30:,.1f} GiB to be trained (memory.num_chapters={s.num_chapters} x "
+            f"memory.chapter_size={s.chapter_size} slots of memory.memory_dim={s.memory_dim}, {banks} bank(s)), and "
+            f"there are {there / 2**30:,.1f} GiB: lower one of them"
+            f"{'' if s.share_bank else ', or set memory.share_bank=true'}"
+        )
+
+
+@torch.no_grad()
+def check_start(model: PreTrainedModel) -> None:
+    """Raises RunError unless the model with its new memory computes, bit for bit, what it does without."""
+    if model.device.type == "meta":
+        return
+    ids = torch.arange(8, device=model.device).remainder(model.config.get_text_config().vocab_size)[None]
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    found = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    with without_memory(model):
+        expected = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    for module in training:
+        module.training = True
+    if not torch.equal(found, expected):
+        raise RunError("the new memory changes the model before it is trained: please report this with config.yaml")
+
+
 def memory_of(model: nn.Module) -> MemorySettings | None:
     """The shape of the model's memory; None where it has none."""
     blocks = memory_blocks(model)
     return blocks[0].settings if blocks else None
 
 
+def reads_memory(model: nn.Module) -> bool:
+    return bool(memory_blocks(model))
+
+
 def has_been_trained(model: nn.Module) -> bool:
     """Whether an output gate is not at its beginning, zero."""
     return any(bool(block.gate.any()) for block in memory_blocks(model))
+
+
+def without_memory(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Within it the model reads no memory."""
+    return switched(memory_blocks(model), "enabled", False)
 
 
 def describe_memory(s: MemorySettings) -> str:
