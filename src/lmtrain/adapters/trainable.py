@@ -4,7 +4,7 @@ peft is not imported here: it takes seconds, and every objective needs this file
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from lmtrain.config.schema import PeftConfig
 from lmtrain.data.store.contents import Facts
 from lmtrain.distributed.dtensor import full_shape, like
 from lmtrain.errors import UserError
+from lmtrain.models.blocks import switched
 from lmtrain.models.feature import ADDED
 from lmtrain.models.weight_files import some_of
 
@@ -44,19 +45,6 @@ class Adapter:
 def adapter_of(model: nn.Module) -> Adapter | None:
     """The adapter that `adapters.attach` put into the model."""
     return model.__dict__.get(ATTRIBUTE)
-
-
-@contextmanager
-def switched(modules: Iterable[Any], attribute: str, value: Any) -> Iterator[None]:
-    """Within it the attribute of all modules is `value`; afterwards what it was in each."""
-    before = [(module, getattr(module, attribute)) for module in modules]
-    for module, _ in before:
-        setattr(module, attribute, value)
-    try:
-        yield
-    finally:
-        for module, old in before:
-            setattr(module, attribute, old)
 
 
 @contextmanager

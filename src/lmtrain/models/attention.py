@@ -24,7 +24,7 @@ NAME = "lmtrain"  # the attn_implementation of models built here; transformers n
 # Tokens of a row x width of a head from which a CPU trains attention faster in half precision than in fp32,
 # on one thread: fp32 takes 0.2 of the time at 64 x 32, 0.35 to 0.5 at 128, 0.75 at 256 x 32, but 1.2 at 256 x 64.
 CPU_HALF_PRECISION_FROM = 256 * 64
-FEWER_KEY_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # since torch 2.12
+FEWER_KEY_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # which torch 2.11 may lack
 SLIDES = "lmtrain_slides"
 SLIDING = "sliding_attention"  # transformers' name in config.layer_types
 
@@ -107,10 +107,11 @@ def _refuse_what_is_not_done_here(
 ) -> None:
     if query.shape[2] != key.shape[2]:
         raise RuntimeError("this attention has no key-value cache: generate inside attention.generation_mode(model)")
-    extras = [name for name in ("attention_mask", "position_bias") if asked.get(name) is not None]
+    extras = [name for name in ("position_bias", "attention_mask") if asked.get(name) is not None]
     if getattr(module, "is_causal", True) is False or asked.get("is_causal") is False:
         extras.append("is_causal=False")
-    if sliding_window is None and getattr(module, SLIDES, False):
+    slides = getattr(module, SLIDES, None)
+    if sliding_window is None and (_is_sliding(module) if slides is None else slides):
         extras.append("a sliding window that it doesn't pass on")
     if extras:
         raise UserError(
@@ -123,10 +124,16 @@ def _refuse_what_is_not_done_here(
 def mark_sliding(model: nn.Module) -> None:
     """Notes on each attention layer whether it slides: read from its index, a compiled block would be one per layer."""
     for module in model.modules():
-        index = getattr(module, "layer_idx", None)
-        if index is not None:
-            kinds = getattr(getattr(module, "config", None), "layer_types", None) or ()
-            setattr(module, SLIDES, SLIDING in kinds and kinds[index] == SLIDING)
+        if hasattr(module, "layer_idx"):
+            setattr(module, SLIDES, _is_sliding(module))
+
+
+def _is_sliding(module: nn.Module) -> bool:
+    types = getattr(getattr(module, "config", None), "layer_types", None)
+    if types is None or SLIDING not in types:
+        return False
+    index = getattr(module, "layer_idx", None)
+    return index is None or types[index] == SLIDING
 
 
 def _sdpa(
@@ -234,7 +241,8 @@ def _varlen_documents(
         k, v = (x.index_select(0, documents.prefixes.kv_index) for x in (k, v))
         cu_kv = documents.prefixes.cu_kv
     # No document is longer than a row, and that bound is known without asking the GPU.
-    return varlen_attn(q, k, v, cu, cu_kv, seq_len, seq_len, **options).view(batch, seq_len, heads, -1)
+    out: Any = varlen_attn(q, k, v, cu, cu_kv, seq_len, seq_len, **options)
+    return out.view(batch, seq_len, heads, -1)
 
 
 AttentionInterface.register(NAME, attention)

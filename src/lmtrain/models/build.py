@@ -3,7 +3,7 @@
 import contextlib
 import difflib
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -125,7 +125,8 @@ def _config(
 def _scratch_config(cfg: ScratchModelConfig, given: dict[str, Any]) -> PretrainedConfig:
     family = cfg.family
     if family is None or family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        hint = _did_you_mean(str(family), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+        near = difflib.get_close_matches(str(family), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, n=3)
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
         raise UserError(
             f"model.family={family} is not a causal language model of transformers{hint} (gpt2, llama, ...)"
         )
@@ -152,11 +153,6 @@ def _scratch_config(cfg: ScratchModelConfig, given: dict[str, Any]) -> Pretraine
         raise UserError(f"model.family={family} refuses this shape: {_last_line(error)}") from error
 
 
-def _did_you_mean(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), n=3)
-    return f"; did you mean {' or '.join(near)}?" if near else ""
-
-
 def _dropout_fields(cfg: ModelConfig, config: PretrainedConfig) -> dict[str, float]:
     return {name: cfg.dropout for name in DROPOUTS if hasattr(config, name)}
 
@@ -164,7 +160,8 @@ def _dropout_fields(cfg: ModelConfig, config: PretrainedConfig) -> dict[str, flo
 def _extra_fields(cfg: ModelConfig, config: PretrainedConfig) -> dict[str, Any]:
     for name in cfg.extra:
         if name.startswith("_") or not hasattr(config, name):  # such as the name of a kernel that is downloaded
-            hint = _did_you_mean(name, config.to_dict())
+            near = difflib.get_close_matches(name, config.to_dict(), n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
             raise UserError(f"model.extra.{name}: {type(config).__name__} of transformers has no such field{hint}")
     return dict(cfg.extra)
 
@@ -175,7 +172,8 @@ def _check_shape(cfg: ScratchModelConfig) -> None:
         if isinstance(value, int) and not isinstance(value, bool) and value < 1:
             raise UserError(f"model.{key}={value}: at least 1 is needed")
     if cfg.hidden_act is not None and cfg.hidden_act not in ACT2FN:
-        raise UserError(f"model.hidden_act={cfg.hidden_act} is not known{_did_you_mean(cfg.hidden_act, ACT2FN)}")
+        near = difflib.get_close_matches(cfg.hidden_act, list(ACT2FN), n=3)
+        raise UserError(f"model.hidden_act={cfg.hidden_act} is not known; did you mean {' or '.join(near) or 'gelu'}?")
     width, heads, groups = cfg.hidden_size, cfg.num_attention_heads, cfg.num_key_value_heads
     if width and heads and cfg.head_dim is None and width % heads:
         divisors = [d for d in range(1, width + 1) if width % d == 0]

@@ -91,7 +91,9 @@ class Documents:
         """[length, prefix + length] bool: what the queries of a document see of its prefix and itself."""
         key = (length, prefix, window)
         if key not in self._masks:
-            self._masks[key] = causal_mask(length, window, self.cu_seqlens.device, prefix)
+            ones = torch.ones(length, prefix + length, dtype=torch.bool, device=self.cu_seqlens.device)
+            seen = ones.tril(prefix)
+            self._masks[key] = seen if window is None else seen & ones.triu(prefix - window + 1)
         return self._masks[key]
 
     def _dense_mask(self, window: int | None) -> Tensor:
@@ -155,9 +157,9 @@ def why_not_varlen(device: torch.device) -> str | None:
 
 
 @lru_cache(maxsize=8)
-def causal_mask(length: int, window: int | None, device: torch.device, prefix: int = 0) -> Tensor:
-    """[T, prefix + T] bool: query q (rows) sees key k (columns), of which the first come before all queries."""
-    position = torch.arange(prefix + length, device=device)
-    distance = position[prefix:].unsqueeze(1) - position  # q - k
+def causal_mask(length: int, window: int | None, device: torch.device) -> Tensor:
+    """[T, T] bool: query q (rows) sees key k (columns)."""
+    position = torch.arange(length, device=device)
+    distance = position.unsqueeze(1) - position  # q - k
     seen = distance >= 0
     return seen if window is None else seen & (distance < window)

@@ -81,8 +81,9 @@ def convert(model: PreTrainedModel, config: Config) -> None:
     It has to be done before layers are compiled or shared out.
 
     Raises:
-        UserError: no layer gains.
+        UserError: no layer gains; see `check`.
     """
+    check(config.trainer)
     float8, gains = _torchao(), _gains(config.trainer.fp8_recipe)
     options = recipe(config)
     for block in decoder_blocks(model):

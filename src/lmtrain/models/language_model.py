@@ -83,7 +83,7 @@ class LanguageModel(nn.Module):
         config = model.config.get_text_config()
         self.routers = Routers(model)
         self.router_losses = RouterLosses(model, self.routers, router)
-        self.has_router = bool(self.routers.modules)
+        self.has_router = self.routers.of_experts
         self.attention_dropout = attention_dropout(config)
         slides = any(getattr(module, SLIDES, False) for module in model.modules())
         self.window = getattr(config, "sliding_window", None) if slides else None
@@ -274,9 +274,11 @@ class LanguageModel(nn.Module):
             options["documents"] = self._documents(cu_seqlens, input_ids, prefixes)
         elif self.window is not None and self.window < self._whole_shape(input_ids)[1]:
             options["documents"] = self._whole_rows(input_ids)
+        if self.routers.by_transformers:
+            options["output_router_logits"] = True
         with contextlib.nullcontext() if self._compiled() else torch.compiler.set_stance("force_eager"):
             out = self.model.base_model(input_ids=input_ids, use_cache=False, **options)
-        return out.last_hidden_state, self.routers.take()
+        return out.last_hidden_state, self.routers.take(out)
 
     def _documents(self, cu_seqlens: Tensor, input_ids: Tensor, prefixes: Prefixes | None) -> Documents:
         if self.unpacked_because is not None:
@@ -388,9 +390,8 @@ def shared_cross_entropy(
     padding = -len(labels) % ranks
     hidden = laid_out(F.pad(hidden, (0, 0, 0, padding)), mesh, Replicate(), Shard(0))  # [N / ranks, D]
     labels = F.pad(labels, (0, padding), value=IGNORE_INDEX).chunk(ranks)[mesh.get_local_rank()]
-    own = of_rows(
-        hidden, _scaled_gradient(weight, ranks), None if bias is None else _scaled_gradient(bias, ranks), labels
-    )
+    bias = None if bias is None else _scaled_gradient(bias, ranks)
+    own = of_rows(hidden, _scaled_gradient(weight, ranks), bias, labels)
     loss_sum, nll_sum = (laid_out(x, mesh, Partial(), Replicate()) for x in (own.loss_sum, own.nll_sum))
     return CrossEntropy(loss_sum, nll_sum.detach(), n_tokens)
 

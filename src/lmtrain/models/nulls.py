@@ -18,7 +18,13 @@ from lmtrain.errors import UserError
 ALIASES = {
     "norm_eps": ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps"),
     "intermediate_size": (
-        *("intermediate_size", "n_inner", "ffn_dim", "decoder_ffn_dim", "ffn_hidden_size", "dff", "d_inner"),
+        "intermediate_size",
+        "n_inner",
+        "ffn_dim",
+        "decoder_ffn_dim",
+        "ffn_hidden_size",
+        "dff",
+        "d_inner",
     ),
     "hidden_act": ("hidden_act", "activation_function"),
     "rope_theta": ("rope_parameters",),

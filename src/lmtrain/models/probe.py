@@ -191,11 +191,15 @@ SIZES: tuple[tuple[int, str], ...] = (
 SIZE_OF = {name: size for size, names in SIZES for name in names.split()}
 CHOSEN_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "num_global_key_value_heads")
-_WINDOWS = (
-    "sliding_window attention_window_size window_size local_attention sliding_window_size attention_chunk_size "
-    "keep_window_size"
+WINDOWS = (
+    "sliding_window",
+    "attention_window_size",
+    "window_size",
+    "local_attention",
+    "sliding_window_size",
+    "attention_chunk_size",
+    "keep_window_size",
 )
-WINDOWS = tuple(_WINDOWS.split())
 
 
 def shrink(config: PretrainedConfig, seq_len: int) -> PretrainedConfig:

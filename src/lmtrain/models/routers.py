@@ -27,6 +27,9 @@ class Routers:
     """The routers of a model, in order; none where it has neither a mixture of experts nor a memory.
 
     Modules that keep their logits themselves (a memory's blocks) say so: `keeps_router_logits`, `top_k`.
+
+    `by_transformers` is true where transformers finds router logits in a way that is not known here: then they are to
+    be asked for with `output_router_logits`.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -40,15 +43,21 @@ class Routers:
             ]
             for module in self.modules:
                 module.register_forward_hook(_keep(recorder.index))
+        self.by_transformers = recorder is not None and not self.modules
         self.memories: list[Any] = [m for m in model.modules() if getattr(m, "keeps_router_logits", False)]
 
-    def take(self) -> Logits:
-        """The logits of the forward just made; they are kept no longer.
+    @property
+    def of_experts(self) -> bool:
+        return bool(self.modules) or self.by_transformers
+
+    def take(self, output: Any) -> Logits:
+        """The logits of the forward just made, whose output this is; they are kept no longer.
 
         A memory that is turned off gives none.
         """
-        of_kinds = {"router": self.modules, "memory": [m for m in self.memories if m.enabled]}
-        return {kind: tuple(m.__dict__.pop(KEPT) for m in modules) for kind, modules in of_kinds.items() if modules}
+        experts = tuple(module.__dict__.pop(KEPT) for module in self.modules) or getattr(output, "router_logits", None)
+        found = {"router": experts or (), "memory": tuple(m.__dict__.pop(KEPT) for m in self.memories if m.enabled)}
+        return {kind: logits for kind, logits in found.items() if logits}
 
 
 class _Kind(NamedTuple):
@@ -100,7 +109,7 @@ class RouterLosses:
         own = getattr(config, "router_aux_loss_coef", None) or 0.0
         wanted = settings.load_balance if settings is not None else None
         self.kinds: dict[str, _Kind] = {}
-        if routers.modules:
+        if routers.of_experts:
             self.kinds["router"] = _Kind(getattr(config, "num_experts_per_tok", 0), own if wanted is None else wanted)
         if routers.memories:
             self.kinds["memory"] = _Kind(routers.memories[0].top_k, wanted or 0.0)
