@@ -89,7 +89,7 @@ def attention(
     elif not scores.plain:
         raise UserError(
             f"{type(module).__name__} caps its attention's scores or has a sink, which model.attention=varlen doesn't "
-            f"do: set model.attention=slices"
+            f"do on CUDA: set model.attention=slices"
         )
     else:
         out = _varlen_documents(query, key, value, scaling, sliding_window, documents)

@@ -148,7 +148,7 @@ def choose_method(choice: str, device: torch.device, dtype: torch.dtype, dropout
 def why_not_varlen(device: torch.device) -> str | None:
     """What torch's variable-length attention lacks on this device; None where it runs."""
     if device.type != "cuda":
-        return f"needs CUDA (here: {device.type})"
+        return f"needs CUDA and torch 2.11 or newer (here: {device.type}, torch {torch.__version__})"
     capability = torch.cuda.get_device_capability(device)
     if capability < FLASH_CAPABILITY:
         found = f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}"
