@@ -89,10 +89,7 @@ def build_model(
         else:
             grows = vocab_size > config.get_text_config().vocab_size  # by rows around the mean of those there are
             left = _left_in_files(cfg, config) if in_files and not grows else None
-            # In fp32: the checkpoint's own dtype is often bf16, too coarse to take small updates.
-            model = left or _from_hub(
-                folder.from_pretrained, cfg, config=config, dtype=torch.float32, scalar_head=scalar_head, **loading
-            )
+            model = left or _load(cfg, config, scalar_head, loading)
         _grow_vocabulary(model, vocab_size)
     _let_padding_learn(model)
     set_attention(cfg.attention, model, seq_len)
@@ -215,6 +212,13 @@ def _left_in_files(cfg: LoadedModelConfig, config: PretrainedConfig) -> PreTrain
         return None
     model: PreTrainedModel = _from_hub(folder.from_pretrained, cfg, config=config, dtype="auto", scalar_head=False)
     return model if weight_files.leave(model, str(cfg.name_or_path)) else None
+
+
+def _load(
+    cfg: LoadedModelConfig, config: PretrainedConfig, scalar_head: bool, loading: dict[str, Any]
+) -> PreTrainedModel:
+    dtype = torch.float32  # the checkpoint's own is often bf16, too coarse to take small updates
+    return _from_hub(folder.from_pretrained, cfg, config=config, dtype=dtype, scalar_head=scalar_head, **loading)
 
 
 def _grow_vocabulary(model: PreTrainedModel, vocab_size: int) -> None:
