@@ -13,8 +13,15 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from helpers_models import objective
 from inprocess import run
 from lmtrain.adapters import lora as adapters
-from lmtrain.adapters.merge import merged
-from lmtrain.adapters.trainable import adapter_of, base_identity, check_weights, restore_start, without_frozen
+from lmtrain.adapters.lora import merged
+from lmtrain.adapters.trainable import (
+    adapter_of,
+    base_identity,
+    check_weights,
+    disabled,
+    restore_start,
+    without_frozen,
+)
 from lmtrain.config.schema import OptimizerConfig, PeftConfig
 from lmtrain.data.store.contents import REMEMBER_FROM, Facts
 from lmtrain.errors import UserError
@@ -194,7 +201,7 @@ def test_what_is_moved_from_the_base_is_accounted_for(kind: str, bases: dict[str
     adapters.write_adapter(adapter, tmp_path / "adapter", torch.float32)
     loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
     assert torch.allclose(logits(loaded), live, atol=1e-4), "exported, it works on the untouched base"
-    with pytest.raises(UserError, match="moved its weights"), adapters.disabled(model):
+    with pytest.raises(UserError, match="moved its weights"), disabled(model):
         pass
 
 
@@ -219,7 +226,7 @@ def test_disabled_is_the_base(bases: dict[str, Path]) -> None:
     train(model, steps=2)
     expected = logits(AutoModelForCausalLM.from_pretrained(bases["tied"]))
     assert not torch.allclose(logits(model), expected, atol=1e-3)
-    with adapters.disabled(model):
+    with disabled(model):
         assert torch.allclose(logits(model), expected, atol=1e-5)
         hidden = LanguageModel(model, objective())(**BATCH)
     base = LanguageModel(pretrained(bases["tied"]), objective())(**BATCH)

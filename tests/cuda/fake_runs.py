@@ -50,7 +50,6 @@ from lmtrain.checkpoints.checkpoint_io import FolderCheckpointIO
 from lmtrain.config.compose import check, compose
 from lmtrain.data.modules import TokenDataModule
 from lmtrain.distributed import devices, process_group
-from lmtrain.models import attention
 from lmtrain.models.language_model import LanguageModel
 from lmtrain.objectives import with_reference
 from lmtrain.objectives.reference import Precomputed
@@ -64,13 +63,6 @@ FIXED = [
     "trainer.log_every_n_steps=100", "trainer.val_check_interval=null", "trainer.limit_val_batches=1",
     "callbacks.samples.every_n_validations=0", "callbacks.progress.style=none", "logger=none", "export.enabled=false",
 ]  # fmt: skip
-
-
-def flex(query: Any, key: Any, value: Any, *, block_mask: Any, scale: Any, enable_gqa: bool) -> Any:
-    """flex_attention wants a compiler for a device that is there: a product of its shapes and dtype instead."""
-    repeats = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
-    return aten._scaled_dot_product_efficient_attention(query, key, value, None, torch.is_grad_enabled())[0]
 
 
 def without_values(model: torch.nn.Module, fake: FakeTensorMode) -> torch.nn.Module:
@@ -203,7 +195,6 @@ def run(name: str, overrides: list[str], folder: Path) -> dict[str, Any]:
         mock.patch.object(FakeTensorMode, "avoid_device_init", True),
         # Without kernels torch would compute it out of its parts.
         mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", fused_attention),
-        mock.patch.object(attention, "_compiled_flex", return_value=flex),
         # Fake parameters are moved by swapping them, which refuses tensors that someone refers to weakly.
         mock.patch.object(torch.utils.weakref, "getweakrefs", return_value=[]),
     ]

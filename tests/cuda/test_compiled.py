@@ -14,8 +14,8 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers_models import objective, packed, tiny
-from lmtrain.adapters.disabled import disabled
 from lmtrain.adapters.lora import attach
+from lmtrain.adapters.trainable import disabled
 from lmtrain.config.compose import check, compose
 from lmtrain.losses import cross_entropy as losses
 from lmtrain.models import attention, fp8, language_model
@@ -45,7 +45,8 @@ def varlen(
 @pytest.fixture(autouse=True)
 def _stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(language_model, "choose_method", lambda *_: "varlen")
-    monkeypatch.setattr(attention, "varlen", lambda: (varlen, frozenset({"window_size", "enable_gqa"})))
+    monkeypatch.setattr(attention, "varlen_attn", varlen)
+    monkeypatch.setattr(attention, "FEWER_KEY_HEADS", True)
     monkeypatch.setattr(losses, "_compile_block", lambda: torch.compile(losses._block, backend="eager"))
     torch._dynamo.reset()
     counters.clear()

@@ -19,8 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lmtrain.distributed.dtensor import whole
 from lmtrain.distributed.ranks import leave
 from lmtrain.models.blocks import decoder_blocks
-from lmtrain.models.split import check, split
-from lmtrain.models.split_tokens import TokenShares
+from lmtrain.models.split import TokenShares, check, split
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

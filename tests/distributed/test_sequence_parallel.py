@@ -16,7 +16,7 @@ from chats import write_chats
 from inprocess import message, run
 from lmtrain.errors import UserError
 from lmtrain.models import split
-from lmtrain.models.split_tokens import TokenShares
+from lmtrain.models.split import TokenShares
 from support import TINY
 from tiny_pretrained import save_pretrained
 

@@ -1,16 +1,18 @@
 """Our attention against transformers' eager attention and a plain softmax; documents that must not see each other."""
 
+import inspect
+
 import pytest
 import torch
 
 from helpers_models import FAMILIES, LENGTHS, VOCAB, objective, packed, tiny, wrapped
 from lmtrain.errors import UserError
-from lmtrain.models import attention, documents
+from lmtrain.models import attention
 from lmtrain.models.documents import Documents, choose_method
 from lmtrain.models.language_model import LanguageModel
 
 CPU = torch.device("cpu")
-CPU_METHODS = ["slices", "block_mask", "dense_mask"]
+CPU_METHODS = ["slices", "dense_mask"]
 
 
 @pytest.fixture(params=list(FAMILIES))
@@ -78,22 +80,11 @@ def test_a_dense_mask_that_is_added_to_scores_is_made_once(kv_heads, window):
     assert added.mask(window) is added.mask(window)
 
 
-def test_flex_block_mask_shows_the_same_pairs():
-    """The mask CUDA gets; its kernel runs there only, its forward here."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    layout = Documents(packed()["cu_seqlens"], 3, 20, "block_mask")
-    q, k, v = (x.detach() for x in projections(dtype=torch.float32))
-    for window in (None, 4):
-        out = flex_attention(q, k, v, block_mask=layout._flex_mask(window), scale=0.3).transpose(1, 2)
-        torch.testing.assert_close(out, softmax_attention(q, k, v, 0.3, visible(LENGTHS, window)))
-
-
 def test_documents_that_are_whole_rows_run_as_one_batch():
     q, k, v = projections()
     cu_seqlens = torch.arange(0, 80, 20, dtype=torch.int32)
     layout = Documents(cu_seqlens, 3, 20, "slices")
-    assert layout.runs == [(20, 3)]
+    assert layout.pieces == [(20, 3, 0)]
     torch.testing.assert_close(call(q, k, v, documents=layout), call(q, k, v))
 
 
@@ -208,16 +199,14 @@ def test_autocast_runs_attention_in_bf16_but_for_short_rows_on_cpu(family, limit
         ("auto", "cuda", torch.bfloat16, 0.0, "varlen"),
         ("auto", "cuda", torch.bfloat16, 0.1, "dense_mask"),
         ("dense_mask", "cuda", torch.bfloat16, 0.1, "dense_mask"),
-        ("auto", "cuda", torch.float32, 0.0, "block_mask"),
+        ("auto", "cuda", torch.float32, 0.0, "dense_mask"),
         ("slices", "cuda", torch.bfloat16, 0.1, "slices"),
         ("varlen", "cuda", torch.float16, 0.0, "varlen"),
-        ("block_mask", "cpu", torch.float32, 0.1, "block_mask"),
         ("sdpa", "cpu", torch.float32, 0.0, UserError),
         ("transformers", "cuda", torch.bfloat16, 0.0, UserError),
         ("varlen", "cpu", torch.bfloat16, 0.0, UserError),
         ("varlen", "cuda", torch.float32, 0.0, UserError),
         ("varlen", "cuda", torch.bfloat16, 0.1, UserError),
-        ("block_mask", "cuda", torch.bfloat16, 0.1, UserError),
     ],
 )
 def test_choice_of_method(choice, device, dtype, dropout, expected, monkeypatch):
@@ -238,15 +227,10 @@ def test_capped_scores_and_sinks_run_in_slices_on_cuda():
     assert choose_method("auto", torch.device("cuda"), torch.bfloat16, 0.0, plain=False) == "slices"
 
 
-def test_without_varlen_auto_takes_the_block_mask(monkeypatch):
-    monkeypatch.setattr(documents, "varlen", lambda: (None, frozenset()))
-    assert choose_method("auto", torch.device("cuda"), torch.bfloat16, 0.0) == "block_mask"
-
-
-def test_a_gpu_without_flash_attention_takes_the_block_mask(monkeypatch):
+def test_a_gpu_without_flash_attention_takes_the_dense_mask(monkeypatch):
     cuda = torch.device("cuda")
     has_capability(monkeypatch, 7, 5)
-    assert choose_method("auto", cuda, torch.float16, 0.0) == "block_mask"
+    assert choose_method("auto", cuda, torch.float16, 0.0) == "dense_mask"
     with pytest.raises(UserError, match=r"varlen needs a GPU of compute capability 8.0 or newer \(Tesla T4 has 7.5\)"):
         choose_method("varlen", cuda, torch.float16, 0.0)
     has_capability(monkeypatch, 8, 0)
@@ -263,8 +247,9 @@ def test_varlen_gets_flat_tokens_and_an_upper_bound_known_without_the_gpu(monkey
         seen = visible(lengths, None if window_size[0] < 0 else window_size[0] + 1)
         return softmax_attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), scale, seen)[0]
 
-    for parameters in ({"window_size", "enable_gqa"}, {"window_size"}):
-        monkeypatch.setattr(attention, "varlen", lambda p=parameters: (stand_in, frozenset(p)))
+    monkeypatch.setattr(attention, "varlen_attn", stand_in)
+    for fewer in (True, False):
+        monkeypatch.setattr(attention, "FEWER_KEY_HEADS", fewer)
         layout = Documents(packed()["cu_seqlens"], 3, 20, "varlen")
         for window in (None, 4):
             q, k, v = projections(kv_heads=2)
@@ -274,8 +259,7 @@ def test_varlen_gets_flat_tokens_and_an_upper_bound_known_without_the_gpu(monkey
 
 
 def test_torchs_varlen_has_the_parameters_we_use():
-    function, parameters = documents.varlen()
-    assert function is not None
+    parameters = inspect.signature(attention.varlen_attn).parameters.keys()
     assert {"query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k", "scale", "window_size"} <= parameters
 
 
@@ -347,7 +331,7 @@ def test_exported_config_does_not_name_our_attention(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("method", ["varlen", "block_mask", "dense_mask", "slices"])
+@pytest.mark.parametrize("method", ["varlen", "dense_mask", "slices"])
 @pytest.mark.parametrize("window", [None, 4])
 def test_methods_on_cuda_equal_plain_softmax_attention(method, window):
     q, k, v = (x.detach().to("cuda", torch.bfloat16).requires_grad_() for x in projections(kv_heads=2, width=64))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from helpers_models import packed, tiny, wrapped
-from lmtrain.models.experts import NAME
+from lmtrain.models.routers import EXPERTS
 
 
 def test_experts_multiply_in_the_autocast_dtype(monkeypatch):
@@ -17,7 +17,7 @@ def test_experts_multiply_in_the_autocast_dtype(monkeypatch):
 
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", watch)
     model = wrapped("qwen3_moe")
-    assert model.model.config._experts_implementation == NAME
+    assert model.model.config._experts_implementation == EXPERTS
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(**packed()).loss_sum
     assert len(seen) == 4
@@ -32,7 +32,7 @@ def test_experts_multiply_in_the_autocast_dtype(monkeypatch):
 @pytest.mark.parametrize("autocast", [False, True])
 def test_equals_transformers_loop_over_experts(autocast):
     results = {}
-    for implementation in (NAME, "eager"):
+    for implementation in (EXPERTS, "eager"):
         model = tiny("qwen3_moe")
         model.set_experts_implementation(implementation)
         experts = model.model.layers[0].mlp.experts
@@ -49,4 +49,4 @@ def test_equals_transformers_loop_over_experts(autocast):
 
 def test_exported_config_does_not_name_our_experts(tmp_path):
     tiny("qwen3_moe").save_pretrained(tmp_path)
-    assert NAME not in (tmp_path / "config.json").read_text()
+    assert EXPERTS not in (tmp_path / "config.json").read_text()

@@ -317,7 +317,7 @@ def test_new_documents_cause_no_new_compilation():
 
     torch._dynamo.reset()
     counter = CompileCounter()
-    expected, model = (wrapped("llama", attention="block_mask") for _ in range(2))
+    expected, model = (wrapped("llama", attention="dense_mask") for _ in range(2))
     for block in decoder_blocks(model.model):
         block.compile(backend=counter)
     for lengths in ([[5, 9, 6]], [[20]], [[1] * 20]):

@@ -54,16 +54,6 @@ def test_equals_plain_softmax_attention(method: str, kv_heads: int, window: int 
     torch.testing.assert_close(ours, theirs)
 
 
-def test_flex_block_mask_shows_the_same() -> None:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    q, k, v = (x.detach() for x in projections(rows=1, length=int(STARTS[-1]), dtype=torch.float32))
-    for window in (None, 4):
-        mask = layout("block_mask")._flex_mask(window)
-        out = flex_attention(q, k, v, block_mask=mask, scale=0.3).transpose(1, 2)
-        torch.testing.assert_close(out, softmax_attention(q, k, v, 0.3, visible(window)))
-
-
 @pytest.fixture
 def pairs(tmp_path) -> Examples:
     """Prompts of 0 to 8 tokens, answers of 1 to 9; one pair parts before its answers do."""
@@ -147,7 +137,7 @@ def test_rows_hold_each_prompt_once(pairs: Examples) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("method", ["varlen", "block_mask", "slices"])
+@pytest.mark.parametrize("method", ["varlen", "dense_mask", "slices"])
 @pytest.mark.parametrize("window", [None, 4])
 def test_methods_on_cuda(method: str, window: int | None) -> None:
     shape = {"kv_heads": 2, "rows": 1, "length": int(STARTS[-1]), "width": 64}

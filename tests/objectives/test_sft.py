@@ -58,7 +58,7 @@ def whole_gradient(model: LanguageModel, corpus: Any) -> tuple[float, int, list[
     return loss, n_tokens, [p.grad.clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("attention", ["slices", "block_mask"])
+@pytest.mark.parametrize("attention", ["slices", "dense_mask"])
 @pytest.mark.parametrize("packing", ["greedy", "first_fit", "best_fit_decreasing"])
 def test_packed_examples_train_as_if_each_were_alone(chats: Path, packing: str, attention: str) -> None:
     config = typed(chats, "data.packing=off", f"model.attention={attention}")
@@ -74,7 +74,7 @@ def test_packed_examples_train_as_if_each_were_alone(chats: Path, packing: str, 
         torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-5 * a.abs().max().item())
 
 
-@pytest.mark.parametrize("attention", ["slices", "block_mask"])
+@pytest.mark.parametrize("attention", ["slices", "dense_mask"])
 def test_a_token_of_one_example_reaches_no_other(chats: Path, attention: str) -> None:
     """Neither a logit nor a gradient: changed tokens leave the others' hidden states, their loss the others' inputs."""
     config = typed(chats, "data.packing=first_fit", f"model.attention={attention}")

@@ -6,7 +6,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from lmtrain.adapters import memory_adapter, quantized
-from lmtrain.adapters.trainable import base_identity, train_base, trainable_names
+from lmtrain.adapters.trainable import base_identity, base_parameters, trainable_names
 from lmtrain.config.checks import trains_base
 from lmtrain.config.options import LoadedModelConfig
 from lmtrain.config.schema import Config
@@ -51,12 +51,13 @@ def build_trainable_model(config: Config, tokenizer: Any, in_files: bool = False
         from lmtrain.adapters import lora as adapters
 
         assert isinstance(config.model, LoadedModelConfig)  # checked
-        base = adapters.base_name(config.model.name_or_path or "")
+        base = config.model.name_or_path or ""
         adapters.attach(model, config.peft, base, config.model.revision, new_tokens, config.seed)
     if config.memory.num_chapters is not None:
         memory_adapter.attach(model, config)
     if trains_base(config):
-        train_base(model)
+        for parameter in base_parameters(model):  # beside what was added to it: the {name: base} of optimizer.groups
+            parameter.requires_grad_(True)
     if t.strategy == "fsdp_tp":
         split.check(model, t.fsdp.tensor_parallel_size)
     if context_parallel(t) > 1:

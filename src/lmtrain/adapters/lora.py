@@ -1,4 +1,5 @@
-"""LoRA and its variants through peft: small trained matrices beside the frozen weights of a pretrained model.
+"""LoRA and its variants through peft: small trained matrices beside the frozen weights of a pretrained model, or merged
+into them.
 
 peft puts its layers into the transformers model in place, so the model stays what it was to everything else: same
 class, same `base_model`, parameters by name (`...q_proj.lora_A.default.weight`). `adapter_of(model)` finds the adapter.
@@ -6,7 +7,6 @@ class, same `base_model`, parameters by name (`...q_proj.lora_A.default.weight`)
 LoRA: Hu et al. 2021, arXiv:2106.09685; rsLoRA: arXiv:2312.03732; DoRA: arXiv:2402.09353; PiSSA: arXiv:2404.02948.
 """
 
-import contextlib
 import copy
 import difflib
 import hashlib
@@ -24,6 +24,7 @@ from peft import (
     PeftModel,
     get_peft_model,
     get_peft_model_state_dict,
+    set_peft_model_state_dict,
 )
 from peft import PeftConfig as StoredConfig
 from peft.utils.save_and_load import load_peft_weights
@@ -31,10 +32,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lmtrain.adapters.trainable import ATTRIBUTE, NAME, Adapter, adapter_of, switched
+from lmtrain.adapters import quantized
+from lmtrain.adapters.memory import attach_memory
+from lmtrain.adapters.memory_adapter import memory_of
+from lmtrain.adapters.trainable import ATTRIBUTE, NAME, Adapter, adapter_of
 from lmtrain.config.schema import PeftConfig
 from lmtrain.errors import UserError
-from lmtrain.models.scalar_head import has_scalar_head
+from lmtrain.models.scalar_head import auto_class, has_scalar_head
 
 # Beginnings that take A and B out of the base weight, which is then W - s B A.
 _MOVES_BASE = ("pissa", "olora")
@@ -49,7 +53,7 @@ def attach(
     The adapter's own weights are fp32 and depend on `seed` alone; the global random generator is left as it was.
 
     Args:
-        base: hub name or absolute folder of the model's weights, written into the adapter's config.
+        base: hub name or folder of the model's weights, written into the adapter's config.
         new_tokens: ids whose embedding rows are trained and saved with the adapter.
 
     Raises:
@@ -68,7 +72,8 @@ def attach(
             parameter.data = parameter.data.float()
     model.train()
     config = peft.peft_config[NAME]
-    config.base_model_name_or_path, config.revision = base, revision
+    folder = Path(base).expanduser()
+    config.base_model_name_or_path, config.revision = str(folder.absolute()) if folder.is_dir() else base, revision
     moved = str(config.init_lora_weights).startswith(_MOVES_BASE) and not cfg.adapter
     adapter = Adapter(peft, _lora_weights(model) if moved else {})
     # Not through nn.Module: the adapter's parameters are the model's own and must not be listed twice.
@@ -263,20 +268,8 @@ def gives_rewards(folder: Path) -> bool:
 def load_adapter(folder: Path, **options: Any) -> PreTrainedModel:
     """An exported adapter on its base; `options` are those of from_pretrained."""
     if gives_rewards(folder):
-        loaded = AutoPeftModelForSequenceClassification.from_pretrained(folder, num_labels=1, **options)
-    else:
-        loaded = AutoPeftModelForCausalLM.from_pretrained(folder, **options)
-    return loaded.get_base_model()
-
-
-def disabled(model: PreTrainedModel) -> contextlib.AbstractContextManager[None]:
-    """Within it the model is its frozen base: a reference model at no cost in memory."""
-    adapter = adapter_of(model)
-    if adapter is None or adapter.start:
-        raise UserError("the base can't be had from this model: peft.init_weights=pissa or olora moved its weights")
-    layers: list[Any] = [m for m in model.modules() if hasattr(m, "_disable_adapters")]
-    # Not peft's disable_adapter: it also freezes the adapter for the while, which a sharded model would not forget.
-    return switched(layers, "_disable_adapters", True)
+        return AutoPeftModelForSequenceClassification.from_pretrained(folder, num_labels=1, **options).get_base_model()
+    return AutoPeftModelForCausalLM.from_pretrained(folder, **options).get_base_model()
 
 
 def _first_line(error: Exception) -> str:
@@ -289,7 +282,50 @@ def file_identity(name: str) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file.is_file() else name
 
 
-def base_name(name_or_path: str) -> str:
-    """A folder as an absolute path, a hub name as it is."""
-    path = Path(name_or_path).expanduser()
-    return str(path.absolute()) if path.is_dir() else name_or_path
+@torch.no_grad()
+def merged(model: PreTrainedModel) -> PreTrainedModel:
+    """The base with the adapter added in fp32. A model that isn't quantised is itself merged: not to be trained on.
+
+    Added into 4-bit weights, the small update would be rounded away; so a quantised base is dequantised first.
+    """
+    adapter = adapter_of(model)
+    if adapter is None:
+        return _dequantized_twin(model) if quantized.is_quantized(model) else model
+    if quantized.is_quantized(model):
+        twin = _dequantized_twin(model)
+        peft = get_peft_model(twin, copy.deepcopy(adapter.config))
+        set_peft_model_state_dict(peft, get_peft_model_state_dict(adapter.peft, save_embedding_layers=False))
+    else:
+        twin, peft = model.float(), adapter.peft
+    twin.__dict__.pop(ATTRIBUTE, None)
+    plain = peft.merge_and_unload(adapter_names=[NAME])
+    plain._hf_peft_config_loaded = False
+    return plain
+
+
+def _dequantized_twin(model: PreTrainedModel) -> PreTrainedModel:
+    """The frozen base, without LoRA, in fp32 on the CPU; a memory stays in it."""
+    config = copy.deepcopy(model.config)
+    del config.quantization_config
+    twin = auto_class(has_scalar_head(model)).from_config(config, dtype=torch.float32)
+    settings = memory_of(model)
+    if settings is not None:
+        attach_memory(twin, settings)
+    layers = dict(model.named_modules())
+    state: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owner, _, kind = name.rpartition(".")
+        plain = name
+        for wrapper in (".base_layer", ".original_module", ".token_adapter"):
+            plain = plain.replace(wrapper, "")
+        quantised = kind == "weight" and _is_bitsandbytes(layers[owner])
+        state[plain] = quantized.dequantized(layers[owner]) if quantised else parameter.detach().cpu().float()
+    own = twin.state_dict()
+    twin.load_state_dict({name: state[name] for name in own if name in state}, strict=False)
+    if hasattr(model, "generation_config"):  # of a scalar head there is none
+        twin.generation_config = model.generation_config
+    return twin
+
+
+def _is_bitsandbytes(module: nn.Module) -> bool:
+    return type(module.weight).__name__ in ("Params4bit", "Int8Params")

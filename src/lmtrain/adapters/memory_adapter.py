@@ -12,11 +12,11 @@ from transformers import PreTrainedModel
 
 from lmtrain.adapters.memory import MemorySettings, attach_memory, decoder_layers, memory_blocks
 from lmtrain.adapters.memory_export import load_memory, settings_in
-from lmtrain.adapters.trainable import switched
 from lmtrain.config.checks import chosen_layers
 from lmtrain.config.options import LoadedModelConfig
 from lmtrain.config.schema import Config, MemoryConfig, ModelConfig
 from lmtrain.errors import RunError, UserError
+from lmtrain.models.blocks import evaluating, switched
 from lmtrain.models.feature import Feature
 from lmtrain.models.folder import is_exported
 
@@ -135,13 +135,10 @@ def check_start(model: PreTrainedModel) -> None:
     if model.device.type == "meta":
         return
     ids = torch.arange(8, device=model.device).remainder(model.config.get_text_config().vocab_size)[None]
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    found = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-    with without_memory(model):
-        expected = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-    for module in training:
-        module.training = True
+    with evaluating(model):
+        found = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        with without_memory(model):
+            expected = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
     if not torch.equal(found, expected):
         raise RunError("the new memory changes the model before it is trained: please report this with config.yaml")
 

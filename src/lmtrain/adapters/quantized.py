@@ -65,7 +65,7 @@ def quantise_shapes(model: PreTrainedModel, loading: dict[str, Any]) -> None:
     """
     stored = getattr(model.config, "quantization_config", None)
     config = loading.get("quantization_config") or stored
-    if config is None or not _is_of_bitsandbytes(config):
+    if config is None or _method(config) != "bitsandbytes":
         return
     _require_bitsandbytes("nf4")
     from transformers.quantizers import AutoHfQuantizer
@@ -83,19 +83,18 @@ def check_shared_out(model: PreTrainedModel, strategy: str) -> None:
     stored = getattr(model.config, "quantization_config", None)
     if stored is None or strategy not in SHARING:
         return
-    in_4_bits = _is_of_bitsandbytes(stored) and _said(stored, "load_in_4bit")
+    in_4_bits = _method(stored) == "bitsandbytes" and _said(stored, "load_in_4bit")
     if strategy == "fsdp" and in_4_bits:
         return
-    method = _said(stored, "quant_method")
     raise UserError(
-        f"the weights of {model.config._name_or_path} are stored quantised ({getattr(method, 'value', method)}), which "
+        f"the weights of {model.config._name_or_path} are stored quantised ({_method(stored)}), which "
         f"does not go with trainer.strategy={strategy}: set trainer.strategy={'fsdp or ' if in_4_bits else ''}ddp"
     )
 
 
-def _is_of_bitsandbytes(config: Any) -> bool:
+def _method(config: Any) -> Any:
     method = _said(config, "quant_method")  # what config.json calls so, or a member of an enumeration
-    return getattr(method, "value", method) == "bitsandbytes"
+    return getattr(method, "value", method)
 
 
 def _said(config: Any, name: str) -> Any:

@@ -4,22 +4,24 @@ peft is not imported here: it takes seconds, and every objective needs this file
 """
 
 import hashlib
-import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lmtrain.adapters.memory import memory_blocks
 from lmtrain.config.schema import PeftConfig
 from lmtrain.data.store.contents import Facts
 from lmtrain.distributed.dtensor import full_shape, like
 from lmtrain.errors import UserError
+from lmtrain.models.blocks import switched
 from lmtrain.models.feature import ADDED
+from lmtrain.models.weight_files import some_of
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -46,16 +48,19 @@ def adapter_of(model: nn.Module) -> Adapter | None:
 
 
 @contextmanager
-def switched(modules: Iterable[Any], attribute: str, value: Any) -> Iterator[None]:
-    """Within it the attribute of all modules is `value`; afterwards what it was in each."""
-    before = [(module, getattr(module, attribute)) for module in modules]
-    for module, _ in before:
-        setattr(module, attribute, value)
-    try:
+def disabled(model: nn.Module) -> Iterator[None]:
+    """Within it the model is its frozen base, without LoRA and memory: a reference model at no cost in memory.
+
+    Raises:
+        UserError: the adapter moved the base's weights.
+    """
+    adapter = adapter_of(model)
+    if adapter is not None and adapter.start:
+        raise UserError("the base can't be had from this model: peft.init_weights=pissa or olora moved its weights")
+    layers: list[Any] = [m for m in model.modules() if hasattr(m, "_disable_adapters")]
+    # Not peft's disable_adapter: it also freezes the adapter for the while, which a sharded model would not forget.
+    with switched(layers, "_disable_adapters", True), switched(memory_blocks(model), "enabled", False):
         yield
-    finally:
-        for module, old in before:
-            setattr(module, attribute, old)
 
 
 def describe_adapter(adapter: Adapter, cfg: PeftConfig) -> str:
@@ -80,12 +85,6 @@ def base_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
     """Those of the model that an adapter or a memory was put into, without what stands in for some of them."""
     others = (*ADDED, "modules_to_save", ".original_module.")
     return (p for n, p in model.named_parameters() if not any(part in n for part in others))
-
-
-def train_base(model: nn.Module) -> None:
-    """Trains the base beside what was added to it: the {name: base} of optimizer.groups."""
-    for parameter in base_parameters(model):
-        parameter.requires_grad_(True)
 
 
 def without_frozen(module: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -139,19 +138,8 @@ def base_identity(model: PreTrainedModel, name_or_path: str, whole: Facts | None
     files = sorted(p for p in path.iterdir() if p.suffix in (".safetensors", ".bin"))
     digest = hashlib.sha256()
     for file in files:
-        with file.open("rb") as handle:
-            digest.update(_some_of(handle) if whole is None else bytes.fromhex(whole.digest_of(file)))
+        digest.update(some_of(file) if whole is None else bytes.fromhex(whole.digest_of(file)))
     return digest.hexdigest()[:16]
-
-
-def _some_of(file: BinaryIO, blocks: int = 16, size: int = 1 << 16) -> bytes:
-    """The size of a file and some of its bytes, spread evenly."""
-    length = file.seek(0, os.SEEK_END)
-    parts = [str(length).encode()]
-    for i in range(blocks):
-        file.seek(max(0, length - size) * i // (blocks - 1))
-        parts.append(file.read(size))
-    return b"".join(parts)
 
 
 @torch.no_grad()

@@ -135,7 +135,7 @@ def plain(model: PreTrainedModel) -> PreTrainedModel:
     """The model without LoRA, unquantised: it is merged if it has one. A memory stays in it."""
     if adapter_of(model) is None and not (is_quantized(model) and memory_of(model) is not None):
         return model
-    from lmtrain.adapters.merge import merged
+    from lmtrain.adapters.lora import merged
 
     return merged(model)
 

@@ -5,24 +5,26 @@ builds no mask: where every token sees all before it, none is needed. Packed doc
 handed to the model's forward as the keyword `documents`, which transformers passes on to every attention layer.
 """
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from lmtrain.errors import UserError
 from lmtrain.models.context import CONTEXT, Context
-from lmtrain.models.documents import Documents, causal_mask, varlen
+from lmtrain.models.documents import Documents, causal_mask
 
 NAME = "lmtrain"  # the attn_implementation of models built here; transformers never writes it into config.json
 # Tokens of a row x width of a head from which a CPU trains attention faster in half precision than in fp32,
 # on one thread: fp32 takes 0.2 of the time at 64 x 32, 0.35 to 0.5 at 128, 0.75 at 256 x 32, but 1.2 at 256 x 64.
 CPU_HALF_PRECISION_FROM = 256 * 64
+FEWER_KEY_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # which torch 2.11 may lack
 SLIDES = "lmtrain_slides"
 SLIDING = "sliding_attention"  # transformers' name in config.layer_types
 
@@ -68,30 +70,29 @@ def attention(
 
     Returns: [B, T, H, D] of autocast's dtype, or value's where it is off, and None (weights are never made).
     """
-    _refuse_what_is_not_done_here(module, query, key, attention_mask, sliding_window, kwargs)
+    _refuse_what_is_not_done_here(module, query, key, sliding_window, {**kwargs, "attention_mask": attention_mask})
     context: Context | None = getattr(module, CONTEXT, None)
     if context is not None:
-        dtype = _autocast_dtype(value)
+        dtype = autocast_dtype(value)
         query, key, value = context.heads_for_tokens(query.to(dtype), key.to(dtype), value.to(dtype))
-        s_aux = None if s_aux is None else context.own_heads(s_aux)
+        s_aux = None if s_aux is None else s_aux.chunk(context.size)[context.rank]
     if sliding_window is not None and sliding_window >= query.shape[2]:
         sliding_window = None
     scores = AttentionScores(scaling, softcap, s_aux)
     if documents is None:
-        out = _causal(query, key, value, scores, dropout, sliding_window).transpose(1, 2)
+        seen = None if sliding_window is None else causal_mask(query.shape[2], sliding_window, query.device)
+        out = _sdpa(query, key, value, scores, dropout, seen).transpose(1, 2)
     elif documents.method == "slices":
         out = _slices(query, key, value, scores, dropout, sliding_window, documents)
-    elif documents.method == "dense_mask" or (documents.method == "block_mask" and not query.is_cuda):
+    elif documents.method == "dense_mask":
         out = _sdpa(query, key, value, scores, dropout, documents.mask(sliding_window)).transpose(1, 2)
     elif not scores.plain:
         raise UserError(
-            f"{type(module).__name__} caps its attention's scores or has a sink, which model.attention="
-            f"{documents.method} doesn't do on CUDA: set model.attention=slices"
+            f"{type(module).__name__} caps its attention's scores or has a sink, which model.attention=varlen doesn't "
+            f"do on CUDA: set model.attention=slices"
         )
-    elif documents.method == "varlen":
-        out = _varlen_documents(query, key, value, scaling, sliding_window, documents)
     else:
-        out = _flex(query, key, value, scaling, documents.mask(sliding_window)).transpose(1, 2)
+        out = _varlen_documents(query, key, value, scaling, sliding_window, documents)
     if context is not None:
         out = context.tokens_for_heads(out)
     return out.contiguous(), None
@@ -101,16 +102,13 @@ def _refuse_what_is_not_done_here(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
-    attention_mask: Tensor | None,
     sliding_window: int | None,
-    kwargs: dict[str, Any],
+    asked: dict[str, Any],
 ) -> None:
     if query.shape[2] != key.shape[2]:
         raise RuntimeError("this attention has no key-value cache: generate inside attention.generation_mode(model)")
-    extras = [name for name in ("position_bias",) if kwargs.get(name) is not None]
-    if attention_mask is not None:
-        extras.append("attention_mask")
-    if getattr(module, "is_causal", True) is False or kwargs.get("is_causal") is False:
+    extras = [name for name in ("position_bias", "attention_mask") if asked.get(name) is not None]
+    if getattr(module, "is_causal", True) is False or asked.get("is_causal") is False:
         extras.append("is_causal=False")
     slides = getattr(module, SLIDES, None)
     if sliding_window is None and (_is_sliding(module) if slides is None else slides):
@@ -138,22 +136,14 @@ def _is_sliding(module: nn.Module) -> bool:
     return index is None or types[index] == SLIDING
 
 
-def _causal(
-    query: Tensor, key: Tensor, value: Tensor, scores: AttentionScores, dropout: float, window: int | None
-) -> Tensor:
-    length = query.shape[2]
-    mask = None if window is None or window >= length else causal_mask(length, window, query.device)
-    return _sdpa(query, key, value, scores, dropout, mask)
-
-
 def _sdpa(
     query: Tensor, key: Tensor, value: Tensor, scores: AttentionScores, dropout: float, mask: Tensor | None
 ) -> Tensor:
     grouped = query.shape[1] != key.shape[1]
-    dtype = compute = _autocast_dtype(value)
+    dtype = compute = autocast_dtype(value)
     # CUDA's kernel for fp32 and those that take a mask have no grouped heads, matmul has none at all.
     if grouped and (mask is not None or not scores.plain or (query.is_cuda and dtype == torch.float32)):
-        key, value = _repeat_heads(key, query.shape[1], dim=1), _repeat_heads(value, query.shape[1], dim=1)
+        key, value = _repeat_heads(key, query.shape[1]), _repeat_heads(value, query.shape[1])
         grouped = False
     if query.device.type == "cpu" and query.shape[2] * query.shape[3] < CPU_HALF_PRECISION_FROM:
         compute = torch.promote_types(dtype, torch.float32)
@@ -192,13 +182,14 @@ def _weights(query: Tensor, key: Tensor, scores: AttentionScores, seen: Tensor) 
     return torch.cat([logits, sink], dim=-1).softmax(-1)[..., :-1].to(query.dtype)
 
 
-def _autocast_dtype(x: Tensor) -> torch.dtype:
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """In which products of `x` are made."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
-def _repeat_heads(x: Tensor, heads: int, dim: int) -> Tensor:
-    return x.repeat_interleave(heads // x.shape[dim], dim=dim)
+def _repeat_heads(x: Tensor, heads: int) -> Tensor:
+    return x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
 def _flatten(x: Tensor) -> Tensor:
@@ -217,37 +208,16 @@ def _slices(
     documents: Documents,
 ) -> Tensor:
     batch, heads, seq_len, _ = query.shape
-    if documents.pieces:
-        return _slices_with_prefixes(query, key, value, scores, dropout, window, documents)
-    sizes = [length * count for length, count in documents.runs]
-    outputs = []
+    sizes = [length * count for length, count, _ in documents.pieces]
     # split, not slicing: its backward is one concatenation, a slice's is a zero tensor of the whole size each.
-    splits = [_flatten(x).split(sizes) for x in (query, key, value)]
-    for (length, count), q, k, v in zip(documents.runs, *splits, strict=True):
-        q, k, v = (x.unflatten(0, (count, length)).transpose(1, 2) for x in (q, k, v))  # [count, H, length, D]
-        outputs.append(_causal(q, k, v, scores, dropout, window).transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs).view(batch, seq_len, heads, -1)
-
-
-def _slices_with_prefixes(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scores: AttentionScores,
-    dropout: float,
-    window: int | None,
-    documents: Documents,
-) -> Tensor:
-    batch, heads, seq_len, _ = query.shape
-    sizes = [length for length, _ in documents.pieces]
-    qs, ks, vs = (_flatten(x).split(sizes) for x in (query, key, value))  # [length, H, D] each
+    qs, ks, vs = (_flatten(x).split(sizes) for x in (query, key, value))
     outputs = []
-    for i, (length, prefix) in enumerate(documents.pieces):
-        seen = window is not None and window < prefix + length
-        mask = documents.lower_right_mask(length, prefix, window if seen else None) if prefix or seen else None
+    for i, (length, count, prefix) in enumerate(documents.pieces):
         k, v = (torch.cat([x[i - 1][:prefix], x[i]]) if prefix else x[i] for x in (ks, vs))
-        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (qs[i], k, v))  # [1, H, length, D]
-        outputs.append(_sdpa(q, k, v, scores, dropout, mask)[0].transpose(0, 1))
+        q, k, v = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in (qs[i], k, v))  # [count, H, length, D]
+        slides = window is not None and window < prefix + length
+        mask = documents.lower_right_mask(length, prefix, window if slides else None) if prefix or slides else None
+        outputs.append(_sdpa(q, k, v, scores, dropout, mask).transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).view(batch, seq_len, heads, -1)
 
 
@@ -255,36 +225,24 @@ def _varlen_documents(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None, documents: Documents
 ) -> Tensor:
     batch, heads, seq_len, _ = query.shape
-    varlen_attn, parameters = varlen()
-    dtype = _autocast_dtype(value)
+    dtype = autocast_dtype(value)
     # Cast after the transpose: torch.compile writes what it casts in the order of its dimensions, and the kernel's is
     # [B, T, H, D]. The other way round rotated queries and keys are written once more, in that order.
     q, k, v = (x.transpose(1, 2).to(dtype).flatten(0, 1) for x in (query, key, value))
     options: dict[str, Any] = {"scale": scaling, "window_size": (-1 if window is None else window - 1, 0)}
     if heads != k.shape[1]:
-        if "enable_gqa" in parameters:
+        if FEWER_KEY_HEADS:
             options["enable_gqa"] = True
         else:
-            k, v = _repeat_heads(k, heads, dim=1), _repeat_heads(v, heads, dim=1)
+            k, v = _repeat_heads(k, heads), _repeat_heads(v, heads)
     cu = cu_kv = documents.cu_seqlens
     if documents.prefixes is not None:
         # The kernel's causal mask is aligned at the end of queries and keys: a prefix comes before all queries.
         k, v = (x.index_select(0, documents.prefixes.kv_index) for x in (k, v))
         cu_kv = documents.prefixes.cu_kv
     # No document is longer than a row, and that bound is known without asking the GPU.
-    return varlen_attn(q, k, v, cu, cu_kv, seq_len, seq_len, **options).view(batch, seq_len, heads, -1)
-
-
-@cache
-def _compiled_flex() -> Any:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return torch.compile(flex_attention)
-
-
-def _flex(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, mask: Any) -> Tensor:
-    q, k, v = (x.to(_autocast_dtype(value)) for x in (query, key, value))
-    return _compiled_flex()(q, k, v, block_mask=mask, scale=scaling, enable_gqa=query.shape[1] != key.shape[1])
+    out: Any = varlen_attn(q, k, v, cu, cu_kv, seq_len, seq_len, **options)
+    return out.view(batch, seq_len, heads, -1)
 
 
 AttentionInterface.register(NAME, attention)

@@ -4,7 +4,7 @@ output layer behind them."""
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -24,16 +24,21 @@ def decoder_blocks(model: PreTrainedModel) -> list[nn.Module]:
 
 
 @contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Dropout and all else that is random is off within; what was in eval mode before stays so after."""
-    training = [m for m in model.modules() if m.training]
-    for module in training:
-        module.training = False
+def switched(modules: Iterable[Any], attribute: str, value: Any) -> Iterator[None]:
+    """Within it the attribute of all modules is `value`; afterwards what it was in each."""
+    before = [(module, getattr(module, attribute)) for module in modules]
+    for module, _ in before:
+        setattr(module, attribute, value)
     try:
         yield
     finally:
-        for module in training:
-            module.training = True
+        for module, old in before:
+            setattr(module, attribute, old)
+
+
+def evaluating(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Dropout and all else that is random is off within; what was in eval mode before stays so after."""
+    return switched(model.modules(), "training", False)
 
 
 def enable_activation_checkpointing(model: PreTrainedModel, kept: bool | str = True) -> None:
@@ -63,7 +68,7 @@ def enable_activation_checkpointing(model: PreTrainedModel, kept: bool | str = T
 _RECOMPUTES = "_gradient_checkpointing_func"  # transformers' name for what calls a block
 _PRODUCTS = {"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._scaled_mm", "aten._grouped_mm"}
 _ATTENTION = {"aten._flash_attention_forward", "aten._efficient_attention_forward", "aten._cudnn_attention_forward",
-              "torch_attn._varlen_attn", "flex_attention"}  # fmt: skip
+              "torch_attn._varlen_attn"}  # fmt: skip
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> checkpoint.CheckpointPolicy:

@@ -21,10 +21,10 @@ from lmtrain.errors import UserError
 from lmtrain.models import folder, weight_files
 from lmtrain.models.custom import custom_config, custom_model
 from lmtrain.models.documents import CHOICES
-from lmtrain.models.experts import use_experts
 from lmtrain.models.folder import base_config, is_exported
 from lmtrain.models.nulls import field_name, filled
 from lmtrain.models.probe import set_attention
+from lmtrain.models.routers import use_experts
 from lmtrain.models.scalar_head import auto_class, give_scalar_head
 
 log = logging.getLogger(__name__)

@@ -75,10 +75,6 @@ class Context:
         """What whole rows' attention gave, [B, T, H / size, D], becomes the slice's [B, T / size, H, D]."""
         return joined(self._exchange(parted(out, 1, self.size)), 2)
 
-    def own_heads(self, per_head: Tensor) -> Tensor:
-        """This rank's of a parameter [H]."""
-        return per_head.chunk(self.size)[self.rank]
-
     def _exchange(self, parts: Tensor) -> Tensor:
         """Part i of [size, ...] goes to rank i; the i-th of what comes is rank i's."""
         return all_to_all_single_autograd(parts, None, None, self.group)

@@ -1,20 +1,16 @@
 """Where documents lie in packed rows, and how they are kept apart.
 
 `model.attention` says how:
-    auto        the fastest that works: slices on CPU; on CUDA varlen, or block_mask where varlen can't be had, and
-                dense_mask in training with dropout on attention weights
+    auto        the fastest that works: slices on CPU; on CUDA varlen, or dense_mask where varlen can't be had
     slices      one scaled_dot_product_attention per document (0.4 of a full causal row's time on a CPU)
     varlen      torch.nn.attention.varlen: flash attention over all documents at once; CUDA of compute capability 8.0 or
                 newer, bf16 or fp16, no dropout
-    block_mask  flex_attention on CUDA, without dropout; elsewhere dense_mask
     dense_mask  one scaled_dot_product_attention over whole rows with a mask [B, 1, T, T]
     sdpa        plain causal rows; refuses packed documents
     transformers  the model's own attention and masks; refuses packed documents
 """
 
-import inspect
-from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
@@ -23,7 +19,7 @@ from torch import Tensor
 
 from lmtrain.errors import UserError
 
-CHOICES = ("auto", "sdpa", "slices", "varlen", "block_mask", "dense_mask", "transformers")
+CHOICES = ("auto", "sdpa", "slices", "varlen", "dense_mask", "transformers")
 
 FLASH_CAPABILITY = (8, 0)  # flash attention's kernels are for Ampere and newer: not for T4 (7.5) and V100 (7.0)
 
@@ -47,7 +43,7 @@ class Documents:
             are document borders, the first is 0, the last batch * seq_len.
         batch: rows of the micro-batch.
         seq_len: tokens per row.
-        method: slices, varlen, block_mask or dense_mask, from `choose_method`.
+        method: slices, varlen or dense_mask, from `choose_method`.
         prefixes: None where no document sees another. Documents without tokens are not possible with it.
         bias_dtype: of attention's products: dense_mask is then what is added to scores, made once. None: bool, from
             which scaled_dot_product_attention makes that in every layer, and keeps it for its backward.
@@ -68,10 +64,13 @@ class Documents:
         if method == "slices":
             starts = cu_seqlens.tolist()
             lengths = [end - start for start, end in pairwise(starts) if end > start]
-            # Neighbours of one length are one batch: whole rows, for example.
-            self.runs = [(length, len(list(run))) for length, run in groupby(lengths)]
-            self.pieces = list(zip(lengths, prefixes.lengths.tolist(), strict=True)) if prefixes else []
-        elif method in ("block_mask", "dense_mask"):
+            # (length, how many, tokens of the one before that they see). Neighbours of one length are one batch: whole
+            # rows, for example.
+            if prefixes is None:
+                self.pieces = [(length, len(list(run)), 0) for length, run in groupby(lengths)]
+            else:
+                self.pieces = [(n, 1, prefix) for n, prefix in zip(lengths, prefixes.lengths.tolist(), strict=True)]
+        elif method == "dense_mask":
             self.token_document = torch.bucketize(
                 torch.arange(batch * seq_len, device=cu_seqlens.device), cu_seqlens[1:], right=True
             ).view(batch, seq_len)
@@ -82,12 +81,10 @@ class Documents:
             self.token_prefix = prefix[self.token_document]
             self.mask(None)  # here, so that a compiled block finds it made
 
-    def mask(self, window: int | None) -> Any:
-        """The mask of layers with this window: for block_mask on CUDA a flex BlockMask, else [B, 1, T, T]."""
+    def mask(self, window: int | None) -> Tensor:
+        """The mask [B, 1, T, T] of layers with this window."""
         if window not in self._masks:
-            flex = self.method == "block_mask" and self.cu_seqlens.is_cuda
-            make = self._flex_mask if flex else self._dense_mask
-            self._masks[window] = make(window)
+            self._masks[window] = self._dense_mask(window)
         return self._masks[window]
 
     def lower_right_mask(self, length: int, prefix: int, window: int | None) -> Tensor:
@@ -100,39 +97,20 @@ class Documents:
         return self._masks[key]
 
     def _dense_mask(self, window: int | None) -> Tensor:
-        row = torch.arange(self.batch, device=self.cu_seqlens.device).view(-1, 1, 1)
-        token = torch.arange(self.seq_len, device=self.cu_seqlens.device)
-        seen = self._visible(window)(row, token.view(1, -1, 1), token.view(1, 1, -1)).unsqueeze(1)  # [B, 1, T, T]
+        document, offset, prefix = self.token_document, self.token_offset, self.token_prefix
+        token = torch.arange(self.seq_len, device=document.device)
+        # Queries are the rows of what follows, [B, T, T], keys its columns.
+        same = document.unsqueeze(2) == document.unsqueeze(1)
+        before = (document.unsqueeze(2) == document.unsqueeze(1) + 1) & (offset.unsqueeze(1) < prefix.unsqueeze(2))
+        seen = (same & (token.unsqueeze(1) >= token)) | before
+        if window is not None:
+            # A prefix stands at the positions it has in its own document, which has none itself.
+            key_position = offset.unsqueeze(1) + torch.where(same, prefix.unsqueeze(1), 0)
+            seen &= (offset + prefix).unsqueeze(2) - key_position < window
+        seen = seen.unsqueeze(1)
         if self.bias_dtype is None:
             return seen
         return torch.zeros_like(seen, dtype=self.bias_dtype).masked_fill_(~seen, float("-inf"))
-
-    def _visible(self, window: int | None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        """Whether query token q of row b sees key token kv of it."""
-        document, offset, prefix = self.token_document, self.token_offset, self.token_prefix
-
-        def visible(b: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-            same = document[b, q] == document[b, kv]
-            before = (document[b, q] == document[b, kv] + 1) & (offset[b, kv] < prefix[b, q])
-            seen = (same & (q >= kv)) | before
-            if window is None:
-                return seen
-            # A prefix stands at the positions it has in its own document, which has none itself.
-            q_position = offset[b, q] + prefix[b, q]
-            kv_position = offset[b, kv] + torch.where(same, prefix[b, kv], 0)
-            return seen & (q_position - kv_position < window)
-
-        return visible
-
-    def _flex_mask(self, window: int | None) -> Any:
-        from torch.nn.attention.flex_attention import create_block_mask
-
-        visible = self._visible(window)
-
-        def mask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-            return visible(b, q, kv)
-
-        return create_block_mask(mask, self.batch, None, self.seq_len, self.seq_len, self.cu_seqlens.device)
 
 
 def choose_method(choice: str, device: torch.device, dtype: torch.dtype, dropout: float, plain: bool = True) -> str:
@@ -149,40 +127,27 @@ def choose_method(choice: str, device: torch.device, dtype: torch.dtype, dropout
     if choice == "auto":
         if device.type != "cuda" or not plain:
             return "slices"
-        if dropout > 0:  # which neither varlen nor flex_attention has; slices would wait for the documents' lengths
-            return "dense_mask"
-        return "varlen" if half and why_not_varlen(device) is None else "block_mask"
+        # Slices would wait for the documents' lengths.
+        return "varlen" if half and dropout == 0 and why_not_varlen(device) is None else "dense_mask"
     if choice in ("sdpa", "transformers"):
         raise UserError(
             f"model.attention={choice} can't keep packed documents apart: set model.attention=auto, or let no row hold "
             f"several (data.packing=off; for text data.isolate_documents=false)"
         )
-    reason = None
-    if choice == "varlen" and why_not_varlen(device) is not None:
+    if choice == "varlen":
         reason = why_not_varlen(device)
-    elif choice == "varlen" and not half:
-        reason = f"needs trainer.precision=bf16-mixed, bf16-true or 16-mixed (here attention is {dtype})"
-    elif choice in ("varlen", "block_mask") and dropout > 0 and device.type == "cuda":
-        reason = f"has no attention dropout (here {dropout}): set model.dropout=0"
-    if reason is not None:
-        raise UserError(f"model.attention={choice} {reason}; or set model.attention=auto")
+        if reason is None and not half:
+            reason = f"needs trainer.precision=bf16-mixed, bf16-true or 16-mixed (here attention is {dtype})"
+        elif reason is None and dropout > 0:
+            reason = f"has no attention dropout (here {dropout}): set model.dropout=0"
+        if reason is not None:
+            raise UserError(f"model.attention=varlen {reason}; or set model.attention=auto")
     return choice
 
 
-@cache
-def varlen() -> tuple[Any, frozenset[str]]:
-    """torch's varlen_attn and the names of its parameters, (None, {}) where it is absent or too old to scale."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None, frozenset()
-    parameters = frozenset(inspect.signature(varlen_attn).parameters)
-    return (varlen_attn, parameters) if "window_size" in parameters else (None, frozenset())
-
-
 def why_not_varlen(device: torch.device) -> str | None:
-    """What torch's variable-length attention with scale and window lacks on this device; None where it runs."""
-    if device.type != "cuda" or varlen()[0] is None:
+    """What torch's variable-length attention lacks on this device; None where it runs."""
+    if device.type != "cuda":
         return f"needs CUDA and torch 2.11 or newer (here: {device.type}, torch {torch.__version__})"
     capability = torch.cuda.get_device_capability(device)
     if capability < FLASH_CAPABILITY:

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from lmtrain.config.schema import Config
 from lmtrain.config.strategies import context_parallel, engine_config, outside_fp8, ranks_per_part, tensor_parallel
 from lmtrain.models.blocks import decoder_blocks, untied_layers
-from lmtrain.models.language_model import auto_chunk_bytes, chunk_bytes_of
+from lmtrain.models.language_model import auto_chunk_bytes
 
 # DeepSpeed's defaults, in numbers: of gradients reduced at a time, of parameters gathered at a time under ZeRO-3.
 ZERO_BUCKET, ZERO_LIVE = 5e8, 1e9
@@ -19,8 +19,7 @@ ZERO_BUCKET, ZERO_LIVE = 5e8, 1e9
 PEAK_FLOPS = (
     ("GB200", 2500e12),
     ("B200", 2250e12),
-    ("GH200", 989e12),
-    ("H200", 989e12),
+    ("H200", 989e12),  # also GH200
     ("H100 PCIe", 756e12),
     ("H100 NVL", 835e12),
     ("H100", 989e12),
@@ -189,12 +188,12 @@ def _parts(whole: dict[str, int], model: PreTrainedModel, config: Config, weight
     at_work_bytes = 2 if outside_fp8(t.precision).endswith("-mixed") and t.accelerator == "cuda" else weight_bytes
     two_blocks = 2 * max((_weights_bytes(block, at_work_bytes) for block in decoder_blocks(model)), default=0) // group
     gathered = weights - sum(blocks) + two_blocks
-    apart = untied_layers(model) if t.strategy in ("fsdp", "fsdp_tp") else None
-    if apart is not None:
-        embeddings, head = (_weights_bytes(layer, weight_bytes) for layer in apart)
-        at_head = _weights_bytes(apart[1], at_work_bytes) + two_blocks
-        gathered += max(embeddings, at_head) - embeddings - head - two_blocks
     if t.strategy in ("fsdp", "fsdp_tp"):
+        apart = untied_layers(model)
+        if apart is not None:
+            embeddings, head = (_weights_bytes(layer, weight_bytes) for layer in apart)
+            at_head = _weights_bytes(apart[1], at_work_bytes) + two_blocks
+            gathered += max(embeddings, at_head) - embeddings - head - two_blocks
         shards = int(t.devices) if t.fsdp.copy_per_node and world > 1 else world
         accumulates = config.data.global_batch_size > config.data.micro_batch_size * world // ranks_per_part(t)
         in_blocks = weight_bytes * sum(parameter_counts(block)[1] for block in decoder_blocks(model))
@@ -317,8 +316,4 @@ def _logits_bytes(model: PreTrainedModel, config: Config, tokens: int, product: 
     chunk = config.objective.loss_chunk_tokens
     if isinstance(chunk, int):
         return min(tokens, chunk) * row
-    t = config.trainer
-    most = auto_chunk_bytes(t.accelerator)
-    if card_bytes is not None and t.accelerator == "cuda":
-        most = chunk_bytes_of(card_bytes)
-    return min(tokens * row, most)
+    return min(tokens * row, auto_chunk_bytes(config.trainer.accelerator, card_bytes))

@@ -18,7 +18,7 @@ from lmtrain.errors import UserError
 from lmtrain.losses.cross_entropy import IGNORE_INDEX, CrossEntropy, chunked_cross_entropy
 from lmtrain.losses.distillation import OutputHead, chunked_divergence
 from lmtrain.losses.log_probs import chunked_log_probs
-from lmtrain.models.attention import SLIDES
+from lmtrain.models.attention import SLIDES, autocast_dtype
 from lmtrain.models.blocks import at_head, decoder_blocks, let_grow
 from lmtrain.models.context import Context
 from lmtrain.models.documents import Documents, Prefixes, choose_method
@@ -33,15 +33,12 @@ KNOWN_FAMILIES = ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen
 
 
 @cache
-def auto_chunk_bytes(device_type: str) -> int:
-    """Bytes for the logits of one chunk: 1.25 GiB on a GPU of 80 GiB."""
-    if device_type != "cuda" or not torch.cuda.is_available():
+def auto_chunk_bytes(device_type: str, card_bytes: int | None = None) -> int:
+    """Bytes for the logits of one chunk: 1.25 GiB on a GPU of 80 GiB (`card_bytes`; None: the one that is here)."""
+    if device_type != "cuda" or (card_bytes is None and not torch.cuda.is_available()):
         return AUTO_CHUNK_BYTES
-    return chunk_bytes_of(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
-
-
-def chunk_bytes_of(card_bytes: int) -> int:
-    """Of the logits of one chunk on a GPU with so much memory."""
+    if card_bytes is None:
+        card_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     return min(LARGEST_CHUNK_BYTES, max(AUTO_CHUNK_BYTES, card_bytes // CHUNKS_PER_CARD))
 
 
@@ -332,9 +329,7 @@ class LanguageModel(nn.Module):
     def _chunk(self, weight: Tensor, hidden: Tensor) -> int:
         if isinstance(self.chunk_tokens, int):
             return self.chunk_tokens
-        device = hidden.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        return max(1, auto_chunk_bytes(device) // (weight.shape[0] * dtype.itemsize))
+        return max(1, auto_chunk_bytes(hidden.device.type) // (weight.shape[0] * autocast_dtype(hidden).itemsize))
 
     @torch.no_grad()
     def _compare_logits(self) -> None:
@@ -395,22 +390,17 @@ def shared_cross_entropy(
     padding = -len(labels) % ranks
     hidden = laid_out(F.pad(hidden, (0, 0, 0, padding)), mesh, Replicate(), Shard(0))  # [N / ranks, D]
     labels = F.pad(labels, (0, padding), value=IGNORE_INDEX).chunk(ranks)[mesh.get_local_rank()]
-    weight = _ScaledGradient.apply(weight, ranks)
-    bias = None if bias is None else _ScaledGradient.apply(bias, ranks)
-    own = of_rows(hidden, weight, bias, labels)
+    bias = None if bias is None else _scaled_gradient(bias, ranks)
+    own = of_rows(hidden, _scaled_gradient(weight, ranks), bias, labels)
     loss_sum, nll_sum = (laid_out(x, mesh, Partial(), Replicate()) for x in (own.loss_sum, own.nll_sum))
     return CrossEntropy(loss_sum, nll_sum.detach(), n_tokens)
 
 
-class _ScaledGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient * ctx.factor, None
+def _scaled_gradient(x: Tensor, factor: int) -> Tensor:
+    x = x.view_as(x)
+    if x.requires_grad:
+        x.register_hook(lambda gradient: gradient * factor)
+    return x
 
 
 def _checked_chunk(value: int | str) -> int | str:

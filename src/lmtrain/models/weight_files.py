@@ -16,7 +16,6 @@ from lmtrain.models.language_model import KNOWN_FAMILIES
 
 LEFT = "left_in_files"  # attribute of a model whose parameters are on the meta device: {name: file}
 _DTYPES = ("F32", "BF16", "F16")
-_BLOCK = 2**16  # bytes
 
 
 def may_leave(config: PretrainedConfig, name_or_path: str) -> bool:
@@ -25,8 +24,7 @@ def may_leave(config: PretrainedConfig, name_or_path: str) -> bool:
     And only of families whose logits need no comparison with weights.
     """
     here = Path(name_or_path).expanduser()
-    changed = getattr(config, "quantization_config", None) or getattr(config, "num_experts", None)
-    changed = changed or getattr(config, "num_local_experts", None)
+    changed = any(getattr(config, name, None) for name in ("quantization_config", "num_experts", "num_local_experts"))
     return config.model_type in KNOWN_FAMILIES and not changed and (not here.is_dir() or bool(_files(here)))
 
 
@@ -113,16 +111,19 @@ class WeightFiles:
 
 
 def identities(left: Mapping[str, str]) -> dict[str, str | None]:
-    """What each file is as this rank finds it, by its size, its beginning and its end; None where it doesn't."""
-    return {file: _identity(Path(file)) for file in set(left.values())}
+    """What each file is as this rank finds it, by its size and some of its bytes; None where it doesn't."""
+    return {
+        file: hashlib.sha256(some_of(Path(file))).hexdigest() if Path(file).is_file() else None
+        for file in set(left.values())
+    }
 
 
-def _identity(file: Path) -> str | None:
-    if not file.is_file():
-        return None
-    size = file.stat().st_size
+def some_of(file: Path, blocks: int = 16, size: int = 1 << 16) -> bytes:
+    """The size of a file and some of its bytes, spread evenly."""
+    length = file.stat().st_size
+    parts = [str(length).encode()]
     with file.open("rb") as handle:
-        ends = handle.read(_BLOCK)
-        handle.seek(max(0, size - _BLOCK))
-        ends += handle.read()
-    return f"{size} {hashlib.sha256(ends).hexdigest()}"
+        for i in range(blocks):
+            handle.seek(max(0, length - size) * i // (blocks - 1))
+            parts.append(handle.read(size))
+    return b"".join(parts)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lmtrain.adapters.trainable import adapter_of
+from lmtrain.adapters.trainable import adapter_of, disabled
 from lmtrain.config.batch import horizon, step_sizes
 from lmtrain.config.fingerprint import of_model
 from lmtrain.config.schema import Config
@@ -182,7 +182,5 @@ class ReferenceObjective(Objective):
             with self.frozen_copy.in_place():
                 yield
         else:
-            from lmtrain.adapters.disabled import disabled
-
             with disabled(self.model.model):
                 yield

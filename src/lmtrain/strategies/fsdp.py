@@ -28,7 +28,7 @@ from lmtrain.distributed import process_group as world
 from lmtrain.models import split
 from lmtrain.models.blocks import decoder_blocks
 from lmtrain.models.context import Context
-from lmtrain.models.split_tokens import TokenShares
+from lmtrain.models.split import TokenShares
 from lmtrain.strategies import sharding
 from lmtrain.strategies.lightning_private import set_group_sizes
 from lmtrain.strategies.placement import HoldsModel, Placement
