@@ -13,7 +13,6 @@ from lmtrain.data.corpus import Corpus
 from lmtrain.errors import UserError
 from lmtrain.losses.preferences import LOSSES, REFERENCE_FREE, LossOptions, Pairs, preference_losses
 from lmtrain.objectives.parts import RECOMPUTED, Definition, LossParts
-from lmtrain.objectives.start_check import check_start
 from lmtrain.objectives.with_reference import ReferenceObjective
 
 _LOOP = {"plain loop": f"{RECOMPUTED}::test_pairs"}
@@ -109,9 +108,6 @@ class DPO(ReferenceObjective):
         flips = ["label_smoothing"]
         own = {"sigmoid": flips, "robust": flips, "simpo": ["gamma"], "dpop": ["dpop_lambda"]}
         return ["beta", "sft_weight", "length_normalize", *own.get(self.loss, [])]
-
-    def check_start(self, batch: dict[str, Tensor]) -> Tensor:
-        return check_start(self, batch)
 
     def micro_batch_loss(self, batch: dict[str, Tensor]) -> LossParts:
         reference = self.reference_log_probs(batch)

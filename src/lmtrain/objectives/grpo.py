@@ -31,7 +31,7 @@ from lmtrain.models.language_model import LogProbs
 from lmtrain.objectives.base import Objective
 from lmtrain.objectives.grpo_options import ROLLOUTS, GRPOOptions
 from lmtrain.objectives.parts import LossParts, add_sums
-from lmtrain.objectives.start_check import FirstSteps
+from lmtrain.objectives.start_check import WeightsMove
 from lmtrain.objectives.with_reference import ReferenceObjective
 from lmtrain.rewards.scoring import SOLE, Scorer, build_rewards
 from lmtrain.rollouts.engine import Engine, Sampling
@@ -133,11 +133,8 @@ class GRPO(ReferenceObjective):
         words = [f"{p.weight:g} x {type(p.reward).__name__}" + f" ({p.name})" * (p.name != SOLE) for p in parts]
         return [*rows, ("reward", " + ".join(words))]
 
-    def check_start(self, batch: dict[str, Tensor]) -> Tensor:
-        raise NotImplementedError("what is compared with the reference is sampled first: see _check_reference")
-
-    def looks(self, batch: dict[str, Tensor]) -> list[FirstSteps]:
-        return Objective.looks(self, batch)
+    def looks(self, batch: dict[str, Tensor]) -> WeightsMove | None:
+        return Objective.looks(self, batch)  # what could be compared with the reference is sampled first
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         super().training_step(batch, batch_idx)

@@ -18,7 +18,6 @@ from lmtrain.errors import UserError
 from lmtrain.models.blocks import evaluating
 from lmtrain.models.language_model import LogProbs
 from lmtrain.objectives.parts import RECOMPUTED, Definition, LossParts, add_sums
-from lmtrain.objectives.start_check import check_agreement
 from lmtrain.objectives.with_reference import ReferenceObjective
 
 _LOOP = {"plain loop": f"{RECOMPUTED}::test_marked_answers"}
@@ -139,9 +138,6 @@ class KTO(ReferenceObjective):
 
     def plan_rows(self) -> list[tuple[str, str]]:
         return [("loss", f"KTO, beta={self.options.beta:g}; reference: {self.reference_words()}")]
-
-    def check_start(self, batch: dict[str, Tensor]) -> Tensor:
-        return check_agreement(self, batch, ("answer",))[0]
 
     def look_ahead(self, micro_batches: list[dict[str, Tensor]], n_tokens: Tensor) -> None:
         """Sets z for the step: max(0, mean log-ratio of its prompts with other rows' completions), 0-dim fp64."""

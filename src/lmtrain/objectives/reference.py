@@ -133,10 +133,6 @@ class FrozenCopy:
                 p.data = self.values[name].to(p)  # moved to the model's device and dtype the first time
                 self.values[name] = trained
 
-    def changed(self) -> list[str]:
-        """Names of parameters that no longer hold their first values."""
-        return [name for name, p in self.parameters.items() if not torch.equal(held(p), self.values[name].to(held(p)))]
-
 
 def weights_hash(model: nn.Module) -> str:
     """SHA-256 over all parameters and buffers of a model."""

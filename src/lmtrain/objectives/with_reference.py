@@ -1,7 +1,6 @@
 """What objectives that hold the model to a reference share: log-probabilities of answers under both."""
 
 import contextlib
-from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,7 +22,7 @@ from lmtrain.models.documents import Prefixes
 from lmtrain.models.language_model import LogProbs
 from lmtrain.objectives.base import Objective
 from lmtrain.objectives.reference import Choice, FrozenCopy, Precomputed, choose, first_values_hash
-from lmtrain.objectives.start_check import FirstSteps, answers_move
+from lmtrain.objectives.start_check import WeightsMove, check_agreement
 
 
 def why_not_precomputed(config: Config, corpus: Corpus | None) -> str:
@@ -106,18 +105,10 @@ class ReferenceObjective(Objective):
         """Describes the reference for the plan."""
         return self.reference + (f" ({self.why_reference})" if self.why_reference else "")
 
-    @abstractmethod
-    def check_start(self, batch: dict[str, Tensor]) -> Tensor:
-        """The model's log-probabilities [rows, answers] of the first micro-batch of the run.
-
-        Raises:
-            RunError: they are not the reference's.
-        """
-
-    def looks(self, batch: dict[str, Tensor]) -> list[FirstSteps]:
-        if self.reference == "none":
-            return super().looks(batch)
-        return [answers_move(self, batch, self.check_start(batch)), *super().looks(batch)]
+    def looks(self, batch: dict[str, Tensor]) -> WeightsMove | None:
+        if self.reference != "none":
+            check_agreement(self, batch)
+        return super().looks(batch)
 
     def setup(self, stage: str) -> None:
         """Computes the reference's log-probabilities, before a checkpoint is read into the model."""
