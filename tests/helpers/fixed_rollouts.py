@@ -8,12 +8,13 @@ from typing import Any
 
 from lmtrain.objectives.grpo import GRPO
 from lmtrain.rewards.base import Reward
-from lmtrain.rollouts.engine import Engine, Request, SampledText, Sampling
+from lmtrain.rollouts.engine import Request, SampledText, Sampling
+from lmtrain.rollouts.in_process import InProcess
 
 FILE = "LMTRAIN_TEST_COMPLETIONS"  # {prompt's ids joined by spaces: its completions' ids}
 
 
-class FixedEngine(Engine):
+class FixedEngine(InProcess):
     def __init__(self) -> None:
         self.known = json.loads(Path(os.environ[FILE]).read_text())
 
@@ -29,7 +30,7 @@ class FixedEngine(Engine):
 
 
 class FixedGRPO(GRPO):
-    def make_engine(self) -> Engine:
+    def make_engine(self) -> FixedEngine:
         return FixedEngine()
 
 

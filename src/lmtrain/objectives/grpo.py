@@ -34,7 +34,8 @@ from lmtrain.objectives.parts import LossParts, add_sums
 from lmtrain.objectives.start_check import WeightsMove
 from lmtrain.objectives.with_reference import ReferenceObjective
 from lmtrain.rewards.scoring import SOLE, Scorer, build_rewards
-from lmtrain.rollouts.engine import Engine, Sampling
+from lmtrain.rollouts.engine import Sampling
+from lmtrain.rollouts.in_process import InProcess
 from lmtrain.rollouts.rollout import Group, Maker, keep_old, pack_groups, report_of, tensors_of, unpack_groups
 from lmtrain.strategies import sharding
 
@@ -80,13 +81,7 @@ class GRPO(ReferenceObjective):
         self.completions_per_token = torch.ones(())
         self.has_signal = True  # some group of the step has an advantage that is not 0
 
-    def make_engine(self) -> Engine:
-        if self.options.engine == "vllm":
-            from lmtrain.rollouts.vllm_engine import VLLM
-
-            return VLLM(self.model.model)
-        from lmtrain.rollouts.in_process import InProcess
-
+    def make_engine(self) -> InProcess:
         return InProcess(self.model.model, self.options.rollout_batch_size)
 
     def check_room(self, corpus: Corpus) -> None:
@@ -128,7 +123,7 @@ class GRPO(ReferenceObjective):
         rows.append(("loss", f"{o.loss}{clip}{kl}"))
         updates = f", {o.updates_per_rollout} updates a rollout" if o.updates_per_rollout > 1 else ""
         rows.append(("rollouts", f"{o.group_size} completions a prompt, up to {o.max_new_tokens:,} tokens, temperature "
-                     f"{o.temperature:g}{updates}; by {o.engine}, {o.rollout_batch_size} at once"))  # fmt: skip
+                     f"{o.temperature:g}{updates}; {o.rollout_batch_size} at once"))  # fmt: skip
         parts = self.maker.scorer.parts
         words = [f"{p.weight:g} x {type(p.reward).__name__}" + f" ({p.name})" * (p.name != SOLE) for p in parts]
         return [*rows, ("reward", " + ".join(words))]
