@@ -197,10 +197,6 @@ class KTO(ReferenceObjective):
         super().on_validation_epoch_start()
         self.validated = {}
 
-    def on_test_epoch_start(self) -> None:
-        super().on_test_epoch_start()
-        self.validated = {}
-
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
         """Keeps what the loss is computed from: z is known at the end."""
         mismatched = self.mismatched(batch)
