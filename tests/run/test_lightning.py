@@ -121,7 +121,7 @@ def test_the_table_says_which_callbacks_are_refused() -> None:
     assert {name for name, words in listed.items() if words.startswith("refused: ")} == set(REFUSED)
     shown = set(listed) - set(REFUSED)
     assert shown == {
-        *("LearningRateMonitor", "DeviceStatsMonitor", "ThroughputMonitor", "ModelSummary", "RichModelSummary"),
+        *("LearningRateMonitor", "DeviceStatsMonitor", "ModelSummary", "RichModelSummary"),
         *("Timer", "ModelCheckpoint", "EarlyStopping"),
     }
 
@@ -156,18 +156,6 @@ def test_device_stats_monitor(corpus: Path) -> None:
     for step in (2, 4, 6):
         names = [name for name in records("run")[step] if name.startswith("DeviceStatsMonitor.on_train_batch_end/cpu_")]
         assert names, records("run")[step]
-
-
-def test_throughput_monitor(corpus: Path) -> None:
-    ended = train_tiny(
-        corpus, *QUIET, *SIX, "trainer.val_before_training=true", with_callback("ThroughputMonitor", window_size=2)
-    )
-    assert ended.code == 0, ended.err
-    found = records("run")
-    for step in (2, 4, 6):
-        assert found[step]["train/samples"] == 6 * step  # rows
-        assert found[step]["train/device/items_per_sec"] > 0 if step > 2 else True
-    assert len([row for row in rows(Path("run") / "metrics.jsonl") if "val/loss" in row]) == 3
 
 
 @pytest.mark.parametrize("name", ["ModelSummary", "RichModelSummary"])

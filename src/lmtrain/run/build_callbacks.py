@@ -175,9 +175,8 @@ def time_budget(config: Config, console: Console, length: Length, parts: Sequenc
 
 
 def _users_callbacks(config: Config) -> list[pl.Callback]:
-    entries = map(foreign.fitted, config.callbacks.extra)
-    allowed, refused = config.run.allow_target, foreign.REFUSED
-    return [build_target(e, "callbacks.extra", pl.Callback, allowed, refused=refused) for e in entries]
+    extra, allowed = config.callbacks.extra, config.run.allow_target
+    return [build_target(e, "callbacks.extra", pl.Callback, allowed, refused=foreign.REFUSED) for e in extra]
 
 
 def outside(config: Config, run_dir: RunDir, callbacks: list[pl.Callback]) -> list[str]:
