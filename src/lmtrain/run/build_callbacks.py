@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import lightning.pytorch as pl
+import lightning.pytorch.callbacks as theirs
 from rich.console import Console
 
-from lmtrain.callbacks import foreign
 from lmtrain.callbacks.average import WeightAverage
 from lmtrain.callbacks.checkpoints import Checkpoints
 from lmtrain.callbacks.metrics import Metrics, WriteRecords
@@ -41,6 +41,26 @@ from lmtrain.objectives.grpo_options import GRPOOptions
 from lmtrain.run_folder.folder import RunDir
 
 _PAUSES = 60  # seconds between attempts to read, which ranks wait besides
+
+# Lightning's callbacks that can't do here what they are for, and why. docs/lightning.md says what the others do.
+_FINDS = "it starts Lightning's loop again in the middle of the run's own"
+REFUSED: dict[type[pl.Callback], str] = {
+    theirs.GradientAccumulationScheduler: (
+        "a batch is a whole optimizer step here; data.global_batch_size says how many rows it has, "
+        "data.micro_batch_size how many are computed at once"
+    ),
+    theirs.OnExceptionCheckpoint: (
+        "a step that failed halfway can't be resumed; the last checkpoint can, with run.resume=auto"
+    ),
+    theirs.StochasticWeightAveraging: "it sets the learning rate and counts epochs; callbacks=ema averages weights",
+    theirs.WeightAveraging: (
+        "it saves the average in place of the weights that training goes on from; callbacks=ema keeps both"
+    ),
+    theirs.LearningRateFinder: f"{_FINDS}; lmtrain.tune finds a rate, from the same config",
+    theirs.ThroughputMonitor: "it has to be told what a batch holds; tokens_per_s, samples_per_s and mfu are recorded",
+    theirs.LambdaCallback: "it takes functions, which a config can't name; write a Callback of your own",
+    theirs.BatchSizeFinder: f"{_FINDS}; lmtrain.tune finds the largest data.micro_batch_size, from the same config",
+}
 
 
 def check_monitors(
@@ -176,7 +196,7 @@ def time_budget(config: Config, console: Console, length: Length, parts: Sequenc
 
 def _users_callbacks(config: Config) -> list[pl.Callback]:
     extra, allowed = config.callbacks.extra, config.run.allow_target
-    return [build_target(e, "callbacks.extra", pl.Callback, allowed, refused=foreign.REFUSED) for e in extra]
+    return [build_target(e, "callbacks.extra", pl.Callback, allowed, refused=REFUSED) for e in extra]
 
 
 def outside(config: Config, run_dir: RunDir, callbacks: list[pl.Callback]) -> list[str]:
