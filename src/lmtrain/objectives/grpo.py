@@ -11,6 +11,7 @@ U=1 nothing is: a rollout follows from weights, seed and step.
 """
 
 import contextlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -77,7 +78,7 @@ class GRPO(ReferenceObjective):
         self.fingerprint["contents"] |= {"reward": contents} if contents else {}
         self.pending: dict[int, dict[tuple[int, int], Group]] = {}  # by step, and by the epoch and row of the prompt
         self.rollout: list[Group] = []
-        self.failures: dict[str, int] = {}  # how often which failure of a reward was seen in this step's rollout
+        self.failures = Counter[str]()  # how often which failure of a reward was seen in this step's rollout
         self.completions_per_token = torch.ones(())
         self.has_signal = True  # some group of the step has an advantage that is not 0
 
@@ -178,7 +179,7 @@ class GRPO(ReferenceObjective):
         batches = {step: micro_batches}
         dataset = getattr(self.trainer.train_dataloader, "dataset", None)
         batches |= {later: dataset[later]["micro_batches"] for later in range(step + 1, last)}  # type: ignore[index]
-        self.failures = {}
+        self.failures = Counter()
         with self._whole_model():
             for later, some in batches.items():
                 prompts = [prompt for batch in some for prompt in prompts_of(batch)]
@@ -206,7 +207,7 @@ class GRPO(ReferenceObjective):
         if not prompts:
             return []
         groups, reasons = self.maker.groups(step, prompts, attempt)
-        add_counts(self.failures, reasons)
+        self.failures.update(reasons)
         return groups
 
     def _other(self, step: int, prompt: PromptRow, attempt: int) -> PromptRow:
@@ -296,7 +297,7 @@ class GRPO(ReferenceObjective):
         """A greedy completion of each prompt; the loss is minus its reward, so that the best is the lowest."""
         with self._whole_model():
             prompts = prompts_of(batch)
-            groups, _ = self.judge.groups(-1, prompts) if prompts else ([], {})
+            groups, _ = self.judge.groups(-1, prompts) if prompts else ([], None)
         found = report_of(groups, self.reward_names)
         keep = [*self.validation_names(), "scored", *(f"scored/{name}" for name in self.reward_names)]
         sums = {name: torch.tensor(value, device=self.device) for name, value in found.items() if name in keep}
@@ -339,8 +340,3 @@ def end_ids(corpus: Corpus, stop_tokens: Sequence[str]) -> tuple[int, ...]:
             )
         found += ids
     return tuple(dict.fromkeys(found))
-
-
-def add_counts(total_: dict[str, int], part: dict[str, int]) -> None:
-    for name, count in part.items():
-        total_[name] = total_.get(name, 0) + count

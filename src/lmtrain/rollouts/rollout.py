@@ -1,5 +1,6 @@
 """A rollout: the completions of some prompts with their rewards and advantages, and the tensors that are trained on."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -52,7 +53,7 @@ class Maker:
     columns: Mapping[str, str]  # data.columns, by which the prompt's column is found
     seed: int
 
-    def groups(self, step: int, prompts: Sequence[PromptRow], attempt: int = 0) -> tuple[list[Group], dict[str, int]]:
+    def groups(self, step: int, prompts: Sequence[PromptRow], attempt: int = 0) -> tuple[list[Group], Counter[str]]:
         """The groups of prompts of a step, and how often which failure of a reward was seen.
 
         attempt: 0 for the step's own prompts; more for those that took the place of groups without signal.
