@@ -98,7 +98,8 @@ class Scorer:
         except (UserError, RunError):
             raise
         except _TookTooLong:
-            return [f"{part.name} took longer than objective.reward_timeout={self.timeout:g} s"] * len(completions)
+            reason = f"{part.name} took longer than objective.reward_timeout={self.timeout:g} s"
+            return [reason for _ in completions]
         except Exception as error:  # a user's own code
             if len(completions) == 1:
                 return [f"{part.name} raised {type(error).__name__}: {' '.join(str(error).split())[:200]}"]

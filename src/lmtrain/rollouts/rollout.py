@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -199,18 +199,15 @@ REPORTED = ("reward", "scored", "reward_failures", "reward_spread", "advantage_s
             "resampled", "overlong_penalty", "response_length", "cut_off")  # fmt: skip
 
 
+_PLAIN = [field.name for field in fields(Group)][2:]  # all but the prompt and its completions
+
+
 def pack_groups(groups: Sequence[Group]) -> dict[str, Any]:
     """Groups as plain containers, which a checkpoint may hold."""
     return {
         "prompts": [tuple(group.prompt) for group in groups],
         "completions": [[tuple(c) for c in group.completions] for group in groups],
-        "texts": [group.texts for group in groups],
-        "parts": [group.parts for group in groups],
-        "rewards": [group.rewards for group in groups],
-        "penalties": [group.penalties for group in groups],
-        "advantages": [group.advantages for group in groups],
-        "resampled": [group.resampled for group in groups],
-        "old": [group.old for group in groups],
+        **{name: [getattr(group, name) for group in groups] for name in _PLAIN},
     }
 
 
@@ -218,8 +215,7 @@ def unpack_groups(packed: Mapping[str, Any]) -> list[Group]:
     """What `pack_groups` was given."""
     return [
         Group(PromptRow(*prompt), [SampledText(*c) for c in completions], *rest)
-        for prompt, completions, *rest in zip(*(packed[name] for name in _FIELDS), strict=True)
+        for prompt, completions, *rest in zip(
+            packed["prompts"], packed["completions"], *(packed[name] for name in _PLAIN), strict=True
+        )
     ]
-
-
-_FIELDS = ("prompts", "completions", "texts", "parts", "rewards", "penalties", "advantages", "resampled", "old")
