@@ -102,7 +102,7 @@ class DPO(ReferenceObjective):
     def plan_rows(self) -> list[tuple[str, str]]:
         shown = {k: v for k, v in self.options._asdict().items() if k in self._loss_keys() and v}
         words = ", ".join([self.loss, *(f"{key}={value:g}" for key, value in shown.items())])
-        return [("loss", f"{words}; reference: {self.reference_words()}")]
+        return [("loss", f"{words}; reference: {self.reference}")]
 
     def _loss_keys(self) -> list[str]:
         flips = ["label_smoothing"]

@@ -137,7 +137,7 @@ class KTO(ReferenceObjective):
         return ["loss", *(f"rewards/{name}" for name in ("chosen", "rejected", "margin")), "logps/mean", "kl"]
 
     def plan_rows(self) -> list[tuple[str, str]]:
-        return [("loss", f"KTO, beta={self.options.beta:g}; reference: {self.reference_words()}")]
+        return [("loss", f"KTO, beta={self.options.beta:g}; reference: {self.reference}")]
 
     def look_ahead(self, micro_batches: list[dict[str, Tensor]], n_tokens: Tensor) -> None:
         """Sets z for the step: max(0, mean log-ratio of its prompts with other rows' completions), 0-dim fp64."""

@@ -14,7 +14,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,19 +30,11 @@ from lmtrain.errors import UserError
 from lmtrain.strategies.sharding import reshard
 
 
-class Choice(NamedTuple):
-    """What a model is held to: frozen_copy, adapter_off, precomputed or none; and why, where auto chose it."""
-
-    kind: str
-    why: str = ""
-
-
-def choose(wanted: str, model: nn.Module, why_online: str) -> Choice:
+def choose(wanted: str, model: nn.Module, precompute: bool) -> str:
     """objective.reference, auto resolved for this model.
 
     Args:
-        why_online: why it doesn't pay, or isn't possible, to precompute the reference of a model that is trained
-            whole; "" where it pays.
+        precompute: whether it is possible, and pays, to precompute the reference of a model that is trained whole.
 
     Raises:
         UserError: the adapter's base is not where the run starts.
@@ -54,14 +46,11 @@ def choose(wanted: str, model: nn.Module, why_online: str) -> Choice:
             f"set objective.reference=frozen_copy"
         )
     if wanted != "auto":
-        return Choice(wanted)
+        return wanted
     if obstacle is None:
-        return Choice("adapter_off", "the base is what the run starts from")
-    if trainable_names(model) is not None:
-        return Choice("frozen_copy", "of what is trained, a part of the model")
-    if why_online:
-        return Choice("frozen_copy", why_online)
-    return Choice("precomputed", "one pass over the pairs before training, no copy of the weights")
+        return "adapter_off"
+    is_whole = trainable_names(model) is None
+    return "precomputed" if is_whole and precompute else "frozen_copy"
 
 
 def _why_not_adapter_off(model: nn.Module) -> str | None:

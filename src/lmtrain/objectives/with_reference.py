@@ -21,23 +21,21 @@ from lmtrain.models.blocks import evaluating
 from lmtrain.models.documents import Prefixes
 from lmtrain.models.language_model import LogProbs
 from lmtrain.objectives.base import Objective
-from lmtrain.objectives.reference import Choice, FrozenCopy, Precomputed, choose, first_values_hash
+from lmtrain.objectives.reference import FrozenCopy, Precomputed, choose, first_values_hash
 from lmtrain.objectives.start_check import WeightsMove, check_agreement
 
 
-def why_not_precomputed(config: Config, corpus: Corpus | None) -> str:
-    """Why log-probabilities of the reference can't be had before training unless asked for; "" where they can."""
-    if corpus is None:
-        return "this objective's rows keep no log-probabilities"
-    if world.size() > 1 and config.trainer.strategy in SHARING:
-        return f"{config.trainer.strategy} shares out a model that a rank may not hold alone"
-    return "those of data.val_sets are not computed before training" if config.data.val_sets else ""
+def can_precompute(config: Config, corpus: Corpus | None) -> bool:
+    """Whether log-probabilities of the reference can be had before training without being asked for.
+
+    Not where the rows keep none, where a rank may not hold the model alone, and of rows of data.val_sets.
+    """
+    is_shared_out = world.size() > 1 and config.trainer.strategy in SHARING
+    return corpus is not None and not is_shared_out and not config.data.val_sets
 
 
-def why_online_is_less(config: Config, corpus: Corpus | None) -> str:
-    """Why a forward of the reference a step is less work than one over all pairs; "" where it is not."""
-    if corpus is None:
-        return ""
+def precomputing_pays(config: Config, corpus: Corpus) -> bool:
+    """Whether a forward over all pairs is no more work than one a step: the run reads as many pairs as there are."""
     t, sizes = config.trainer, step_sizes(config.data)
     rows = len(corpus.train)
     few = min(rows, t.overfit_batches * config.data.global_batch_size) if t.overfit_batches else rows
@@ -45,8 +43,7 @@ def why_online_is_less(config: Config, corpus: Corpus | None) -> str:
     val = 0 if corpus.val is None else len(corpus.val)
     each = val if t.limit_val_batches is None else min(val, t.limit_val_batches * config.data.micro_batch_size)
     validated = each * max(1, steps // (t.val_check_interval or steps))
-    read = sizes.before(steps) + validated
-    return f"the run reads {read:,} pairs, fewer than the {rows + val:,} there are" if read < rows + val else ""
+    return sizes.before(steps) + validated >= rows + val
 
 
 class ReferenceObjective(Objective):
@@ -66,15 +63,14 @@ class ReferenceObjective(Objective):
             UserError: see `reference.choose`.
         """
         self.wanted, self._config, self._corpus = wanted, config, corpus
-        why_online = why_not_precomputed(config, corpus) or why_online_is_less(config, corpus)
-        self._use(world.from_first(lambda: choose(wanted, self.model.model, why_online)))
+        precompute = corpus is not None and can_precompute(config, corpus) and precomputing_pays(config, corpus)
+        self._use(world.from_first(lambda: choose(wanted, self.model.model, precompute)))
         # On resume the model is built again: it has to be the one the run started with.
         if self.reference != "none":
             self.fingerprint["contents"]["reference"] = world.from_first(lambda: first_values_hash(self.model))
 
-    def _use(self, choice: Choice) -> None:
-        config = self._config
-        self.reference, self.why_reference = choice
+    def _use(self, reference: str) -> None:
+        config, self.reference = self._config, reference
         self.frozen_copy: FrozenCopy | None = None
         self.precomputed: Precomputed | None = None
         if self.reference == "frozen_copy":
@@ -94,16 +90,12 @@ class ReferenceObjective(Objective):
         either = {"frozen_copy", "precomputed"}
         if self.wanted != "auto" or began == self.reference or {began, self.reference} != either:
             return
-        if began == "frozen_copy" or not why_not_precomputed(self._config, self._corpus):
-            self._use(Choice(began, "as the run began"))
+        if began == "frozen_copy" or can_precompute(self._config, self._corpus):
+            self._use(began)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
         checkpoint["reference"] = self.reference
-
-    def reference_words(self) -> str:
-        """Describes the reference for the plan."""
-        return self.reference + (f" ({self.why_reference})" if self.why_reference else "")
 
     def looks(self, batch: dict[str, Tensor]) -> WeightsMove | None:
         if self.reference != "none":
