@@ -12,7 +12,7 @@ from lmtrain.config.schema import Config
 from lmtrain.data.corpus import Corpus
 from lmtrain.errors import UserError
 from lmtrain.losses.preferences import LOSSES, REFERENCE_FREE, LossOptions, Pairs, preference_losses
-from lmtrain.objectives.parts import RECOMPUTED, Definition, LossParts
+from lmtrain.objectives.parts import RECOMPUTED, Definition, LossParts, with_routers
 from lmtrain.objectives.with_reference import ReferenceObjective
 
 _LOOP = {"plain loop": f"{RECOMPUTED}::test_pairs"}
@@ -50,14 +50,8 @@ PREFERENCE = {
 def loss_options(cfg: DPOConfig) -> LossOptions:
     """The options of a loss from the config; length_normalize=auto is what the loss's paper does."""
     per_token = LOSSES[cfg.loss].per_token if cfg.length_normalize == "auto" else bool(cfg.length_normalize)
-    return LossOptions(
-        beta=cfg.beta,
-        label_smoothing=cfg.label_smoothing,
-        gamma=cfg.gamma,
-        dpop_lambda=cfg.dpop_lambda,
-        sft_weight=cfg.sft_weight,
-        length_normalize=per_token,
-    )
+    options = LossOptions(*(getattr(cfg, name) for name in LossOptions._fields))
+    return options._replace(length_normalize=per_token)
 
 
 def check_reference(cfg: DPOConfig) -> None:
@@ -94,25 +88,18 @@ class DPO(ReferenceObjective):
         return batch["pairs"]
 
     def validation_names(self) -> list[str]:
-        names = ["loss", *(f"rewards/{name}" for name in ("chosen", "rejected", "margin", "accuracy"))]
-        names += ["logps/chosen", "logps/rejected", *(["kl"] if self.reference != "none" else [])]
-        names += ["preference_loss", *(["sft_loss"] if self.options.sft_weight else [])]
-        return [*names, *self.model.router_losses.names()]
+        absent = {"kl": self.reference == "none", "sft_loss": not self.options.sft_weight}
+        return [*(name for name in PREFERENCE if not absent.get(name)), *self.model.router_losses.names()]
 
     def plan_rows(self) -> list[tuple[str, str]]:
-        shown = {k: v for k, v in self.options._asdict().items() if k in self._loss_keys() and v}
-        words = ", ".join([self.loss, *(f"{key}={value:g}" for key, value in shown.items())])
-        return [("loss", f"{words}; reference: {self.reference}")]
-
-    def _loss_keys(self) -> list[str]:
-        flips = ["label_smoothing"]
-        own = {"sigmoid": flips, "robust": flips, "simpo": ["gamma"], "dpop": ["dpop_lambda"]}
-        return ["beta", "sft_weight", "length_normalize", *own.get(self.loss, [])]
+        return [("loss", f"{self.loss}, beta={self.options.beta:g}; reference: {self.reference}")]
 
     def micro_batch_loss(self, batch: dict[str, Tensor]) -> LossParts:
         reference = self.reference_log_probs(batch)
         policy, out = self.answer_log_probs(batch)
-        pairs = as_pairs(policy, reference, batch["lengths"])
+        tokens = batch["lengths"].view(-1, 2)
+        base = (None, None) if reference is None else reference.unbind(1)
+        pairs = Pairs(*policy.unbind(1), *tokens.unbind(1), *base)
         losses = preference_losses(self.loss, pairs, self.options)
         n = batch["pairs"]
         real = (n > 0).to(policy.dtype)  # the pair of an empty micro-batch weighs nothing
@@ -126,22 +113,12 @@ class DPO(ReferenceObjective):
             "preference_loss": losses.preference,
         }
         if reference is not None:
-            means["kl"] = kl_per_token(policy.detach() - reference, batch["lengths"].view(-1, 2))
+            means["kl"] = kl_per_token(policy.detach() - reference, tokens)
         if self.options.sft_weight:
             means["sft_loss"] = losses.sft
         loss_sum = losses.total.sum() * real
         sums = {name: value.sum() * real for name, value in means.items()}
-        sums |= {"loss": loss_sum.detach(), **{name: value * n for name, value in out.aux.items()}}
-        if out.router_loss is not None:
-            loss_sum = loss_sum + out.router_loss * n
-        return LossParts(loss_sum, n, sums)
-
-
-def as_pairs(policy: Tensor, reference: Tensor | None, lengths: Tensor) -> Pairs:
-    """Log-probabilities [P, 2] and the answers' numbers of tokens [2P] as `Pairs`."""
-    tokens = lengths.view(-1, 2)
-    columns = (None, None) if reference is None else (reference[:, 0], reference[:, 1])
-    return Pairs(policy[:, 0], policy[:, 1], tokens[:, 0], tokens[:, 1], *columns)
+        return with_routers(loss_sum, n, sums | {"loss": loss_sum.detach()}, out)
 
 
 def kl_per_token(log_ratio: Tensor, tokens: Tensor) -> Tensor:

@@ -28,10 +28,9 @@ from lmtrain.distributed.devices import data_parallel, total
 from lmtrain.errors import RunError, UserError
 from lmtrain.losses.policy import VARIANTS, LossSettings, Sampled, advantages, per_completion, policy_loss
 from lmtrain.models.blocks import evaluating
-from lmtrain.models.language_model import LogProbs
 from lmtrain.objectives.base import Objective
 from lmtrain.objectives.grpo_options import ROLLOUTS, GRPOOptions
-from lmtrain.objectives.parts import LossParts, add_sums
+from lmtrain.objectives.parts import LossParts, add_sums, with_routers
 from lmtrain.objectives.start_check import WeightsMove
 from lmtrain.objectives.with_reference import ReferenceObjective
 from lmtrain.rewards.scoring import SOLE, Scorer, build_rewards
@@ -55,7 +54,7 @@ class GRPO(ReferenceObjective):
         assert isinstance(config.objective, GRPOOptions)
         assert isinstance(corpus.train, PromptRows)
         self.options = o = config.objective
-        self.prompts, self.total_prompts = corpus.train, len(corpus.train)
+        self.prompts, self.temperature = corpus.train, o.temperature
         self.variant = VARIANTS[o.loss]
         self.variant = self.variant._replace(**{
             name: value for name in ("clip_low", "clip_high") if (value := getattr(o, name)) is not None
@@ -69,7 +68,8 @@ class GRPO(ReferenceObjective):
         sampling = Sampling(o.max_new_tokens, o.temperature, o.top_p, end_ids(corpus, o.stop_tokens))
         self.maker = Maker(
             self.make_engine(), sampling, Scorer(parts, o.reward_timeout), corpus.tokenizer, self.variant, o.group_size,
-            self.overlong_buffer(), dict(config.data.columns or {}), self.seed,
+            round(self.variant.overlong_share * o.max_new_tokens) if o.overlong_buffer is None else o.overlong_buffer,
+            config.data, self.seed,
         )  # fmt: skip
         greedy = sampling._replace(temperature=0.0, top_p=1.0)
         self.judge = replace(self.maker, sampling=greedy, group_size=1, overlong_buffer=0)
@@ -105,10 +105,6 @@ class GRPO(ReferenceObjective):
         super().on_placed()
         for part in self.maker.scorer.parts:
             part.reward.place(self.trainer.strategy.root_device)
-
-    def overlong_buffer(self) -> int:
-        wanted = self.options.overlong_buffer
-        return round(self.variant.overlong_share * self.options.max_new_tokens) if wanted is None else wanted
 
     def count_tokens(self, batch: dict[str, Tensor]) -> Tensor:
         return batch["prompts"] * self.options.group_size
@@ -204,22 +200,18 @@ class GRPO(ReferenceObjective):
         return groups
 
     def _groups(self, step: int, prompts: Sequence[PromptRow], attempt: int) -> list[Group]:
-        if not prompts:
-            return []
         groups, reasons = self.maker.groups(step, prompts, attempt)
         self.failures.update(reasons)
         return groups
 
     def _other(self, step: int, prompt: PromptRow, attempt: int) -> PromptRow:
         """A prompt drawn at random for one whose group had no signal."""
-        row = mix64(self.seed, step, prompt.epoch, prompt.row, attempt) % self.total_prompts
+        row = mix64(self.seed, step, prompt.epoch, prompt.row, attempt) % len(self.prompts)
         return self.prompts.prompt(prompt.epoch, row)
 
-    @contextlib.contextmanager
-    def _whole_model(self) -> Any:
+    def _whole_model(self) -> contextlib.AbstractContextManager[None]:
         """Within it each rank can call the model by itself."""
-        with sharding.gathered(self.model) if sharding.is_sharded(self.model) else contextlib.nullcontext():
-            yield
+        return sharding.gathered(self.model) if sharding.is_sharded(self.model) else contextlib.nullcontext()
 
     def _score_old(self, groups: list[Group]) -> None:
         """Keeps the log-probabilities of completions under the weights that sampled them, by training's forward."""
@@ -228,13 +220,6 @@ class GRPO(ReferenceObjective):
             log_probs, _ = self.token_log_probs(batch)
         if groups:
             keep_old(groups, log_probs)
-
-    def token_log_probs(self, batch: dict[str, Tensor]) -> tuple[Tensor, LogProbs]:
-        """Log-probabilities [C] fp64 of the sampled tokens at the sampling temperature, and the model's output."""
-        inputs: dict[str, Any] = {name: batch[name] for name in ("input_ids", "scored", "before")}
-        inputs |= {name: batch.get(name) for name in ("position_ids", "cu_seqlens")}
-        out = self.model.log_probs(**inputs, prefixes=None, temperature=self.options.temperature or 1.0)
-        return out.tokens.double(), out
 
     def micro_batch_loss(self, batch: dict[str, Tensor]) -> LossParts:
         reference = None
@@ -268,9 +253,7 @@ class GRPO(ReferenceObjective):
             sums["kl"] = loss.kl
         report = batch["report"].view(torch.float64)
         sums |= dict(zip(report_of([], self.reward_names), report, strict=True))
-        sums |= {name: value * n for name, value in out.aux.items()}
-        router = 0 if out.router_loss is None else out.router_loss * n
-        return LossParts(loss.loss + router, n, sums)
+        return with_routers(loss.loss, n, sums, out)
 
     def _with_kl(self, batch: dict[str, Tensor], sampled: Sampled, reference: Tensor) -> Tensor:
         """Advantages [A] of rewards that the log-ratio of each completion to the reference is taken off."""
@@ -296,8 +279,7 @@ class GRPO(ReferenceObjective):
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
         """A greedy completion of each prompt; the loss is minus its reward, so that the best is the lowest."""
         with self._whole_model():
-            prompts = prompts_of(batch)
-            groups, _ = self.judge.groups(-1, prompts) if prompts else ([], None)
+            groups, _ = self.judge.groups(-1, prompts_of(batch))
         found = report_of(groups, self.reward_names)
         keep = [*self.validation_names(), "scored", *(f"scored/{name}" for name in self.reward_names)]
         sums = {name: torch.tensor(value, device=self.device) for name, value in found.items() if name in keep}

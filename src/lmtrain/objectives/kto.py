@@ -17,7 +17,7 @@ from lmtrain.distributed.devices import total
 from lmtrain.errors import UserError
 from lmtrain.models.blocks import evaluating
 from lmtrain.models.language_model import LogProbs
-from lmtrain.objectives.parts import RECOMPUTED, Definition, LossParts, add_sums
+from lmtrain.objectives.parts import RECOMPUTED, Definition, LossParts, add_sums, with_routers
 from lmtrain.objectives.with_reference import ReferenceObjective
 
 _LOOP = {"plain loop": f"{RECOMPUTED}::test_marked_answers"}
@@ -100,15 +100,12 @@ def check_labels(rows: Any, options: KTOOptions) -> None:
     labels = getattr(getattr(rows, "examples", None), "labels", None)
     if labels is None or not len(labels):
         return
-    good, bad = bool((labels == 1).any()), bool((labels != 1).any())
-    there, absent, label = ("desirable", "undesirable", "false") if good else ("undesirable", "desirable", "true")
-    if (good and bad) or getattr(options, f"{absent}_weight") == 0:
-        return
-    instead = "train on them as answers with objective=sft" if good else "pair them with better ones for objective=dpo"
-    raise UserError(
-        f"all {len(labels):,} answers are {there}, and KTO learns from how {absent} ones differ from them: add rows "
-        f"with label: {label}, or {instead}; objective.{absent}_weight=0 says that there are none on purpose"
-    )
+    there, absent = ("desirable", "undesirable") if labels[0] == 1 else ("undesirable", "desirable")
+    if (labels == labels[0]).all() and getattr(options, f"{absent}_weight") != 0:
+        raise UserError(
+            f"all {len(labels):,} answers are {there}, and KTO learns from how {absent} ones differ from them: add "
+            f"some, or train with objective=sft or dpo; objective.{absent}_weight=0 says that there are none on purpose"
+        )
 
 
 class KTO(ReferenceObjective):
@@ -134,7 +131,7 @@ class KTO(ReferenceObjective):
         return batch["answers"]
 
     def validation_names(self) -> list[str]:
-        return ["loss", *(f"rewards/{name}" for name in ("chosen", "rejected", "margin")), "logps/mean", "kl"]
+        return [*MARKED]
 
     def plan_rows(self) -> list[tuple[str, str]]:
         return [("loss", f"KTO, beta={self.options.beta:g}; reference: {self.reference}")]
@@ -162,9 +159,7 @@ class KTO(ReferenceObjective):
     def micro_batch_loss(self, batch: dict[str, Tensor]) -> LossParts:
         log_ratios, log_probs, out = self._log_ratios(batch)
         parts = self.parts(Answers(log_ratios, log_probs, batch["label"], batch["answers"]), self.reference_point)
-        sums = parts.sums | {name: value * parts.n_tokens for name, value in out.aux.items()}
-        loss_sum = parts.loss_sum if out.router_loss is None else parts.loss_sum + out.router_loss * parts.n_tokens
-        return LossParts(loss_sum, parts.n_tokens, sums)
+        return with_routers(*parts, out)
 
     def parts(self, answers: Answers, z: Tensor) -> LossParts:
         """Loss and sums of some answers against the reference point of all."""

@@ -51,6 +51,7 @@ class ReferenceObjective(Objective):
 
     loss_is_nll = False
     answers: int
+    temperature = 1.0  # by which logits are divided
 
     def settle_reference(self, wanted: str, config: Config, corpus: Corpus | None = None) -> None:
         """Sets `reference`, auto resolved: the model as it is now, before a checkpoint is read.
@@ -135,14 +136,18 @@ class ReferenceObjective(Objective):
             # Another machine's PiSSA differs in its last bits; base and first values have to be of one machine.
             self.frozen_copy.replace({f"model.{name}": value for name, value in adapter.start.items()})
 
-    def answer_log_probs(self, batch: dict[str, Tensor]) -> tuple[Tensor, LogProbs]:
-        """Summed log-probabilities [rows, answers] fp64 under the model as it is, and those of all tokens."""
+    def token_log_probs(self, batch: dict[str, Tensor]) -> tuple[Tensor, LogProbs]:
+        """Log-probabilities [C] fp64 of the answers' tokens at `temperature`, and what the model's forward gave."""
         inputs: dict[str, Any] = {name: batch[name] for name in ("input_ids", "scored", "before")}
         inputs |= {name: batch.get(name) for name in ("position_ids", "cu_seqlens")}  # absent where rows are padded
         prefixes = Prefixes(batch["prefix_lengths"], batch["kv_index"], batch["cu_kv"]) if "kv_index" in batch else None
-        out = self.model.log_probs(**inputs, prefixes=prefixes)
+        out = self.model.log_probs(**inputs, prefixes=prefixes, temperature=self.temperature)
         # One by one, hundreds of terms lose 1e-3 in fp32, and a sum of hundreds is itself known to 3e-5 only.
-        exact = out.tokens.double()
+        return out.tokens.double(), out
+
+    def answer_log_probs(self, batch: dict[str, Tensor]) -> tuple[Tensor, LogProbs]:
+        """Summed log-probabilities [rows, answers] fp64 under the model as it is, and those of all tokens."""
+        exact, out = self.token_log_probs(batch)
         sums = torch.zeros(len(batch["lengths"]), device=exact.device, dtype=exact.dtype)
         return sums.index_add(0, batch["answer"], exact).view(-1, self.answers), out
 
