@@ -144,7 +144,7 @@ def build_callbacks(
     callbacks: list[pl.Callback | None] = [
         metrics,
         Routing(metrics.records, config.router.warn_after_steps, config.memory.router_noise),
-        _rollouts(config, run_dir, metrics, console),
+        _rollouts(config, run_dir, metrics),
         BadSteps(run_dir.path, t.max_bad_steps, t.log_every_n_steps),
         average,
         validation,
@@ -163,12 +163,12 @@ def build_callbacks(
     return [callback for callback in callbacks if callback is not None]
 
 
-def _rollouts(config: Config, run_dir: RunDir, metrics: Metrics, console: Console) -> Rollouts | None:
+def _rollouts(config: Config, run_dir: RunDir, metrics: Metrics) -> Rollouts | None:
     options = config.objective
     if not isinstance(options, GRPOOptions):
         return None
     kept = run_dir.path / "rollouts" if options.keep_rollouts else None
-    return Rollouts(metrics.records, run_dir.samples, kept, options.warn_after_steps, console)
+    return Rollouts(metrics.records, run_dir.samples, kept, options.warn_after_steps)
 
 
 def _forecast(config: Config, metrics: Metrics, length: Length, console: Console) -> Forecast | None:
