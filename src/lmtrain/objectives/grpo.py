@@ -114,16 +114,13 @@ class GRPO(ReferenceObjective):
                 "reward_failures"]  # fmt: skip
 
     def plan_rows(self) -> list[tuple[str, str]]:
-        o, rows = self.options, []
-        clip = "" if self.variant.ratio == "none" else f", clip -{self.variant.clip_low:g} +{self.variant.clip_high:g}"
+        o = self.options
         kl = f", {o.kl_coef:g} x KL ({o.kl_estimator}) to {self.reference}" if o.kl_coef else ", no reference"
-        rows.append(("loss", f"{o.loss}{clip}{kl}"))
-        updates = f", {o.updates_per_rollout} updates a rollout" if o.updates_per_rollout > 1 else ""
-        rows.append(("rollouts", f"{o.group_size} completions a prompt, up to {o.max_new_tokens:,} tokens, temperature "
-                     f"{o.temperature:g}{updates}; {o.rollout_batch_size} at once"))  # fmt: skip
-        parts = self.maker.scorer.parts
-        words = [f"{p.weight:g} x {type(p.reward).__name__}" + f" ({p.name})" * (p.name != SOLE) for p in parts]
-        return [*rows, ("reward", " + ".join(words))]
+        rollouts = (
+            f"{o.group_size} completions a prompt, up to {o.max_new_tokens:,} tokens, {o.rollout_batch_size} at once"
+        )
+        rewards = [f"{part.weight:g} x {type(part.reward).__name__}" for part in self.maker.scorer.parts]
+        return [("loss", f"{o.loss}{kl}"), ("rollouts", rollouts), ("reward", " + ".join(rewards))]
 
     def looks(self, batch: dict[str, Tensor]) -> WeightsMove | None:
         return Objective.looks(self, batch)  # what could be compared with the reference is sampled first
