@@ -92,7 +92,6 @@ MAY_WAIT = {
     "objectives/guard.py": {"counts", "to", "state_dict"},
     "objectives/base.py": {"validation_means"},
     "callbacks/checkpoints.py": {"save"},
-    "callbacks/stopping.py": {"after_batch"},  # of a validation, about once a second
     "distributed/dtensor.py": {"gather"},  # of shards, for a checkpoint
     "objectives/start_check.py": {"check_agreement", "over", "wrong"},  # before and after the first steps
     "losses/cross_entropy.py": {"adds_in_fp32"},  # the first time: it is tried on numbers
