@@ -26,15 +26,14 @@ class Rollouts(pl.Callback):
         """
         self.records, self.samples, self.kept = records, samples, kept
         self.warn_after_steps = warn_after_steps
-        self.idle_steps, self.warned = 0, False
-        self.told: list[str] = []  # failures
+        self.idle_steps = 0
+        self.told: set[str] = set()  # failures that this process has spoken of
 
     def state_dict(self) -> dict[str, Any]:
-        return {"idle_steps": self.idle_steps, "warned": self.warned, "told": list(self.told)}
+        return {"idle_steps": self.idle_steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.idle_steps, self.warned = state_dict["idle_steps"], state_dict["warned"]
-        self.told = list(state_dict["told"])
+        self.idle_steps = state_dict["idle_steps"]
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
         assert isinstance(pl_module, GRPO)
@@ -52,15 +51,14 @@ class Rollouts(pl.Callback):
         for reason, count in module.failures.items():
             kind = reason.split(":")[0]
             if kind not in self.told:
-                self.told.append(kind)
+                self.told.add(kind)
                 terminal.console().print(
                     f"note: step {step:,}: the reward {reason} ({count} completions). They are left out of their "
                     f"groups and counted in train/reward_failures",
                     highlight=False, markup=False,
                 )  # fmt: skip
-        if self.warn_after_steps is None or self.idle_steps < self.warn_after_steps or self.warned:
+        if self.idle_steps != self.warn_after_steps:
             return
-        self.warned = True
         rewards = sorted({float(r) for group in module.rollout for r in group.rewards})
         same = f"all rewards are {rewards[0]:g}" if len(rewards) == 1 else "within each group all rewards are equal"
         terminal.console().print(
