@@ -206,10 +206,6 @@ class Records(Logger):
         """config.yaml holds them."""
 
     @property
-    def experiment(self) -> "Records":
-        return self
-
-    @property
     def name(self) -> str:
         return ""
 

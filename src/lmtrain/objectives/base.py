@@ -216,7 +216,8 @@ class Objective(pl.LightningModule):
             parts = self.micro_batch_loss(micro_batch)
             self.manual_backward(parts.loss_sum * scale)
             add_sums(sums, parts.sums)
-        self.step_loss = self._mean_loss(sums, n_tokens) if self.guard.spike_factor is not None else None
+        if self.guard.spike_factor is not None:
+            self.step_loss = total(self.trainer, sums["loss"]) / n_tokens.clamp(min=1)
         self.judged_step = -1
         optimizer.step()  # type: ignore[union-attr]  # clips first, in on_before_optimizer_step
         if placement.steps_itself:
@@ -252,9 +253,6 @@ class Objective(pl.LightningModule):
         # After every callback, so after the checkpoint. Lightning would validate once more before stopping.
         if self.trainer.should_stop:
             raise StopIteration
-
-    def _mean_loss(self, sums: dict[str, Tensor], n_tokens: Tensor) -> Tensor:
-        return total(self.trainer, sums["loss"]) / n_tokens.clamp(min=1)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Clips the global gradient norm and drops a bad step; called after unscaling, in every precision."""

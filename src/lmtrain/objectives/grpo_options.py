@@ -125,8 +125,3 @@ class GRPOOptions(ObjectiveConfig):
                 f"k1 is the unbiased one: set it"
             )
         refuse_split_layers(config.trainer.strategy, "rollouts need all weights on each device while they are sampled")
-        if self.overlong_buffer is not None and self.overlong_buffer > self.max_new_tokens:
-            raise UserError(
-                f"objective.overlong_buffer={self.overlong_buffer} is more than objective.max_new_tokens="
-                f"{self.max_new_tokens}, of which it is the last part"
-            )

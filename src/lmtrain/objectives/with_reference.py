@@ -1,13 +1,13 @@
 """What objectives that hold the model to a reference share: log-probabilities of answers under both."""
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lmtrain.adapters.disabled import disabled
 from lmtrain.adapters.trainable import adapter_of
 from lmtrain.config.batch import horizon, step_sizes
 from lmtrain.config.deepspeed import check_frozen_copy
@@ -165,13 +165,5 @@ class ReferenceObjective(Objective):
         """`log_probs`: of each answer, summed over its tokens, fp64 [rows, answers]; DPO's are (chosen, rejected)."""
         return {"log_probs": self.answer_log_probs(batch)[0]}
 
-    @contextlib.contextmanager
-    def _reference_weights(self) -> Iterator[None]:
-        if self.frozen_copy is not None:
-            with self.frozen_copy.in_place():
-                yield
-        else:
-            from lmtrain.adapters.disabled import disabled
-
-            with disabled(self.model.model):
-                yield
+    def _reference_weights(self) -> AbstractContextManager[None]:
+        return self.frozen_copy.in_place() if self.frozen_copy is not None else disabled(self.model.model)
