@@ -57,8 +57,7 @@ class Preemption(pl.Callback):
     def on_validation_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
         if not self.stop.signals.listens:  # no training to save
             return
-        _, asked = agreed(trainer, torch.zeros(0, dtype=torch.int64), self.stop.asked())
-        if asked:
+        if agreed(trainer, torch.zeros(0, dtype=torch.int64), self.stop.asked())[1]:
             self.stop.agreed = self.interrupted_validation = True
             raise ValidationInterrupted
 

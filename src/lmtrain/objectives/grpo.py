@@ -55,7 +55,7 @@ class GRPO(ReferenceObjective):
         assert isinstance(corpus.train, PromptRows)
         self.options = o = config.objective
         self.prompts, self.temperature = corpus.train, o.temperature
-        own = {"clip_low": o.clip_low, "clip_high": o.clip_high}
+        own: dict[str, Any] = {"clip_low": o.clip_low, "clip_high": o.clip_high}
         self.variant = VARIANTS[o.loss]._replace(**{name: value for name, value in own.items() if value is not None})
         self.loss_settings = LossSettings(
             self.variant.clip_low, self.variant.clip_high, o.max_new_tokens, o.kl_coef, o.kl_estimator, o.kl_by_ratio
