@@ -192,6 +192,7 @@ mask_truncated_completions -> objective.mask_cut_off
 vllm_importance_sampling_cap -> objective.importance_cap
 reward_funcs -> reward
 reward_weights -> reward.parts
+use_vllm -> objective.engine
 log_completions -> objective.keep_rollouts
 truncation_mode -> data.on_too_long
 packing -> data.packing

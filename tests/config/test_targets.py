@@ -16,6 +16,7 @@ from torchmetrics import Metric
 from transformers import PreTrainedModel
 
 from inprocess import train_tiny
+from lmtrain.callbacks import foreign
 from lmtrain.config import compose as rules
 from lmtrain.config import targets
 from lmtrain.config.targets import build_target, find_class
@@ -24,7 +25,6 @@ from lmtrain.errors import UserError
 from lmtrain.objectives.base import Objective
 from lmtrain.optim.optimizers import build_optimizer
 from lmtrain.optim.schedules import LRSchedule
-from lmtrain.run import build_callbacks
 from started import STARTED
 from support import REPO
 
@@ -275,7 +275,7 @@ def test_a_callback_of_functions_is_refused() -> None:
         "on_fit_start": {"_target_": "torch.nn.Identity"},
     }
     with pytest.raises(UserError, match="LambdaCallback can't be used here: it takes functions"):
-        build_target(entry, "callbacks.extra", pl.Callback, refused=build_callbacks.REFUSED)
+        build_target(entry, "callbacks.extra", pl.Callback, refused=foreign.REFUSED)
 
 
 @pytest.mark.parametrize("source", ["torch.utils.cpp_extension.subprocess.Popen", "torch.nn.Linear",

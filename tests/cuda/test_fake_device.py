@@ -91,9 +91,10 @@ MAY_WAIT = {
     "callbacks/routing.py": {"use", "warn", "state_dict"},
     "objectives/guard.py": {"counts", "to", "state_dict"},
     "objectives/base.py": {"validation_means"},
-    "callbacks/checkpoints.py": {"on_train_batch_end"},
+    "callbacks/checkpoints.py": {"save"},
+    "callbacks/stopping.py": {"after_batch"},  # of a validation, about once a second
     "distributed/dtensor.py": {"gather"},  # of shards, for a checkpoint
-    "objectives/start_check.py": {"check_agreement", "over", "wrong"},  # before and after the first steps
+    "objectives/start_check.py": {"check_agreement", "check_start", "over", "wrong"},  # before and after the first step
     "losses/cross_entropy.py": {"adds_in_fp32"},  # the first time: it is tried on numbers
     "objectives/reference.py": {"_swap"},  # the first time: the first values come from the host
 }

@@ -8,13 +8,12 @@ from typing import Any
 
 from lmtrain.objectives.grpo import GRPO
 from lmtrain.rewards.base import Reward
-from lmtrain.rollouts.engine import Request, SampledText, Sampling
-from lmtrain.rollouts.in_process import InProcess
+from lmtrain.rollouts.engine import Engine, Request, SampledText, Sampling
 
 FILE = "LMTRAIN_TEST_COMPLETIONS"  # {prompt's ids joined by spaces: its completions' ids}
 
 
-class FixedEngine(InProcess):
+class FixedEngine(Engine):
     def __init__(self) -> None:
         self.known = json.loads(Path(os.environ[FILE]).read_text())
 
@@ -30,7 +29,7 @@ class FixedEngine(InProcess):
 
 
 class FixedGRPO(GRPO):
-    def make_engine(self) -> FixedEngine:
+    def make_engine(self) -> Engine:
         return FixedEngine()
 
 

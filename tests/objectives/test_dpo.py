@@ -4,6 +4,8 @@ import copy
 import json
 import math
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,12 +27,12 @@ from lmtrain.data.loaders import StepDataset
 from lmtrain.data.store import cache as store_cache
 from lmtrain.errors import RunError, UserError
 from lmtrain.losses.preferences import LOSSES
-from lmtrain.objectives import reference as references
 from lmtrain.objectives import with_reference
 from lmtrain.objectives.dpo import DPO, kl_per_token
-from lmtrain.objectives.reference import FrozenCopy, weights_hash
-from lmtrain.objectives.start_check import check_agreement
+from lmtrain.objectives.reference import Choice, FrozenCopy, weights_hash
+from lmtrain.objectives.start_check import check_start
 from lmtrain.run.build import build_datamodule, build_objective
+from lmtrain.strategies.choose import AdapterHalfPrecision
 from support import rows, thinned
 from tiny_pretrained import save_pretrained
 
@@ -306,6 +308,33 @@ def test_a_copy_is_no_weaker_reference_in_half_precision(
         assert ours["train/loss"] == pytest.approx(theirs["train/loss"], rel=0.15, abs=0.02), ours["step"]
 
 
+class KeepsCasts(AdapterHalfPrecision):
+    """Autocast as torch has it by default."""
+
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        with super().forward_context(), torch.autocast("cpu", torch.bfloat16, cache_enabled=True):
+            yield
+
+
+def test_a_policy_that_stands_still_ends_the_run(
+    pairs: Path, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its twin, that both agree before the first step, can't see a policy computed with the reference's weights."""
+    settings = [*LORA, "trainer.precision=bf16-true", "objective.reference=frozen_copy"]
+    monkeypatch.setattr("lmtrain.strategies.choose.AdapterHalfPrecision", KeepsCasts)
+    monkeypatch.setattr(torch, "clear_autocast_cache", lambda: None)
+    ended = dpo(pairs, llama, tmp_path / "run", *settings)
+    assert ended.code == 1
+    found = message(ended.err)
+    assert "after 1 optimizer step the policy's log-probabilities of the first micro-batch are still exactly" in found
+    assert "trainer.precision (bf16-true here)" in found
+    warming = ["schedule.warmup_steps=4000", "optimizer.lr=0.1"]  # 2.5e-5 a step: looked at when it must show
+    ended = dpo(pairs, llama, tmp_path / "warming", *settings, *warming)
+    assert ended.code == 1
+    assert "after 3 optimizer steps" in message(ended.err)
+
+
 def test_tiny_first_rates_end_no_run(pairs: Path, llama: Path, tmp_path: Path) -> None:
     """Updates that half precision rounds away are waited for, and no rate at all is a run all the same."""
     for rate in ("1e-9", "0"):
@@ -388,20 +417,21 @@ EPOCH = ["trainer.max_steps=null", "trainer.max_epochs=1"]
 
 
 @pytest.mark.parametrize(
-    ("argv", "pays"),
+    ("argv", "read"),
     [
-        ([], True),
-        (EPOCH, True),
-        (["trainer.max_steps=4"], True),
-        (["trainer.max_steps=3"], False),
-        (["trainer.limit_val_batches=1", *EPOCH], False),
-        (["trainer.limit_val_batches=1", "trainer.val_check_interval=2", *EPOCH], True),
-        (["trainer.overfit_batches=1", *EPOCH], False),
+        ([], None),
+        (EPOCH, None),
+        (["trainer.max_steps=4"], None),
+        (["trainer.max_steps=3"], 32),
+        (["trainer.limit_val_batches=1", *EPOCH], 36),
+        (["trainer.limit_val_batches=1", "trainer.val_check_interval=2", *EPOCH], None),
+        (["trainer.overfit_batches=1", *EPOCH], 16),
     ],
 )
-def test_a_pass_over_all_pairs_pays_where_the_run_reads_as_many(argv: list[str], pays: bool) -> None:
+def test_a_pass_over_all_pairs_pays_where_the_run_reads_as_many(argv: list[str], read: int | None) -> None:
     corpus: Any = SimpleNamespace(train=range(32), val=range(8))
-    assert with_reference.precomputing_pays(check(compose([*DPO_RUN, *argv])), corpus) == pays
+    words = "" if read is None else f"the run reads {read} pairs, fewer than the 40 there are"
+    assert with_reference.why_online_is_less(check(compose([*DPO_RUN, *argv])), corpus) == words
 
 
 def test_auto_precomputes_where_that_pays(pairs: Path, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,13 +441,13 @@ def test_auto_precomputes_where_that_pays(pairs: Path, llama: Path, monkeypatch:
         assert [name for name, reference in made.items() if reference is not None] == [objective.reference]
         return dict(objective.plan_rows())["loss"].partition("reference: ")[2]
 
-    assert chosen() == "precomputed"
-    assert chosen("trainer.max_steps=3") == "frozen_copy"
-    assert chosen(f"data.val_sets={{more: {{path: {pairs}}}}}") == "frozen_copy"
+    assert chosen() == "precomputed (one pass over the pairs before training, no copy of the weights)"
+    assert chosen("trainer.max_steps=3") == "frozen_copy (the run reads 32 pairs, fewer than the 40 there are)"
+    assert chosen(f"data.val_sets={{more: {{path: {pairs}}}}}").startswith("frozen_copy (those of data.val_sets")
     two_ranks = SimpleNamespace(size=lambda: 2, from_first=lambda make: make())
     monkeypatch.setattr(with_reference, "world", two_ranks)
-    assert chosen() == "precomputed"
-    assert chosen("trainer.strategy=fsdp", "trainer.devices=2") == "frozen_copy"
+    assert chosen().startswith("precomputed")
+    assert chosen("trainer.strategy=fsdp", "trainer.devices=2").startswith("frozen_copy (fsdp shares out a model")
 
 
 def test_auto_stays_what_it_was_when_the_run_began(pairs: Path, llama: Path, tmp_path: Path) -> None:
@@ -428,7 +458,7 @@ def test_auto_stays_what_it_was_when_the_run_began(pairs: Path, llama: Path, tmp
     assert dpo(pairs, llama, cut, *few, "trainer.max_steps=3").code == 0
     ended = dpo(pairs, llama, cut, *few, "trainer.max_steps=6")
     assert ended.code == 0, ended.err
-    assert "reference: frozen_copy" in ended.out
+    assert "reference: frozen_copy (as the run began)" in ended.out
     assert "reference log-probabilities" not in ended.err
     assert logged(cut) == logged(whole)
 
@@ -449,15 +479,15 @@ def test_the_check_says_what_differs(pairs: Path, llama: Path) -> None:
     _, corpus, objective = built(pairs, llama, *LORA, "objective.reference=frozen_copy")
     objective._trainer = Trainer()  # type: ignore[assignment]
     batch = batch_of(corpus, 0, 1)
-    check_agreement(objective, batch)
-    weight = next(p for n, p in objective.model.named_parameters() if ".lora_B." in n)
+    check_start(objective, batch)
+    name, weight = next((n, p) for n, p in objective.model.named_parameters() if ".lora_B." in n)
     with torch.no_grad():
         weight += 0.1
-    with pytest.raises(RunError, match=r"answer 1 of row 1 .*may write to the weights"):
-        check_agreement(objective, batch)
+    with pytest.raises(RunError, match=f"chosen answer of pair 1 .*{name}"):
+        check_start(objective, batch)
     objective.reference, objective.frozen_copy = "adapter_off", None
     with pytest.raises(RunError, match=r"objective\.reference=frozen_copy"):
-        check_agreement(objective, batch)
+        check_start(objective, batch)
 
 
 def test_references_that_do_not_fit_are_refused(pairs: Path, llama: Path) -> None:
@@ -478,7 +508,8 @@ def test_references_that_do_not_fit_are_refused(pairs: Path, llama: Path) -> Non
         "frozen_copy",
         "none",
     ]
-    assert all(name in str(references.__doc__) or name == "auto" for name in REFERENCES)
+    assert Choice.__doc__ is not None
+    assert all(name in Choice.__doc__ or name == "auto" for name in REFERENCES)
 
 
 def test_wrong_settings_are_refused() -> None:
@@ -508,7 +539,7 @@ def test_frozen_copies_come_and_go() -> None:
     with frozen.in_place():
         assert torch.equal(layer.weight, first)
     assert torch.equal(layer.weight, trained)
-    assert not torch.equal(frozen.parameters["weight"], frozen.values["weight"])
+    assert frozen.changed() == ["weight"]
     loss.backward()  # the copy was there between forward and backward
     assert layer.weight.grad is not None
 

@@ -146,6 +146,7 @@ def compare_runs(one: Path, other: Path) -> None:
         ([*LETTERS, "objective.max_new_tokens=60"], r"a prompt has 14 tokens, and the model's 64 positions"),
         ([*LETTERS, "data=prompts_jsonl", "data.max_prompt_length=3", "data.on_too_long=raise"],
          "the prompt has 5 tokens"),
+        ([*LETTERS, "objective.engine=vllm"], r"pip install 'lmtrain\[vllm\]'"),
         ([*LETTERS, "objective.stop_tokens=[ab]"], "writes 'ab' as 2 tokens"),
         (["reward=exact_number", "reward.column=solution"], "reads the column solution, and the rows have answer"),
         (["reward=custom", "reward._target_=odd_rewards.Text", "run.allow_target=[odd_rewards]"], "a number is needed"),

@@ -10,7 +10,7 @@ import torch
 from chats import write_rows
 from inprocess import Ended, message, run, train_tiny
 from lmtrain.errors import RunError
-from lmtrain.objectives.start_check import WEIGHTS_SINCE, WeightsMove
+from lmtrain.objectives.start_check import WEIGHTS_SINCE, FirstSteps, weights_move
 from support import TINY
 
 HERE = f"run.allow_target=[{__name__}]"
@@ -83,16 +83,16 @@ def test_optimizers_that_wait_and_rates_of_nothing_end_no_run(corpus: Path, tmp_
         assert still.code == 0, still.err
 
 
-def look(trained: list[torch.nn.Parameter], frozen: list[torch.nn.Parameter]) -> WeightsMove:
+def look(trained: list[torch.nn.Parameter], frozen: list[torch.nn.Parameter]) -> FirstSteps:
     """Around a model of these parameters, in fp32 on one process."""
     for p in frozen:
         p.requires_grad_(False)
     model = torch.nn.ParameterList([*trained, *frozen])
     trainer = SimpleNamespace(precision="32-true", world_size=1)
-    return WeightsMove(SimpleNamespace(model=model, trainer=trainer, device=torch.device("cpu")))
+    return weights_move(SimpleNamespace(model=model, trainer=trainer, device=torch.device("cpu")))  # type: ignore[arg-type]
 
 
-def over(first: WeightsMove, rates: list[float] | None = None) -> bool:
+def over(first: FirstSteps, rates: list[float] | None = None) -> bool:
     return first.over(WEIGHTS_SINCE, rates or [1e-3], torch.tensor(2.0), True)
 
 

@@ -11,11 +11,11 @@ import pytest
 
 import lmtrain
 from inprocess import TWO_STEPS, message, train_tiny
+from lmtrain.callbacks import foreign
 from lmtrain.config.aliases import LIGHTNING
 from lmtrain.config.explain import flatten
 from lmtrain.config.targets import build_target
 from lmtrain.errors import UserError
-from lmtrain.run import build_callbacks
 from support import REPO, TINY, Run, rows
 
 PAGE = (REPO / "docs" / "lightning.md").read_text()
@@ -113,7 +113,7 @@ def records(name: str) -> dict[int, dict[str, float]]:
     return {row["step"]: row for row in rows(Path(name) / "metrics.jsonl") if "val/loss" not in row}
 
 
-REFUSED = sorted({cls.__name__ for cls in build_callbacks.REFUSED} | {"EMAWeightAveraging"})
+REFUSED = sorted({cls.__name__ for cls in foreign.REFUSED} | {"EMAWeightAveraging"})
 
 
 def test_the_table_says_which_callbacks_are_refused() -> None:
@@ -121,7 +121,7 @@ def test_the_table_says_which_callbacks_are_refused() -> None:
     assert {name for name, words in listed.items() if words.startswith("refused: ")} == set(REFUSED)
     shown = set(listed) - set(REFUSED)
     assert shown == {
-        *("LearningRateMonitor", "DeviceStatsMonitor", "ModelSummary", "RichModelSummary"),
+        *("LearningRateMonitor", "DeviceStatsMonitor", "ThroughputMonitor", "ModelSummary", "RichModelSummary"),
         *("Timer", "ModelCheckpoint", "EarlyStopping"),
     }
 
@@ -130,7 +130,7 @@ def test_the_table_says_which_callbacks_are_refused() -> None:
 def test_a_callback_that_cannot_work_is_refused(name: str) -> None:
     entry = {"_target_": f"{LIGHTNINGS}.{name}"}
     with pytest.raises(UserError, match=f"callbacks.extra: {name} can't be used here: "):
-        build_target(entry, "callbacks.extra", pl.Callback, refused=build_callbacks.REFUSED)
+        build_target(entry, "callbacks.extra", pl.Callback, refused=foreign.REFUSED)
 
 
 def test_a_refusal_leaves_no_run(corpus: Path, tmp_path: Path) -> None:
@@ -156,6 +156,18 @@ def test_device_stats_monitor(corpus: Path) -> None:
     for step in (2, 4, 6):
         names = [name for name in records("run")[step] if name.startswith("DeviceStatsMonitor.on_train_batch_end/cpu_")]
         assert names, records("run")[step]
+
+
+def test_throughput_monitor(corpus: Path) -> None:
+    ended = train_tiny(
+        corpus, *QUIET, *SIX, "trainer.val_before_training=true", with_callback("ThroughputMonitor", window_size=2)
+    )
+    assert ended.code == 0, ended.err
+    found = records("run")
+    for step in (2, 4, 6):
+        assert found[step]["train/samples"] == 6 * step  # rows
+        assert found[step]["train/device/items_per_sec"] > 0 if step > 2 else True
+    assert len([row for row in rows(Path("run") / "metrics.jsonl") if "val/loss" in row]) == 3
 
 
 @pytest.mark.parametrize("name", ["ModelSummary", "RichModelSummary"])

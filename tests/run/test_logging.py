@@ -119,6 +119,14 @@ def test_what_no_record_can_hold_is_refused(
     assert says in message(ended.err)
 
 
+def test_a_callback_that_accumulates_is_an_error(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    ended = train_tiny(corpus, *USER, "callbacks.extra=[{_target_: users_callbacks.Accumulates}]")
+    assert ended.code == 1
+    assert "trainer.accumulate_grad_batches=2" in message(ended.err)
+    assert "data.global_batch_size says how many rows it has" in message(ended.err)
+
+
 def test_a_monitor_that_is_never_logged_is_an_error(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

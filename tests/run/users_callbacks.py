@@ -56,3 +56,10 @@ class TakesAway(pl.Callback):
         if trainer.global_step == 2:
             shutil.rmtree(self.folder)
             self.folder.write_text("in its place")
+
+
+class Accumulates(pl.Callback):
+    """What would work where a batch is a micro-batch."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        trainer.accumulate_grad_batches = 2

@@ -14,6 +14,7 @@ import torch
 from lmtrain.callbacks.records import Records, Row
 from lmtrain.callbacks.step_numbers import StepNumbers, machine_numbers
 from lmtrain.distributed.devices import total
+from lmtrain.errors import RunError
 from lmtrain.objectives.base import Objective
 from lmtrain.objectives.parts import RECOMPUTED, Definition
 from lmtrain.strategies import lightning_private
@@ -258,6 +259,12 @@ class WriteRecords(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        if trainer.accumulate_grad_batches != 1:  # Lightning would count steps otherwise
+            raise RunError(
+                f"a callback has set trainer.accumulate_grad_batches={trainer.accumulate_grad_batches}: a batch is a "
+                f"whole optimizer step here. data.global_batch_size says how many rows it has, data.micro_batch_size "
+                f"how many are computed at once"
+            )
         if self.records.holds(validation=False):  # Lightning itself would hand them over after the checkpoint
             self.records.log_metrics(lightning_private.logged_at_step(trainer))
         assert isinstance(pl_module, Objective)

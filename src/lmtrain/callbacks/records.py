@@ -206,6 +206,10 @@ class Records(Logger):
         """config.yaml holds them."""
 
     @property
+    def experiment(self) -> "Records":
+        return self
+
+    @property
     def name(self) -> str:
         return ""
 

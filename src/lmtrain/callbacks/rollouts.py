@@ -1,39 +1,45 @@
 """What people see of rollouts: completions with their rewards, rewards that fail, steps that teach nothing."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+from rich.console import Console
+from rich.text import Text
 
 from lmtrain import terminal
 from lmtrain.callbacks.records import Records
-from lmtrain.data.examples.prompt_rows import PROMPT
+from lmtrain.config.effect import TRIAL
 from lmtrain.data.order import mix64
 from lmtrain.objectives.grpo import GRPO
-from lmtrain.rewards.model import asked
 from lmtrain.rollouts.rollout import Group
+from lmtrain.terminal import visible
 
 
 class Rollouts(pl.Callback):
     """Reads `objective.rollout`, rank 0's part of the step's completions, after each step."""
 
-    def __init__(self, records: Records, samples: Path, kept: Path | None, warn_after_steps: int | None) -> None:
+    def __init__(
+        self, records: Records, samples: Path, kept: Path | None, warn_after_steps: int | None, console: Console
+    ) -> None:
         """
         Args:
             samples: the run's samples.jsonl.
             kept: the folder that whole rollouts are written to; None: they aren't.
         """
-        self.records, self.samples, self.kept = records, samples, kept
+        self.records, self.samples, self.kept, self.console = records, samples, kept, console
         self.warn_after_steps = warn_after_steps
-        self.idle_steps = 0
-        self.told: set[str] = set()  # failures that this process has spoken of
+        self.idle_steps, self.warned = 0, False
+        self.told: list[str] = []  # failures
 
     def state_dict(self) -> dict[str, Any]:
-        return {"idle_steps": self.idle_steps}
+        return {"idle_steps": self.idle_steps, "warned": self.warned, "told": list(self.told)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.idle_steps = state_dict["idle_steps"]
+        self.idle_steps, self.warned = state_dict["idle_steps"], state_dict["warned"]
+        self.told = list(state_dict["told"])
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
         assert isinstance(pl_module, GRPO)
@@ -51,14 +57,15 @@ class Rollouts(pl.Callback):
         for reason, count in module.failures.items():
             kind = reason.split(":")[0]
             if kind not in self.told:
-                self.told.add(kind)
+                self.told.append(kind)
                 terminal.console().print(
                     f"note: step {step:,}: the reward {reason} ({count} completions). They are left out of their "
                     f"groups and counted in train/reward_failures",
                     highlight=False, markup=False,
                 )  # fmt: skip
-        if self.idle_steps != self.warn_after_steps:
+        if self.warn_after_steps is None or self.idle_steps < self.warn_after_steps or self.warned:
             return
+        self.warned = True
         rewards = sorted({float(r) for group in module.rollout for r in group.rewards})
         same = f"all rewards are {rewards[0]:g}" if len(rewards) == 1 else "within each group all rewards are equal"
         terminal.console().print(
@@ -77,6 +84,14 @@ class Rollouts(pl.Callback):
                 if len(group.parts) > 1:
                     row["rewards"] = {name: number(values[i]) for name, values in group.parts.items()}
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        if os.environ.get(TRIAL) or not self.console.is_terminal:
+            return
+        for which, group, i in found:
+            given, text = _short(shown_prompt(group), 40), _short(group.texts[i], 90)
+            words = Text.assemble(
+                (f"{which:<7}", "bold"), f"{float(group.rewards[i]):<7.3g}", (given, "dim"), " ", text
+            )
+            self.console.print(words, soft_wrap=True)
 
 
 def chosen(groups: list[Group], step: int) -> list[tuple[str, Group, int]]:
@@ -97,8 +112,12 @@ def number(value: Any) -> float | None:
 def shown_prompt(group: Group) -> str:
     """The prompt in words: of messages the last user's."""
     columns = group.prompt.columns
-    prompt = next((columns[name] for name in PROMPT.split("|") if name in columns), "")
-    return prompt if isinstance(prompt, str) else str(asked(prompt)[-1]["content"])
+    prompt = next((columns[name] for name in ("prompt", "question", "instruction", "messages") if name in columns), "")
+    if isinstance(prompt, str):
+        return prompt
+    users = ("user", "human")  # what follows the last of theirs is the answer that the data has
+    turns = [turn for turn in prompt if isinstance(turn, dict) and turn.get("role", turn.get("from")) in users]
+    return str(turns[-1].get("content") or turns[-1].get("value") or "") if turns else ""
 
 
 def keep(groups: list[Group], path: Path) -> None:
@@ -120,3 +139,8 @@ def keep(groups: list[Group], path: Path) -> None:
     temporary = path.with_suffix(".tmp")
     parquet.write_table(pyarrow.Table.from_pylist(rows), temporary)
     temporary.replace(path)
+
+
+def _short(text: str, characters: int) -> str:
+    words = visible(" ".join(text.split()))
+    return words if len(words) <= characters else f"{words[:characters]}..."

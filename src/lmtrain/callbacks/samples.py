@@ -8,6 +8,8 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 from rich.console import Console
+from rich.panel import Panel
+from rich.text import Text
 
 from lmtrain.callbacks.records import Joined
 from lmtrain.config.effect import TRIAL
@@ -105,11 +107,20 @@ class Samples(pl.Callback):
             row |= {"reference": prompt.reference} if prompt.reference is not None else {}
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
-            if not os.environ.get(TRIAL):
-                title = f"{'answer' if self.end_ids else 'sample'} at step {step}"
+            title = f"{'answer' if self.end_ids else 'sample'} at step {step}"
+            if self.console.is_terminal:
+                self.console.print(Panel(self._shown(prompt, text), title=title, title_align="left"))
+            elif not os.environ.get(TRIAL):
                 line = f"{title} | {_on_a_line(prompt.shown)} | {_on_a_line(text)}"
                 self.console.print(line, soft_wrap=True, highlight=False, markup=False)
         self._log(trainer, step)
+
+    def _shown(self, prompt: Prompt, text: str) -> Text:
+        if self.end_ids is None:
+            return Text(visible(prompt.shown), style="dim") + Text(visible(text))
+        parts = [("prompt", prompt.shown, "dim"), ("answer", text, ""), ("reference", prompt.reference, "dim")]
+        given = [(name, visible(words), style) for name, words, style in parts if words is not None]
+        return Text("\n").join(Text.assemble((f"{name:<11}", "bold"), (words, style)) for name, words, style in given)
 
     def _log(self, trainer: pl.Trainer, step: int) -> None:
         columns = ["step", "prompt", "text", "reference"]
@@ -119,13 +130,13 @@ class Samples(pl.Callback):
                 continue
             with logger.records.outliving(logger):
                 if isinstance(logger, pl.loggers.TensorBoardLogger):
-                    for i, (_, prompt, text, reference) in enumerate(rows):
-                        words = f"prompt: {prompt}\ntext: {text}\nreference: {reference or '-'}"
-                        logger.experiment.add_text(f"sample/{i}", f"```\n{words}\n```", step)
+                    for i, (prompt, text) in enumerate(zip(self.prompts, self.texts, strict=True)):
+                        logger.experiment.add_text(f"sample/{i}", f"```\n{self._shown(prompt, text).plain}\n```", step)
                 else:
                     logger.log_texts(columns, rows)
 
 
-def _on_a_line(text: str) -> str:
-    """The beginning of a text; samples.jsonl has all of it."""
-    return visible(f"{' '.join(text.split()):.200}")
+def _on_a_line(text: str, characters: int = 160) -> str:
+    """The beginning of a text, for a log; samples.jsonl has all of it."""
+    words = " ".join(text.split())
+    return words if len(words) <= characters else f"{words[:characters]}..."

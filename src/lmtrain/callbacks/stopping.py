@@ -2,7 +2,7 @@
 
 A signal or the time limit asks, the next step boundary saves, and the run ends with exit 75. Ranks agree on stopping in
 the all-reduce that counts the step's tokens (objectives/base.py), so no rank stops alone and no extra collective is
-paid; within a validation they ask each other after each batch. A second signal ends the process at once
+paid; within a validation they ask each other about once a second. A second signal ends the process at once
 (stop_signals.py); the last complete checkpoint stays.
 """
 
@@ -15,15 +15,36 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from lmtrain.distributed.devices import agreed
 from lmtrain.distributed.stop_signals import StopRequest
 from lmtrain.errors import RunError
 from lmtrain.objectives.base import Objective
 from lmtrain.optim.range_test import Smoothed
 
+_VOTE_SECONDS = 1.0  # how often ranks agree within a validation: a collective in which hosts wait for their devices
+
 
 class ValidationInterrupted(Exception):
     """Raised between two validation batches when a stop was asked for; the validation is owed to the resumed run."""
+
+
+class Vote:
+    """Whether any rank wants to leave a validation, asked after the same batches on all of them."""
+
+    def __init__(self) -> None:
+        self.began, self.batches, self.every = time.monotonic(), 0, 1
+
+    def after_batch(self, wants: bool, device: torch.device) -> bool:
+        """Every rank calls it after each batch. Most calls return False at once."""
+        self.batches += 1
+        if self.batches < self.every:
+            return False
+        seconds = (time.monotonic() - self.began) / self.batches
+        ballot = torch.tensor([float(wants), seconds], device=device)
+        torch.distributed.all_reduce(ballot, torch.distributed.ReduceOp.MAX)
+        stop, slowest = ballot.tolist()
+        self.began, self.batches = time.monotonic(), 0
+        self.every = max(1, int(_VOTE_SECONDS / max(slowest, 1e-6)))
+        return stop > 0
 
 
 class Preemption(pl.Callback):
@@ -33,6 +54,7 @@ class Preemption(pl.Callback):
         self.stop = stop
         self.stopped = False
         self.interrupted_validation = False
+        self._vote = Vote()
 
     # Not earlier: until the devices hold the model there is nothing to save, and a signal ends the process.
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -54,10 +76,16 @@ class Preemption(pl.Callback):
         self.stopped = True
         trainer.should_stop = True
 
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._vote = Vote()
+
     def on_validation_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
         if not self.stop.signals.listens:  # no training to save
             return
-        if agreed(trainer, torch.zeros(0, dtype=torch.int64), self.stop.asked())[1]:
+        asked = self.stop.asked()
+        if trainer.world_size > 1:
+            asked = self._vote.after_batch(asked, pl_module.device)
+        if asked:
             self.stop.agreed = self.interrupted_validation = True
             raise ValidationInterrupted
 

@@ -57,11 +57,16 @@ class FeedStream(pl.Callback):
         window = self.rows.ring.window_of(self.step)
         if self.place is None and window == 0:
             return 0, self.head.begin
-        if self.place is None or self.place["window"] != window:
+        if self.place is None:
             raise UserError(
-                f"the checkpoint doesn't hold where window {window} of the stream begins, in which step {self.step} "
-                f"lies now: put data.ring_bytes, data.ring_window, data.ring_shard_tokens, data.seq_len and "
-                f"data.global_batch_size back as that run had them, or begin another run (run.name=...)"
+                f"the checkpoint of step {self.step} is of a run without a stream and holds no place to read on from: "
+                f"set data.ring_bytes=null as that run had it, or begin another run (run.name=...)"
+            )
+        if self.place["window"] != window:
+            raise UserError(
+                f"the checkpoint holds where window {self.place['window']} of the stream begins, and with the sizes of "
+                f"the ring and the batch as they are now step {self.step} lies in window {window}: put "
+                f"data.ring_window, data.ring_shard_tokens, data.seq_len and data.global_batch_size back"
             )
         return window, Place(**self.place["place"])
 

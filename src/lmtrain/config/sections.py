@@ -197,8 +197,6 @@ def complete(tree: DictConfig) -> None:
     objective, data = tree.get("objective"), tree.get("data")
     if isinstance(objective, DictConfig) and "_target_" not in objective and objective.get("name") in OBJECTIVES:
         objective["_target_"] = OBJECTIVES[objective.name][0]
-    if isinstance(objective, DictConfig) and objective.get("name") == "grpo":
-        objective.pop("engine", None)
     for key in GONE:
         section, _, name = key.rpartition(".")
         holder = OmegaConf.select(tree, section)

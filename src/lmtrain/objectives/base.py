@@ -6,7 +6,7 @@ Objectives say only what the loss of a micro-batch is.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
@@ -28,7 +28,7 @@ from lmtrain.models.language_model import LanguageModel
 from lmtrain.objectives.guard import StepGuard
 from lmtrain.objectives.parts import Definition, LossParts, StepResult, add_sums
 from lmtrain.objectives.routing import routed
-from lmtrain.objectives.start_check import WeightsMove, check_judged
+from lmtrain.objectives.start_check import FirstSteps, check_judged, weights_move
 from lmtrain.optim.groups import set_lr
 from lmtrain.optim.skipping import can_skip
 from lmtrain.strategies.placement import placement_of
@@ -51,7 +51,7 @@ class Objective(pl.LightningModule):
     definitions: ClassVar[Mapping[str, Definition]] = {}  # of the means it reports, as named in LossParts.sums
 
     model: LanguageModel
-    first_steps: WeightsMove | None = None  # of a run that began in this process, until they were looked at
+    first_steps: Sequence[FirstSteps] = ()  # of a run that began in this process, until they were looked at
     loss_is_nll = True  # whether the mean loss is nats per token, so that a perplexity can be made of it
 
     def __init__(
@@ -228,20 +228,24 @@ class Objective(pl.LightningModule):
             optimizer.zero_grad(set_to_none=True)  # type: ignore[union-attr]
         lr = self._optimizer.param_groups[0]["lr"]
         self.last_step = StepResult(self.trainer.global_step, batch["rows"], lr, self.grad_norm, n_tokens, seen, sums)
-        if self.first_steps is not None:
-            rates, done = [group["lr"] for group in self._optimizer.param_groups], self.trainer.global_step
-            every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
-            if self.first_steps.over(done, rates, self.grad_norm, every > 0 and done % every == 0):
-                self.first_steps = None
+        if self.first_steps:
+            self._look_at_start(self.trainer.global_step)
 
-    def looks(self, batch: dict[str, Tensor]) -> WeightsMove | None:
+    def looks(self, batch: dict[str, Tensor]) -> list[FirstSteps]:
         """What is looked at after the first steps of a run; called before them, with the run's first micro-batch.
 
         It must draw nothing from a generator, or only what `seed_step` puts back.
         """
         # Shards are gathered and freed between steps: what a parameter holds then is no sign of what was trained.
         sharded = placement_of(self.trainer).steps_itself or any(map(layout.is_part, self.model.parameters()))
-        return None if sharded else WeightsMove(self)
+        return [] if sharded else [weights_move(self)]
+
+    def _look_at_start(self, step: int) -> None:
+        """Raises RunError where what must be true of the first steps is not."""
+        rates = [group["lr"] for group in self._optimizer.param_groups]
+        every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        is_logged = step == 1 or (every > 0 and step % every == 0)
+        self.first_steps = [s for s in self.first_steps if not s.over(step, rates, self.grad_norm, is_logged)]
 
     def set_rate(self, step: int) -> None:
         """The learning rate that the schedule has for the step, counted from 0."""

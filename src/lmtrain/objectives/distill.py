@@ -62,6 +62,8 @@ class DistillOptions(ObjectiveConfig):
             raise UserError(
                 "objective=distill learns from a teacher: set objective.teacher=NAME, of a run, a folder or the hub"
             )
+        if self.beta < 0:
+            raise UserError(f"objective.beta={self.beta}: a number from 0 (forward KL) to 1 (reverse KL) is needed")
         if self.on_policy and config.data.packing != "off":
             raise UserError(
                 "objective.on_policy: the student goes on from the prompt of each row, so a row may hold one "

@@ -13,6 +13,7 @@ from lmtrain.data.corpus import Corpus
 from lmtrain.errors import UserError
 from lmtrain.losses.preferences import LOSSES, REFERENCE_FREE, LossOptions, Pairs, preference_losses
 from lmtrain.objectives.parts import RECOMPUTED, Definition, LossParts, with_routers
+from lmtrain.objectives.start_check import check_start
 from lmtrain.objectives.with_reference import ReferenceObjective
 
 _LOOP = {"plain loop": f"{RECOMPUTED}::test_pairs"}
@@ -88,11 +89,23 @@ class DPO(ReferenceObjective):
         return batch["pairs"]
 
     def validation_names(self) -> list[str]:
-        absent = {"kl": self.reference == "none", "sft_loss": not self.options.sft_weight}
-        return [*(name for name in PREFERENCE if not absent.get(name)), *self.model.router_losses.names()]
+        names = ["loss", *(f"rewards/{name}" for name in ("chosen", "rejected", "margin", "accuracy"))]
+        names += ["logps/chosen", "logps/rejected", *(["kl"] if self.reference != "none" else [])]
+        names += ["preference_loss", *(["sft_loss"] if self.options.sft_weight else [])]
+        return [*names, *self.model.router_losses.names()]
 
     def plan_rows(self) -> list[tuple[str, str]]:
-        return [("loss", f"{self.loss}, beta={self.options.beta:g}; reference: {self.reference}")]
+        shown = {k: v for k, v in self.options._asdict().items() if k in self._loss_keys() and v}
+        words = ", ".join([self.loss, *(f"{key}={value:g}" for key, value in shown.items())])
+        return [("loss", f"{words}; reference: {self.reference_words()}")]
+
+    def _loss_keys(self) -> list[str]:
+        flips = ["label_smoothing"]
+        own = {"sigmoid": flips, "robust": flips, "simpo": ["gamma"], "dpop": ["dpop_lambda"]}
+        return ["beta", "sft_weight", "length_normalize", *own.get(self.loss, [])]
+
+    def check_start(self, batch: dict[str, Tensor]) -> Tensor:
+        return check_start(self, batch)
 
     def micro_batch_loss(self, batch: dict[str, Tensor]) -> LossParts:
         reference = self.reference_log_probs(batch)

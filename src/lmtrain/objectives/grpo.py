@@ -31,11 +31,10 @@ from lmtrain.models.blocks import evaluating
 from lmtrain.objectives.base import Objective
 from lmtrain.objectives.grpo_options import ROLLOUTS, GRPOOptions
 from lmtrain.objectives.parts import LossParts, add_sums, with_routers
-from lmtrain.objectives.start_check import WeightsMove
+from lmtrain.objectives.start_check import FirstSteps
 from lmtrain.objectives.with_reference import ReferenceObjective
 from lmtrain.rewards.scoring import SOLE, Scorer, build_rewards
-from lmtrain.rollouts.engine import Sampling
-from lmtrain.rollouts.in_process import InProcess
+from lmtrain.rollouts.engine import Engine, Sampling
 from lmtrain.rollouts.rollout import Group, Maker, keep_old, pack_groups, report_of, tensors_of, unpack_groups
 from lmtrain.strategies import sharding
 
@@ -54,7 +53,7 @@ class GRPO(ReferenceObjective):
         assert isinstance(config.objective, GRPOOptions)
         assert isinstance(corpus.train, PromptRows)
         self.options = o = config.objective
-        self.prompts, self.temperature = corpus.train, o.temperature
+        self.prompts = corpus.train
         own: dict[str, Any] = {"clip_low": o.clip_low, "clip_high": o.clip_high}
         self.variant = VARIANTS[o.loss]._replace(**{name: value for name, value in own.items() if value is not None})
         self.loss_settings = LossSettings(
@@ -80,7 +79,13 @@ class GRPO(ReferenceObjective):
         self.completions_per_token = torch.ones(())
         self.has_signal = True  # some group of the step has an advantage that is not 0
 
-    def make_engine(self) -> InProcess:
+    def make_engine(self) -> Engine:
+        if self.options.engine == "vllm":
+            from lmtrain.rollouts.vllm_engine import VLLM
+
+            return VLLM(self.model.model)
+        from lmtrain.rollouts.in_process import InProcess
+
         return InProcess(self.model.model, self.options.rollout_batch_size)
 
     def check_room(self, corpus: Corpus) -> None:
@@ -112,16 +117,22 @@ class GRPO(ReferenceObjective):
                 "reward_failures"]  # fmt: skip
 
     def plan_rows(self) -> list[tuple[str, str]]:
-        o = self.options
-        kl = f", {o.kl_coef:g} x KL ({o.kl_estimator}) to {self.reference}" if o.kl_coef else ", no reference"
-        rollouts = (
-            f"{o.group_size} completions a prompt, up to {o.max_new_tokens:,} tokens, {o.rollout_batch_size} at once"
-        )
-        rewards = [f"{part.weight:g} x {type(part.reward).__name__}" for part in self.maker.scorer.parts]
-        return [("loss", f"{o.loss}{kl}"), ("rollouts", rollouts), ("reward", " + ".join(rewards))]
+        o, rows = self.options, []
+        clip = "" if self.variant.ratio == "none" else f", clip -{self.variant.clip_low:g} +{self.variant.clip_high:g}"
+        kl = f", {o.kl_coef:g} x KL ({o.kl_estimator}) to {self.reference_words()}" if o.kl_coef else ", no reference"
+        rows.append(("loss", f"{o.loss}{clip}{kl}"))
+        updates = f", {o.updates_per_rollout} updates a rollout" if o.updates_per_rollout > 1 else ""
+        rows.append(("rollouts", f"{o.group_size} completions a prompt, up to {o.max_new_tokens:,} tokens, temperature "
+                     f"{o.temperature:g}{updates}; by {o.engine}, {o.rollout_batch_size} at once"))  # fmt: skip
+        parts = self.maker.scorer.parts
+        words = [f"{p.weight:g} x {type(p.reward).__name__}" + f" ({p.name})" * (p.name != SOLE) for p in parts]
+        return [*rows, ("reward", " + ".join(words))]
 
-    def looks(self, batch: dict[str, Tensor]) -> WeightsMove | None:
-        return Objective.looks(self, batch)  # what could be compared with the reference is sampled first
+    def check_start(self, batch: dict[str, Tensor]) -> Tensor:
+        raise NotImplementedError("what is compared with the reference is sampled first: see _check_reference")
+
+    def looks(self, batch: dict[str, Tensor]) -> list[FirstSteps]:
+        return Objective.looks(self, batch)
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         super().training_step(batch, batch_idx)
@@ -212,7 +223,7 @@ class GRPO(ReferenceObjective):
         """Keeps the log-probabilities of completions under the weights that sampled them, by training's forward."""
         batch = {name: value.to(self.device) for name, value in self._tensors(groups).items()}
         with evaluating(self.model):
-            log_probs, _ = self.token_log_probs(batch)
+            log_probs, _ = self.token_log_probs(batch, self.options.temperature)
         if groups:
             keep_old(groups, log_probs)
 
@@ -220,8 +231,8 @@ class GRPO(ReferenceObjective):
         reference = None
         if self.reference != "none":
             with torch.no_grad(), evaluating(self.model), self._reference_weights():
-                reference = self.token_log_probs(batch)[0]
-        policy, out = self.token_log_probs(batch)
+                reference = self.token_log_probs(batch, self.options.temperature)[0]
+        policy, out = self.token_log_probs(batch, self.options.temperature)
         current = policy.detach()
         old, sampler = (batch[name].view(torch.float64) if name in batch else current for name in ("old", "sampler"))
         compared = batch["advantages"].view(torch.float64)

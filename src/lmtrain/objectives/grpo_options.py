@@ -107,6 +107,7 @@ class GRPOOptions(ObjectiveConfig):
     resample: Annotated[int | None, TRAJECTORY, not_negative]
     overlong_buffer: Annotated[int | None, TRAJECTORY, not_negative]
     mask_cut_off: Annotated[bool, TRAJECTORY]
+    engine: Annotated[str, MACHINE, choice("in_process", "vllm")]
     rollout_batch_size: Annotated[int, MACHINE, at_least(1)]
     reward_timeout: Annotated[float, SHOWN, above_zero]
     warn_after_steps: Annotated[int | None, SHOWN, at_least(1)]
@@ -125,3 +126,8 @@ class GRPOOptions(ObjectiveConfig):
                 f"k1 is the unbiased one: set it"
             )
         refuse_split_layers(config.trainer.strategy, "rollouts need all weights on each device while they are sampled")
+        if self.overlong_buffer is not None and self.overlong_buffer > self.max_new_tokens:
+            raise UserError(
+                f"objective.overlong_buffer={self.overlong_buffer} is more than objective.max_new_tokens="
+                f"{self.max_new_tokens}, of which it is the last part"
+            )

@@ -18,6 +18,7 @@ from lmtrain.errors import UserError
 from lmtrain.models.blocks import evaluating
 from lmtrain.models.language_model import LogProbs
 from lmtrain.objectives.parts import RECOMPUTED, Definition, LossParts, add_sums, with_routers
+from lmtrain.objectives.start_check import check_agreement
 from lmtrain.objectives.with_reference import ReferenceObjective
 
 _LOOP = {"plain loop": f"{RECOMPUTED}::test_marked_answers"}
@@ -91,12 +92,15 @@ def check_labels(rows: Any, options: KTOOptions) -> None:
     labels = getattr(getattr(rows, "examples", None), "labels", None)
     if labels is None or not len(labels):
         return
-    there, absent = ("desirable", "undesirable") if labels[0] == 1 else ("undesirable", "desirable")
-    if (labels == labels[0]).all() and getattr(options, f"{absent}_weight") != 0:
-        raise UserError(
-            f"all {len(labels):,} answers are {there}, and KTO learns from how {absent} ones differ from them: add "
-            f"some, or train with objective=sft or dpo; objective.{absent}_weight=0 says that there are none on purpose"
-        )
+    good, bad = bool((labels == 1).any()), bool((labels != 1).any())
+    there, absent, label = ("desirable", "undesirable", "false") if good else ("undesirable", "desirable", "true")
+    if (good and bad) or getattr(options, f"{absent}_weight") == 0:
+        return
+    instead = "train on them as answers with objective=sft" if good else "pair them with better ones for objective=dpo"
+    raise UserError(
+        f"all {len(labels):,} answers are {there}, and KTO learns from how {absent} ones differ from them: add rows "
+        f"with label: {label}, or {instead}; objective.{absent}_weight=0 says that there are none on purpose"
+    )
 
 
 class KTO(ReferenceObjective):
@@ -123,10 +127,13 @@ class KTO(ReferenceObjective):
         return batch["answers"]
 
     def validation_names(self) -> list[str]:
-        return [*MARKED]
+        return ["loss", *(f"rewards/{name}" for name in ("chosen", "rejected", "margin")), "logps/mean", "kl"]
 
     def plan_rows(self) -> list[tuple[str, str]]:
-        return [("loss", f"KTO, beta={self.options.beta:g}; reference: {self.reference}")]
+        return [("loss", f"KTO, beta={self.options.beta:g}; reference: {self.reference_words()}")]
+
+    def check_start(self, batch: dict[str, Tensor]) -> Tensor:
+        return check_agreement(self, batch, ("answer",))[0]
 
     def look_ahead(self, micro_batches: list[dict[str, Tensor]], n_tokens: Tensor) -> None:
         """Sets z for the step: max(0, mean log-ratio of its prompts with other rows' completions), 0-dim fp64."""

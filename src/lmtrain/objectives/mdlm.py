@@ -119,7 +119,11 @@ class MDLM(base.Objective):
         model.set_attn_implementation(ATTENTION)
 
     def plan_rows(self) -> list[tuple[str, str]]:
-        return [("attention", f"in both directions; a hidden token is id {self.mask_id}")]
+        return [
+            ("attention", f"in both directions; a hidden token is id {self.mask_id}"),
+            ("writes", "samples and lmtrain.generate uncover masked texts; the export's model card says how to use it, "
+                       "as transformers' generate() writes from left to right, which this model can't"),
+        ]  # fmt: skip
 
     def count_tokens(self, batch: dict[str, Tensor]) -> Tensor:
         return _real(batch).sum() * batch["input_ids"].shape[1]

@@ -14,7 +14,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,11 +30,19 @@ from lmtrain.errors import UserError
 from lmtrain.strategies.sharding import reshard
 
 
-def choose(wanted: str, model: nn.Module, precompute: bool) -> str:
+class Choice(NamedTuple):
+    """What a model is held to: frozen_copy, adapter_off, precomputed or none; and why, where auto chose it."""
+
+    kind: str
+    why: str = ""
+
+
+def choose(wanted: str, model: nn.Module, why_online: str) -> Choice:
     """objective.reference, auto resolved for this model.
 
     Args:
-        precompute: whether it is possible, and pays, to precompute the reference of a model that is trained whole.
+        why_online: why it doesn't pay, or isn't possible, to precompute the reference of a model that is trained
+            whole; "" where it pays.
 
     Raises:
         UserError: the adapter's base is not where the run starts.
@@ -46,11 +54,14 @@ def choose(wanted: str, model: nn.Module, precompute: bool) -> str:
             f"set objective.reference=frozen_copy"
         )
     if wanted != "auto":
-        return wanted
+        return Choice(wanted)
     if obstacle is None:
-        return "adapter_off"
-    is_whole = trainable_names(model) is None
-    return "precomputed" if is_whole and precompute else "frozen_copy"
+        return Choice("adapter_off", "the base is what the run starts from")
+    if trainable_names(model) is not None:
+        return Choice("frozen_copy", "of what is trained, a part of the model")
+    if why_online:
+        return Choice("frozen_copy", why_online)
+    return Choice("precomputed", "one pass over the pairs before training, no copy of the weights")
 
 
 def _why_not_adapter_off(model: nn.Module) -> str | None:
@@ -121,6 +132,10 @@ class FrozenCopy:
                 trained = p.data
                 p.data = self.values[name].to(p)  # moved to the model's device and dtype the first time
                 self.values[name] = trained
+
+    def changed(self) -> list[str]:
+        """Names of parameters that no longer hold their first values."""
+        return [name for name, p in self.parameters.items() if not torch.equal(held(p), self.values[name].to(held(p)))]
 
 
 def weights_hash(model: nn.Module) -> str:

@@ -68,6 +68,7 @@ class RewardModel(Objective):
     def prepare(self, config: Config, corpus: Corpus) -> None:
         assert isinstance(config.objective, RewardOptions)
         self.centring = config.objective.center_rewards_coefficient
+        self.has_margins = getattr(corpus.train, "margins", None) is not None
 
     @classmethod
     def settle_model(cls, config: Config, model: PreTrainedModel, tokenizer: Any) -> None:
@@ -81,7 +82,9 @@ class RewardModel(Objective):
         return [*REWARDS, *self.model.router_losses.names()]
 
     def plan_rows(self) -> list[tuple[str, str]]:
-        return [("loss", "Bradley-Terry; a scalar head at the last token that is no padding")]
+        margin = ", with the margins of the data" if self.has_margins else ""
+        centred = f", centred by {self.centring:g}" if self.centring else ""
+        return [("loss", f"Bradley-Terry{margin}{centred}; a scalar head at the last token that is no padding")]
 
     def rewards(self, batch: dict[str, Tensor]) -> tuple[Tensor, LogProbs]:
         """Of the chosen and the rejected answers, fp64 [P, 2]; and what the model's forward gave."""

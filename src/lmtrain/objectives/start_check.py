@@ -1,13 +1,13 @@
 """What must be true of the first steps of an objective; it costs nothing after them.
 
-Of one with a reference: before the first step policy and reference give the same log-probabilities
-(`check_agreement`). Of any objective: once steps were taken that must show, trained weights are others and frozen ones
-are not (`WeightsMove`).
+Of any objective: once steps were taken that must show (`FirstSteps`), trained weights are others and frozen ones are
+not (`weights_move`). Of one with a reference: before the first step policy and reference give the same
+log-probabilities (`check_agreement`, `check_start`), and then they don't any more (`answers_move`).
 
-What the loss of a first step should be is said of no objective: weights from scratch may have any scale.
+What the loss of a first step should be is said of no objective else: weights from scratch may have any scale.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,62 +17,121 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from lmtrain.distributed.devices import total
 from lmtrain.distributed.dtensor import held
 from lmtrain.errors import RunError
+from lmtrain.losses.preferences import LOSSES, LossOptions, Pairs, Ratios, preference_losses
 from lmtrain.models.blocks import evaluating
 
 FULL = (1e-4, 1e-6)  # how far log-probabilities may differ, absolutely and relative to them, in fp32
 HALF = (5e-2, 2e-3)  # the same where matrices are multiplied in half precision
-# Learning rates, times gradient norms up to 1, that must sum to this before weights have to be others: an update of
-# less, of a new adapter say, may be rounded away. In fp32, and in half precision.
-MUST_SHOW = (1e-4, 1e-2)
-# The first step to look after: some optimizers change weights every few steps only, or begin with far smaller steps
-# than their learning rate says.
-WEIGHTS_SINCE = 20
+# Learning rates, times gradient norms up to 1, that must sum to this before log-probabilities have to be others: an
+# update of less, of a new adapter say, may be rounded away. In fp32, and in half precision.
+MUST_SHOW = (1e-6, 1e-4)
+# The same of weights, and the first step to look after: some optimizers change weights every few steps only, or begin
+# with far smaller steps than their learning rate says.
+WEIGHTS_MUST_SHOW, WEIGHTS_SINCE = (1e-4, 1e-2), 20
 CHUNK = 2**22  # elements of a tensor that are summed at once
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @torch.no_grad()
-def check_agreement(objective: Any, batch: dict[str, Tensor]) -> None:
-    """Compares the log-probabilities of the answers [rows, answers] under policy and reference, without dropout.
+def check_agreement(objective: Any, batch: dict[str, Tensor], answers: Sequence[str]) -> tuple[Tensor, ...]:
+    """Log-probabilities [rows, answers] under policy and reference, and by how much they may differ.
+
+    Both are computed without dropout, as the reference always is.
 
     Args:
-        objective: a `ReferenceObjective`.
+        objective: a `ReferenceObjective`; so it is below wherever there is a reference.
         batch: the first micro-batch of the run.
+        answers: what the answers of a row are called.
 
     Raises:
-        RunError: they differ by more than rounding.
+        RunError: they differ by more.
     """
     with evaluating(objective.model):
         policy, _ = objective.answer_log_probs(batch)
     reference = objective.reference_log_probs(batch)
+    assert reference is not None
     absolute, relative = FULL if _is_full(objective) else HALF
-    wrong = ~((policy - reference).abs() <= absolute + relative * reference.abs())
-    if not wrong.any():
-        return
-    row, answer = wrong.nonzero()[0].tolist()
-    if objective.precomputed is not None:
-        folder = objective.precomputed.folder
-        advice = f"The precomputed log-probabilities are of another model or other rows: remove {folder}"
-    elif objective.frozen_copy is None:
-        advice = (
-            "The adapter changes the model before it is trained, or the base was changed when it was put in: "
-            "set objective.reference=frozen_copy"
-        )
-    else:
-        advice = (
-            "A callback of your own may write to the weights, or something random is left on outside training, or "
-            "trainer.precision is too coarse; else please report this"
-        )
-    raise RunError(
-        f"policy and reference differ before the first step, so the reference is not the model this run starts from: "
-        f"answer {answer + 1} of row {row + 1} of the first micro-batch has log-probability "
-        f"{policy[row, answer].item():.6g} under the policy and {reference[row, answer].item():.6g} under the "
-        f"reference ({int(wrong.sum())} of {wrong.numel()} answers differ). {advice}"
-    )
+    difference = (policy - reference).abs()
+    allowed = absolute + relative * reference.abs()
+    if not bool((difference <= allowed).all()):
+        raise RunError(_what_differs(objective, policy, reference, difference > allowed, answers))
+    return policy, reference, allowed
 
 
 def _is_full(objective: Any) -> bool:
     return objective.trainer.precision in ("32-true", "64-true")
+
+
+def check_start(objective: Any, batch: dict[str, Tensor]) -> Tensor:
+    """The policy's log-probabilities [pairs, 2] before the first step.
+
+    Raises:
+        RunError: they are not the reference's, or the loss is not its known value.
+    """
+    policy, reference, allowed = check_agreement(objective, batch, ("chosen answer of pair", "rejected answer of pair"))
+    tokens = batch["lengths"].view(-1, 2)
+    pairs = Pairs(policy[:, 0], policy[:, 1], tokens[:, 0], tokens[:, 1], reference[:, 0], reference[:, 1])
+    loss = preference_losses(objective.loss, pairs, objective.options).preference
+    at_zero = LOSSES[objective.loss].at_zero
+    assert at_zero is not None
+    expected = at_zero(objective.options)
+    off = (loss - expected).abs().max().item()
+    if not off <= loss_slack(objective.loss, objective.options, allowed.max().item()):
+        raise RunError(
+            f"at the first step objective.loss={objective.loss} is {loss[0].item():.6g} where policy and reference "
+            f"agree, instead of {expected:.6g}: please report this"
+        )
+    return policy
+
+
+class FirstSteps:
+    """Looks once, after the first step whose updates must show, whether they did.
+
+    That is step `since` of a run, or a logged one after it where rates are tiny, as in a warm-up. Until then nothing is
+    read from the device.
+
+    Args:
+        must_show: what learning rates, times gradient norms up to 1, must sum to: an update of less, of a new adapter
+            say, may be rounded away.
+        wrong: what is wrong, and why that may be; None where nothing is. Every rank calls it.
+        slowest: the rate of a step is that of the slowest group of parameters, not of the fastest.
+    """
+
+    def __init__(
+        self, must_show: float, wrong: Callable[[], tuple[str, str] | None], *, since: int = 1, slowest: bool = False
+    ) -> None:
+        self.must_show, self.wrong, self.since, self.slowest = must_show, wrong, since, slowest
+        self.rates, self.moved = 0.0, torch.zeros(())
+
+    def over(self, step: int, rates: Sequence[float], grad_norm: Tensor, may_wait: bool) -> bool:
+        """Whether nothing is left to look at after a step; to be asked after each, once it is taken.
+
+        Args:
+            rates: the learning rates of the step.
+            grad_norm: before clipping, 0-dim; of a step that was left out not finite.
+            may_wait: for the device, as a step that is logged does.
+
+        Raises:
+            RunError: what is wrong, and that learning rate and gradients are not zero.
+        """
+        rate = min(rates) if self.slowest else max(rates)
+        self.rates += rate
+        finite = torch.nan_to_num(grad_norm.detach(), 0.0, 0.0, 0.0).clamp(0, 1)
+        self.moved = self.moved.to(finite) + rate * finite
+        if rate == 0 < max(rates):
+            return True  # nobody knows of which group the gradients were
+        if not may_wait or step < self.since or self.rates < self.must_show:
+            return False
+        if self.moved.item() < self.must_show:
+            return self.rates > 1000 * self.must_show  # gradients of nearly nothing, as grad_norm tells
+        found = self.wrong()
+        if found is not None:
+            what, why = found
+            raise RunError(
+                f"after {step} optimizer step{'s' * (step > 1)} {what}, though learning rate and gradients are not "
+                f"zero (grad_norm {grad_norm.item():.3g}): {why}"
+            )
+        return True
 
 
 def check_judged(optimizer: torch.optim.Optimizer, step: int, judged: int) -> None:
@@ -84,67 +143,29 @@ def check_judged(optimizer: torch.optim.Optimizer, step: int, judged: int) -> No
         )
 
 
-class WeightsMove:
-    """Looks once, after the first step whose updates must show, whether trained weights changed, and no frozen one.
+def weights_move(objective: Any) -> FirstSteps:
+    """Looks whether trained weights have changed, and no frozen one; to be called before the first step."""
+    names, trained, before = _weights(objective)
 
-    That is a logged step from `WEIGHTS_SINCE` on, or a later one where rates are tiny, as in a warm-up. Until then
-    nothing is read from the device. To be made before the first step.
-    """
-
-    def __init__(self, objective: Any) -> None:
-        self.objective = objective
-        self.names, self.trained, self.before = _weights(objective)
-        self.must_show = MUST_SHOW[0 if _is_full(objective) else 1]
-        self.rates, self.moved = 0.0, torch.zeros(())
-
-    def over(self, step: int, rates: Sequence[float], grad_norm: Tensor, may_wait: bool) -> bool:
-        """Whether nothing is left to look at after a step; to be asked after each, once it is taken.
-
-        Args:
-            rates: the learning rates of the step, of which the slowest group's counts.
-            grad_norm: before clipping, 0-dim; of a step that was left out not finite.
-            may_wait: for the device, as a step that is logged does.
-
-        Raises:
-            RunError: what is wrong, and that learning rate and gradients are not zero.
-        """
-        rate = min(rates)
-        self.rates += rate
-        finite = torch.nan_to_num(grad_norm.detach(), 0.0, 0.0, 0.0).clamp(0, 1)
-        self.moved = self.moved.to(finite) + rate * finite
-        if rate == 0 < max(rates):
-            return True  # nobody knows of which group the gradients were
-        if not may_wait or step < WEIGHTS_SINCE or self.rates < self.must_show:
-            return False
-        if self.moved.item() < self.must_show:
-            return self.rates > 1000 * self.must_show  # gradients of nearly nothing, as grad_norm tells
-        found = self.wrong()
-        if found:
-            raise RunError(
-                f"after {step} optimizer steps {found}. Learning rate and gradients are not zero (grad_norm "
-                f"{grad_norm.item():.3g}); if nothing of that is so, please report this"
-            )
-        return True
-
-    def wrong(self) -> str:
-        """What is wrong, and why that may be; "" where nothing is. Every rank calls it."""
-        changed, trained = (_weights(self.objective)[2] != self.before).cpu(), self.trained
+    def wrong() -> tuple[str, str] | None:
+        changed = (_weights(objective)[2] != before).cpu()
         found = torch.stack([trained.any(), (changed & trained).any(), (changed & ~trained).any()])
-        trainer = self.objective.trainer
-        any_trained, moved, thawed = total(trainer, found.double().to(self.objective.device)).tolist()
+        any_trained, moved, thawed = total(objective.trainer, found.double().to(objective.device)).tolist()
         if thawed:
-            here = [name for name, bad in zip(self.names, (changed & ~trained).tolist(), strict=True) if bad]
-            return (
-                f"weights that are frozen have changed ({here[0] if here else 'on another rank'}): an optimizer or a "
-                f"callback of your own may write to them"
+            which = next((n for n, c, t in zip(names, changed.tolist(), trained.tolist(), strict=True) if c > t), "")
+            return f"weights that are frozen have changed ({which or 'on another rank'})", (
+                "an optimizer or a callback of your own may write to them; else please report this"
             )
         if any_trained and not moved:
-            return (
-                f"every trained weight is bit for bit what it was before the first: trainer.precision="
-                f"{trainer.precision} rounds the updates away, and bf16-mixed and 32-true, which keep weights in fp32, "
-                f"don't; or the optimizer (optimizer._target_, of your own) changes nothing"
+            return "every trained weight is bit for bit what it was before the first", (
+                f"trainer.precision={objective.trainer.precision} rounds the updates away, and bf16-mixed and 32-true, "
+                f"which keep weights in fp32, don't; or the optimizer (optimizer._target_, of your own) changes "
+                f"nothing. If neither is so, please report this"
             )
-        return ""
+        return None
+
+    index = 0 if _is_full(objective) else 1
+    return FirstSteps(WEIGHTS_MUST_SHOW[index], wrong, since=WEIGHTS_SINCE, slowest=True)
 
 
 @torch.no_grad()
@@ -170,3 +191,70 @@ def _checksum(tensor: Tensor) -> Tensor:
     whole = tensor.detach().contiguous().flatten().view(INTEGERS[tensor.element_size()])
     parts = (part.long() for part in whole.split(CHUNK))
     return torch.stack([(part * (part + 1)).sum() for part in parts]).sum()
+
+
+def answers_move(objective: Any, batch: dict[str, Tensor], before: Tensor) -> FirstSteps:
+    """Looks whether the policy has moved, and from the reference.
+
+    Args:
+        batch: the first micro-batch of the run.
+        before: log-probabilities of its answers before the first step, [rows, answers].
+    """
+
+    @torch.no_grad()
+    def wrong() -> tuple[str, str] | None:
+        with evaluating(objective.model):
+            policy, _ = objective.answer_log_probs(batch)
+        reference = objective.reference_log_probs(batch)
+        for other, what in ((before, "what they were before the first"), (reference, "the reference's")):
+            if other is not None and torch.equal(policy, other):
+                return _what_stood_still(objective, what)
+        return None
+
+    return FirstSteps(MUST_SHOW[0] if _is_full(objective) else MUST_SHOW[1], wrong)
+
+
+def _what_stood_still(objective: Any, what: str) -> tuple[str, str]:
+    return f"the policy's log-probabilities of the first micro-batch are still exactly {what}", (
+        f"what is trained is not what the loss is computed with, and nothing would be learned. A reference that is "
+        f"put in the policy's place (objective.reference=frozen_copy) can do that, or a trainer.precision "
+        f"({objective.trainer.precision} here) that rounds the updates away: trainer.precision=bf16-mixed and 32-true "
+        f"keep weights in fp32. If they don't help, please report this"
+    )
+
+
+def loss_slack(name: str, options: LossOptions, ratio: float) -> float:
+    """How far a loss may be from its value at zero where log-ratios are up to `ratio` instead."""
+    options = options._replace(sft_weight=0.0)
+    at_zero = LOSSES[name].at_zero
+    assert at_zero is not None
+    corners = torch.tensor([[ratio, ratio], [ratio, -ratio], [-ratio, ratio], [-ratio, -ratio]], dtype=torch.float64)
+    losses = LOSSES[name].function(Ratios(corners[:, 0], corners[:, 1]), options)
+    return (losses - at_zero(options)).abs().max().item() + 1e-6 * max(1.0, at_zero(options))
+
+
+def _what_differs(objective: Any, policy: Tensor, reference: Tensor, wrong: Tensor, answers: Sequence[str]) -> str:
+    row, which = wrong.nonzero()[0].tolist()
+    found = (
+        f"policy and reference differ before the first step, so the reference is not the model this run starts from: "
+        f"the {answers[which]} {row + 1} of the first micro-batch has log-probability "
+        f"{policy[row, which].item():.6g} under the policy and {reference[row, which].item():.6g} under the reference "
+        f"({int(wrong.sum())} of {wrong.numel()} answers differ). "
+    )
+    if objective.precomputed is not None:
+        return found + (
+            f"The precomputed log-probabilities are of another model or other rows: remove "
+            f"{objective.precomputed.folder}"
+        )
+    changed = objective.frozen_copy.changed() if objective.frozen_copy is not None else []
+    if changed:
+        return found + f"Trained weights differ from their first values: {changed[0]} ({len(changed)} in all)"
+    if objective.frozen_copy is None:
+        return found + (
+            "The adapter changes the model before it is trained, or the base was changed when it was put in: "
+            "set objective.reference=frozen_copy"
+        )
+    return found + (
+        "The weights are the same, so the forwards differ: something random is left on outside training, or "
+        "trainer.precision is too coarse; please report this"
+    )

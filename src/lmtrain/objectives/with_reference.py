@@ -1,5 +1,6 @@
 """What objectives that hold the model to a reference share: log-probabilities of answers under both."""
 
+from abc import abstractmethod
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -21,21 +22,23 @@ from lmtrain.models.blocks import evaluating
 from lmtrain.models.documents import Prefixes
 from lmtrain.models.language_model import LogProbs
 from lmtrain.objectives.base import Objective
-from lmtrain.objectives.reference import FrozenCopy, Precomputed, choose, first_values_hash
-from lmtrain.objectives.start_check import WeightsMove, check_agreement
+from lmtrain.objectives.reference import Choice, FrozenCopy, Precomputed, choose, first_values_hash
+from lmtrain.objectives.start_check import FirstSteps, answers_move
 
 
-def can_precompute(config: Config, corpus: Corpus | None) -> bool:
-    """Whether log-probabilities of the reference can be had before training without being asked for.
+def why_not_precomputed(config: Config, corpus: Corpus | None) -> str:
+    """Why log-probabilities of the reference can't be had before training unless asked for; "" where they can."""
+    if corpus is None:
+        return "this objective's rows keep no log-probabilities"
+    if world.size() > 1 and config.trainer.strategy in SHARING:
+        return f"{config.trainer.strategy} shares out a model that a rank may not hold alone"
+    return "those of data.val_sets are not computed before training" if config.data.val_sets else ""
 
-    Not where the rows keep none, where a rank may not hold the model alone, and of rows of data.val_sets.
-    """
-    is_shared_out = world.size() > 1 and config.trainer.strategy in SHARING
-    return corpus is not None and not is_shared_out and not config.data.val_sets
 
-
-def precomputing_pays(config: Config, corpus: Corpus) -> bool:
-    """Whether a forward over all pairs is no more work than one a step: the run reads as many pairs as there are."""
+def why_online_is_less(config: Config, corpus: Corpus | None) -> str:
+    """Why a forward of the reference a step is less work than one over all pairs; "" where it is not."""
+    if corpus is None:
+        return ""
     t, sizes = config.trainer, step_sizes(config.data)
     rows = len(corpus.train)
     few = min(rows, t.overfit_batches * config.data.global_batch_size) if t.overfit_batches else rows
@@ -43,7 +46,8 @@ def precomputing_pays(config: Config, corpus: Corpus) -> bool:
     val = 0 if corpus.val is None else len(corpus.val)
     each = val if t.limit_val_batches is None else min(val, t.limit_val_batches * config.data.micro_batch_size)
     validated = each * max(1, steps // (t.val_check_interval or steps))
-    return sizes.before(steps) + validated >= rows + val
+    read = sizes.before(steps) + validated
+    return f"the run reads {read:,} pairs, fewer than the {rows + val:,} there are" if read < rows + val else ""
 
 
 class ReferenceObjective(Objective):
@@ -51,7 +55,6 @@ class ReferenceObjective(Objective):
 
     loss_is_nll = False
     answers: int
-    temperature = 1.0  # by which logits are divided
 
     def settle_reference(self, wanted: str, config: Config, corpus: Corpus | None = None) -> None:
         """Sets `reference`, auto resolved: the model as it is now, before a checkpoint is read.
@@ -64,14 +67,15 @@ class ReferenceObjective(Objective):
             UserError: see `reference.choose`.
         """
         self.wanted, self._config, self._corpus = wanted, config, corpus
-        precompute = corpus is not None and can_precompute(config, corpus) and precomputing_pays(config, corpus)
-        self._use(world.from_first(lambda: choose(wanted, self.model.model, precompute)))
+        why_online = why_not_precomputed(config, corpus) or why_online_is_less(config, corpus)
+        self._use(world.from_first(lambda: choose(wanted, self.model.model, why_online)))
         # On resume the model is built again: it has to be the one the run started with.
         if self.reference != "none":
             self.fingerprint["contents"]["reference"] = world.from_first(lambda: first_values_hash(self.model))
 
-    def _use(self, reference: str) -> None:
-        config, self.reference = self._config, reference
+    def _use(self, choice: Choice) -> None:
+        config = self._config
+        self.reference, self.why_reference = choice
         self.frozen_copy: FrozenCopy | None = None
         self.precomputed: Precomputed | None = None
         if self.reference == "frozen_copy":
@@ -91,17 +95,29 @@ class ReferenceObjective(Objective):
         either = {"frozen_copy", "precomputed"}
         if self.wanted != "auto" or began == self.reference or {began, self.reference} != either:
             return
-        if began == "frozen_copy" or can_precompute(self._config, self._corpus):
-            self._use(began)
+        if began == "frozen_copy" or not why_not_precomputed(self._config, self._corpus):
+            self._use(Choice(began, "as the run began"))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
         checkpoint["reference"] = self.reference
 
-    def looks(self, batch: dict[str, Tensor]) -> WeightsMove | None:
-        if self.reference != "none":
-            check_agreement(self, batch)
-        return super().looks(batch)
+    def reference_words(self) -> str:
+        """Describes the reference for the plan."""
+        return self.reference + (f" ({self.why_reference})" if self.why_reference else "")
+
+    @abstractmethod
+    def check_start(self, batch: dict[str, Tensor]) -> Tensor:
+        """The model's log-probabilities [rows, answers] of the first micro-batch of the run.
+
+        Raises:
+            RunError: they are not the reference's.
+        """
+
+    def looks(self, batch: dict[str, Tensor]) -> list[FirstSteps]:
+        if self.reference == "none":
+            return super().looks(batch)
+        return [answers_move(self, batch, self.check_start(batch)), *super().looks(batch)]
 
     def setup(self, stage: str) -> None:
         """Computes the reference's log-probabilities, before a checkpoint is read into the model."""
@@ -136,12 +152,12 @@ class ReferenceObjective(Objective):
             # Another machine's PiSSA differs in its last bits; base and first values have to be of one machine.
             self.frozen_copy.replace({f"model.{name}": value for name, value in adapter.start.items()})
 
-    def token_log_probs(self, batch: dict[str, Tensor]) -> tuple[Tensor, LogProbs]:
-        """Log-probabilities [C] fp64 of the answers' tokens at `temperature`, and what the model's forward gave."""
+    def token_log_probs(self, batch: dict[str, Tensor], temperature: float = 1.0) -> tuple[Tensor, LogProbs]:
+        """Log-probabilities [C] fp64 of the answers' tokens under the model as it is, and what its forward gave."""
         inputs: dict[str, Any] = {name: batch[name] for name in ("input_ids", "scored", "before")}
         inputs |= {name: batch.get(name) for name in ("position_ids", "cu_seqlens")}  # absent where rows are padded
         prefixes = Prefixes(batch["prefix_lengths"], batch["kv_index"], batch["cu_kv"]) if "kv_index" in batch else None
-        out = self.model.log_probs(**inputs, prefixes=prefixes, temperature=self.temperature)
+        out = self.model.log_probs(**inputs, prefixes=prefixes, temperature=temperature)
         # One by one, hundreds of terms lose 1e-3 in fp32, and a sum of hundreds is itself known to 3e-5 only.
         return out.tokens.double(), out
 

@@ -93,24 +93,32 @@ class Scorer:
     ) -> list[float | str]:
         """Of each completion a number, NaN where the reward says nothing of it, or what went wrong."""
         try:
-            with at_most(self.timeout):
-                values = part.reward(prompts=prompts, completions=completions, **columns)
+            return self._called(part, prompts, completions, columns)
         except (UserError, RunError):
             raise
         except _TookTooLong:
-            reason = f"{part.name} took longer than objective.reward_timeout={self.timeout:g} s"
-            return [reason for _ in completions]
+            return [f"{part.name} took longer than objective.reward_timeout={self.timeout:g} s"] * len(completions)
+        except Exception:  # of one of them: which one?
+            return [self._alone(part, prompts, completions, columns, slice(i, i + 1)) for i in range(len(completions))]
+
+    def _alone(
+        self, part: Part, prompts: Sequence[Any], completions: Sequence[str], columns: Mapping[str, Any], one: slice
+    ) -> float | str:
+        try:
+            return self._called(part, prompts[one], completions[one], {k: v[one] for k, v in columns.items()})[0]
+        except (UserError, RunError):
+            raise
         except Exception as error:  # a user's own code
-            if len(completions) == 1:
-                return [f"{part.name} raised {type(error).__name__}: {' '.join(str(error).split())[:200]}"]
-            found: list[float | str] = []
-            for i in range(len(completions)):  # of one of them: which one?
-                one = {name: column[i : i + 1] for name, column in columns.items()}
-                found += self._outcomes(part, prompts[i : i + 1], completions[i : i + 1], one)
-            return found
+            return f"{part.name} raised {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+    def _called(
+        self, part: Part, prompts: Sequence[Any], completions: Sequence[str], columns: Mapping[str, Any]
+    ) -> list[float | str]:
+        with at_most(self.timeout):
+            values = part.reward(prompts=prompts, completions=completions, **columns)
         who = f"the reward {part.name} ({type(part.reward).__qualname__})"
         if isinstance(values, str | bytes | dict) or not hasattr(values, "__len__"):
-            raise UserError(f"{who} returned {values!r:.60}: a list with a number for each completion is needed")
+            raise UserError(f"{who} returned {_shown(values)}: a list with a number for each completion is needed")
         if len(values) != len(completions):
             raise UserError(
                 f"{who} returned {len(values)} values for {len(completions)} completions: one each is needed"
@@ -127,9 +135,14 @@ def _number(value: Any, name: str, who: str) -> float | str:
         number = float(value)
     except (TypeError, ValueError):
         raise UserError(
-            f"{who} returned {value!r:.60} for a completion: a number is needed, or None for no opinion"
+            f"{who} returned {_shown(value)} for a completion: a number is needed, or None for no opinion"
         ) from None
     return number if math.isfinite(number) else f"{name} returned {number}"
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 class _TookTooLong(BaseException):

@@ -1,5 +1,6 @@
-"""What samplers of completions share: what is asked for, what comes out, and how a token is drawn."""
+"""The interface of what samples completions: prompts in, tokens with their log-probabilities out."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -33,6 +34,18 @@ class SampledText(NamedTuple):
     log_probs: list[float]  # of each token at the sampling temperature, before top_p cuts anything off
     entropy: float  # nats, of the distributions its tokens were drawn from, summed
     ended: bool  # by an ending token; False: cut off at max_new_tokens
+
+
+class Engine(ABC):
+    """Samples completions with the weights of the model that is trained."""
+
+    @abstractmethod
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[SampledText]:
+        """A completion for each request, in their order.
+
+        The same requests under the same weights give the same completions. Other requests beside them change how
+        matrices are multiplied, so the last bits of a probability, and a token whose draw falls within those bits.
+        """
 
 
 def draw(logits: Tensor, keys: Tensor, at: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,13 +17,13 @@ from transformers.cache_utils import DynamicLayer
 
 from lmtrain.models.attention import generation_mode
 from lmtrain.models.blocks import evaluating
-from lmtrain.rollouts.engine import Request, SampledText, Sampling, as_keys, draw
+from lmtrain.rollouts.engine import Engine, Request, SampledText, Sampling, as_keys, draw
 
 LEAVE_FROM = 8  # rows that have ended leave the batch once they are one in so many
 
 
-class InProcess:
-    """Samples with the transformers model itself, in evaluation mode."""
+class InProcess(Engine):
+    """Calls the transformers model itself, in evaluation mode."""
 
     def __init__(self, model: PreTrainedModel, batch_size: int) -> None:
         """batch_size: the most completions that are written at once."""
@@ -31,11 +31,6 @@ class InProcess:
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[SampledText]:
-        """A completion for each request, in their order.
-
-        The same requests under the same weights give the same completions. Other requests beside them change how
-        matrices are multiplied, so the last bits of a probability, and a token whose draw falls within those bits.
-        """
         found: list[SampledText | None] = [None] * len(requests)
         # Longest first: those that wait until the end are short, and prompts of near lengths are read together.
         order = sorted(range(len(requests)), key=lambda i: -len(requests[i].prompt))

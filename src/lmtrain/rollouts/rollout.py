@@ -17,8 +17,7 @@ from lmtrain.data.examples.prompt_rows import PROMPT, PromptRow
 from lmtrain.data.order import mix64
 from lmtrain.losses.policy import Variant, advantages, deviation, overlong_penalty
 from lmtrain.rewards.scoring import Scorer
-from lmtrain.rollouts.engine import Request, SampledText, Sampling
-from lmtrain.rollouts.in_process import InProcess
+from lmtrain.rollouts.engine import Engine, Request, SampledText, Sampling
 
 _ROLLOUT = 0x726F6C6C  # sets the seeds of completions apart from all others
 
@@ -46,7 +45,7 @@ class Group:
 class Maker:
     """Makes groups of prompts: samples, scores, compares."""
 
-    engine: InProcess
+    engine: Engine
     sampling: Sampling
     scorer: Scorer
     tokenizer: Any

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import lightning.pytorch as pl
-import lightning.pytorch.callbacks as theirs
 from rich.console import Console
 
+from lmtrain.callbacks import foreign
 from lmtrain.callbacks.average import WeightAverage
 from lmtrain.callbacks.checkpoints import Checkpoints
+from lmtrain.callbacks.forecast import Forecast
 from lmtrain.callbacks.metrics import Metrics, WriteRecords
 from lmtrain.callbacks.progress import PlainLines, RichBar
 from lmtrain.callbacks.rollouts import Rollouts
@@ -21,7 +22,7 @@ from lmtrain.callbacks.routing import Routing
 from lmtrain.callbacks.samples import Samples
 from lmtrain.callbacks.stopping import BadSteps, Preemption
 from lmtrain.callbacks.stream import FeedStream
-from lmtrain.callbacks.time_budget import Forecast, TimeBudget, steps_of_validation
+from lmtrain.callbacks.time_budget import HasLength, TimeBudget, steps_of_validation
 from lmtrain.callbacks.validation import EarlyStopping, Validation
 from lmtrain.config import places
 from lmtrain.config.effect import TRIAL
@@ -41,26 +42,6 @@ from lmtrain.objectives.grpo_options import GRPOOptions
 from lmtrain.run_folder.folder import RunDir
 
 _PAUSES = 60  # seconds between attempts to read, which ranks wait besides
-
-# Lightning's callbacks that can't do here what they are for, and why. docs/lightning.md says what the others do.
-_FINDS = "it starts Lightning's loop again in the middle of the run's own"
-REFUSED: dict[type[pl.Callback], str] = {
-    theirs.GradientAccumulationScheduler: (
-        "a batch is a whole optimizer step here; data.global_batch_size says how many rows it has, "
-        "data.micro_batch_size how many are computed at once"
-    ),
-    theirs.OnExceptionCheckpoint: (
-        "a step that failed halfway can't be resumed; the last checkpoint can, with run.resume=auto"
-    ),
-    theirs.StochasticWeightAveraging: "it sets the learning rate and counts epochs; callbacks=ema averages weights",
-    theirs.WeightAveraging: (
-        "it saves the average in place of the weights that training goes on from; callbacks=ema keeps both"
-    ),
-    theirs.LearningRateFinder: f"{_FINDS}; lmtrain.tune finds a rate, from the same config",
-    theirs.ThroughputMonitor: "it has to be told what a batch holds; tokens_per_s, samples_per_s and mfu are recorded",
-    theirs.LambdaCallback: "it takes functions, which a config can't name; write a Callback of your own",
-    theirs.BatchSizeFinder: f"{_FINDS}; lmtrain.tune finds the largest data.micro_batch_size, from the same config",
-}
 
 
 def check_monitors(
@@ -138,13 +119,13 @@ def build_callbacks(
         mode=ranking,
     )
     bar = progress_bar(config, console, length.steps)
-    parts: list[pl.Callback | None] = [validation, checkpoints, bar, feed]
+    parts: list[HasLength | None] = [validation, checkpoints, bar, feed]
     if bar is not None:
         metrics.listeners.append(bar.listen)
     callbacks: list[pl.Callback | None] = [
         metrics,
         Routing(metrics.records, config.router.warn_after_steps, config.memory.router_noise),
-        _rollouts(config, run_dir, metrics),
+        _rollouts(config, run_dir, metrics, console),
         BadSteps(run_dir.path, t.max_bad_steps, t.log_every_n_steps),
         average,
         validation,
@@ -163,12 +144,12 @@ def build_callbacks(
     return [callback for callback in callbacks if callback is not None]
 
 
-def _rollouts(config: Config, run_dir: RunDir, metrics: Metrics) -> Rollouts | None:
+def _rollouts(config: Config, run_dir: RunDir, metrics: Metrics, console: Console) -> Rollouts | None:
     options = config.objective
     if not isinstance(options, GRPOOptions):
         return None
     kept = run_dir.path / "rollouts" if options.keep_rollouts else None
-    return Rollouts(metrics.records, run_dir.samples, kept, options.warn_after_steps)
+    return Rollouts(metrics.records, run_dir.samples, kept, options.warn_after_steps, console)
 
 
 def _forecast(config: Config, metrics: Metrics, length: Length, console: Console) -> Forecast | None:
@@ -179,7 +160,7 @@ def _forecast(config: Config, metrics: Metrics, length: Length, console: Console
     return Forecast(metrics, schedule, minutes, at_most, console)
 
 
-def time_budget(config: Config, console: Console, length: Length, parts: Sequence[pl.Callback]) -> TimeBudget | None:
+def time_budget(config: Config, console: Console, length: Length, parts: Sequence[HasLength]) -> TimeBudget | None:
     """What keeps the run within budget.minutes; `parts`: what has to be told of another length."""
     if config.budget.minutes is None:
         return None
@@ -195,8 +176,9 @@ def time_budget(config: Config, console: Console, length: Length, parts: Sequenc
 
 
 def _users_callbacks(config: Config) -> list[pl.Callback]:
-    extra, allowed = config.callbacks.extra, config.run.allow_target
-    return [build_target(e, "callbacks.extra", pl.Callback, allowed, refused=REFUSED) for e in extra]
+    entries = map(foreign.fitted, config.callbacks.extra)
+    allowed, refused = config.run.allow_target, foreign.REFUSED
+    return [build_target(e, "callbacks.extra", pl.Callback, allowed, refused=refused) for e in entries]
 
 
 def outside(config: Config, run_dir: RunDir, callbacks: list[pl.Callback]) -> list[str]:

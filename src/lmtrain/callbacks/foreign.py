@@ -1,0 +1,72 @@
+"""Lightning's callbacks that can't do here what they are for, and why; and one that has to be told more.
+
+docs/lightning.md says what the others do.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import lightning.pytorch.callbacks as theirs
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.trainer.states import RunningStage
+
+_AVERAGES = (
+    "it saves the average in place of the weights that training goes on from; callbacks=ema averages by the same "
+    "formula, validates with the average, exports it and resumes exactly"
+)
+_FINDS = "it starts Lightning's loop again in the middle of the run's own"
+REFUSED: dict[type[Callback], str] = {
+    theirs.GradientAccumulationScheduler: (
+        "a batch is a whole optimizer step here; data.global_batch_size says how many rows it has, "
+        "data.micro_batch_size how many are computed at once"
+    ),
+    theirs.OnExceptionCheckpoint: (
+        "a step that failed halfway can't be resumed; the last checkpoint can, with run.resume=auto"
+    ),
+    theirs.StochasticWeightAveraging: "it sets the learning rate and counts epochs; callbacks=ema averages weights",
+    theirs.WeightAveraging: _AVERAGES,
+    theirs.LearningRateFinder: f"{_FINDS}; lmtrain.tune finds a rate, from the same config",
+    theirs.LambdaCallback: "it takes functions, which a config can't name; write a Callback of your own",
+    theirs.BatchSizeFinder: f"{_FINDS}; lmtrain.tune finds the largest data.micro_batch_size, from the same config",
+}
+
+
+Count = Callable[[Any], int]
+
+
+def _micro_batches(batch: Any) -> list[Any]:
+    """Those of a training step; a validation's batch is one."""
+    return batch.get("micro_batches", [batch])
+
+
+def rows_of(batch: Any) -> int:
+    return sum(len(micro_batch["input_ids"]) for micro_batch in _micro_batches(batch))
+
+
+def tokens_of(batch: Any) -> int:
+    """Counts the tokens of a batch, padding included."""
+    return sum(micro_batch["input_ids"].numel() for micro_batch in _micro_batches(batch))
+
+
+class ThroughputMonitor(theirs.ThroughputMonitor):
+    """Takes the place of Lightning's in callbacks.extra."""
+
+    def __init__(self, batch_size_fn: Count = rows_of, length_fn: Count = tokens_of, **kwargs: Any) -> None:
+        super().__init__(batch_size_fn, length_fn, **kwargs)
+
+    def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if RunningStage.TRAINING in self._t0s:  # else before the first step: nothing was measured yet
+            super().on_validation_end(trainer, *_)
+
+
+_THROUGHPUT = f"{__name__}.ThroughputMonitor"
+INSTEAD = {  # fitted to a batch of here
+    "lightning.pytorch.callbacks.ThroughputMonitor": _THROUGHPUT,
+    "lightning.pytorch.callbacks.throughput_monitor.ThroughputMonitor": _THROUGHPUT,
+}
+
+
+def fitted(entry: dict[str, Any]) -> dict[str, Any]:
+    """An entry of callbacks.extra; for a callback of Lightning's that has to be told something, the one that is."""
+    return {**entry, "_target_": INSTEAD.get(entry["_target_"], entry["_target_"])}
