@@ -40,7 +40,8 @@ class WeightAverage(pl.Callback):
         trained = _trained(pl_module)
         now = {name: p.detach().to(torch.promote_types(p.dtype, torch.float32)) for name, p in trained.items()}
         if self._average:
-            self._to_devices(trained)
+            # A checkpoint's average is read into host memory.
+            self._average = {name: tensor.to(trained[name].device) for name, tensor in self._average.items()}
             self._mix(list(self._average.values()), list(now.values()), None)
         else:
             self._average = {name: tensor.clone() for name, tensor in now.items()}
@@ -60,10 +61,6 @@ class WeightAverage(pl.Callback):
         before = {name: p.detach().clone() for name, p in _trained(module).items() if name in self._average}
         _set(module, self._average)
         return before
-
-    def _to_devices(self, trained: dict[str, nn.Parameter]) -> None:
-        """A checkpoint's average is read into host memory."""
-        self._average = {name: tensor.to(trained[name].device) for name, tensor in self._average.items()}
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.state.fn == TrainerFn.VALIDATING:  # while training, the Validation callback says when

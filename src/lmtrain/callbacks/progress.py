@@ -124,16 +124,14 @@ class RichBar(pl.Callback):
         if self.progress is not None and self.val is not None:
             self.progress.advance(self.val)
 
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_end(self, *_: Any) -> None:
         if self.progress is not None and self.val is not None:
             self.progress.remove_task(self.val)
             self.val = None
 
     def _stop(self) -> None:
+        self.on_validation_end()  # a run that is interrupted while it validates leaves one bar
         if self.progress is not None:
-            if self.val is not None:  # a run that is interrupted while it validates leaves one bar
-                self.progress.remove_task(self.val)
-                self.val = None
             self.progress.stop()
             self.progress = None
 

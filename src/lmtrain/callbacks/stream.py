@@ -96,13 +96,10 @@ class FeedStream(pl.Callback):
                 return False
         return True
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._end(trainer)
-
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._end(trainer)
+        self.on_train_end(trainer, pl_module)
 
-    def _end(self, trainer: pl.Trainer) -> None:
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Removes the ring, also where nothing has filled it: loader workers wait for rows as long as it is there."""
         if self.producer is not None:
             self.producer.stop()

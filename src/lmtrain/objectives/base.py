@@ -9,6 +9,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
+import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -25,7 +26,6 @@ from lmtrain.errors import RunError
 from lmtrain.models.denoising import set_mask_token
 from lmtrain.models.language_model import LanguageModel
 from lmtrain.objectives.guard import StepGuard
-from lmtrain.objectives.loops import Reported
 from lmtrain.objectives.parts import Definition, LossParts, StepResult, add_sums
 from lmtrain.objectives.routing import routed
 from lmtrain.objectives.start_check import FirstSteps, check_judged, weights_move
@@ -34,7 +34,7 @@ from lmtrain.optim.skipping import can_skip
 from lmtrain.strategies.placement import placement_of
 
 
-class Objective(Reported):
+class Objective(pl.LightningModule):
     """Base of all objectives: scales, clips, steps, and hands numbers to the callbacks through `last_step`.
 
     A subclass says what the loss of a micro-batch is, and how many units of weight (tokens, pairs) it holds:
@@ -132,6 +132,23 @@ class Objective(Reported):
         A micro-batch of `Rows.empty()`, which trains nothing, must count 0. `batch` is in host memory or on the device.
         """
 
+    def look_ahead(self, micro_batches: list[dict[str, Tensor]], n_tokens: Tensor) -> None:
+        """Called before the losses of a step, with all micro-batches of this rank: for what a loss needs of them all.
+
+        Every rank calls it. What it does must draw nothing from a generator.
+
+        Args:
+            n_tokens: what the step's sums are divided by, of all ranks, 0-dim.
+        """
+
+    def means_of(self, sums: dict[str, Any], n_tokens: Any) -> dict[str, Any]:
+        """What is reported of a step or a validation, from its sums over all ranks and what they are divided by.
+
+        All are numbers, or all 0-dim tensors, which must not be waited for.
+        """
+        count = n_tokens.clamp(min=1) if isinstance(n_tokens, Tensor) else max(n_tokens, 1)
+        return {name: value / count for name, value in sums.items()}
+
     def count_seen(self, batch: dict[str, Tensor]) -> Tensor:
         """Tokens of a micro-batch that are not padding: what tokens_seen and tokens_per_s count."""
         return batch["seen"] if "seen" in batch else self.count_tokens(batch)
@@ -199,7 +216,8 @@ class Objective(Reported):
             parts = self.micro_batch_loss(micro_batch)
             self.manual_backward(parts.loss_sum * scale)
             add_sums(sums, parts.sums)
-        self.step_loss = self._mean_loss(sums, n_tokens) if self.guard.spike_factor is not None else None
+        if self.guard.spike_factor is not None:
+            self.step_loss = total(self.trainer, sums["loss"]) / n_tokens.clamp(min=1)
         self.judged_step = -1
         optimizer.step()  # type: ignore[union-attr]  # clips first, in on_before_optimizer_step
         if placement.steps_itself:
@@ -239,9 +257,6 @@ class Objective(Reported):
         # After every callback, so after the checkpoint. Lightning would validate once more before stopping.
         if self.trainer.should_stop:
             raise StopIteration
-
-    def _mean_loss(self, sums: dict[str, Tensor], n_tokens: Tensor) -> Tensor:
-        return total(self.trainer, sums["loss"]) / n_tokens.clamp(min=1)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Clips the global gradient norm and drops a bad step; called after unscaling, in every precision."""
@@ -292,6 +307,46 @@ class Objective(Reported):
     def on_validation_epoch_end(self) -> None:
         if self.logs_itself:
             self.log_means("val")
+
+    def log_means(self, stage: str) -> None:
+        """Logs the means of each loader as <stage>/..., of those of data.val_sets as <stage>/<its name>/..."""
+        names = list(getattr(getattr(self.trainer, "datamodule", None), "val_sets", {}))
+        for loader in sorted(self.val_sums):
+            name = names[loader] if loader < len(names) else str(loader or "")
+            prefix = f"{stage}/{name}/" if name else f"{stage}/"
+            means = {f"{prefix}{key}": value for key, value in self.validation_means(loader).items()}
+            self.log_dict(means, add_dataloader_idx=False)
+
+    def step_means(self) -> dict[str, float]:
+        """train/loss and the rest of the last step, lr and grad_norm: every rank must call it."""
+        return {name: float(value) for name, value in self.step_tensors().items()}
+
+    def step_tensors(self) -> dict[str, Tensor]:
+        """As `step_means`, 0-dim, on the device."""
+        last = self.last_step
+        assert last is not None
+        names = sorted(last.sums)
+        sums = total(self.trainer, torch.stack([last.sums[n].double() for n in names]))
+        found = self.means_of(dict(zip(names, sums, strict=True)), last.n_tokens)
+        means = {f"train/{name}": mean for name, mean in found.items()}
+        return {**means, "lr": torch.tensor(last.lr, dtype=torch.float64), "grad_norm": last.grad_norm}
+
+    def on_test_epoch_start(self) -> None:
+        self.on_validation_epoch_start()
+
+    def test_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+        """`trainer.test` reads the rows that are validated on, or a loader of the caller's."""
+        self.validation_step(batch, batch_idx, dataloader_idx)
+
+    def on_test_epoch_end(self) -> None:
+        self.log_means("test")
+
+    @torch.no_grad()
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
+        """What the model says of a micro-batch: here the means that a validation reports, 0-dim, and `n_tokens`."""
+        self.look_ahead([batch], self.count_tokens(batch))
+        parts = self.micro_batch_loss(batch)
+        return self.means_of(parts.sums, parts.n_tokens) | {"n_tokens": parts.n_tokens}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["state_dict"] = without_frozen(self, checkpoint["state_dict"])

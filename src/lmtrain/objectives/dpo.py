@@ -12,7 +12,7 @@ from lmtrain.config.schema import Config
 from lmtrain.data.corpus import Corpus
 from lmtrain.errors import UserError
 from lmtrain.losses.preferences import LOSSES, REFERENCE_FREE, LossOptions, Pairs, preference_losses
-from lmtrain.objectives.parts import RECOMPUTED, Definition, LossParts
+from lmtrain.objectives.parts import RECOMPUTED, Definition, LossParts, with_routers
 from lmtrain.objectives.start_check import check_start
 from lmtrain.objectives.with_reference import ReferenceObjective
 
@@ -51,14 +51,8 @@ PREFERENCE = {
 def loss_options(cfg: DPOConfig) -> LossOptions:
     """The options of a loss from the config; length_normalize=auto is what the loss's paper does."""
     per_token = LOSSES[cfg.loss].per_token if cfg.length_normalize == "auto" else bool(cfg.length_normalize)
-    return LossOptions(
-        beta=cfg.beta,
-        label_smoothing=cfg.label_smoothing,
-        gamma=cfg.gamma,
-        dpop_lambda=cfg.dpop_lambda,
-        sft_weight=cfg.sft_weight,
-        length_normalize=per_token,
-    )
+    options = LossOptions(*(getattr(cfg, name) for name in LossOptions._fields))
+    return options._replace(length_normalize=per_token)
 
 
 def check_reference(cfg: DPOConfig) -> None:
@@ -116,7 +110,9 @@ class DPO(ReferenceObjective):
     def micro_batch_loss(self, batch: dict[str, Tensor]) -> LossParts:
         reference = self.reference_log_probs(batch)
         policy, out = self.answer_log_probs(batch)
-        pairs = as_pairs(policy, reference, batch["lengths"])
+        tokens = batch["lengths"].view(-1, 2)
+        base = (None, None) if reference is None else reference.unbind(1)
+        pairs = Pairs(*policy.unbind(1), *tokens.unbind(1), *base)
         losses = preference_losses(self.loss, pairs, self.options)
         n = batch["pairs"]
         real = (n > 0).to(policy.dtype)  # the pair of an empty micro-batch weighs nothing
@@ -130,22 +126,12 @@ class DPO(ReferenceObjective):
             "preference_loss": losses.preference,
         }
         if reference is not None:
-            means["kl"] = kl_per_token(policy.detach() - reference, batch["lengths"].view(-1, 2))
+            means["kl"] = kl_per_token(policy.detach() - reference, tokens)
         if self.options.sft_weight:
             means["sft_loss"] = losses.sft
         loss_sum = losses.total.sum() * real
         sums = {name: value.sum() * real for name, value in means.items()}
-        sums |= {"loss": loss_sum.detach(), **{name: value * n for name, value in out.aux.items()}}
-        if out.router_loss is not None:
-            loss_sum = loss_sum + out.router_loss * n
-        return LossParts(loss_sum, n, sums)
-
-
-def as_pairs(policy: Tensor, reference: Tensor | None, lengths: Tensor) -> Pairs:
-    """Log-probabilities [P, 2] and the answers' numbers of tokens [2P] as `Pairs`."""
-    tokens = lengths.view(-1, 2)
-    columns = (None, None) if reference is None else (reference[:, 0], reference[:, 1])
-    return Pairs(policy[:, 0], policy[:, 1], tokens[:, 0], tokens[:, 1], *columns)
+        return with_routers(loss_sum, n, sums | {"loss": loss_sum.detach()}, out)
 
 
 def kl_per_token(log_ratio: Tensor, tokens: Tensor) -> Tensor:

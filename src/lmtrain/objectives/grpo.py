@@ -11,6 +11,7 @@ U=1 nothing is: a rollout follows from weights, seed and step.
 """
 
 import contextlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -27,10 +28,9 @@ from lmtrain.distributed.devices import data_parallel, total
 from lmtrain.errors import RunError, UserError
 from lmtrain.losses.policy import VARIANTS, LossSettings, Sampled, advantages, per_completion, policy_loss
 from lmtrain.models.blocks import evaluating
-from lmtrain.models.language_model import LogProbs
 from lmtrain.objectives.base import Objective
 from lmtrain.objectives.grpo_options import ROLLOUTS, GRPOOptions
-from lmtrain.objectives.parts import LossParts, add_sums
+from lmtrain.objectives.parts import LossParts, add_sums, with_routers
 from lmtrain.objectives.start_check import FirstSteps
 from lmtrain.objectives.with_reference import ReferenceObjective
 from lmtrain.rewards.scoring import SOLE, Scorer, build_rewards
@@ -53,11 +53,9 @@ class GRPO(ReferenceObjective):
         assert isinstance(config.objective, GRPOOptions)
         assert isinstance(corpus.train, PromptRows)
         self.options = o = config.objective
-        self.prompts, self.total_prompts = corpus.train, len(corpus.train)
-        self.variant = VARIANTS[o.loss]
-        self.variant = self.variant._replace(**{
-            name: value for name in ("clip_low", "clip_high") if (value := getattr(o, name)) is not None
-        })  # fmt: skip
+        self.prompts = corpus.train
+        own: dict[str, Any] = {"clip_low": o.clip_low, "clip_high": o.clip_high}
+        self.variant = VARIANTS[o.loss]._replace(**{name: value for name, value in own.items() if value is not None})
         self.loss_settings = LossSettings(
             self.variant.clip_low, self.variant.clip_high, o.max_new_tokens, o.kl_coef, o.kl_estimator, o.kl_by_ratio
         )
@@ -67,7 +65,8 @@ class GRPO(ReferenceObjective):
         sampling = Sampling(o.max_new_tokens, o.temperature, o.top_p, end_ids(corpus, o.stop_tokens))
         self.maker = Maker(
             self.make_engine(), sampling, Scorer(parts, o.reward_timeout), corpus.tokenizer, self.variant, o.group_size,
-            self.overlong_buffer(), dict(config.data.columns or {}), self.seed,
+            round(self.variant.overlong_share * o.max_new_tokens) if o.overlong_buffer is None else o.overlong_buffer,
+            config.data, self.seed,
         )  # fmt: skip
         greedy = sampling._replace(temperature=0.0, top_p=1.0)
         self.judge = replace(self.maker, sampling=greedy, group_size=1, overlong_buffer=0)
@@ -76,7 +75,7 @@ class GRPO(ReferenceObjective):
         self.fingerprint["contents"] |= {"reward": contents} if contents else {}
         self.pending: dict[int, dict[tuple[int, int], Group]] = {}  # by step, and by the epoch and row of the prompt
         self.rollout: list[Group] = []
-        self.failures: dict[str, int] = {}  # how often which failure of a reward was seen in this step's rollout
+        self.failures = Counter[str]()  # how often which failure of a reward was seen in this step's rollout
         self.completions_per_token = torch.ones(())
         self.has_signal = True  # some group of the step has an advantage that is not 0
 
@@ -109,10 +108,6 @@ class GRPO(ReferenceObjective):
         super().on_placed()
         for part in self.maker.scorer.parts:
             part.reward.place(self.trainer.strategy.root_device)
-
-    def overlong_buffer(self) -> int:
-        wanted = self.options.overlong_buffer
-        return round(self.variant.overlong_share * self.options.max_new_tokens) if wanted is None else wanted
 
     def count_tokens(self, batch: dict[str, Tensor]) -> Tensor:
         return batch["prompts"] * self.options.group_size
@@ -186,7 +181,7 @@ class GRPO(ReferenceObjective):
         batches = {step: micro_batches}
         dataset = getattr(self.trainer.train_dataloader, "dataset", None)
         batches |= {later: dataset[later]["micro_batches"] for later in range(step + 1, last)}  # type: ignore[index]
-        self.failures = {}
+        self.failures = Counter()
         with self._whole_model():
             for later, some in batches.items():
                 prompts = [prompt for batch in some for prompt in prompts_of(batch)]
@@ -211,44 +206,33 @@ class GRPO(ReferenceObjective):
         return groups
 
     def _groups(self, step: int, prompts: Sequence[PromptRow], attempt: int) -> list[Group]:
-        if not prompts:
-            return []
         groups, reasons = self.maker.groups(step, prompts, attempt)
-        add_counts(self.failures, reasons)
+        self.failures.update(reasons)
         return groups
 
     def _other(self, step: int, prompt: PromptRow, attempt: int) -> PromptRow:
         """A prompt drawn at random for one whose group had no signal."""
-        row = mix64(self.seed, step, prompt.epoch, prompt.row, attempt) % self.total_prompts
+        row = mix64(self.seed, step, prompt.epoch, prompt.row, attempt) % len(self.prompts)
         return self.prompts.prompt(prompt.epoch, row)
 
-    @contextlib.contextmanager
-    def _whole_model(self) -> Any:
+    def _whole_model(self) -> contextlib.AbstractContextManager[None]:
         """Within it each rank can call the model by itself."""
-        with sharding.gathered(self.model) if sharding.is_sharded(self.model) else contextlib.nullcontext():
-            yield
+        return sharding.gathered(self.model) if sharding.is_sharded(self.model) else contextlib.nullcontext()
 
     def _score_old(self, groups: list[Group]) -> None:
         """Keeps the log-probabilities of completions under the weights that sampled them, by training's forward."""
         batch = {name: value.to(self.device) for name, value in self._tensors(groups).items()}
         with evaluating(self.model):
-            log_probs, _ = self.token_log_probs(batch)
+            log_probs, _ = self.token_log_probs(batch, self.options.temperature)
         if groups:
             keep_old(groups, log_probs)
-
-    def token_log_probs(self, batch: dict[str, Tensor]) -> tuple[Tensor, LogProbs]:
-        """Log-probabilities [C] fp64 of the sampled tokens at the sampling temperature, and the model's output."""
-        inputs: dict[str, Any] = {name: batch[name] for name in ("input_ids", "scored", "before")}
-        inputs |= {name: batch.get(name) for name in ("position_ids", "cu_seqlens")}
-        out = self.model.log_probs(**inputs, prefixes=None, temperature=self.options.temperature or 1.0)
-        return out.tokens.double(), out
 
     def micro_batch_loss(self, batch: dict[str, Tensor]) -> LossParts:
         reference = None
         if self.reference != "none":
             with torch.no_grad(), evaluating(self.model), self._reference_weights():
-                reference = self.token_log_probs(batch)[0]
-        policy, out = self.token_log_probs(batch)
+                reference = self.token_log_probs(batch, self.options.temperature)[0]
+        policy, out = self.token_log_probs(batch, self.options.temperature)
         current = policy.detach()
         old, sampler = (batch[name].view(torch.float64) if name in batch else current for name in ("old", "sampler"))
         compared = batch["advantages"].view(torch.float64)
@@ -275,9 +259,7 @@ class GRPO(ReferenceObjective):
             sums["kl"] = loss.kl
         report = batch["report"].view(torch.float64)
         sums |= dict(zip(report_of([], self.reward_names), report, strict=True))
-        sums |= {name: value * n for name, value in out.aux.items()}
-        router = 0 if out.router_loss is None else out.router_loss * n
-        return LossParts(loss.loss + router, n, sums)
+        return with_routers(loss.loss, n, sums, out)
 
     def _with_kl(self, batch: dict[str, Tensor], sampled: Sampled, reference: Tensor) -> Tensor:
         """Advantages [A] of rewards that the log-ratio of each completion to the reference is taken off."""
@@ -303,8 +285,7 @@ class GRPO(ReferenceObjective):
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
         """A greedy completion of each prompt; the loss is minus its reward, so that the best is the lowest."""
         with self._whole_model():
-            prompts = prompts_of(batch)
-            groups, _ = self.judge.groups(-1, prompts) if prompts else ([], {})
+            groups, _ = self.judge.groups(-1, prompts_of(batch))
         found = report_of(groups, self.reward_names)
         keep = [*self.validation_names(), "scored", *(f"scored/{name}" for name in self.reward_names)]
         sums = {name: torch.tensor(value, device=self.device) for name, value in found.items() if name in keep}
@@ -347,8 +328,3 @@ def end_ids(corpus: Corpus, stop_tokens: Sequence[str]) -> tuple[int, ...]:
             )
         found += ids
     return tuple(dict.fromkeys(found))
-
-
-def add_counts(total_: dict[str, int], part: dict[str, int]) -> None:
-    for name, count in part.items():
-        total_[name] = total_.get(name, 0) + count

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from lmtrain.models.language_model import LogProbs
+
 # Where numbers of real runs are compared with plain loops over the raw rows.
 RECOMPUTED = "tests/parity/test_recomputed.py"
 
@@ -41,6 +43,12 @@ class StepResult(NamedTuple):
     n_tokens: Tensor  # trained tokens of the step, all ranks
     seen: Tensor  # tokens the model read in it, without padding, all ranks
     sums: dict[str, Tensor]  # this rank's sums
+
+
+def with_routers(loss_sum: Tensor, n: Tensor, sums: dict[str, Tensor], forward: LogProbs) -> LossParts:
+    """Loss and sums of a micro-batch of weight `n` with those of the routers in its forward."""
+    sums = sums | {name: value * n for name, value in forward.aux.items()}
+    return LossParts(loss_sum if forward.router_loss is None else loss_sum + forward.router_loss * n, n, sums)
 
 
 def add_sums(total: dict[str, Tensor], part: dict[str, Tensor]) -> None:

@@ -22,7 +22,7 @@ from lmtrain.models.documents import Prefixes
 from lmtrain.models.language_model import LogProbs
 from lmtrain.models.scalar_head import last_real, padding_of, set_padding
 from lmtrain.objectives.base import Objective
-from lmtrain.objectives.parts import Definition, LossParts
+from lmtrain.objectives.parts import Definition, LossParts, with_routers
 
 _TRL = {
     "TRL's RewardTrainer": "tests/parity/test_reward_trl.py::test_losses_and_gradient_norms",
@@ -109,10 +109,7 @@ class RewardModel(Objective):
             "rewards/accuracy": (chosen > rejected).to(rewards.dtype),
         }
         sums = {"loss": loss_sum.detach(), **{name: value.detach().sum() * real for name, value in means.items()}}
-        sums |= {name: value * n for name, value in out.aux.items()}
-        if out.router_loss is not None:
-            loss_sum = loss_sum + out.router_loss * n
-        return LossParts(loss_sum, n, sums)
+        return with_routers(loss_sum, n, sums, out)
 
     @torch.no_grad()
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:

@@ -1,14 +1,12 @@
 """Losses of routers in an objective: what those of a micro-batch know of the step, and what a resumed run holds to."""
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
 from lmtrain.distributed.devices import total
-from lmtrain.models.language_model import LanguageModel
 from lmtrain.models.routers import StepRouting
 from lmtrain.objectives.parts import RECOMPUTED, Definition
 
@@ -42,20 +40,7 @@ ROUTERS = {
 }  # fmt: skip
 
 
-class Trains(Protocol):
-    """The part of an objective that is asked here."""
-
-    model: LanguageModel
-    fingerprint: dict[str, Any]
-
-    @property
-    def trainer(self) -> pl.Trainer: ...
-    def micro_batch_loss(self, batch: Batch) -> Any: ...
-    def count_tokens(self, batch: Batch) -> Tensor: ...
-    def seed_step(self, step: int) -> None: ...
-
-
-def hold_to(objective: Trains, began: dict[str, Any], wanted: str) -> None:
+def hold_to(objective: Any, began: dict[str, Any], wanted: str) -> None:
     """What router.over_layers=auto was when a run began, by its checkpoint's fingerprint, holds to its end.
 
     wanted: router.over_layers of the config.
@@ -65,7 +50,7 @@ def hold_to(objective: Trains, began: dict[str, Any], wanted: str) -> None:
         objective.fingerprint["keys"]["router.over_layers"] = objective.model.router_losses.over_layers = form
 
 
-def routed(objective: Trains, step: int, micro_batches: list[Batch], units: Tensor) -> Iterator[Batch]:
+def routed(objective: Any, step: int, micro_batches: list[Batch], units: Tensor) -> Iterator[Batch]:
     """The micro-batches, one by one, to be trained in this order.
 
     With router.scope=step the gradient of each needs to know how often the tokens of all chose each choice, so all are

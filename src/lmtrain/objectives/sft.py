@@ -18,16 +18,14 @@ class SFT(CausalLM):
     Options = SFTConfig
 
     def prepare(self, config: Config, corpus: Corpus) -> None:
-        options = config.objective
-        assert isinstance(options, SFTConfig)
-        if options.neftune_alpha:
-            self.add_embedding_noise(options.neftune_alpha)
-
-    def add_embedding_noise(self, alpha: float) -> None:
         """NEFTune (Jain et al. 2023, arXiv:2310.05914): uniform noise of alpha / sqrt(T D) on embeddings, in training.
 
         T is the length of an example: of the document where rows are packed, of the row where they are padded.
         """
+        assert isinstance(config.objective, SFTConfig)
+        alpha = config.objective.neftune_alpha
+        if not alpha:
+            return
 
         def noisy(module: torch.nn.Module, _: object, embedded: Tensor) -> Tensor:
             return add_noise(embedded, alpha, token_lengths(self._batch)) if module.training else embedded

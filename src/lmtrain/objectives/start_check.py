@@ -8,9 +8,8 @@ What the loss of a first step should be is said of no objective else: weights fr
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -20,8 +19,6 @@ from lmtrain.distributed.dtensor import held
 from lmtrain.errors import RunError
 from lmtrain.losses.preferences import LOSSES, LossOptions, Pairs, Ratios, preference_losses
 from lmtrain.models.blocks import evaluating
-from lmtrain.models.language_model import LanguageModel
-from lmtrain.objectives.reference import FrozenCopy, Precomputed
 
 FULL = (1e-4, 1e-6)  # how far log-probabilities may differ, absolutely and relative to them, in fp32
 HALF = (5e-2, 2e-3)  # the same where matrices are multiplied in half precision
@@ -35,47 +32,14 @@ CHUNK = 2**22  # elements of a tensor that are summed at once
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Compared(Protocol):
-    """What is needed of an objective with a reference."""
-
-    model: LanguageModel
-    precomputed: Precomputed | None
-    frozen_copy: FrozenCopy | None
-
-    @property
-    def trainer(self) -> pl.Trainer: ...
-
-    def answer_log_probs(self, batch: dict[str, Tensor]) -> tuple[Tensor, Any]: ...
-
-    def reference_log_probs(self, batch: dict[str, Tensor]) -> Tensor | None: ...
-
-
-class Trained(Protocol):
-    """What is needed of any objective."""
-
-    model: LanguageModel
-
-    @property
-    def trainer(self) -> pl.Trainer: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-
-class ComparedPairs(Compared, Protocol):
-    """The same of one with a loss over pairs."""
-
-    loss: str
-    options: LossOptions
-
-
 @torch.no_grad()
-def check_agreement(objective: Compared, batch: dict[str, Tensor], answers: Sequence[str]) -> tuple[Tensor, ...]:
+def check_agreement(objective: Any, batch: dict[str, Tensor], answers: Sequence[str]) -> tuple[Tensor, ...]:
     """Log-probabilities [rows, answers] under policy and reference, and by how much they may differ.
 
     Both are computed without dropout, as the reference always is.
 
     Args:
+        objective: a `ReferenceObjective`; so it is below wherever there is a reference.
         batch: the first micro-batch of the run.
         answers: what the answers of a row are called.
 
@@ -94,11 +58,11 @@ def check_agreement(objective: Compared, batch: dict[str, Tensor], answers: Sequ
     return policy, reference, allowed
 
 
-def _is_full(objective: Compared | Trained) -> bool:
+def _is_full(objective: Any) -> bool:
     return objective.trainer.precision in ("32-true", "64-true")
 
 
-def check_start(objective: ComparedPairs, batch: dict[str, Tensor]) -> Tensor:
+def check_start(objective: Any, batch: dict[str, Tensor]) -> Tensor:
     """The policy's log-probabilities [pairs, 2] before the first step.
 
     Raises:
@@ -179,7 +143,7 @@ def check_judged(optimizer: torch.optim.Optimizer, step: int, judged: int) -> No
         )
 
 
-def weights_move(objective: Trained) -> FirstSteps:
+def weights_move(objective: Any) -> FirstSteps:
     """Looks whether trained weights have changed, and no frozen one; to be called before the first step."""
     names, trained, before = _weights(objective)
 
@@ -205,7 +169,7 @@ def weights_move(objective: Trained) -> FirstSteps:
 
 
 @torch.no_grad()
-def _weights(objective: Trained) -> tuple[list[str], Tensor, Tensor]:
+def _weights(objective: Any) -> tuple[list[str], Tensor, Tensor]:
     """Names, which are trained (bool [N], in host memory), and checksums (int64 [N]) of this rank's parameters.
 
     Frozen ones in whole numbers are left out: kernels may lay quantised weights out again.
@@ -229,7 +193,7 @@ def _checksum(tensor: Tensor) -> Tensor:
     return torch.stack([(part * (part + 1)).sum() for part in parts]).sum()
 
 
-def answers_move(objective: Compared, batch: dict[str, Tensor], before: Tensor) -> FirstSteps:
+def answers_move(objective: Any, batch: dict[str, Tensor], before: Tensor) -> FirstSteps:
     """Looks whether the policy has moved, and from the reference.
 
     Args:
@@ -250,7 +214,7 @@ def answers_move(objective: Compared, batch: dict[str, Tensor], before: Tensor) 
     return FirstSteps(MUST_SHOW[0] if _is_full(objective) else MUST_SHOW[1], wrong)
 
 
-def _what_stood_still(objective: Compared, what: str) -> tuple[str, str]:
+def _what_stood_still(objective: Any, what: str) -> tuple[str, str]:
     return f"the policy's log-probabilities of the first micro-batch are still exactly {what}", (
         f"what is trained is not what the loss is computed with, and nothing would be learned. A reference that is "
         f"put in the policy's place (objective.reference=frozen_copy) can do that, or a trainer.precision "
@@ -269,7 +233,7 @@ def loss_slack(name: str, options: LossOptions, ratio: float) -> float:
     return (losses - at_zero(options)).abs().max().item() + 1e-6 * max(1.0, at_zero(options))
 
 
-def _what_differs(objective: Compared, policy: Tensor, reference: Tensor, wrong: Tensor, answers: Sequence[str]) -> str:
+def _what_differs(objective: Any, policy: Tensor, reference: Tensor, wrong: Tensor, answers: Sequence[str]) -> str:
     row, which = wrong.nonzero()[0].tolist()
     found = (
         f"policy and reference differ before the first step, so the reference is not the model this run starts from: "

@@ -1,8 +1,7 @@
 """What objectives that hold the model to a reference share: log-probabilities of answers under both."""
 
-import contextlib
 from abc import abstractmethod
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -151,14 +150,18 @@ class ReferenceObjective(Objective):
             # Another machine's PiSSA differs in its last bits; base and first values have to be of one machine.
             self.frozen_copy.replace({f"model.{name}": value for name, value in adapter.start.items()})
 
-    def answer_log_probs(self, batch: dict[str, Tensor]) -> tuple[Tensor, LogProbs]:
-        """Summed log-probabilities [rows, answers] fp64 under the model as it is, and those of all tokens."""
+    def token_log_probs(self, batch: dict[str, Tensor], temperature: float = 1.0) -> tuple[Tensor, LogProbs]:
+        """Log-probabilities [C] fp64 of the answers' tokens under the model as it is, and what its forward gave."""
         inputs: dict[str, Any] = {name: batch[name] for name in ("input_ids", "scored", "before")}
         inputs |= {name: batch.get(name) for name in ("position_ids", "cu_seqlens")}  # absent where rows are padded
         prefixes = Prefixes(batch["prefix_lengths"], batch["kv_index"], batch["cu_kv"]) if "kv_index" in batch else None
-        out = self.model.log_probs(**inputs, prefixes=prefixes)
+        out = self.model.log_probs(**inputs, prefixes=prefixes, temperature=temperature)
         # One by one, hundreds of terms lose 1e-3 in fp32, and a sum of hundreds is itself known to 3e-5 only.
-        exact = out.tokens.double()
+        return out.tokens.double(), out
+
+    def answer_log_probs(self, batch: dict[str, Tensor]) -> tuple[Tensor, LogProbs]:
+        """Summed log-probabilities [rows, answers] fp64 under the model as it is, and those of all tokens."""
+        exact, out = self.token_log_probs(batch)
         sums = torch.zeros(len(batch["lengths"]), device=exact.device, dtype=exact.dtype)
         return sums.index_add(0, batch["answer"], exact).view(-1, self.answers), out
 
@@ -176,11 +179,5 @@ class ReferenceObjective(Objective):
         """`log_probs`: of each answer, summed over its tokens, fp64 [rows, answers]; DPO's are (chosen, rejected)."""
         return {"log_probs": self.answer_log_probs(batch)[0]}
 
-    @contextlib.contextmanager
-    def _reference_weights(self) -> Iterator[None]:
-        if self.frozen_copy is not None:
-            with self.frozen_copy.in_place():
-                yield
-        else:
-            with disabled(self.model.model):
-                yield
+    def _reference_weights(self) -> AbstractContextManager[None]:
+        return self.frozen_copy.in_place() if self.frozen_copy is not None else disabled(self.model.model)

@@ -4,6 +4,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+from lmtrain.errors import UserError
+
 
 class Reward(ABC):
     """Base of all rewards; one of your own is a subclass in a package that run.allow_target opens.
@@ -42,12 +44,8 @@ class Reward(ABC):
 
 
 def needed(columns: dict[str, Sequence[Any]], name: str, who: str) -> Sequence[Any]:
-    """The column that a reward reads; KeyError, in words, where the rows have none of that name."""
+    """The column that a reward reads; UserError where the rows have none of that name."""
     if name not in columns:
         has = ", ".join(sorted(set(columns) - {"completion_ids", "cut_off"})) or "none besides the prompt"
-        raise MissingColumn(f"{who} reads the column {name}, and the rows have {has}: set reward.column=...")
+        raise UserError(f"{who} reads the column {name}, and the rows have {has}: set reward.column=...")
     return columns[name]
-
-
-class MissingColumn(Exception):
-    """No row has a column that a reward reads: a mistake of the config, not of a completion."""

@@ -1,8 +1,9 @@
-"""ScoredCompletions completions by all rewards of the config: weights, what failed, how long it may take."""
+"""Scores completions by all rewards of the config: weights, what failed, how long it may take."""
 
 import math
 import signal
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,10 +12,9 @@ from typing import Any, NamedTuple
 
 from lmtrain.config.targets import build_target
 from lmtrain.errors import RunError, UserError
-from lmtrain.rewards.base import MissingColumn, Reward
+from lmtrain.rewards.base import Reward
 
 SOLE = "reward"  # the name of a reward that is alone
-_OWN = ("weight",)  # keys beside a reward's own arguments
 
 
 class Part(NamedTuple):
@@ -32,7 +32,7 @@ class ScoredCompletions:
     parts: dict[str, list[float]]
     total: list[float]  # the weighted sum; NaN where a part failed
     failed: list[bool]
-    reasons: dict[str, int] = field(default_factory=dict)  # how often each failure was seen
+    reasons: Counter[str] = field(default_factory=Counter)  # how often each failure was seen
 
 
 def build_rewards(config: Mapping[str, Any], allow_target: Sequence[str]) -> list[Part]:
@@ -57,7 +57,7 @@ def build_rewards(config: Mapping[str, Any], allow_target: Sequence[str]) -> lis
         weight = entry.get("weight", 1.0)
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
             raise UserError(f"{key}.weight={weight}: a number is needed")
-        arguments = {k: v for k, v in entry.items() if k not in _OWN}
+        arguments = {k: v for k, v in entry.items() if k != "weight"}
         found.append(Part(name, float(weight), build_target(arguments, key, Reward, allow_target)))
     return found
 
@@ -78,64 +78,42 @@ class Scorer:
         """
         scores = ScoredCompletions({}, [0.0] * len(completions), [False] * len(completions))
         for part in self.parts:
-            values = self._values(part, prompts, completions, columns, scores)
-            scores.parts[part.name] = values
-            for i, value in enumerate(values):
-                if scores.failed[i]:
-                    scores.total[i] = math.nan
-                elif not math.isnan(value):
-                    scores.total[i] += part.weight * value
+            outcomes = self._outcomes(part, prompts, completions, columns)
+            scores.parts[part.name] = [math.nan if isinstance(found, str) else found for found in outcomes]
+            for i, found in enumerate(outcomes):
+                if isinstance(found, str):
+                    scores.failed[i], scores.total[i] = True, math.nan
+                    scores.reasons[found] += 1
+                elif not math.isnan(found):
+                    scores.total[i] += part.weight * found
         return scores
 
-    def _values(
-        self,
-        part: Part,
-        prompts: Sequence[Any],
-        completions: Sequence[str],
-        columns: Mapping[str, Any],
-        scores: ScoredCompletions,
-    ) -> list[float]:
+    def _outcomes(
+        self, part: Part, prompts: Sequence[Any], completions: Sequence[str], columns: Mapping[str, Any]
+    ) -> list[float | str]:
+        """Of each completion a number, NaN where the reward says nothing of it, or what went wrong."""
         try:
-            return self._called(part, prompts, completions, columns, list(range(len(completions))), scores)
+            return self._called(part, prompts, completions, columns)
         except (UserError, RunError):
             raise
-        except MissingColumn as error:
-            raise UserError(str(error)) from None
         except _TookTooLong:
-            reason = f"{part.name} took longer than objective.reward_timeout={self.timeout:g} s"
-            self._fail(scores, range(len(completions)), reason)
-            return [math.nan] * len(completions)
+            return [f"{part.name} took longer than objective.reward_timeout={self.timeout:g} s"] * len(completions)
         except Exception:  # of one of them: which one?
-            return [self._alone(part, prompts, completions, columns, i, scores) for i in range(len(completions))]
+            return [self._alone(part, prompts, completions, columns, slice(i, i + 1)) for i in range(len(completions))]
 
     def _alone(
-        self,
-        part: Part,
-        prompts: Sequence[Any],
-        completions: Sequence[str],
-        columns: Mapping[str, Any],
-        i: int,
-        scores: ScoredCompletions,
-    ) -> float:
-        one = {name: values[i : i + 1] for name, values in columns.items()}
+        self, part: Part, prompts: Sequence[Any], completions: Sequence[str], columns: Mapping[str, Any], one: slice
+    ) -> float | str:
         try:
-            return self._called(part, prompts[i : i + 1], completions[i : i + 1], one, [i], scores)[0]
+            return self._called(part, prompts[one], completions[one], {k: v[one] for k, v in columns.items()})[0]
         except (UserError, RunError):
             raise
         except Exception as error:  # a user's own code
-            said = " ".join(str(error).split())[:200]
-            self._fail(scores, [i], f"{part.name} raised {type(error).__name__}: {said}")
-            return math.nan
+            return f"{part.name} raised {type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
     def _called(
-        self,
-        part: Part,
-        prompts: Sequence[Any],
-        completions: Sequence[str],
-        columns: Mapping[str, Any],
-        which: Sequence[int],
-        scores: ScoredCompletions,
-    ) -> list[float]:
+        self, part: Part, prompts: Sequence[Any], completions: Sequence[str], columns: Mapping[str, Any]
+    ) -> list[float | str]:
         with at_most(self.timeout):
             values = part.reward(prompts=prompts, completions=completions, **columns)
         who = f"the reward {part.name} ({type(part.reward).__qualname__})"
@@ -145,30 +123,22 @@ class Scorer:
             raise UserError(
                 f"{who} returned {len(values)} values for {len(completions)} completions: one each is needed"
             )
-        return [self._number(value, who, part.name, i, scores) for value, i in zip(values, which, strict=True)]
+        return [_number(value, part.name, who) for value in values]
 
-    def _number(self, value: Any, who: str, name: str, i: int, scores: ScoredCompletions) -> float:
-        if value is None:
-            return math.nan
-        try:
-            number = math.nan if isinstance(value, str | bytes) else float(value)
-        except (TypeError, ValueError):
-            number = math.nan
-            value = repr(value)
+
+def _number(value: Any, name: str, who: str) -> float | str:
+    if value is None:
+        return math.nan
+    try:
         if isinstance(value, str | bytes):
-            raise UserError(
-                f"{who} returned {_shown(value)} for a completion: a number is needed, or None for no opinion"
-            )
-        if not math.isfinite(number):
-            self._fail(scores, [i], f"{name} returned {number}")
-            return math.nan
-        return number
-
-    @staticmethod
-    def _fail(scores: ScoredCompletions, which: Sequence[int] | range, reason: str) -> None:
-        for i in which:
-            scores.failed[i] = True
-        scores.reasons[reason] = scores.reasons.get(reason, 0) + len(which)
+            raise TypeError
+        number = float(value)
+    except (TypeError, ValueError):
+        said = value if isinstance(value, str | bytes) else repr(value)
+        raise UserError(
+            f"{who} returned {_shown(said)} for a completion: a number is needed, or None for no opinion"
+        ) from None
+    return number if math.isfinite(number) else f"{name} returned {number}"
 
 
 def _shown(value: Any) -> str:

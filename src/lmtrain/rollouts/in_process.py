@@ -111,11 +111,12 @@ class _Batch:
     def _join(self, cache: Any, mask: Tensor) -> None:
         """Puts the cache of more rows below that of the batch, both padded on the left to the same columns."""
         columns = max(self.mask.shape[1], mask.shape[1])
+        missing = [columns - m.shape[1] for m in (self.mask, mask)]
         for mine, theirs in zip(self.cache.layers, cache.layers, strict=True):
             for name in ("keys", "values"):
-                parts = [_widened(getattr(layer, name), columns, 2) for layer in (mine, theirs)]
-                setattr(mine, name, torch.cat(parts))
-        self.mask = torch.cat([_widened(m, columns, 1) for m in (self.mask, mask)])
+                both = zip((getattr(mine, name), getattr(theirs, name)), missing, strict=True)
+                setattr(mine, name, torch.cat([F.pad(held, (0, 0, left, 0)) for held, left in both]))
+        self.mask = torch.cat([F.pad(m, (left, 0)) for m, left in zip((self.mask, mask), missing, strict=True)])
 
     def step(self) -> list[tuple[int, SampledText]]:
         """Draws a token for each row; returns the completions that have left the batch, with their requests."""
@@ -171,13 +172,3 @@ class _Batch:
                          past_key_values=self.cache, use_cache=True)  # fmt: skip
         self.logits = out.logits[:, -1]
         self.positions = self.positions + self.live
-
-
-def _widened(x: Tensor, columns: int, dim: int) -> Tensor:
-    """Padded with zeros on the left of a dimension."""
-    missing = columns - x.shape[dim]
-    if not missing:
-        return x
-    shape = list(x.shape)
-    shape[dim] = missing
-    return torch.cat([x.new_zeros(shape), x], dim=dim)

@@ -1,13 +1,17 @@
 """A rollout: the completions of some prompts with their rewards and advantages, and the tensors that are trained on."""
 
+import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lmtrain.config.schema_data import DataConfig
+from lmtrain.data.chat.conversations import column_of
 from lmtrain.data.examples.pair_rows import lay_answers, pad_answers
 from lmtrain.data.examples.prompt_rows import PROMPT, PromptRow
 from lmtrain.data.order import mix64
@@ -48,14 +52,16 @@ class Maker:
     variant: Variant
     group_size: int
     overlong_buffer: int
-    columns: Mapping[str, str]  # data.columns, by which the prompt's column is found
+    data: DataConfig  # whose columns say which is the prompt's
     seed: int
 
-    def groups(self, step: int, prompts: Sequence[PromptRow], attempt: int = 0) -> tuple[list[Group], dict[str, int]]:
+    def groups(self, step: int, prompts: Sequence[PromptRow], attempt: int = 0) -> tuple[list[Group], Counter[str]]:
         """The groups of prompts of a step, and how often which failure of a reward was seen.
 
         attempt: 0 for the step's own prompts; more for those that took the place of groups without signal.
         """
+        if not prompts:
+            return [], Counter()
         requests = [
             Request(p.ids, mix64(_ROLLOUT, self.seed, step, p.epoch, p.row, sample, attempt))
             for p in prompts for sample in range(self.group_size)
@@ -63,7 +69,12 @@ class Maker:
         completions = self.engine.generate(requests, self.sampling)
         texts = self.tokenizer.batch_decode([c.ids for c in completions], skip_special_tokens=True)
         rows = [p.columns for p in prompts for _ in range(self.group_size)]
-        scores = self.scorer([self._prompt(row) for row in rows], texts, self._columns(rows, completions))
+        prompt_columns = [column_of(PROMPT, row, self.data) or "" for row in rows]
+        names = dict.fromkeys(itertools.chain.from_iterable(rows))
+        columns = {name: [row.get(name) for row in rows] for name in names if name not in prompt_columns}
+        columns |= {"completion_ids": [c.ids for c in completions], "cut_off": [not c.ended for c in completions]}
+        said = [row[name] for row, name in zip(rows, prompt_columns, strict=True)]
+        scores = self.scorer(said, texts, columns)
         lengths = torch.tensor([len(c.ids) for c in completions])
         penalties = overlong_penalty(lengths, self.sampling.max_new_tokens, self.overlong_buffer)
         totals = (torch.tensor(scores.total, dtype=torch.float64) + penalties).view(-1, self.group_size)
@@ -74,26 +85,6 @@ class Maker:
             found.append(Group(prompt, completions[own], texts[own], parts, totals[i], penalties[own].tolist(),
                                compared[i], attempt))  # fmt: skip
         return found, scores.reasons
-
-    def _prompt(self, row: Mapping[str, Any]) -> Any:
-        return row[_prompt_column(tuple(row), tuple(self.columns.items()))]
-
-    def _columns(self, rows: Sequence[Mapping[str, Any]], completions: Sequence[SampledText]) -> dict[str, list[Any]]:
-        prompt = {_prompt_column(tuple(row), tuple(self.columns.items())) for row in rows}
-        names = dict.fromkeys(name for row in rows for name in row if name not in prompt)
-        found: dict[str, list[Any]] = {name: [row.get(name) for row in rows] for name in names}
-        return {
-            **found,
-            "completion_ids": [c.ids for c in completions],
-            "cut_off": [not c.ended for c in completions],
-        }
-
-
-def _prompt_column(names: tuple[str, ...], renamed: tuple[tuple[str, str], ...]) -> str:
-    columns = dict(renamed)
-    if columns.get("prompt") in names:
-        return columns["prompt"]
-    return next(name for name in PROMPT.split("|") if name in names)
 
 
 def tensors_of(groups: Sequence[Group], *, padded: bool, mask_cut_off: bool) -> dict[str, Tensor]:
@@ -197,18 +188,15 @@ REPORTED = ("reward", "scored", "reward_failures", "reward_spread", "advantage_s
             "resampled", "overlong_penalty", "response_length", "cut_off")  # fmt: skip
 
 
+_PLAIN = [field.name for field in fields(Group)][2:]  # all but the prompt and its completions
+
+
 def pack_groups(groups: Sequence[Group]) -> dict[str, Any]:
     """Groups as plain containers, which a checkpoint may hold."""
     return {
         "prompts": [tuple(group.prompt) for group in groups],
         "completions": [[tuple(c) for c in group.completions] for group in groups],
-        "texts": [group.texts for group in groups],
-        "parts": [group.parts for group in groups],
-        "rewards": [group.rewards for group in groups],
-        "penalties": [group.penalties for group in groups],
-        "advantages": [group.advantages for group in groups],
-        "resampled": [group.resampled for group in groups],
-        "old": [group.old for group in groups],
+        **{name: [getattr(group, name) for group in groups] for name in _PLAIN},
     }
 
 
@@ -216,8 +204,7 @@ def unpack_groups(packed: Mapping[str, Any]) -> list[Group]:
     """What `pack_groups` was given."""
     return [
         Group(PromptRow(*prompt), [SampledText(*c) for c in completions], *rest)
-        for prompt, completions, *rest in zip(*(packed[name] for name in _FIELDS), strict=True)
+        for prompt, completions, *rest in zip(
+            packed["prompts"], packed["completions"], *(packed[name] for name in _PLAIN), strict=True
+        )
     ]
-
-
-_FIELDS = ("prompts", "completions", "texts", "parts", "rewards", "penalties", "advantages", "resampled", "old")
