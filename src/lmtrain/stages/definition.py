@@ -17,6 +17,8 @@ folder. A stage needs those it names so, and those under `needs`. Imports no tor
 import dataclasses
 import difflib
 import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -64,8 +66,19 @@ class Pipeline:
     evaluations: tuple[Evaluation, ...]
     file: Path
 
-    def stage(self, name: str) -> Stage:
-        return next(stage for stage in self.stages if stage.name == name)
+
+@contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Puts what is wrong before what a UserError says of it."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{what}: {error}") from None
+
+
+def _near(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def find(name: str, config_dir: str | None) -> Path:
@@ -77,9 +90,9 @@ def find(name: str, config_dir: str | None) -> Path:
     found = next((place for place in places if place.is_file()), None)
     if found is None:
         known = sorted({path.stem for folder in folders for path in (folder / "pipeline").glob("*.yaml")})
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise UserError(f"pipeline={name}: there is no such pipeline{hint} (there are {', '.join(known)}, or a file)")
+        raise UserError(
+            f"pipeline={name}: there is no such pipeline{_near(name, known)} (there are {', '.join(known)}, or a file)"
+        )
     return found
 
 
@@ -178,12 +191,9 @@ def _check_needs(all_of_them: list[Stage | Evaluation], stages: dict[str, Stage]
     for one in all_of_them:
         kind = "stage" if isinstance(one, Stage) else "evaluation"
         for needed in one.needs:
-            if needed == one.name:
-                raise UserError(f"{kind} {one.name} needs itself: name a stage before it")
             if needed not in stages:
-                near = difflib.get_close_matches(needed, stages, n=1)
-                hint = f"; did you mean {near[0]}?" if near else ""
-                raise UserError(f"{kind} {one.name} needs {needed}, which is not a stage{hint} ({', '.join(stages)})")
+                known = f"{_near(needed, stages)} ({', '.join(stages)})"
+                raise UserError(f"{kind} {one.name} needs {needed}, which is not a stage{known}")
 
 
 _OWN = ("run.name", "run.root", "run.dir")  # of the pipeline's folder
@@ -238,8 +248,8 @@ def sort(words: list[str], pipeline: Pipeline) -> Typed:
         elif first in names:
             sign = re.match(r"[+~]*", word)[0]  # type: ignore[index]
             typed.of.setdefault(first, []).append(sign + word[len(sign) + len(first) + 1 :])
-        elif "." in key and first not in SECTIONS and (near := difflib.get_close_matches(first, names, n=1)):
-            raise UserError(f"{word}: there is no stage {first}; did you mean {near[0]}? ({', '.join(names)})")
+        elif "." in key and first not in SECTIONS and (near := _near(first, names)):
+            raise UserError(f"{word}: there is no stage {first}{near} ({', '.join(names)})")
         else:
             typed.common.append(word)
     return typed

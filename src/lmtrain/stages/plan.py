@@ -1,6 +1,6 @@
 """Every stage and evaluation of a pipeline composed and checked, before the first of them begins. Imports no torch."""
 
-import os
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -122,14 +122,11 @@ def make(pipeline: Pipeline, typed: Typed, config_dir: str | None) -> PipelinePl
 
 
 def _default(config_dir: str | None, words: Iterable[str]) -> Callable[[str], object]:
-    tree: list[DictConfig] = []
+    @functools.cache
+    def tree() -> DictConfig:
+        return rules.compose(trust.of_typed(words), config_dir)
 
-    def of(key: str) -> object:
-        if not tree:
-            tree.append(rules.compose(trust.of_typed(words), config_dir))
-        return effect.default_in(tree[0])(key)
-
-    return of
+    return lambda key: effect.default_in(tree())(key)
 
 
 def _composed(
@@ -141,7 +138,7 @@ def _composed(
         own: the stage's words, those in `file` and those that are typed for it.
         typed: all that is typed.
     """
-    try:
+    with command.naming(what):
         tree = rules.compose(words, config_dir)
         written = [word for word in own if word not in typed]
         environment.refuse_words(tree, written, typed, file)
@@ -150,8 +147,6 @@ def _composed(
         for message in effect.without_effect(verb, own, config, _default(config_dir, words)):
             raise UserError(message)
         return config
-    except UserError as error:
-        raise UserError(f"{what}: {error}") from None
 
 
 def _stage(one: Stage, typed: Typed, folder: Path, config_dir: str | None, file: Path) -> PlannedStage:
@@ -185,8 +180,6 @@ def _evaluation(
 
 def _refuse_common_without_effect(typed: Typed, stages: list[PlannedStage], config_dir: str | None) -> None:
     """Raises UserError for a word of all stages that has no effect in any."""
-    if os.environ.get(effect.TRIAL):
-        return
     found = [
         effect.without_effect("train", typed.common, one.config, _default(config_dir, typed.common)) for one in stages
     ]
