@@ -123,13 +123,8 @@ def _check(fixed: list[str], swept: list[Override], compose: Compose) -> list[Co
     jobs = [first, *([*first[:i], v, *first[i + 1 :]] for i, vs in enumerate(values) for v in vs[1:])]
     trees = (compose([*fixed, *job]) for job in jobs)
     checked = [config.check(OmegaConf.masked_copy(t, [str(k) for k in t if k != "hydra"])) for t in trees]
-    sweep = checked[0].sweep
-    if sweep.jobs < 1:
-        raise UserError(f"sweep.jobs={sweep.jobs}: at least one trial must run at a time")
-    if sweep.method == "grid":
+    if checked[0].sweep.method == "grid":
         search.combinations(swept)
-    elif sweep.method != "optuna":
-        raise UserError(f"sweep.method={sweep.method}: choose grid or optuna")
     else:
-        search.check_optuna(swept, sweep)
+        search.check_optuna(swept)
     return checked
