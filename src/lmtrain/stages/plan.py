@@ -110,9 +110,8 @@ def make(pipeline: Pipeline, typed: Typed, config_dir: str | None) -> PipelinePl
     refuse_without_effect("train", typed.common, [one.config for one in stages], composer.default(typed.common))
     by_name = {one.name: one for one in stages}
     evaluations = [made for one in pipeline.evaluations for made in composer.evaluation(one)]
-    words = {one.name: one.words for one in pipeline.stages} | {one.name: one.words for one in pipeline.evaluations}
-    for name, own in words.items():
-        _check_uses(name, own, by_name)
+    for one in (*pipeline.stages, *pipeline.evaluations):
+        _check_uses(one.name, one.words, by_name)
     for made in evaluations:
         if not by_name[made.of].config.export.enabled:
             raise UserError(
