@@ -40,12 +40,13 @@ def export_model(
     folder: Path,
     *,
     dtype: str,
-    run_config: Path,
+    run_config: Path | None,
     example: torch.Tensor,
     merge: bool = False,
     eos_token_ids: Sequence[int] | None = None,
+    chat_template: str | None = None,
     generation: dict[str, Any] | None = None,
-    step: int,
+    step: int | None = None,
 ) -> Path:
     """Writes `folder` (complete or absent), reloads it and compares its logits with the live model's.
 
@@ -53,8 +54,9 @@ def export_model(
         example: int64 [B, T] token ids the comparison is made on.
         merge: add an adapter to its base, which this does to `model` itself; else the adapter alone is written.
         eos_token_ids: at which generation stops, besides those the model came with.
+        chat_template: stored with the tokenizer; None leaves it its own.
         generation: fields of generation_config.json set over the model's own (export.generation).
-        step: of the weights, for the model card.
+        step: of the weights, for the model card; None where it is not known.
 
     Raises:
         UserError: `generation` holds what transformers' GenerationConfig refuses; a memory can't be merged, or its
@@ -67,16 +69,12 @@ def export_model(
     live, tolerance = logits(model, example), allowed_difference(model, dtype, merge or memory_of(model) is not None)
     try:
         write_weights(model, temporary, dtype, merge)
+        write_tokenizer(model, tokenizer, chat_template, temporary)
+        # Not save_pretrained: it refuses what some published models say, a temperature for greedy decoding.
         if not has_scalar_head(model):
-            # Not save_pretrained: it refuses what some published models say, a temperature for greedy decoding.
             settings.to_json_file(temporary / "generation_config.json", keys_to_pop=["compile_config"])
-        elif tokenizer.pad_token is None:
-            tokenizer.pad_token = tokenizer.eos_token  # as config.json says, so that answers can be scored in batches
-        save_tokenizer(tokenizer, temporary)
-        # For who gets the export, no address has a login or a signature.
-        public = shown_in(yaml.safe_load(read_regular(run_config)))
-        text = yaml.safe_dump(public, sort_keys=False, allow_unicode=True)
-        (temporary / "lmtrain_config.yaml").write_text(text, encoding="utf-8")
+        if run_config is not None:
+            write_config(run_config, temporary / "lmtrain_config.yaml")
         size, chat = parameter_counts(model)[0], bool(tokenizer.chat_template)
         model_card.write(temporary, run_config, chat=chat, parameters=size, step=step)
         compare(live, tolerance, model, temporary, example)
@@ -93,6 +91,22 @@ def export_model(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return folder
+
+
+def write_config(run_config: Path, file: Path) -> None:
+    """The run's config for who gets the export: a copy, in which no address has a login or a signature."""
+    text = read_regular(run_config)
+    config = yaml.safe_load(text)
+    public = shown_in(config)
+    file.write_text(text if public == config else yaml.safe_dump(public, sort_keys=False, allow_unicode=True), "utf-8")
+
+
+def write_tokenizer(model: PreTrainedModel, tokenizer: Any, chat_template: str | None, folder: Path) -> None:
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
+    if has_scalar_head(model) and tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token  # as config.json says, so that answers can be scored in batches
+    save_tokenizer(tokenizer, folder)
 
 
 def write_weights(model: PreTrainedModel, folder: Path, dtype: str, merge: bool) -> None:

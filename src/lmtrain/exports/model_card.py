@@ -17,12 +17,15 @@ from lmtrain.run_folder.folder import gives_rewards, loading_class
 from lmtrain.secrets import shown_in
 from lmtrain.terminal import visible
 
-_DONE = {"causal_lm": "trained on text", "sft": "fine-tuned on conversations", "dpo": "tuned on preferences",
+_DONE = {"causal_lm": "pretrained", "sft": "fine-tuned on conversations", "dpo": "tuned on preferences",
          "reward": "which gives answers rewards, trained on preferences"}  # fmt: skip
-# Rows of the table of settings.
+_FURTHER = {**_DONE, "causal_lm": "trained further"}
+# Rows of the table of settings: what, and its key.
 _SETTINGS = (
-    "trainer.max_steps", "data.global_batch_size", "data.seq_len", "optimizer.name", "optimizer.lr", "schedule.name",
-    "optimizer.weight_decay", "peft.method", "peft.r", "objective.loss", "objective.beta", "trainer.precision", "seed",
+    ("steps", "trainer.max_steps"), ("rows a step", "data.global_batch_size"), ("tokens a row", "data.seq_len"),
+    ("optimizer", "optimizer.name"), ("learning rate", "optimizer.lr"), ("schedule", "schedule.name"),
+    ("weight decay", "optimizer.weight_decay"), ("adapter", "peft.method"), ("adapter rank", "peft.r"),
+    ("loss", "objective.loss"), ("beta", "objective.beta"), ("precision", "trainer.precision"), ("seed", "seed"),
 )  # fmt: skip
 
 
@@ -30,28 +33,27 @@ _BEFORE_SHARING = (
     "Add what the data is and its licence, the model's own licence, and what it should not be used for: nothing of "
     "that is in a config."
 )
-_REWARDS = (
-    "This model gives an answer a reward: one number, the higher the better; only differences between answers to "
-    "the same prompt mean something.\n\n"
-)
 
 
-def write(folder: Path, run_config: Path, *, chat: bool, parameters: int, step: int) -> None:
+def write(folder: Path, run_config: Path | None, *, chat: bool, parameters: int, step: int | None) -> None:
     """Writes <folder>/README.md.
 
     Args:
-        run_config: config.yaml in the run's folder, where metrics.jsonl lies beside.
+        run_config: config.yaml in the run's folder, where metrics.jsonl lies beside; None where there is no run.
         chat: the tokenizer has a chat template.
         parameters: numbers in the model, its base included.
-        step: of the exported weights.
+        step: of the exported weights; None for the last one validated.
     """
     adapter = (folder / "adapter_config.json").exists()
-    config, name = shown_in(yaml.safe_load(read_regular(run_config))), run_config.parent.name
-    scores = _scores(run_config.parent / "metrics.jsonl", step)
+    config = shown_in(yaml.safe_load(read_regular(run_config))) if run_config is not None else {}
+    name = run_config.parent.name if run_config is not None else "model"
+    scores = _scores(run_config.parent / "metrics.jsonl", step) if run_config is not None else {}
     if is_denoising(folder):
         task, use = "fill-mask", _use_denoising()
+    elif gives_rewards(folder):
+        task, use = "text-classification", _use_rewards(folder, chat)
     else:
-        task, use = "text-classification" if gives_rewards(folder) else "text-generation", _use(folder, chat)
+        task, use = "text-generation", _use(folder, chat, brings_code(folder))
     metadata = _metadata(config, name, scores, adapter, task).to_yaml(line_break="\n")
     parts = [
         f"---\n{metadata}\n---",
@@ -59,12 +61,12 @@ def write(folder: Path, run_config: Path, *, chat: bool, parameters: int, step: 
         _words(config, parameters, adapter),
         "## Use",
         use,
-        "## Training",
-        _table([(key, _at(config, key)) for key in _SETTINGS]),
-        "`lmtrain_config.yaml` beside this file holds every key: it is enough to train the model again.",
     ]
+    if config:
+        parts += ["## Training", _table([(what, _at(config, key)) for what, key in _SETTINGS])]
+        parts.append("`lmtrain_config.yaml` beside this file holds every key: it is enough to train the model again.")
     if scores:
-        parts += [f"## Validation at step {step:,}", _table(list(scores.items()))]
+        parts += [f"## Validation at step {scores['step']:,}", _table(list(scores.items())[1:])]
     parts += ["## Before you share it", _BEFORE_SHARING]
     (folder / "README.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
@@ -74,11 +76,14 @@ def _metadata(config: dict[str, Any], name: str, scores: dict[str, Any], adapter
     if _at(config, "data.source") == "hub" and not _at(config, "data.path"):
         dataset = _hub_name(_at(config, "data.name"))
     data = dataset or "own"
-    results = [EvalResult(task, data, data, key.removeprefix("val/"), value) for key, value in scores.items()]
+    results = [
+        EvalResult(task, data, data, key.removeprefix("val/"), value) for key, value in scores.items()
+        if key != "step"
+    ]  # fmt: skip
     found: dict[str, Any] = {
         "library_name": "peft" if adapter else "transformers",
         "pipeline_tag": task,
-        "tags": ["lmtrain", str(_at(config, "objective.name"))],
+        "tags": ["lmtrain", *([str(_at(config, "objective.name"))] if config else [])],
         "base_model": base,
         "datasets": [dataset] if dataset else None,
         "model_name": name if results else None,
@@ -100,21 +105,24 @@ def _hub_name(name: Any) -> str | None:
     return name
 
 
-def _scores(metrics: Path, step: int) -> dict[str, float]:
-    """The val/ numbers of the validation at a step; empty where there is none."""
-    found: dict[str, float] = {}
+def _scores(metrics: Path, step: int | None) -> dict[str, Any]:
+    """`step` and the val/ numbers of the validation there, or of the last one; empty where there is none."""
+    found: dict[str, Any] = {}
     for row in read_jsonl(metrics):
-        if row.get("step") == step:
-            found |= {k: v for k, v in row.items() if k.startswith("val/") and isinstance(v, int | float)}
+        numbers = {k: v for k, v in row.items() if k.startswith("val/") and isinstance(v, int | float)}
+        if numbers and (step is None or row["step"] == step):
+            found = {"step": row["step"], **numbers}
     return found
 
 
 def _words(config: dict[str, Any], parameters: int, adapter: bool) -> str:
+    if not config:
+        return f"A language model of {parameters:,} parameters, written by lmtrain {version('lmtrain')}."
     base = _at(config, "model.name_or_path") if _at(config, "model.init") == "pretrained" else None
     objective = str(_at(config, "objective.name"))
     began = f"`{_plain(_hub_name(base) or Path(str(base)).name)}`, " if base else ""
     kind = "An adapter of " if adapter else "" if began else f"A {_plain(_at(config, 'model.name'))} model "
-    done = _DONE.get(objective, f"trained (objective {_plain(objective)})")
+    done = (_FURTHER if base else _DONE).get(objective, f"trained (objective {_plain(objective)})")
     data = _data_name(config)
     return (
         f"{kind}{began}{'of ' if not began else ''}{parameters:,} parameters, {done} (`{_plain(data)}`) with lmtrain "
@@ -139,36 +147,55 @@ def brings_code(folder: Path) -> bool:
 
 def reader(folder: Path) -> str:
     """What loads an exported folder."""
+    if (folder / "modeling_memory.py").exists():
+        return "AutoModelForCausalLM.from_pretrained with trust_remote_code=True"
     package, cls = loading_class(folder)
     trust = " with trust_remote_code=True" if brings_code(folder) else ""
     return f"{'peft.' * (package == 'peft')}{cls}.from_pretrained{trust}"
 
 
-def _use(folder: Path, chat: bool) -> str:
+def _use(folder: Path, chat: bool, own_code: bool) -> str:
     package, cls = loading_class(folder)
-    rewards = gives_rewards(folder)
-    trust = ", trust_remote_code=True" if brings_code(folder) else ""  # runs the code in this folder
-    options = ", num_labels=1" if rewards and package == "peft" else trust
-    turns = '{"role": "user", "content": "..."}' + ', {"role": "assistant", "content": "..."}' * rewards
     asked = (
-        f"messages = [{turns}]\n"
+        'messages = [{"role": "user", "content": "..."}]\n'
         "inputs = tokenizer.apply_chat_template(\n"
-        f'    messages, add_generation_prompt={not rewards}, return_tensors="pt", return_dict=True\n)'
+        '    messages, add_generation_prompt=True, return_tensors="pt", return_dict=True\n)'
         if chat
         else 'inputs = tokenizer("Once upon a time", add_special_tokens=False, return_tensors="pt")'
     )
+    own = f"from {package} import {cls}\nfrom transformers import AutoTokenizer"
+    imports = own if package == "peft" else f"from transformers import {cls}, AutoTokenizer"
+    trust = ", trust_remote_code=True" if own_code else ""  # runs the code in this folder
     given = 'input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]'
-    printed = (
-        f"print(model({given}).logits[0, 0].item())"
-        if rewards
-        else f"output = model.generate({given}, max_new_tokens=100)\n"
-        "print(tokenizer.decode(output[0], skip_special_tokens=True))"
-    )
-    return (_REWARDS if rewards else "") + (
-        f"```python\nfrom {package} import {cls}\nfrom transformers import AutoTokenizer\n\n"
+    return (
+        f"```python\n{imports}\n\n"
         f'folder = "."  # this folder, or its name on the hub\n'
-        f"model = {cls}.from_pretrained(folder{options})\n"
-        f"tokenizer = AutoTokenizer.from_pretrained(folder{trust})\n{asked}\n{printed}\n```"
+        f"model = {cls}.from_pretrained(folder{trust})\n"
+        f"tokenizer = AutoTokenizer.from_pretrained(folder{trust})\n{asked}\n"
+        f"output = model.generate({given}, max_new_tokens=100)\n"
+        "print(tokenizer.decode(output[0], skip_special_tokens=True))\n```"
+    )
+
+
+def _use_rewards(folder: Path, chat: bool) -> str:
+    package, cls = loading_class(folder)
+    own = f"from {package} import {cls}\nfrom transformers import AutoTokenizer"
+    imports = own if package == "peft" else f"from transformers import {cls}, AutoTokenizer"
+    labels = ", num_labels=1" if package == "peft" else ""
+    given = (
+        'messages = [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]\n'
+        'inputs = tokenizer.apply_chat_template(messages, return_tensors="pt", return_dict=True)\n'
+        if chat
+        else 'inputs = tokenizer("a prompt and its answer", return_tensors="pt")\n'
+    )
+    return (
+        "This model gives an answer a reward: one number, the higher the better; only differences between answers to "
+        "the same prompt mean something.\n\n"
+        f"```python\n{imports}\n\n"
+        f'folder = "."  # this folder, or its name on the hub\n'
+        f"model = {cls}.from_pretrained(folder{labels})\n"
+        f"tokenizer = AutoTokenizer.from_pretrained(folder)\n{given}"
+        'print(model(input_ids=inputs["input_ids"]).logits[0, 0].item())\n```'
     )
 
 
