@@ -335,8 +335,8 @@ def legend(colour: bool) -> Text:
     """What `marked` shows, in a few words."""
     if not colour:
         return Text(f"{OPEN}learned{CLOSE} given, {BORDER} between tokens, ↵ ends a line")
-    words = Text().append(" learned ", LEARNED[0]).append(" given, token by token; ")
-    return words.append("bold", "bold").append(": special, ↵ ends a line")
+    words = Text(" learned ", style=LEARNED[0])
+    return words.append(" given, token by token; ", "default").append("bold", "bold").append(": special, ↵ ends a line")
 
 
 _TURN = 137.5 / 360  # between the hues of neighbouring chapters: the golden angle keeps all of them apart
