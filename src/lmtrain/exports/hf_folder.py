@@ -2,7 +2,6 @@
 
 import copy
 import difflib
-import json
 import os
 import shutil
 from collections.abc import Sequence
@@ -218,6 +217,8 @@ def drop_tied(model: PreTrainedModel, state: dict[str, torch.Tensor]) -> dict[st
 
 def set_dtype(folder: Path, dtype: str) -> None:
     """config.json names the dtype the weights are stored in, which is what from_pretrained loads by default."""
+    import json
+
     path = folder / "config.json"
     config = json.loads(path.read_text())
     config["dtype"] = dtype

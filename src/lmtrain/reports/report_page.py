@@ -128,8 +128,7 @@ def _one(run: Told, curves: dict[str, list[dict[str, Any]]]) -> list[str]:
         parts.append(folded("Samples along the training", _samples(run)))
     title = f"What was set: {counted(len(run.changed), 'key')} not as in the defaults, by options and recipes too"
     parts.append(folded(title, [table(("key", "default", "this run"), run.changed)]))
-    history = "".join(f"<li>{as_text(line)}</li>" for line in run.history)
-    parts.append(folded("About this run", [table(("", ""), run.facts), f"<ul>{history}</ul>"]))
+    parts.append(folded("About this run", [table(("", ""), run.facts), _list(run.history)]))
     return parts
 
 
@@ -172,8 +171,9 @@ def heat_figure(heat: HeatMap) -> str:
 
 
 def _several(runs: Sequence[Told], curves: dict[str, list[dict[str, Any]]]) -> list[str]:
-    outcome = [(run.name, *run.outcome.values()) for run in runs]
-    parts = ["<h2>Outcome, best first</h2>" + table(("run", *runs[0].outcome), outcome)]
+    names = list(dict.fromkeys(name for run in runs for name in run.outcome))
+    outcome = [(run.name, *(run.outcome.get(name, "") for name in names)) for run in runs]
+    parts = ["<h2>Outcome, best first</h2>" + table(("run", *names), outcome)]
     parts += [smoothing(), charts_of(curves)]
     defaults = {key: default for run in runs for key, default, _ in run.changed}
     values = [{key: value for key, _, value in run.changed} for run in runs]
@@ -235,6 +235,12 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     body = "".join("<tr>" + "".join(f"<td>{broken(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     top = f"<tr>{head}</tr>" if any(header) else ""
     return f'<div class="scroll"><table>{top}{body}</table></div>'
+
+
+def _list(lines: Sequence[str]) -> str:
+    if not lines:
+        return ""
+    return "<ul>" + "".join(f"<li>{as_text(line)}</li>" for line in lines) + "</ul>"
 
 
 def _cut(text: str) -> str:
