@@ -1,26 +1,15 @@
-"""Statistics and samples of prepared data for `lmtrain inspect`: counts, lengths, decoded rows with the loss mask.
+"""Statistics and samples of prepared data for `lmtrain inspect`: counts, lengths, decoded rows with the loss mask."""
 
-Also decoded tokens for people: their borders, the mask in colour, the chapters of a memory that they read.
-"""
-
-import colorsys
-import functools
-import io
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
-from transformers import PreTrainedModel
 
 from lmtrain import errors, terminal
-from lmtrain.adapters.memory import memory_blocks
 from lmtrain.config import trust
 from lmtrain.config.schema import Config
 from lmtrain.data.corpus import Corpus, build_corpus
@@ -28,22 +17,13 @@ from lmtrain.data.examples.row_counts import Counts, bad_lines, remark_lines, to
 from lmtrain.data.examples.rows import PackedRows
 from lmtrain.data.text.windows import IGNORE, Windows
 from lmtrain.errors import UserError
-from lmtrain.models.attention import generation_mode
+from lmtrain.reports.report_page import as_text, asset, document, write_page
+from lmtrain.reports.token_view import TokenPiece, has_colour, legend, marked, pieces, show_chapters
 from lmtrain.run_folder import trained
 from lmtrain.terminal import visible
 
 _PERCENTILES = (0, 5, 25, 50, 75, 95, 99, 100)
 _BINS, _BAR = 16, 48  # of the histogram: bars, and characters of the longest
-
-
-@dataclass(frozen=True)
-class TokenPiece:
-    """A token's text; of several tokens where only together they are a character."""
-
-    text: str
-    ids: tuple[int, ...]
-    learned: bool
-    special: bool
 
 
 @dataclass
@@ -91,34 +71,25 @@ class Inspection:
 def inspect(config: Config) -> int:
     """Prints what became of the rows, how long they are, and some of them token by token; writes inspect.html."""
     terminal.quiet_libraries()
-    text = config.inspect.text
-    if text is None:
-        if config.run_dir is not None:
-            raise UserError("run_dir is read with inspect.text only: the chapters of a memory that a text reads")
-        return _shown(config, functools.partial(show, look(config)))
+    if config.run_dir is not None and config.inspect.text is None:
+        raise UserError("run_dir is read with inspect.text only: the chapters of a memory that a text reads")
+    if config.inspect.text is not None:
+        return _show_chapters(config, config.inspect.text)
+    found = look(config)
+    console = terminal.console()
+    show(found, console)
+    if config.inspect.html is not None:
+        print(f"written: {write_page(page(found), config.inspect.html)}")
+    return errors.FINISHED
+
+
+def _show_chapters(config: Config, text: str) -> int:
+    """Prints which chapters of its memory the model of run_dir reads."""
     if config.run_dir is None:
         raise UserError("inspect.text: which model? set run_dir to a run or an export with a memory")
     model, tokenizer = trained.load(config.run_dir, "best", trust.granted(config))
-    ids = tokenizer(text)["input_ids"]
-    if not ids:
-        raise UserError("inspect.text is empty: give some words")
-    return _shown(config, functools.partial(_show_chapters, tokenizer, chapters_read(model, ids), ids))
-
-
-def _shown(config: Config, print_to: Callable[[Console], None]) -> int:
-    """Prints on the screen, and into the page of inspect.html what a screen in colour would show."""
     terminal.status.stop()
-    print_to(terminal.console())
-    if config.inspect.html is not None:
-        file = Path(config.inspect.html).expanduser().absolute()
-        colours = {"color_system": "truecolor", "force_terminal": True, "no_color": False}
-        page = terminal.console(file=io.StringIO(), record=True, width=terminal.LOG_WIDTH, **colours)
-        print_to(page)
-        try:
-            page.save_html(str(file), inline_styles=True)
-        except OSError as error:
-            raise UserError(f"inspect.html={config.inspect.html} can't be written: {errors.reason(error)}") from None
-        print(f"written: {file}")
+    show_chapters(model, tokenizer, text, terminal.console(), config.inspect.html, config.run_dir)
     return errors.FINISHED
 
 
@@ -276,103 +247,52 @@ def _show_lengths(found: Inspection, console: Console) -> None:
     console.print()
 
 
-LEARNED = ("black on #9be09b", "black on #79cf79")  # neighbouring tokens take turns
-GIVEN = ("", "dim")
-OPEN, CLOSE, BORDER = "⟦", "⟧", "╎"  # what stands for colour where there is none
-_LONGEST_CHARACTER = 4  # tokens that one character can be spread over: it has at most as many bytes
+_ROW, _LABEL, _WIDE = 18, 130, 520  # of the histogram's bars, in pixels: height, room for the label, the longest
 
 
-def pieces(tokenizer: Any, ids: Sequence[int], learned: Sequence[bool]) -> list[TokenPiece]:
-    """The tokens' texts, which joined are the text of all."""
-    special = set(tokenizer.all_special_ids)
-    found: list[TokenPiece] = []
-    waiting: list[int] = []
-    for at, token in enumerate(ids):
-        waiting.append(token)
-        text = _decode_after(tokenizer, found[-1].ids if found else (), waiting)
-        is_special = token in special or tokenizer.added_tokens_decoder.get(token) is not None
-        more = at + 1 < len(ids) and learned[at + 1] == learned[at] and len(waiting) < _LONGEST_CHARACTER
-        if text.endswith("\ufffd") and more and not is_special:
-            continue
-        found.append(TokenPiece(text, tuple(waiting), bool(learned[at]), is_special))
-        waiting = []
-    return found
+def page(found: Inspection) -> str:
+    """One HTML file to share: nothing is loaded from elsewhere, light and dark as the reader likes."""
+    facts = "".join(f"<tr><th>{as_text(name)}</th><td>{as_text(value)}</td></tr>" for name, value in found.rows)
+    parts = [f"<h1>{as_text(found.split)} split</h1>", f"<table>{facts}</table>"]
+    if found.lengths is not None:
+        parts += [f"<h2>Lengths of {found.unit}s, in tokens</h2>", _percentiles(found), _histogram(found)]
+    parts.append(
+        '<p class="soft"><i class="l">learned</i> <i>given</i> token by token (its id under the pointer), '
+        '<i class="s">bold</i>: special, ↵ ends a line</p>'
+    )
+    parts += [f"<h2>{as_text(sample.title)}</h2>{_sample_html(sample)}" for sample in found.samples]
+    return document(f"{found.split} split", asset("inspection.css"), parts)
 
 
-def _decode_after(tokenizer: Any, before: tuple[int, ...], ids: list[int]) -> str:
-    """The text of `ids` where they follow `before`: some tokenizers leave out the space a text begins with."""
-    options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-    context = tokenizer.decode(list(before), **options) if before else ""
-    whole = tokenizer.decode([*before, *ids], **options)
-    return whole[len(context) :] if whole.startswith(context) else tokenizer.decode(ids, **options)
+def _sample_html(sample: Sample) -> str:
+    gap = f'\n<span class="soft">... {sample.left_out:,} tokens ...</span>\n' if sample.left_out else ""
+    return f"<pre>{''.join(map(_piece, sample.head))}{gap}{''.join(map(_piece, sample.tail))}</pre>"
 
 
-def has_colour(console: Console) -> bool:
-    return console.color_system is not None and not console.no_color
+def _piece(piece: TokenPiece) -> str:
+    kinds = "l " * piece.learned + "s" * piece.special
+    attribute = f' class="{kinds.strip()}"' if kinds else ""
+    ids = " ".join(map(str, piece.ids))
+    return f'<i{attribute} title="{ids}">{as_text(piece.text).replace(chr(10), "↵" + chr(10))}</i>'
 
 
-def marked(shown: Sequence[TokenPiece], colour: bool) -> Text:
-    """The pieces in a row, learned ones on green; without colour in ⟦ ⟧, with ╎ between tokens."""
-    text, before = Text(), False
-    for number, piece in enumerate(shown):
-        words = visible(piece.text).replace("\n", "↵\n")
-        if colour:
-            style = (LEARNED if piece.learned else GIVEN)[number % 2]
-            text.append(words, style=f"{style} bold".strip() if piece.special else style)
-            continue
-        if piece.learned != before:
-            text.append(OPEN if piece.learned else CLOSE)
-        elif number:
-            text.append(BORDER)
-        text.append(words)
-        before = piece.learned
-    if before and not colour:
-        text.append(CLOSE)
-    return text
+def _percentiles(found: Inspection) -> str:
+    header, lines = found.percentiles()
+    head = "".join(f"<th>{name}</th>" for name in header)
+    body = "".join(f"<tr><th>{name}</th>{''.join(f'<td>{v}</td>' for v in values)}</tr>" for name, *values in lines)
+    return f'<table class="numbers"><tr>{head}</tr>{body}</table>'
 
 
-def legend(colour: bool) -> Text:
-    """What `marked` shows, in a few words."""
-    if not colour:
-        return Text(f"{OPEN}learned{CLOSE} given, {BORDER} between tokens, ↵ ends a line")
-    words = Text(" learned ", style=LEARNED[0])
-    return words.append(" given, token by token; ", "default").append("bold", "bold").append(": special, ↵ ends a line")
-
-
-_TURN = 137.5 / 360  # between the hues of neighbouring chapters: the golden angle keeps all of them apart
-
-
-@torch.no_grad()
-def chapters_read(model: PreTrainedModel, ids: list[int]) -> dict[int, list[list[int]]]:
-    """By number of decoder layer, for each token the chapters it reads, likeliest first.
-
-    Raises:
-        UserError: the model has no memory.
-    """
-    blocks = memory_blocks(model)
-    if not blocks:
-        raise UserError(
-            "inspect.text shows the chapters that tokens read, and this model has no memory (docs/memory.md)"
+def _histogram(found: Inspection) -> str:
+    bars = found.histogram()
+    most = max(number for _, _, number in bars)
+    drawn = []
+    for i, (low, high, number) in enumerate(bars):
+        y, wide = i * _ROW, _WIDE * number / most
+        drawn.append(
+            f'<text x="{_LABEL - 8}" y="{y + 13}" text-anchor="end">{low:,} - {high:,}</text>'
+            f'<rect x="{_LABEL}" y="{y + 2}" width="{wide:.1f}" height="{_ROW - 4}"/>'
+            f'<text x="{_LABEL + wide + 6:.1f}" y="{y + 13}">{number:,}</text>'
         )
-    model.eval()
-    with generation_mode(model):
-        model.base_model(input_ids=torch.tensor([ids], device=model.device), use_cache=False)
-    found = [block.route(block.last_router_logits)[0].tolist() for block in blocks]
-    return dict(zip(blocks[0].settings.layers, found, strict=True))
-
-
-def _show_chapters(tokenizer: Any, read: dict[int, list[list[int]]], ids: list[int], console: Console) -> None:
-    """Prints the text once a layer, each token in the colour of its first chapter."""
-    words = [piece.text for token in ids for piece in pieces(tokenizer, [token], [False])]
-    for layer, chapters in read.items():
-        body = Text()
-        for word, chosen in zip(words, chapters, strict=True):
-            body.append(visible(word).replace("\n", "↵\n"), style=_style_of(chosen[0]) if has_colour(console) else "")
-            body.append(f"[{','.join(map(str, chosen))}] ", style="dim")
-        console.print(Panel(body, title=Text(f"after layer {layer}: token[chapters]"), title_align="left"))
-
-
-def _style_of(chapter: int) -> str:
-    """A light colour of the chapter's own behind the text."""
-    parts = colorsys.hls_to_rgb(chapter * _TURN % 1, 0.78, 0.8)
-    return "black on #" + "".join(f"{int(255 * part):02x}" for part in parts)
+    size = f'width="{_LABEL + _WIDE + 80}" height="{len(bars) * _ROW}"'
+    return f'<svg {size} role="img" aria-label="histogram of lengths">{"".join(drawn)}</svg>'

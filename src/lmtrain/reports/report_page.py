@@ -6,8 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
+from lmtrain.errors import UserError, reason
 from lmtrain.reports import curves
 from lmtrain.reports.curves import FIRST, Curve, HeatMap
 from lmtrain.terminal import counted, visible
@@ -66,6 +68,16 @@ def document(title: str, style: str, body: Iterable[str]) -> str:
         + "\n".join(body)
         + "\n</body></html>\n"
     )
+
+
+def write_page(page: str, path: str) -> Path:
+    """Writes a page of lmtrain inspect; returns its absolute path. UserError where it can't be written."""
+    file = Path(path).expanduser().absolute()
+    try:
+        file.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"inspect.html={path} can't be written: {reason(error)}") from None
+    return file
 
 
 def asset(name: str) -> str:

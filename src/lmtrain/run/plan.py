@@ -33,7 +33,8 @@ from lmtrain.models import dial, flops
 from lmtrain.models.blocks import decoder_blocks
 from lmtrain.optim.groups import table_rows
 from lmtrain.optim.skipping import can_skip
-from lmtrain.reports.inspection import has_colour, legend, marked, pieces, row_mask
+from lmtrain.reports.inspection import row_mask
+from lmtrain.reports.token_view import has_colour, legend, marked, pieces
 from lmtrain.run import plan_memory, plan_time
 from lmtrain.run.features import features_on
 from lmtrain.secrets import shown
