@@ -19,6 +19,12 @@ FIRST = {"loss": "Loss", "lr": "Learning rate", "grad_norm": "Gradient norm", "t
          "bits_per_byte": "Bits per byte"}  # fmt: skip
 
 
+# What stands along a chart's values; of others the last part of their name.
+AXES = {"loss": "loss", "lr": "learning rate", "grad_norm": "norm", "tokens_per_s": "tokens/s", "memory_gib": "GiB",
+        "host_memory_gib": "GiB", "samples_per_s": "rows/s", "mfu": "share", "perplexity": "perplexity",
+        "bits_per_byte": "bits/byte"}  # fmt: skip
+
+
 @dataclass
 class Curve:
     """Values `y` at steps `x`, ascending."""
@@ -68,17 +74,22 @@ def thinned(curve: Curve, most: int = MAX_POINTS) -> Curve:
 COLUMNS = 120  # at most; of more logged steps, neighbouring ones are averaged
 # Times the even share from which on a cell is darker than the one before; what is below the first stays empty.
 LEVELS = (0.05, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
-TITLES = {"router/chapters": "Chapters of the memory", "router/experts": "Experts"}
+TITLES = {"router/chapters": ("Chapters of the memory", "chapter"), "router/experts": ("Experts", "expert")}
 
 
 @dataclass
 class HeatMap:
-    """cells: [columns][choices], shares of a column's choices; first, last: the steps it spans."""
+    """cells: [columns][choices], shares of a column's choices; first, last: the steps it spans; one: what is chosen.
+
+    about: the model, and how many a token chooses.
+    """
 
     title: str
     first: int
     last: int
     cells: list[list[float]]
+    one: str = ""
+    about: str = ""
 
 
 def heat_maps(rows: Iterable[dict[str, Any]]) -> list[HeatMap]:
@@ -89,7 +100,8 @@ def heat_maps(rows: Iterable[dict[str, Any]]) -> list[HeatMap]:
             if isinstance(row.get(key), list):
                 found.setdefault(key, []).append((int(row["step"]), row[key]))
     return [
-        HeatMap(TITLES[key], told[0][0], told[-1][0], _columns([use for _, use in told])) for key, told in found.items()
+        HeatMap(TITLES[key][0], told[0][0], told[-1][0], _columns([use for _, use in told]), TITLES[key][1])
+        for key, told in found.items()
     ]
 
 

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from lmtrain import errors, terminal
 from lmtrain.errors import UserError
-from lmtrain.files import read_jsonl, read_regular
+from lmtrain.files import read_regular
 from lmtrain.run_folder import lock
 from lmtrain.run_folder.folder import RunDir, checkpoint_names
 
@@ -30,14 +30,8 @@ class Listed:
     status: str  # running, interrupted (no summary.json: killed), unreadable, or summary.json's own
     step: int  # optimizer steps, as last logged
     max_steps: int | None
-    monitor: str  # the score that decides what is best,
-    mode: str  # min or max,
-    best_at: tuple[int, float] | None  # and the step of the best one, and its value
+    best: str | None  # the monitored score in words
     changed: float  # time.time() of the last change
-
-    @property
-    def best(self) -> str:
-        return "" if self.best_at is None else f"{self.monitor} {self.best_at[1]:.4f} at step {self.best_at[0]:,}"
 
     def steps(self) -> str:
         return f"{self.step:,}" + (f" of {self.max_steps:,}" if self.max_steps else "")
@@ -71,19 +65,19 @@ def show(folder: Path) -> int:
         table.add_column(name, justify="right" if name == "step" else "left", no_wrap=name != "best")
     for run in found:
         name = str(run.path.relative_to(folder)) if run.path != folder else run.path.name
-        table.add_row(name, run.status, run.steps(), run.best, run.age())
+        table.add_row(name, run.status, run.steps(), run.best or "", run.age())
     with contextlib.suppress(BrokenPipeError):
         terminal.console().print(table)
     return errors.FINISHED
 
 
-def read(run: RunDir, ended: bool = False) -> Listed:
-    """What the folder of one run says; one that has `ended` may still hold its lock."""
+def read(run: RunDir) -> Listed:
+    """What the folder of one run says."""
     config = _config(run)
     summary = _json(run.summary)
-    monitor, mode = str(config["checkpoint"]["monitor"]), config["checkpoint"]["mode"]
+    monitor, mode = config["checkpoint"]["monitor"], config["checkpoint"]["mode"]
     step, best = _last_and_best(run.metrics, monitor, mode)
-    status, step = _status(run, summary, ended), max(step, whole(summary.get("step")) or 0)
+    status, step = _status(run, summary), max(step, whole(summary.get("step")) or 0)
     files = [p for p in (run.config, run.metrics, run.summary) if p.exists()]
     return Listed(
         run.path,
@@ -91,9 +85,7 @@ def read(run: RunDir, ended: bool = False) -> Listed:
         step,
         # budget.minutes and epochs may end a run at another step than the config's.
         step if status == "finished" else whole(config["trainer"]["max_steps"]),
-        monitor,
-        mode,
-        best,
+        f"{monitor} {best[1]:.4f} at step {best[0]:,}" if best is not None else None,
         max(p.stat().st_mtime for p in files),
     )
 
@@ -122,8 +114,8 @@ def whole(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _status(run: RunDir, summary: dict[str, Any], ended: bool) -> str:
-    if not ended and lock.taken(run.path):
+def _status(run: RunDir, summary: dict[str, Any]) -> str:
+    if lock.taken(run.path):
         return "running"
     if "status" in summary:
         return str(summary["status"])
@@ -131,13 +123,21 @@ def _status(run: RunDir, summary: dict[str, Any], ended: bool) -> str:
 
 
 def _last_and_best(metrics: Path, monitor: str, mode: str) -> tuple[int, tuple[int, float] | None]:
-    """The last logged step, and step and value of the best `monitor`, up to a line that can't be read."""
+    """The last logged step, and step and value of the best `monitor`; lines that can't be read are left out."""
     last, best = 0, None
-    with contextlib.suppress(UserError):
-        for row in read_jsonl(metrics):
-            step, value = whole(row.get("step")), row.get(monitor)
-            last = max(last, step or 0)
-            if step is not None and isinstance(value, int | float) and math.isfinite(value):
+    if not metrics.is_file():
+        return last, best
+    with metrics.open("rb") as file:
+        for line in file:
+            try:
+                row = json.loads(line)
+                step, value = whole(row["step"]), row.get(monitor)
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                continue
+            if step is None:
+                continue
+            last = max(last, step)
+            if isinstance(value, int | float) and math.isfinite(value):
                 better = best is None or (value < best[1] if mode == "min" else value > best[1])
                 best = (step, float(value)) if better else best
     return last, best

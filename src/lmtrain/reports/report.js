@@ -1,7 +1,7 @@
 "use strict";
 // Draws the curves again for what is zoomed to and how much is smoothed: drag to zoom, double click for all of it.
 const curves = JSON.parse(document.getElementById("curves").textContent);
-const W = 600, H = 260, L = 70, R = 22, T = 10, B = 42;  // of a chart: its size, as in report_page.py, and margins
+const W = 600, H = 260, L = 70, R = 22, T = 10, B = 42;  // as in report_page.py
 const slider = document.getElementById("smoothing");
 
 function smoothed(y, weight) {  // exponential moving average, its start corrected as in Adam

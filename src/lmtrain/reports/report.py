@@ -1,9 +1,12 @@
 """Reads a run's folder for its HTML page; of a run that is still written, what is there. Imports no torch."""
 
+import contextlib
+import dataclasses
 import functools
 import json
+import shlex
 import time
-from datetime import timedelta
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +14,13 @@ import yaml
 
 from lmtrain import errors, terminal
 from lmtrain.config import compose as rules
+from lmtrain.config.override_text import typed_keys
 from lmtrain.errors import UserError
 from lmtrain.files import read_jsonl, read_regular, write_atomic
 from lmtrain.reports import listing, report_page
 from lmtrain.reports.curves import charts, heat_maps
 from lmtrain.reports.report_page import Told
-from lmtrain.run_folder.folder import RunDir
+from lmtrain.run_folder.folder import RunDir, checkpoint_names, gives_rewards, loading_class
 from lmtrain.secrets import shown_in
 
 _PROMPTS, _STEPS = 12, 15  # samples shown: so many prompts, and of each so many steps spread over the training
@@ -53,36 +57,59 @@ def write(runs: list[RunDir], file: Path) -> Path:
     return file
 
 
+@contextlib.contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    """UserError that names the file where what is made of its content fails: lines that are JSON, but not ours."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
+        raise UserError(f"{file} is not in the format that runs write ({error!r}): fix it or move it away") from None
+
+
 def told(run: RunDir, name: str | None = None, ended: bool = False) -> Told:
-    """What the folder tells; UserError where it is not a run's, or a file in it can't be read."""
+    """What the folder tells; UserError where it is not a run's, or a line in it can't be read."""
     if not run.config.exists():
         raise UserError(f"{run.path} is not a run: it has no config.yaml")
-    try:
-        return _told(run, name or run.path.name, ended)
-    except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
-        raise UserError(
-            f"a file in {run.path} is not in the format that runs write ({error!r}): fix it or move it away"
-        ) from None
-
-
-def _told(run: RunDir, name: str, ended: bool) -> Told:
-    config, listed = shown_in(rules.read(run.config)), listing.read(run, ended)
-    rows, summary = list(read_jsonl(run.metrics)), _summary(run)
+    config, listed = shown_in(rules.read(run.config)), listing.read(run)
+    rows = list(read_jsonl(run.metrics))
+    summary = _summary(run)
+    if ended:
+        listed = dataclasses.replace(listed, status=str(summary.get("status", listed.status)))
+    with _reading(run.starts):
+        history = _history(run, summary)
+    with _reading(run.samples):
+        samples = _samples(run)
+    with _reading(run.metrics):
+        drawn, maps = charts(rows), heat_maps(rows)
+    with _reading(run.config):
+        changed, typed = _changed(config), _typed(config, summary)
+        for heat in maps:
+            heat.about = _about_routing(config, heat.one)
+        monitor = config.get("checkpoint", {}).get("monitor", "val/loss")
+        higher = config.get("checkpoint", {}).get("mode") == "max"
+    with _reading(run.summary):
+        facts, speed = _facts(config, listed, summary, rows), _number(summary.get("tokens_per_s"))
+        headline = _headline(listed, summary, rows, monitor)
+    scores = [row[monitor] for row in rows if isinstance(row.get(monitor), int | float)]
+    score = (max if higher else min)(scores, default=None)
     return Told(
-        name=name,
+        name=name or run.path.name,
         subtitle=_subtitle(config, listed),
-        headline=_headline(listed, summary, rows),
-        facts=_facts(summary),
-        changed=_changed(config),
-        charts=charts(rows),
-        heat_maps=heat_maps(rows),
-        samples=_samples(run),
+        headline=headline,
+        typed=typed,
+        facts=facts,
+        changed=changed,
+        charts=drawn,
+        heat_maps=maps,
+        samples=samples,
         evaluations=_evaluations(run),
-        history=_history(run),
-        outcome={"status": listed.status, "step": listed.steps(), "best": listed.best,
-                 "tokens/s": _number(summary.get("tokens_per_s"))},
-        score=None if listed.best_at is None else listed.best_at[1],
-        higher_is_better=listed.mode == "max",
+        checkpoints=_checkpoints(run),
+        history=history,
+        how_to_use=_how_to_use(run),
+        outcome={"status": listed.status, "step": listed.steps(), "best": listed.best or "",
+                 "tokens/s": speed},
+        score=score,
+        higher_is_better=higher,
     )  # fmt: skip
 
 
@@ -93,10 +120,27 @@ def _summary(run: RunDir) -> dict[str, Any]:
         return {}
 
 
-def _facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    found = {"devices": summary.get("device"), "precision": summary.get("precision"),
-             "lmtrain": summary.get("versions", {}).get("lmtrain"), "error": summary.get("error")}  # fmt: skip
-    return [(name, str(value)) for name, value in found.items() if value]
+def _facts(
+    config: dict[str, Any], listed: listing.Listed, summary: dict[str, Any], rows: list[dict[str, Any]]
+) -> list[tuple[str, str]]:
+    model, data = config.get("model", {}), config.get("data", {})
+    tokens = rows[-1].get("tokens_seen") if rows else None
+    found = [
+        ("status", listed.status),
+        ("step", listed.steps()),
+        ("best", listed.best),
+        ("model", model.get("name_or_path") or model.get("name")),
+        ("objective", config.get("objective", {}).get("name")),
+        ("data", str(data.get("path") or data.get("name") or data.get("source"))),
+        ("tokens seen", _number(tokens)),
+        ("tokens/s", _number(summary.get("tokens_per_s"))),
+        ("minutes", _number(summary["wall_seconds"] / 60) if summary.get("wall_seconds") else None),
+        ("devices", summary.get("device")),
+        ("precision", summary.get("precision")),
+        ("lmtrain", summary.get("versions", {}).get("lmtrain")),
+        ("error", summary.get("error")),
+    ]
+    return [(name, str(value)) for name, value in found if value]
 
 
 def _subtitle(config: dict[str, Any], listed: listing.Listed) -> str:
@@ -107,28 +151,67 @@ def _subtitle(config: dict[str, Any], listed: listing.Listed) -> str:
     return f"{listed.status.replace('_', ' ')} at step {listed.steps()}: {what}, {named} on {on}"
 
 
-def _headline(listed: listing.Listed, summary: dict[str, Any], rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
+def _headline(
+    listed: listing.Listed, summary: dict[str, Any], rows: list[dict[str, Any]], monitor: str
+) -> list[tuple[str, str]]:
     """The score, the tokens and the time, as far as the folder tells them."""
     found = []
-    trained = [row["train/loss"] for row in rows if isinstance(row.get("train/loss"), int | float)]
-    if listed.best_at is not None:
-        step, score = listed.best_at
-        found.append((f"{score:.4g}", f"best {listed.monitor}, step {step:,}"))
-    elif trained:
-        found.append((f"{trained[-1]:.4g}", f"train/loss at step {listed.step:,}"))
+    best = summary.get("best_metric") or {}
+    trained = next(
+        (row["train/loss"] for row in reversed(rows) if isinstance(row.get("train/loss"), int | float)), None
+    )
+    if monitor in best:
+        step = int(str(summary["best"]).rpartition("_")[2])
+        found.append((f"{best[monitor]:.4g}", f"{monitor} of the best checkpoint, step {step:,}"))
+    elif listed.best is not None:
+        found.append((listed.best.split()[1], f"best {monitor}{listed.best.partition(listed.best.split()[1])[2]}"))
+    elif trained is not None:
+        found.append((f"{trained:.4g}", f"train/loss at step {listed.step:,}"))
     tokens = rows[-1].get("tokens_seen") if rows else None
     if isinstance(tokens, int | float):
-        found.append((f"{tokens:,}", f"tokens trained in {listed.step:,} steps"))
+        found.append((_short(tokens), f"tokens trained in {listed.step:,} steps"))
     seconds = summary.get("wall_seconds")
     if isinstance(seconds, int | float):
         speed = summary.get("tokens_per_s")
-        found.append((duration(seconds), f"at {_number(speed)} tokens/s" if speed else "wall time"))
+        found.append((time_in_words(seconds), f"at {_number(speed)} tokens/s" if speed else "wall time"))
     return found
 
 
-def duration(seconds: float) -> str:
-    """75 -> '0:01:15'."""
-    return str(timedelta(seconds=round(seconds)))
+def _short(number: float) -> str:
+    """12,345,678 -> '12.3 M'."""
+    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if number >= size:
+            return f"{number / min(size, 1e3 if letter == 'k' else size):.3g} {letter}"
+    return f"{number:,.0f}"
+
+
+def time_in_words(seconds: float) -> str:
+    """75 -> '1 min 15 s'."""
+    whole = int(seconds)
+    if whole < 60:
+        return f"{seconds:.0f} s"
+    hours, minutes = divmod(whole // 60, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {whole % 60} s"
+
+
+def _typed(config: dict[str, Any], summary: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """(key, value, default) of the overrides that the command line had, but for where things lie."""
+    words = shlex.split(str(summary.get("command", "")))[3:]
+    defaults, leaves = _defaults(), dict(_leaves(config))
+    found = []
+    for key, value in typed_keys([word for word in words if "=" in word]).items():
+        if not key.startswith(_NOT_SHOWN):
+            now = _words(leaves[key]) if key in leaves else value
+            found.append((key, now, _words(defaults[key]) if key in defaults else ""))
+    return found
+
+
+def _about_routing(config: dict[str, Any], one: str) -> str:
+    """The model, and how many chapters or experts a token chooses."""
+    model = config.get("model", {})
+    chosen = config.get("memory", {}).get("top_k") if one == "chapter" else model.get("num_experts_per_tok")
+    named = model.get("name_or_path") or model.get("name")
+    return f"{named}, each token chooses {chosen} (top-k)" if chosen else str(named)
 
 
 def _number(value: Any) -> str:
@@ -191,8 +274,21 @@ def _evaluations(run: RunDir) -> list[tuple[str, dict[str, float]]]:
     return found
 
 
-def _history(run: RunDir) -> list[str]:
-    """When training began and went on."""
+def _checkpoints(run: RunDir) -> list[tuple[str, str]]:
+    links: dict[str, list[str]] = {}
+    for link in ("best", "last"):
+        path = run.checkpoints / link
+        if path.exists():
+            links.setdefault(path.resolve().name, []).append(link)
+    found = []
+    for name in sorted(checkpoint_names(run.checkpoints)):
+        size = sum(p.stat().st_size for p in (run.checkpoints / name).rglob("*") if p.is_file())
+        found.append((" ".join([name, *(f"({link})" for link in links.get(name, []))]), f"{size / 1e6:,.1f} MB"))
+    return found
+
+
+def _history(run: RunDir, summary: dict[str, Any]) -> list[str]:
+    """When training began and went on, and how it ended."""
     lines = []
     for i, row in enumerate(read_jsonl(run.starts)):
         try:
@@ -201,4 +297,23 @@ def _history(run: RunDir) -> list[str]:
             continue  # no start of ours
         began, step = "restarted" if i else "began", listing.whole(row.get("step"))
         lines.append(f"{moment}: resumed from step {step:,}" if step else f"{moment}: {began}")
+    if summary.get("status") and lines:
+        step = listing.whole(summary.get("step")) or 0
+        lines.append(f"{str(summary['status']).replace('_', ' ')} at step {step:,}")
     return lines
+
+
+def _how_to_use(run: RunDir) -> list[str]:
+    here = shlex.quote(str(run.path))
+    writes = not (run.export.is_dir() and gives_rewards(run.export))
+    found = [f"python -m lmtrain.{verb} {here}" for verb in (*(("chat", "generate") if writes else ()), "evaluate")]
+    for folder in (run.export, run.export_merged):
+        if folder.is_dir():
+            package, cls = loading_class(folder)
+            trusting = ", trust_remote_code=True" if (folder / "modeling_memory.py").exists() else ""
+            found.append(
+                f"from {package} import {cls}\nfrom transformers import AutoTokenizer\n\n"
+                f'model = {cls}.from_pretrained("{folder}"{trusting})\n'
+                f'tokenizer = AutoTokenizer.from_pretrained("{folder}"{trusting})'
+            )
+    return found

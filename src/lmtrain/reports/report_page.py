@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -11,9 +11,11 @@ from typing import Any
 
 from lmtrain.errors import UserError, reason
 from lmtrain.reports import curves
-from lmtrain.reports.curves import FIRST, Curve, HeatMap
-from lmtrain.terminal import counted, visible
+from lmtrain.reports.curves import FIRST, Curve, HeatMap, thinned
+from lmtrain.terminal import visible
 
+_WIDE, _HIGH, _STATIC = 600, 260, 200  # of a chart drawn without JavaScript: its size, points of a curve
+_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 22, 10, 42  # its margins, those of report.js
 _LONG = 3000  # characters of a sample that are shown
 # Strokes that stay apart in black and white, as of stroke-dasharray; the first is solid.
 DASHES = ("", "8 4", "2 3", "12 3 2 3", "5 2", "1 5", "14 5", "6 2 2 2 2 2")
@@ -23,25 +25,28 @@ DASHES = ("", "8 4", "2 3", "12 3 2 3", "5 2", "1 5", "14 5", "6 2 2 2 2 2")
 class Told:
     """What a run's folder tells.
 
-    subtitle: how far it is, of what. headline: three (number, what it is) for the top of the page. changed: (key, its
-    default, the run's), whoever changed it. samples: {prompt: [(step, text, reference)]}. evaluations: (name, {score:
-    value}). history: lines about starts. score: what runs are ranked by, its name with it; lower is better unless
-    `higher_is_better`.
+    subtitle: how far it is, of what. headline: three (number, what it is) for the top of the page. typed: (key, value,
+    default) of the command line. changed: (key, its default, the run's), whoever changed it. samples: {prompt: [(step,
+    text, reference)]}. evaluations: (name, {score: value}). history: lines about starts and stops. score: what runs are
+    ranked by, its name with it; lower is better unless `higher_is_better`.
     """
 
     name: str
-    subtitle: str
-    headline: list[tuple[str, str]]
     facts: list[tuple[str, str]]
     changed: list[tuple[str, str, str]]
     charts: dict[str, list[Curve]]
-    heat_maps: list[HeatMap]
     samples: dict[str, list[tuple[int, str, str | None]]]
     evaluations: list[tuple[str, dict[str, float]]]
+    checkpoints: list[tuple[str, str]]
     history: list[str]
-    outcome: dict[str, str]
-    score: float | None
-    higher_is_better: bool
+    subtitle: str = ""
+    headline: list[tuple[str, str]] = field(default_factory=list)
+    typed: list[tuple[str, str, str]] = field(default_factory=list)
+    heat_maps: list[HeatMap] = field(default_factory=list)
+    how_to_use: list[str] = field(default_factory=list)
+    outcome: dict[str, str] = field(default_factory=dict)
+    score: float | None = None
+    higher_is_better: bool = False
 
 
 def page(runs: Sequence[Told]) -> str:
@@ -138,9 +143,12 @@ def _one(run: Told, curves: dict[str, list[dict[str, Any]]]) -> list[str]:
         parts.append(folded("Evaluations", [_evaluations(run)]))
     if run.samples:
         parts.append(folded("Samples along the training", _samples(run)))
-    title = f"What was set: {counted(len(run.changed), 'key')} not as in the defaults, by options and recipes too"
-    parts.append(folded(title, [table(("key", "default", "this run"), run.changed)]))
+    parts.append(folded("What was set", _settings(run)))
     parts.append(folded("About this run", [table(("", ""), run.facts), _list(run.history)]))
+    if run.checkpoints:
+        parts.append(folded("Checkpoints", [table(("checkpoint", "size"), run.checkpoints)]))
+    if run.how_to_use:
+        parts.append(folded("How to use it", [f"<pre>{as_text(words)}</pre>" for words in run.how_to_use]))
     return parts
 
 
@@ -166,6 +174,15 @@ def _newest(run: Told) -> list[str]:
     ]
 
 
+def _settings(run: Told) -> list[str]:
+    """What the command line set; folded, all that is not as a bare `lmtrain.train` has it."""
+    set_ = table(("key", "set to", "default"), run.typed) if run.typed else "<p>Nothing: every key has its default.</p>"
+    if not run.changed:
+        return [set_]
+    title = f"All {len(run.changed)} keys that differ from the defaults, by options and recipes too"
+    return [set_, folded(title, [table(("key", "default", "this run"), run.changed)])]
+
+
 def heat_figure(heat: HeatMap) -> str:
     """A heat map with its axes and what its colours mean."""
     choices = len(heat.cells[0])
@@ -175,7 +192,9 @@ def heat_figure(heat: HeatMap) -> str:
     )
     return (
         f'<figure class="heatmap"><figcaption>{as_text(heat.title)}: how often each of {choices} was chosen'
-        f'</figcaption><div class="axes"><span class="ends"><span>1</span><span>{choices}</span></span>'
+        f'<span class="soft">{broken(heat.about)}</span></figcaption>'
+        f'<div class="axes"><span class="y">{as_text(heat.one)}</span>'
+        f'<span class="ends"><span>1</span><span>{choices}</span></span>'
         f'{curves.drawn(heat)}<span class="x"><span>{heat.first:,}</span><span>step</span><span>{heat.last:,}</span>'
         f'</span></div><p class="legend">times the even share (1/{choices}): <span><i style="opacity:0"></i>less</span>'
         f"{swatches}</p></figure>"
@@ -206,23 +225,52 @@ def charts_of(curves: dict[str, list[dict[str, Any]]]) -> str:
     return f'<div class="charts">{"".join(figure(name, lines) for name, lines in curves.items())}</div>'
 
 
-def figure(chart: str, lines: list[dict[str, Any]]) -> str:
-    """A chart that report.js draws, with its lines' names and strokes above it."""
+def figure(chart: str, lines: list[dict[str, Any]], title: str | None = None) -> str:
+    """A chart, with its lines' names and strokes above it."""
     legend = "".join(f"<i>{_stroke(line)}{broken(line['name'])}</i>" for line in lines)
     label = f'role="img" aria-label="{as_text(chart)} by step"'
-    axis = re.split("[/ ]", chart)[-1]
+    axis = curves.AXES.get(chart.rpartition(": ")[2], chart.rpartition("/")[2])
     return (
         f'<figure data-chart="{escape(chart)}" data-axis="{escape(axis)}"><figcaption>'
-        f"{broken(FIRST.get(chart, chart))} {legend}</figcaption>"
-        f'<svg viewBox="0 0 600 260" {label}></svg>'
+        f"{broken(title or FIRST.get(chart, chart))} {legend}</figcaption>"
+        f'<svg viewBox="0 0 {_WIDE} {_HIGH}" {label}>{_paths(lines, axis)}</svg>'
         '<div class="tip"></div></figure>'
     )
 
 
 def _stroke(line: dict[str, Any]) -> str:
+    return f'<svg viewBox="0 0 34 8" class="stroke"><path d="M0 4h34" {_look(line)}/></svg>'
+
+
+def _look(line: dict[str, Any]) -> str:
+    """Attributes of a line's path."""
     width = 2.4 if line["val"] else 1.5
-    look = f'stroke="var(--c{line["colour"]})" stroke-dasharray="{line["dash"]}" stroke-width="{width}"'
-    return f'<svg viewBox="0 0 34 8" class="stroke"><path d="M0 4h34" {look}/></svg>'
+    return f'stroke="var(--c{line["colour"]})" stroke-dasharray="{line["dash"]}" stroke-width="{width}"'
+
+
+def _paths(lines: list[dict[str, Any]], axis: str) -> str:
+    """The curves as they are drawn where JavaScript is off."""
+    xs, ys = ([v for line in lines for v in line[axis]] for axis in "xy")
+    left, bottom = min(xs), min(ys)
+    wide, high = (max(xs) - left) or 1, (max(ys) - bottom) or 1.0
+    across, up = _WIDE - _LEFT - _RIGHT, _HIGH - _TOP - _BOTTOM
+    found = []
+    for line in lines:
+        few = thinned(Curve("", line["x"], line["y"]), _STATIC)
+        points = (
+            f"{_LEFT + (x - left) / wide * across:.1f} {_HIGH - _BOTTOM - (y - bottom) / high * up:.1f}"
+            for x, y in zip(few.x, few.y, strict=True)
+        )
+        found.append(f'<path d="M{"L".join(points)}" {_look(line)}/>')
+    ends = [(_LEFT, _HIGH - 24, f"{left:,}"), (_WIDE - _RIGHT, _HIGH - 24, f"{max(xs):,}"),
+            (_LEFT - 6, _HIGH - _BOTTOM, f"{bottom:.4g}"), (_LEFT - 6, _TOP + 8, f"{max(ys):.4g}")]  # fmt: skip
+    texts = [f'<text x="{x}" y="{y}" text-anchor="end">{words}</text>' for x, y, words in ends]
+    middle = _TOP + up / 2
+    titles = (
+        f'<text class="axis" x="{_LEFT + across / 2}" y="{_HIGH - 6}" text-anchor="middle">step</text>'
+        f'<text class="axis" transform="translate(13 {middle}) rotate(-90)" text-anchor="middle">{as_text(axis)}</text>'
+    )
+    return "".join([*found, *texts, titles])
 
 
 def _samples(run: Told) -> Iterable[str]:

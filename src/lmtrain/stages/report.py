@@ -11,7 +11,7 @@ from lmtrain import terminal
 from lmtrain.errors import UserError
 from lmtrain.files import read_jsonl, read_regular, write_atomic
 from lmtrain.reports.curves import charts
-from lmtrain.reports.report import duration
+from lmtrain.reports.report import time_in_words
 from lmtrain.reports.report_page import (
     as_text,
     asset,
@@ -88,7 +88,7 @@ def write(plan: PipelinePlan, state: State) -> Path:
     if rows:
         title = "scores of what each exported, with the standard error of those that are means over rows"
         console.print(_table(title, ["evaluation", "score", *names], rows))
-    console.print(f"total time: {duration(_seconds(state))}", highlight=False)
+    console.print(f"total time: {time_in_words(_seconds(state))}", highlight=False)
     page = plan.folder / "report.html"
     write_atomic(page, _page(plan, state, stages, rows))
     tree = {f"{what}/{score}": {name: found[0] for name, found in one.items()} for (what, score), one in scores.items()}
@@ -107,7 +107,7 @@ def _stages(plan: PipelinePlan, state: State) -> list[Row]:
     for one in plan.stages:
         summary = RunDir(one.run).read_summary() or {}
         row = state.rows.get(one.name)
-        seconds = duration(row.seconds) if row is not None else ""
+        seconds = time_in_words(row.seconds) if row is not None else ""
         loss, tokens = (summary.get("validation") or {}).get("val/loss"), summary.get("tokens")
         rows.append([one.name, str(summary.get("status", "")), f"{summary.get('step', 0):,}",
                      f"{tokens:,}" if isinstance(tokens, int) else "", _number(loss), seconds])  # fmt: skip
@@ -153,7 +153,7 @@ def _page(plan: PipelinePlan, state: State, stages: list[Row], scores: list[Row]
     title, names = f"pipeline {plan.pipeline.name}", [one.name for one in plan.stages]
     charts = _curves(plan)
     tokens = sum(int(row[3].replace(",", "")) for row in stages if row[3])
-    facts = [(duration(_seconds(state)), "total time"), (f"{tokens:,}", "tokens trained in all stages"),
+    facts = [(time_in_words(_seconds(state)), "total time"), (f"{tokens:,}", "tokens trained in all stages"),
              (stages[-1][4] or stages[-1][1], f"val/loss of {names[-1]}" if stages[-1][4] else names[-1])]  # fmt: skip
     links = [
         f'<li><a href="{escape(name)}/report.html">{escape(name)}</a>: curves, samples, settings</li>' for name in names
