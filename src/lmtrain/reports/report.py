@@ -18,7 +18,7 @@ from lmtrain.config.override_text import typed_keys
 from lmtrain.errors import UserError
 from lmtrain.files import read_jsonl, read_regular, write_atomic
 from lmtrain.reports import listing, report_page
-from lmtrain.reports.curves import charts, heat_maps
+from lmtrain.reports.curves import charts, heat_maps, with_names_of_today
 from lmtrain.reports.report_page import Told
 from lmtrain.run_folder.folder import RunDir, checkpoint_names, gives_rewards, loading_class
 from lmtrain.secrets import shown_in
@@ -71,7 +71,7 @@ def told(run: RunDir, name: str | None = None, ended: bool = False) -> Told:
     if not run.config.exists():
         raise UserError(f"{run.path} is not a run: it has no config.yaml")
     config, listed = shown_in(rules.read(run.config)), listing.read(run)
-    rows = list(read_jsonl(run.metrics))
+    rows = [with_names_of_today(row) for row in read_jsonl(run.metrics)]
     summary = _summary(run)
     if ended:
         listed = dataclasses.replace(listed, status=str(summary.get("status", listed.status)))

@@ -10,7 +10,7 @@ from typing import Any
 from lmtrain import terminal
 from lmtrain.errors import UserError
 from lmtrain.files import read_jsonl, read_regular, write_atomic
-from lmtrain.reports.curves import charts
+from lmtrain.reports.curves import charts, with_names_of_today
 from lmtrain.reports.report import time_in_words
 from lmtrain.reports.report_page import (
     as_text,
@@ -180,7 +180,7 @@ def _curves(plan: PipelinePlan) -> dict[str, list[dict[str, Any]]]:
     """The losses of each stage, and how often DPO's preferences are right."""
     found = {}
     for one in plan.stages:
-        drawn = charts(read_jsonl(RunDir(one.run).metrics))
+        drawn = charts(with_names_of_today(row) for row in read_jsonl(RunDir(one.run).metrics))
         for chart in ("loss", "rewards/accuracy"):
             if chart in drawn:
                 found[f"{one.name}: {chart}"] = [line_of(c, c.name, i) for i, c in enumerate(drawn[chart])]
