@@ -1,4 +1,4 @@
-"""What `lmtrain doctor` looks at: packages, devices, compilers, disk, memory, the hub."""
+"""What `lmtrain doctor` looks at: packages, devices, compilers, disk, memory, the hub, and two short measurements."""
 
 import importlib.metadata
 import os
@@ -6,6 +6,7 @@ import platform
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -27,6 +28,8 @@ OPTIONAL = {  # distribution: (extra, what it is for)
     "nvidia-ml-py": ("nvml", "utilisation and power of a GPU in the records"),
     "starlette": ("web", "the page of lmtrain chat --web"),
 }
+_MATMUL_SECONDS, _SIZE = 0.5, 1024
+_READ_BYTES = 64 * 2**20
 
 
 class Finding(NamedTuple):
@@ -59,13 +62,14 @@ def findings(folder: Path) -> Iterator[Finding]:
     yield Finding("python", True, f"{platform.python_version()} on {platform.platform(terse=True).strip()}")
     needed = list(_packages())
     yield from needed
-    for name, (extra, purpose) in OPTIONAL.items():
-        yield _package(name, f" ({purpose})", f'for {purpose}: pip install "lmtrain[{extra}]"')
+    yield from _optional()
     yield _writable(folder)
     yield _memory()
     yield _compiler()
     if all(f.good for f in needed):
         yield from _devices()
+        yield _matmul()
+    yield _reading(folder)
     yield _hub()
 
 
@@ -74,14 +78,18 @@ def _packages() -> Iterator[Finding]:
     requirements = importlib.metadata.requires("lmtrain") or []
     for requirement in (r for r in requirements if "extra ==" not in r):
         name = re.split(r"[<>=!~;\[ ]", requirement)[0]
-        yield _package(name, "", f'pip install "{requirement}"', needed=True)
+        try:
+            yield Finding(name, True, importlib.metadata.version(name), needed=True)
+        except importlib.metadata.PackageNotFoundError:
+            yield Finding(name, False, f'pip install "{requirement}"', needed=True)
 
 
-def _package(name: str, purpose: str, missing: str, needed: bool = False) -> Finding:
-    try:
-        return Finding(name, True, f"{importlib.metadata.version(name)}{purpose}", needed)
-    except importlib.metadata.PackageNotFoundError:
-        return Finding(name, False, missing, needed)
+def _optional() -> Iterator[Finding]:
+    for name, (extra, purpose) in OPTIONAL.items():
+        try:
+            yield Finding(name, True, f"{importlib.metadata.version(name)} ({purpose})")
+        except importlib.metadata.PackageNotFoundError:
+            yield Finding(name, False, f'for {purpose}: pip install "lmtrain[{extra}]"')
 
 
 def _writable(folder: Path) -> Finding:
@@ -121,7 +129,55 @@ def _devices() -> Iterator[Finding]:
         p = torch.cuda.get_device_properties(index)
         words = f"{p.name}, {p.total_memory / 2**30:.0f} GiB, compute capability {p.major}.{p.minor}"
         yield Finding(f"GPU {index}", True, f"{words}, trainer.precision=auto is {precision}")
-    yield _package("triton", " (trainer.compile)", "trainer.compile=auto stays off without it: pip install triton")
+    try:
+        yield Finding("triton", True, f"{importlib.metadata.version('triton')} (trainer.compile)")
+    except importlib.metadata.PackageNotFoundError:
+        yield Finding("triton", False, "trainer.compile=auto stays off without it: pip install triton")
+
+
+def _matmul() -> Finding:
+    """Multiplies two fp32 and two bf16 matrices for half a second each, on the device that trains."""
+    import torch
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rates = []
+    for dtype in (torch.float32, torch.bfloat16):
+        a = torch.randn(_SIZE, _SIZE, device=device).to(dtype)
+        began, times = time.perf_counter(), 0
+        while time.perf_counter() - began < _MATMUL_SECONDS:
+            for _ in range(5):
+                a @ a
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            times += 5
+        rates.append(2 * _SIZE**3 * times / (time.perf_counter() - began))
+    slow = device.type == "cpu" and rates[0] < 1e10 * (os.cpu_count() or 1)
+    usual = "" if device.type == "cuda" else "; usual are 20 to 100 a core in fp32"
+    busy = ", so something else is running" if slow else ""
+    fp32, bf16 = (rate / 1e9 for rate in rates)
+    return Finding("matmul", not slow, f"{fp32:,.0f} GFLOP/s in fp32, {bf16:,.0f} in bf16{usual}{busy}")
+
+
+def _reading(folder: Path) -> Finding:
+    """Writes a file and reads it back from the disk, where the system can be asked to forget it."""
+    there = next(p for p in (folder, *folder.parents) if p.exists())
+    try:
+        with tempfile.NamedTemporaryFile(dir=there) as file:
+            file.write(os.urandom(2**20) * (_READ_BYTES // 2**20))
+            file.flush()
+            os.fsync(file.fileno())
+            forgotten = hasattr(os, "posix_fadvise")
+            if forgotten:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            began, read = time.perf_counter(), 0
+            while read < _READ_BYTES:
+                read += len(os.pread(file.fileno(), 2**20, read))
+            seconds = time.perf_counter() - began
+    except OSError as error:
+        return Finding("disk", False, f"{there}: {error.strerror}")
+    speed = _READ_BYTES / seconds / 2**20
+    words = f"{speed:,.0f} MiB/s read{'' if forgotten else ' (from memory)'}; usual are 200 (network) to 3,000 (NVMe)"
+    return Finding("disk", speed > 20, words)
 
 
 def _hub() -> Finding:
