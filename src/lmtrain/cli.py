@@ -38,7 +38,7 @@ VERBS = {
 
 OTHERS = {  # commands with a command line of their own
     "pipeline": "stages one after another, from raw text to an aligned model: pipeline=laptop",
-    "sweep_report": "a table of a sweep's trials, best first",
+    "sweep_report": "a table and a picture of a sweep's trials",
     "report": "a run as one HTML page: curves, samples, what it was trained on; several runs compared",
     "runs": "the runs under a folder: status, step, best score, age",
     "explain": "where values come from: a key, a section or the whole composition",

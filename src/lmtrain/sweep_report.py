@@ -1,4 +1,4 @@
-"""A sweep's trials, best first: `python -m lmtrain.sweep_report outputs/sweeps/my_sweep`."""
+"""A sweep's trials, best first, and a picture of them: `python -m lmtrain.sweep_report outputs/sweeps/my_sweep`."""
 
 import argparse
 import sys
@@ -8,7 +8,7 @@ from lmtrain import cli
 
 
 def sweep_report(folder: Path) -> int:
-    """Prints the table of the sweep in `folder`."""
+    """Prints the table of the sweep in `folder` and writes <folder>/sweep.png."""
     from lmtrain.sweeps.report import report
 
     return report(folder)

@@ -79,6 +79,7 @@ def test_failed_trials_are_recorded_and_tried_again(
     ended = run("sweep_report", str(folder))
     assert ended.code == 0, ended.err
     assert "ZeroDivision" not in ended.out
+    assert (folder / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ OPTIONAL = {  # distribution: (extra, what it is for)
     "optuna": ("optuna", "sweep=optuna"),
     "hydra-submitit-launcher": ("submitit", "sweeps on SLURM"),
     "hydra-ray-launcher": ("ray", "sweeps on Ray"),
-    "matplotlib": ("plots", "the picture of tune"),
+    "matplotlib": ("plots", "the pictures of sweep_report and tune"),
     "lm-eval": ("lm-eval", "evaluate.tasks"),
     "nvidia-ml-py": ("nvml", "utilisation and power of a GPU in the records"),
     "starlette": ("web", "the page of lmtrain chat --web"),

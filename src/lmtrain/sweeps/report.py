@@ -1,6 +1,7 @@
-"""What `lmtrain sweep_report` shows: a sweep's trials, best first."""
+"""What `lmtrain sweep_report` shows: a sweep's trials, best first, and a picture of them."""
 
-import shlex
+import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,15 @@ from rich.text import Text
 from lmtrain import errors, terminal
 from lmtrain.config import compose as rules
 from lmtrain.errors import UserError
+from lmtrain.files import read_jsonl
 from lmtrain.sweeps.trials import Trial, Trials, last_line, ranked
+
+_LOG_FROM = 10.0  # a key whose largest value is this many times the smallest is drawn on a logarithmic axis
+DRAWN = 24  # keys, each a chart of its own
 
 
 def report(folder: Path) -> int:
-    """Prints the table, and what draws the trials' curves."""
+    """Prints the table and writes <folder>/sweep.png."""
     if not (folder / "trials.jsonl").is_file():
         raise UserError(f"{folder} is not a sweep's folder: it has no trials.jsonl")
     trials = Trials(folder).rows
@@ -22,8 +27,16 @@ def report(folder: Path) -> int:
         raise UserError(f"{folder}: no trial has been started yet")
     monitor, mode = monitored(folder, trials)
     trials = ranked(trials, mode)
-    terminal.console().print(table(trials, varying(trials), monitor))
-    print(terminal.visible(f"curves: python -m lmtrain.report {shlex.quote(str(folder))} --out sweep.html"))
+    keys = varying(trials)
+    terminal.console().print(table(trials, keys, monitor))
+    if find_spec("matplotlib") is None:
+        print('no picture: it needs matplotlib: pip install "lmtrain[plots]"')
+    elif not any(t.score is not None for t in trials):
+        print("no picture: no trial has a score")
+    else:
+        if len(keys) > DRAWN:
+            print(f"the picture shows the first {DRAWN} of {len(keys):,} keys")
+        print(terminal.visible(f"written: {draw(folder, trials, keys[:DRAWN], monitor)}"))
     return errors.FINISHED
 
 
@@ -50,10 +63,12 @@ def varying(trials: list[Trial]) -> list[str]:
 
 def shown(text: str) -> str:
     """A value for the eye: four digits of a number."""
-    try:
-        return f"{float(text):.4g}"
-    except ValueError:
-        return text
+    number = _number(text)
+    return text if number is None else f"{number:.4g}"
+
+
+def _number(text: str) -> float | None:
+    return float(text) if re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", text, re.IGNORECASE) else None
 
 
 def table(trials: list[Trial], keys: list[str], monitor: str) -> Any:
@@ -67,3 +82,51 @@ def table(trials: list[Trial], keys: list[str], monitor: str) -> Any:
         cells = [str(trial.number), *chosen, score, trial.status, f"{trial.seconds:.0f}", last_line(trial)]
         made.add_row(*map(Text, cells))  # as Text: brackets in an error are not markup
     return made
+
+
+def draw(folder: Path, trials: list[Trial], keys: list[str], monitor: str) -> Path:
+    """The score against each key, and its course in every trial with the best one's in colour."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    scored = [t for t in trials if t.score is not None]
+    figure, axes = plt.subplots(1, len(keys) + 1, figsize=(4.2 * (len(keys) + 1), 3.6), squeeze=False)
+    for axis, key in zip(axes[0], keys, strict=False):
+        _against(axis, key, scored)
+        axis.set(xlabel=key, ylabel=monitor)
+    last = axes[0][-1]
+    for trial in reversed(scored):  # the best on top
+        steps, values = curve(folder / str(trial.number), monitor)
+        best = trial is scored[0]
+        style = {"color": "tab:red", "label": f"trial {trial.number}"} if best else {"color": "0.8"}
+        last.plot(steps, values, marker="." if len(steps) < 30 else "", **style)
+    last.set(xlabel="step", ylabel=monitor)
+    last.legend()
+    figure.tight_layout()
+    path = folder / "sweep.png"
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return path
+
+
+def _against(axis: Any, key: str, scored: list[Trial]) -> None:
+    """Points of one key; the first of `scored`, the best, in colour."""
+    texts = [values_of(t).get(key, "default") for t in scored]
+    numbers = [_number(text) for text in texts]
+    places: list[Any] = numbers
+    if any(n is None for n in numbers):
+        options = list(dict.fromkeys(texts))
+        places = [options.index(text) for text in texts]
+        axis.set_xticks(range(len(options)), options, rotation=20, fontsize="small")
+    elif min(places) > 0 and max(places) / min(places) >= _LOG_FROM:
+        axis.set_xscale("log")
+    colours = ["tab:red", *["tab:blue"] * (len(scored) - 1)]
+    axis.scatter(places, [t.score for t in scored], c=colours)
+
+
+def curve(run: Path, monitor: str) -> tuple[list[int], list[float]]:
+    """Steps at which a run measured `monitor`, and what it was."""
+    rows = [row for row in read_jsonl(run / "metrics.jsonl") if row.get(monitor) is not None]
+    return [row["step"] for row in rows], [row[monitor] for row in rows]

@@ -110,7 +110,7 @@ def conclude(plan: SweepPlan, trials: Trials, started: list[Trial]) -> int:
     if ranked and ranked[0].score is not None:
         monitor, best = plan.config.checkpoint.monitor, ranked[0]
         print(f"best: trial {best.number}, {monitor} {best.score:.6g} ({' '.join(best.overrides)})")
-    print(f"table: python -m lmtrain.sweep_report {shlex.quote(str(plan.folder))}", flush=True)
+    print(f"table and picture: python -m lmtrain.sweep_report {shlex.quote(str(plan.folder))}", flush=True)
     failed = [t for t in started if t.status == "failed"]
     for trial in failed:
         text = f"trial {trial.number} ({' '.join(trial.overrides)}) failed: {rows.last_line(trial)}"
