@@ -7,7 +7,6 @@ any time too.
 
 import importlib
 import json
-import multiprocessing
 import os
 import resource
 import signal
@@ -20,16 +19,12 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from lmtrain.sweeps.trial_process import context
 from processes import read
 
 MARK = "LMTRAIN_TEST_MARK"  # a variable that all descendants of a verb inherit
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 _EVENTS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.symlink", "os.link", "os.truncate")
-
-
-# CUDA can't be used in a fork once any library has so much as counted the GPUs.
-CONTEXT = multiprocessing.get_context("spawn" if Path("/dev/nvidiactl").exists() else "forkserver")
-CONTEXT.set_forkserver_preload(["lmtrain.run.build", "lmtrain.run.session"])
 
 
 @dataclass(frozen=True)
@@ -39,7 +34,7 @@ class Command:
     verb: str
     words: tuple[str, ...]
     here: Path
-    forked: bool  # from a process that has imported torch already: not for verbs that start processes
+    forked: bool  # from a process that has imported torch already: not for verbs that fork such processes themselves
 
 
 @dataclass(frozen=True)
@@ -67,7 +62,7 @@ def run(
     arguments = (command.verb, list(command.words), str(command.here), fatal, limits, mark)
     process: Any
     if command.forked:
-        process = CONTEXT.Process(target=live, args=arguments)
+        process = context().Process(target=live, args=arguments)
         process.start()
         process.join(after or 600)
         code = _code_of(process)

@@ -5,12 +5,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Self
 
 from filelock import FileLock, Timeout
 
@@ -65,86 +63,15 @@ def locked(folder: Path, what: str, root: str) -> Iterator[None]:
         yield
 
 
-@dataclass
-class Child:
-    """A verb that runs in a process of its own."""
-
-    process: subprocess.Popen[bytes]
-    log: Path
-    shown: int  # bytes of the log that the screen has
-    started: float
-
-    def show(self) -> None:
-        """Prints what was added to the log since."""
-        with self.log.open("rb") as file:
-            file.seek(self.shown)
-            new = file.read()
-        self.shown += len(new)
-        sys.stdout.write(new.decode("utf-8", errors="replace"))
-        sys.stdout.flush()
-
-    def seconds(self) -> float:
-        return round(time.monotonic() - self.started, 1)
-
-
-class Children:
-    """The verbs that run; within `with` a signal asks them to save and end, a second one ends them at once."""
-
-    def __init__(self) -> None:
-        self.running: list[Child] = []
-        self.stopping = 0  # how often they were told to stop
-        self._before: dict[Any, Any] = {}
-
-    def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, lambda *_: self.stop()) for number in SIGNALS}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for child in self.running:  # an error in this process itself
-            end_session(child.process)
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def stop(self) -> None:
-        """Asks the running ones to save and end; asked a second time, ends them at once."""
-        self.stopping += 1
-        for child in self.running:
-            if self.stopping == 1:
-                child.process.terminate()
-            else:
-                end_session(child.process)
-
-    def start(self, verb: str, words: list[str], log: Path, part_of: str = "1", gpus: str | None = None) -> Child:
-        """As the function of this name."""
-        shown = log.stat().st_size if log.exists() else 0  # an earlier start's
-        child = Child(start(verb, words, log, part_of, gpus), log, shown, time.monotonic())
-        self.running.append(child)
-        if self.stopping:  # the signal came while the process was made
-            child.process.terminate()
-        return child
-
-    def code_of(self, child: Child) -> int | None:
-        """Its exit code once it has ended."""
-        code = child.process.poll()
-        if code is not None:
-            self.running.remove(child)
-            if code != errors.FINISHED:
-                end_session(child.process)  # what a crash left over would hold memory that the next start needs
-        return code
-
-
-def start(
-    verb: str, words: list[str], log: Path, part_of: str = "1", gpus: str | None = None
-) -> subprocess.Popen[bytes]:
+def start(verb: str, words: list[str], log: Path, part_of: str = "1") -> subprocess.Popen[bytes]:
     """`python -m lmtrain.VERB words`, printing to `log`: in a session of its own, ended with this process, and no rank
     where this one is.
 
     Args:
         part_of: of what, as TRIAL says it.
-        gpus: its CUDA_VISIBLE_DEVICES; None leaves it those of this process.
     """
     parent = os.getpid()
-    environ = without_ranks(os.environ) | {TRIAL: part_of} | ({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus})
+    environ = without_ranks(os.environ) | {TRIAL: part_of}
     with log.open("ab") as output:
         return subprocess.Popen(
             [sys.executable, "-u", "-m", f"lmtrain.{verb}", *words],
@@ -157,8 +84,20 @@ def start(
         )
 
 
-def end_session(process: subprocess.Popen[bytes]) -> None:
+def show(log: Path, shown: int) -> int:
+    """Prints what was added to a log after its first `shown` bytes; returns how many it has now."""
+    with log.open("rb") as file:
+        file.seek(shown)
+        new = file.read()
+    if new:
+        sys.stdout.write(new.decode("utf-8", errors="replace"))
+        sys.stdout.flush()
+    return shown + len(new)
+
+
+def end_session(process: BaseProcess | subprocess.Popen[bytes]) -> None:
     """Kills a process and what it started."""
+    assert process.pid is not None, "it was started"
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.kill()  # before it has a session of its own
