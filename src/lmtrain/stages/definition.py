@@ -17,14 +17,14 @@ folder. A stage needs those it names so, and those under `needs`. Imports no tor
 import dataclasses
 import difflib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
-from lmtrain.config import safe_yaml, trust
+from lmtrain.config import safe_yaml
 from lmtrain.config.constraints import name_of_folder
 from lmtrain.config.defaults import conf_dir
 from lmtrain.config.override_text import bare_or_quoted
@@ -197,8 +197,6 @@ def _check_needs(all_of_them: list[Stage | Evaluation], stages: dict[str, Stage]
 
 
 _OWN = ("run.name", "run.root", "run.dir")  # of the pipeline's folder
-_OF_BOTH = ("data.cache_dir", "trainer.accelerator", "trainer.num_threads", *trust.CLOSED)  # evaluations too
-_OF_STAGES_FOLDER = ("run.name", "run.root", "run.dir", "run.resume")
 
 
 @dataclass
@@ -273,7 +271,7 @@ def extended(pipeline: Pipeline, typed: Typed) -> Pipeline:
     return dataclasses.replace(pipeline, stages=stages, evaluations=evaluations)
 
 
-def resolved(words: tuple[str, ...], folder: Path) -> list[str]:
+def resolved(words: Sequence[str], folder: Path) -> list[str]:
     """The words with each `${stage.NAME.export}` as a path."""
 
     def path(match: re.Match[str]) -> str:
@@ -281,32 +279,3 @@ def resolved(words: tuple[str, ...], folder: Path) -> list[str]:
         return bare_or_quoted(str(run if match[2] == "run" else run / match[2]))
 
     return [REFERENCE.sub(path, word) for word in words]
-
-
-def of_stage(name: str, words: tuple[str, ...], typed: Typed, folder: Path) -> list[str]:
-    """What a stage's lmtrain.train is started with, but for its folder."""
-    for word in (*words, *typed.common):
-        if key_of(word) in _OF_STAGES_FOLDER:
-            raise UserError(f"stage {name} sets {key_of(word)}: a stage's folder is <pipeline>/{name}; leave it out")
-    # What is typed for one stage wins over what is typed for all.
-    own = typed.of.get(name, [])
-    written = words[: len(words) - len(own)]
-    trust.refuse_words(written, [*typed.common, *own], f"stage {name} of {typed.pipeline}")
-    return [
-        *resolved(written, folder),
-        *(w for w in typed.common if not _of_evaluations(w)),
-        *resolved(tuple(own), folder),
-    ]
-
-
-def of_evaluation(name: str, words: tuple[str, ...], typed: Typed, folder: Path) -> list[str]:
-    """What an lmtrain.evaluate is started with, but for the model and where the scores go."""
-    own = typed.of.get(name, [])
-    written = words[: len(words) - len(own)]
-    trust.refuse_words(written, [*typed.common, *own], f"evaluation {name} of {typed.pipeline}")
-    common = [w for w in typed.common if _of_evaluations(w) or key_of(w) in _OF_BOTH]
-    return [*resolved(words, folder), *common]
-
-
-def _of_evaluations(word: str) -> bool:
-    return key_of(word).startswith("evaluate.")
