@@ -75,7 +75,7 @@ def test_a_stage_that_needs_what_is_not_there(tree: Tree) -> None:
 
 def test_a_stage_that_needs_itself(tree: Tree) -> None:
     tree["stages"]["sft"]["overrides"].append("model.name_or_path=${stage.sft.export}")
-    assert refused(tree).endswith("stages need one another in a circle: sft needs sft")
+    assert "stage sft needs itself" in refused(tree)
 
 
 def test_stages_in_a_circle(tree: Tree) -> None:
@@ -216,7 +216,7 @@ def test_skips_continues_and_runs_again(tree: Tree, monkeypatch: pytest.MonkeyPa
     assert report["seconds"] > 0
     assert all(f'href="{name}/report.html"' in page for name in tree["stages"])
 
-    assert "4 x 4" in Path("outputs/tiny/plan.txt").read_text(), "steps x rows"
+    assert "how much" in Path("outputs/tiny/plan.txt").read_text()
 
     again, ran = start()
     assert (again.code, ran) == (0, [])

@@ -395,7 +395,7 @@ class SweepConfig:
     allow_failures: Annotated[bool, SHOWN]
     space: Annotated[dict[str, Any], SHOWN]  # {a key: its values in Hydra's syntax for sweeps}
     n_trials: Annotated[int | None, SHOWN] = None  # optuna only, as the rest
-    sampler: Annotated[str | None, SHOWN, choice("tpe", "random")] = None
+    sampler: Annotated[str | None, SHOWN] = None  # tpe or random
     startup_trials: Annotated[int | None, SHOWN] = None
     seed: Annotated[int | None, SHOWN] = None
 

@@ -191,6 +191,8 @@ def _check_needs(all_of_them: list[Stage | Evaluation], stages: dict[str, Stage]
     for one in all_of_them:
         kind = "stage" if isinstance(one, Stage) else "evaluation"
         for needed in one.needs:
+            if needed == one.name:
+                raise UserError(f"{kind} {one.name} needs itself: name a stage before it")
             if needed not in stages:
                 known = f"{_near(needed, stages)} ({', '.join(stages)})"
                 raise UserError(f"{kind} {one.name} needs {needed}, which is not a stage{known}")

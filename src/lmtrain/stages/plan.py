@@ -1,6 +1,7 @@
 """Every stage and evaluation of a pipeline composed and checked, before the first of them begins. Imports no torch."""
 
 import functools
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -107,11 +108,14 @@ def make(pipeline: Pipeline, typed: Typed, config_dir: str | None) -> PipelinePl
     composer = _Composer(pipeline.file, typed, typed.folder(pipeline.name), config_dir)
     flags = [*([] if config_dir is None else ["--config-dir", config_dir]), *environment.flags()]
     stages = [composer.stage(one) for one in pipeline.stages]
-    refuse_without_effect("train", typed.common, [one.config for one in stages], composer.default(typed.common))
+    if not os.environ.get(effect.TRIAL):
+        refuse_without_effect("train", typed.common, [one.config for one in stages], composer.default(typed.common))
     by_name = {one.name: one for one in stages}
+    for stage in pipeline.stages:
+        _check_uses(stage.name, stage.words, by_name)
     evaluations = [made for one in pipeline.evaluations for made in composer.evaluation(one)]
-    for one in (*pipeline.stages, *pipeline.evaluations):
-        _check_uses(one.name, one.words, by_name)
+    for evaluation in pipeline.evaluations:
+        _check_uses(evaluation.name, evaluation.words, by_name)
     for made in evaluations:
         if not by_name[made.of].config.export.enabled:
             raise UserError(
@@ -134,14 +138,15 @@ class _Composer:
             if (key := command.key_of(word)) in _OF_STAGES_FOLDER:
                 raise UserError(f"stage {one.name} sets {key}: a stage's folder is <pipeline>/{one.name}; leave it out")
         common = [w for w in self.typed.common if not _of_evaluations(w)]
-        words, config = self._composed("stage", one, "train", common)
+        words, config = self._composed("stage", one, "train", common, [])
         return PlannedStage(one, words, config, self.folder / one.name)
 
     def evaluation(self, one: Evaluation) -> list[PlannedEvaluation]:
         """Composes an evaluation once and gives it to each of its stages: they differ in the model alone."""
         scores, found = self.folder / "evaluations", list[PlannedEvaluation]()
         common = [w for w in self.typed.common if _of_evaluations(w) or command.key_of(w) in _OF_BOTH]
-        shared, config = self._composed("evaluation", one, "evaluate", common, _quoted("evaluate.dir", scores))
+        last = [*common, _quoted("evaluate.dir", scores)]
+        shared, config = self._composed("evaluation", one, "evaluate", [], last)
         for of in one.of:
             name = f"{one.name}-{of}"
             words = [*shared, _quoted("run_dir", self.folder / of / "export"), f"evaluate.name={name}"]
@@ -149,28 +154,28 @@ class _Composer:
         return found
 
     def _composed(
-        self, kind: str, one: Stage | Evaluation, verb: str, common: list[str], *ours: str
+        self, kind: str, one: Stage | Evaluation, verb: str, before: list[str], after: list[str]
     ) -> tuple[list[str], Config]:
         """The words of its verb and the checked config; mistakes name the stage, and none of its own words is ignored.
 
         Args:
-            common: what is typed for all, as far as it is for this one; what is typed for this one wins.
-            ours: words that win over all.
+            before: words over which what is typed for this one wins.
+            after: words that win over all; the last of them is ours.
         """
         typed = self.typed.of.get(one.name, [])
         written = one.words[: len(one.words) - len(typed)]
         trust.refuse_words(written, [*self.typed.common, *typed], f"{kind} {one.name} of {self.typed.pipeline}")
         in_file, own = command.resolved(written, self.folder), command.resolved(typed, self.folder)
-        words, told = [*in_file, *common, *own, *ours], [*self.typed.common, *own, *ours]
+        words, told = [*in_file, *before, *own, *after], [*self.typed.common, *own, *after[-1:]]
         untyped = [word for word in in_file if word not in told]
         # As lmtrain.evaluate composes them.
-        before = ["model.max_position_embeddings=1000000"] if verb == "evaluate" else []
+        composed = [*(["model.max_position_embeddings=1000000"] if verb == "evaluate" else []), *words]
         with command.naming(f"{kind} {one.name}"):
-            tree = rules.compose([*before, *words], self.config_dir)
+            tree = rules.compose(composed, self.config_dir)
             environment.refuse_words(tree, untyped, told, self.file)
             places.refuse_words(tree, untyped, told, self.file)
             config = rules.check(tree)
-            refuse_without_effect(verb, [*in_file, *own], [config], self.default([*before, *words]))
+            refuse_without_effect(verb, [*in_file, *own], [config], self.default(composed))
         return words, config
 
     def default(self, words: Iterable[str]) -> Callable[[str], object]:

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import re
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -38,20 +39,27 @@ _NORMAL = 1.96  # standard errors from a mean to the end of its 95 % interval
 
 def show_plan(plan: PipelinePlan, statuses: dict[str, str]) -> None:
     """Prints what each stage is, on what data and whether it will run; keeps it as plan.txt."""
-    header = ["stage", "what happens", "objective", "model", "data", "rows (train, val)", "steps x rows"]
-    rows = [_planned(one, statuses[one.name]) for one in plan.stages]
-    shown_ = _table(f"pipeline {plan.pipeline.name} in {plan.folder}", header, rows)
+    what = _table(
+        f"pipeline {plan.pipeline.name} in {plan.folder}",
+        ["stage", "what happens", "objective", "model", "data"],
+        [_what(one, statuses[one.name]) for one in plan.stages],
+    )
+    much = _table(
+        "how much",
+        ["stage", "rows (train, val)", "steps x rows"],
+        [_how_much(one) for one in plan.stages],
+    )
     lines = [f"evaluation {e.name}: {', '.join(e.of)}" for e in plan.pipeline.evaluations]
     text = io.StringIO()
     for console in (terminal.console(), terminal.console(file=text, width=160)):
-        console.print(shown_)
+        console.print(what, much)
         for line in lines:
             console.print(line, markup=False, highlight=False)
     write_atomic(plan.folder / "plan.txt", text.getvalue())
 
 
-def _planned(one: PlannedStage, status: str) -> Row:
-    c, t = one.config, one.config.trainer
+def _what(one: PlannedStage, status: str) -> Row:
+    c = one.config
     begins = list(one.stage.needs)
     model = (
         f"of {', '.join(begins)}"
@@ -60,9 +68,14 @@ def _planned(one: PlannedStage, status: str) -> Row:
     )
     data = Path(str(c.data.path)).name if c.data.path else str(c.data.name or c.data.source)
     what = f"{c.objective.name}, {c.peft.method}" if c.peft.method != "none" else c.objective.name
+    return [one.name, status, what, *map(shown, (model, data))]
+
+
+def _how_much(one: PlannedStage) -> Row:
+    t = one.config.trainer
     steps = f"{t.max_steps:,}" if t.max_steps is not None else f"{t.max_epochs} epochs"
-    counted = " and ".join(f"{number:,}" for number in one.rows.values())
-    return [one.name, status, what, *map(shown, (model, data)), counted, f"{steps} x {c.data.global_batch_size}"]
+    counted = " and ".join(f"{one.rows[name]:,}" for name in ("train", "val") if name in one.rows)
+    return [one.name, counted, f"{steps} x {one.config.data.global_batch_size}"]
 
 
 def _table(title: str, header: list[str], rows: list[Row]) -> Any:
@@ -201,8 +214,12 @@ def _answers(plan: PipelinePlan) -> list[str]:
     for asked in zip(*rows.values(), strict=False):
         texts = [(name, row["answer"]) for name, row in zip(rows, asked, strict=True)]
         texts += [("reference", str(asked[0].get("reference")))] if asked[0].get("reference") else []
-        beside = "".join(
-            f"<div><h4>{broken(name)}</h4><pre>{as_text(text.strip())}</pre></div>" for name, text in texts
-        )
+        beside = "".join(f"<div><h4>{broken(name)}</h4>{_answer(text)}</div>" for name, text in texts)
         parts.append(f'<h3>{as_text(str(asked[0].get("prompt")))}</h3><div class="beside">{beside}</div>')
     return parts
+
+
+def _answer(text: str) -> str:
+    """A text with at most one empty line in a row: models that have learned little write many."""
+    shown = re.sub(r"\n\s*\n", "\n\n", text.strip())
+    return f"<pre>{as_text(shown)}</pre>" if shown else '<pre class="soft">(nothing but blanks)</pre>'

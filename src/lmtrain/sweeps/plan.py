@@ -129,5 +129,5 @@ def _check(fixed: list[str], swept: list[Override], compose: Compose) -> list[Co
     if checked[0].sweep.method == "grid":
         search.combinations(swept)
     else:
-        search.check_optuna(swept)
+        search.check_optuna(swept, checked[0].sweep)
     return checked

@@ -57,8 +57,10 @@ def combinations(swept: list[Override]) -> list[list[str]]:
     return [list(combination) for combination in itertools.product(*map(choices, swept))]
 
 
-def check_optuna(swept: list[Override]) -> None:
+def check_optuna(swept: list[Override], sweep: SweepConfig) -> None:
     """Raises UserError for a search that can't start."""
+    if sweep.sampler not in ("tpe", "random"):
+        raise UserError(f"sweep.sampler={sweep.sampler}: choose tpe or random")
     if not swept:
         raise UserError("sweep=optuna has nothing to search: add keys, such as 'optimizer.lr=interval(1e-4,1e-2)'")
     if find_spec("optuna") is None:
