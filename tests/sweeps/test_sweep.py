@@ -118,7 +118,7 @@ REFUSED = {
     ("-m", "sweep=optuna", "optimizer.lr=tag(log,interval(0,1e-3))"): "optimizer.lr=tag(log,interval(0,1e-3)): ",
     ("-m", "sweep=optuna", "sweep.sampler=magic", "seed=1,2"): "choose tpe or random",
     ("-m", "optimizer.lr=1e-3,1e-4", "sweep.n_trials=3"): "sweep.n_trials has no meaning with the sweep chosen here",
-    ("-m", "optimizer.lr=1e-3,1e-4", "sweep.jobs=0"): "at least one trial",
+    ("-m", "optimizer.lr=1e-3,1e-4", "sweep.jobs=0"): "sweep.jobs=0: at least 1 is needed",
     ("-m", "optimizer.lr=1e-3,1e-4", "run.name=one"): "name the sweep: sweep.name=",
     ("-m", "optimizer.lr=1e-3,1e-4", "hydra/sweeper=optuna"): "sweep=grid or sweep=optuna",
     ("-m", "optimizer.lr=1e-3,1e-4", "hydra/launcher=ray_cluster"): 'pip install "lmtrain[ray]"',

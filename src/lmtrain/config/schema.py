@@ -388,10 +388,10 @@ BUDGETS = tuple(BudgetConfig.__dataclass_fields__)
 
 @dataclass(kw_only=True)
 class SweepConfig:
-    method: Annotated[str, SHOWN]  # grid or optuna
+    method: Annotated[str, SHOWN, choice("grid", "optuna")]
     name: Annotated[str | None, SHOWN, name_of_folder]
     root: Annotated[str, SHOWN]
-    jobs: Annotated[int, SHOWN]
+    jobs: Annotated[int, SHOWN, at_least(1)]
     allow_failures: Annotated[bool, SHOWN]
     space: Annotated[dict[str, Any], SHOWN]  # {a key: its values in Hydra's syntax for sweeps}
     n_trials: Annotated[int | None, SHOWN] = None  # optuna only, as the rest

@@ -39,13 +39,12 @@ def export_model(
     folder: Path,
     *,
     dtype: str,
-    run_config: Path | None,
+    run_config: Path,
     example: torch.Tensor,
     merge: bool = False,
     eos_token_ids: Sequence[int] | None = None,
-    chat_template: str | None = None,
     generation: dict[str, Any] | None = None,
-    step: int | None = None,
+    step: int,
 ) -> Path:
     """Writes `folder` (complete or absent), reloads it and compares its logits with the live model's.
 
@@ -53,9 +52,8 @@ def export_model(
         example: int64 [B, T] token ids the comparison is made on.
         merge: add an adapter to its base, which this does to `model` itself; else the adapter alone is written.
         eos_token_ids: at which generation stops, besides those the model came with.
-        chat_template: stored with the tokenizer; None leaves it its own.
         generation: fields of generation_config.json set over the model's own (export.generation).
-        step: of the weights, for the model card; None where it is not known.
+        step: of the weights, for the model card.
 
     Raises:
         UserError: `generation` holds what transformers' GenerationConfig refuses; a memory can't be merged, or its
@@ -68,12 +66,13 @@ def export_model(
     live, tolerance = logits(model, example), allowed_difference(model, dtype, merge or memory_of(model) is not None)
     try:
         write_weights(model, temporary, dtype, merge)
-        write_tokenizer(model, tokenizer, chat_template, temporary)
+        if has_scalar_head(model) and tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token  # as config.json says, so that answers can be scored in batches
+        save_tokenizer(tokenizer, temporary)
         # Not save_pretrained: it refuses what some published models say, a temperature for greedy decoding.
         if not has_scalar_head(model):
             settings.to_json_file(temporary / "generation_config.json", keys_to_pop=["compile_config"])
-        if run_config is not None:
-            write_config(run_config, temporary / "lmtrain_config.yaml")
+        write_config(run_config, temporary / "lmtrain_config.yaml")
         size, chat = parameter_counts(model)[0], bool(tokenizer.chat_template)
         model_card.write(temporary, run_config, chat=chat, parameters=size, step=step)
         compare(live, tolerance, model, temporary, example)
@@ -98,14 +97,6 @@ def write_config(run_config: Path, file: Path) -> None:
     config = yaml.safe_load(text)
     public = shown_in(config)
     file.write_text(text if public == config else yaml.safe_dump(public, sort_keys=False, allow_unicode=True), "utf-8")
-
-
-def write_tokenizer(model: PreTrainedModel, tokenizer: Any, chat_template: str | None, folder: Path) -> None:
-    if chat_template is not None:
-        tokenizer.chat_template = chat_template
-    if has_scalar_head(model) and tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token  # as config.json says, so that answers can be scored in batches
-    save_tokenizer(tokenizer, folder)
 
 
 def write_weights(model: PreTrainedModel, folder: Path, dtype: str, merge: bool) -> None:

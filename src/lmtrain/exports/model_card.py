@@ -35,19 +35,18 @@ _BEFORE_SHARING = (
 )
 
 
-def write(folder: Path, run_config: Path | None, *, chat: bool, parameters: int, step: int | None) -> None:
+def write(folder: Path, run_config: Path, *, chat: bool, parameters: int, step: int | None) -> None:
     """Writes <folder>/README.md.
 
     Args:
-        run_config: config.yaml in the run's folder, where metrics.jsonl lies beside; None where there is no run.
+        run_config: config.yaml in the run's folder, where metrics.jsonl lies beside.
         chat: the tokenizer has a chat template.
         parameters: numbers in the model, its base included.
         step: of the exported weights; None for the last one validated.
     """
     adapter = (folder / "adapter_config.json").exists()
-    config = shown_in(yaml.safe_load(read_regular(run_config))) if run_config is not None else {}
-    name = run_config.parent.name if run_config is not None else "model"
-    scores = _scores(run_config.parent / "metrics.jsonl", step) if run_config is not None else {}
+    config = shown_in(yaml.safe_load(read_regular(run_config)))
+    name, scores = run_config.parent.name, _scores(run_config.parent / "metrics.jsonl", step)
     if is_denoising(folder):
         task, use = "fill-mask", _use_denoising()
     elif gives_rewards(folder):
@@ -61,10 +60,10 @@ def write(folder: Path, run_config: Path | None, *, chat: bool, parameters: int,
         _words(config, parameters, adapter),
         "## Use",
         use,
+        "## Training",
+        _table([(what, _at(config, key)) for what, key in _SETTINGS]),
+        "`lmtrain_config.yaml` beside this file holds every key: it is enough to train the model again.",
     ]
-    if config:
-        parts += ["## Training", _table([(what, _at(config, key)) for what, key in _SETTINGS])]
-        parts.append("`lmtrain_config.yaml` beside this file holds every key: it is enough to train the model again.")
     if scores:
         parts += [f"## Validation at step {scores['step']:,}", _table(list(scores.items())[1:])]
     parts += ["## Before you share it", _BEFORE_SHARING]
@@ -83,7 +82,7 @@ def _metadata(config: dict[str, Any], name: str, scores: dict[str, Any], adapter
     found: dict[str, Any] = {
         "library_name": "peft" if adapter else "transformers",
         "pipeline_tag": task,
-        "tags": ["lmtrain", *([str(_at(config, "objective.name"))] if config else [])],
+        "tags": ["lmtrain", str(_at(config, "objective.name"))],
         "base_model": base,
         "datasets": [dataset] if dataset else None,
         "model_name": name if results else None,
@@ -116,8 +115,6 @@ def _scores(metrics: Path, step: int | None) -> dict[str, Any]:
 
 
 def _words(config: dict[str, Any], parameters: int, adapter: bool) -> str:
-    if not config:
-        return f"A language model of {parameters:,} parameters, written by lmtrain {version('lmtrain')}."
     base = _at(config, "model.name_or_path") if _at(config, "model.init") == "pretrained" else None
     objective = str(_at(config, "objective.name"))
     began = f"`{_plain(_hub_name(base) or Path(str(base)).name)}`, " if base else ""

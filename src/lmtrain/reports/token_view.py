@@ -1,5 +1,6 @@
 """Decoded tokens for people: their borders, the loss mask in colour, the chapters of a memory that they read."""
 
+import colorsys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -145,9 +146,7 @@ def show_chapters(
 
 def _rgb(chapter: int) -> str:
     """A light colour of the chapter's own, #rrggbb."""
-    hue = chapter * _TURN % 360 / 60
-    rise = 1 - abs(hue % 2 - 1)
-    parts = [(1, rise, 0), (rise, 1, 0), (0, 1, rise), (0, rise, 1), (rise, 0, 1), (1, 0, rise)][int(hue)]
+    parts = colorsys.hsv_to_rgb(chapter * _TURN % 360 / 360, 1, 1)
     return "#" + "".join(f"{int(150 + 100 * part):02x}" for part in parts)
 
 

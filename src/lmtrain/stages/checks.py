@@ -1,12 +1,13 @@
 """What can be found wrong with a stage's data before the stages it needs have run: files, rows, lengths, templates."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.errors import UserError
+from lmtrain.stages import definition
 from lmtrain.stages.definition import REFERENCE, key_of
 from lmtrain.stages.plan import PipelinePlan, PlannedEvaluation, PlannedStage
 
@@ -17,16 +18,11 @@ def check(plan: PipelinePlan, begun: set[str]) -> None:
     Notes the rows counted and the files' digests in each stage. Rows are not read again of what is in `begun`.
     """
     for one in plan.stages:
-        _told_of(f"stage {one.name}", lambda one=one: _check_stage(plan, one, one.name in begun))  # type: ignore[misc]
+        with definition.naming(f"stage {one.name}"):
+            _check_stage(plan, one, one.name in begun)
     for name, scored in {e.evaluation.name: e for e in plan.evaluations}.items():
-        _told_of(f"evaluation {name}", lambda scored=scored: _check_evaluation(scored, begun))  # type: ignore[misc]
-
-
-def _told_of(what: str, do: Callable[[], None]) -> None:
-    try:
-        do()
-    except UserError as error:
-        raise UserError(f"{what}: {error}") from None
+        with definition.naming(f"evaluation {name}"):
+            _check_evaluation(scored, begun)
 
 
 def _check_stage(plan: PipelinePlan, one: PlannedStage, begun: bool) -> None:

@@ -17,12 +17,14 @@ folder. A stage needs those it names so, and those under `needs`. Imports no tor
 import dataclasses
 import difflib
 import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
-from lmtrain.config import safe_yaml, trust
+from lmtrain.config import safe_yaml
 from lmtrain.config.constraints import name_of_folder
 from lmtrain.config.defaults import conf_dir
 from lmtrain.config.override_text import bare_or_quoted
@@ -64,8 +66,19 @@ class Pipeline:
     evaluations: tuple[Evaluation, ...]
     file: Path
 
-    def stage(self, name: str) -> Stage:
-        return next(stage for stage in self.stages if stage.name == name)
+
+@contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Puts what is wrong before what a UserError says of it."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{what}: {error}") from None
+
+
+def _near(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def find(name: str, config_dir: str | None) -> Path:
@@ -77,9 +90,9 @@ def find(name: str, config_dir: str | None) -> Path:
     found = next((place for place in places if place.is_file()), None)
     if found is None:
         known = sorted({path.stem for folder in folders for path in (folder / "pipeline").glob("*.yaml")})
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise UserError(f"pipeline={name}: there is no such pipeline{hint} (there are {', '.join(known)}, or a file)")
+        raise UserError(
+            f"pipeline={name}: there is no such pipeline{_near(name, known)} (there are {', '.join(known)}, or a file)"
+        )
     return found
 
 
@@ -181,14 +194,11 @@ def _check_needs(all_of_them: list[Stage | Evaluation], stages: dict[str, Stage]
             if needed == one.name:
                 raise UserError(f"{kind} {one.name} needs itself: name a stage before it")
             if needed not in stages:
-                near = difflib.get_close_matches(needed, stages, n=1)
-                hint = f"; did you mean {near[0]}?" if near else ""
-                raise UserError(f"{kind} {one.name} needs {needed}, which is not a stage{hint} ({', '.join(stages)})")
+                known = f"{_near(needed, stages)} ({', '.join(stages)})"
+                raise UserError(f"{kind} {one.name} needs {needed}, which is not a stage{known}")
 
 
 _OWN = ("run.name", "run.root", "run.dir")  # of the pipeline's folder
-_OF_BOTH = ("data.cache_dir", "trainer.accelerator", "trainer.num_threads", *trust.CLOSED)  # evaluations too
-_OF_STAGES_FOLDER = ("run.name", "run.root", "run.dir", "run.resume")
 
 
 @dataclass
@@ -238,8 +248,8 @@ def sort(words: list[str], pipeline: Pipeline) -> Typed:
         elif first in names:
             sign = re.match(r"[+~]*", word)[0]  # type: ignore[index]
             typed.of.setdefault(first, []).append(sign + word[len(sign) + len(first) + 1 :])
-        elif "." in key and first not in SECTIONS and (near := difflib.get_close_matches(first, names, n=1)):
-            raise UserError(f"{word}: there is no stage {first}; did you mean {near[0]}? ({', '.join(names)})")
+        elif "." in key and first not in SECTIONS and (near := _near(first, names)):
+            raise UserError(f"{word}: there is no stage {first}{near} ({', '.join(names)})")
         else:
             typed.common.append(word)
     return typed
@@ -263,7 +273,7 @@ def extended(pipeline: Pipeline, typed: Typed) -> Pipeline:
     return dataclasses.replace(pipeline, stages=stages, evaluations=evaluations)
 
 
-def resolved(words: tuple[str, ...], folder: Path) -> list[str]:
+def resolved(words: Sequence[str], folder: Path) -> list[str]:
     """The words with each `${stage.NAME.export}` as a path."""
 
     def path(match: re.Match[str]) -> str:
@@ -271,32 +281,3 @@ def resolved(words: tuple[str, ...], folder: Path) -> list[str]:
         return bare_or_quoted(str(run if match[2] == "run" else run / match[2]))
 
     return [REFERENCE.sub(path, word) for word in words]
-
-
-def of_stage(name: str, words: tuple[str, ...], typed: Typed, folder: Path) -> list[str]:
-    """What a stage's lmtrain.train is started with, but for its folder."""
-    for word in (*words, *typed.common):
-        if key_of(word) in _OF_STAGES_FOLDER:
-            raise UserError(f"stage {name} sets {key_of(word)}: a stage's folder is <pipeline>/{name}; leave it out")
-    # What is typed for one stage wins over what is typed for all.
-    own = typed.of.get(name, [])
-    written = words[: len(words) - len(own)]
-    trust.refuse_words(written, [*typed.common, *own], f"stage {name} of {typed.pipeline}")
-    return [
-        *resolved(written, folder),
-        *(w for w in typed.common if not _of_evaluations(w)),
-        *resolved(tuple(own), folder),
-    ]
-
-
-def of_evaluation(name: str, words: tuple[str, ...], typed: Typed, folder: Path) -> list[str]:
-    """What an lmtrain.evaluate is started with, but for the model and where the scores go."""
-    own = typed.of.get(name, [])
-    written = words[: len(words) - len(own)]
-    trust.refuse_words(written, [*typed.common, *own], f"evaluation {name} of {typed.pipeline}")
-    common = [w for w in typed.common if _of_evaluations(w) or key_of(w) in _OF_BOTH]
-    return [*resolved(words, folder), *common]
-
-
-def _of_evaluations(word: str) -> bool:
-    return key_of(word).startswith("evaluate.")

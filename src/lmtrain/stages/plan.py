@@ -1,5 +1,6 @@
 """Every stage and evaluation of a pipeline composed and checked, before the first of them begins. Imports no torch."""
 
+import functools
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -17,7 +18,10 @@ from lmtrain.config.schema import Config
 from lmtrain.errors import UserError
 from lmtrain.stages import definition as command
 from lmtrain.stages.definition import REFERENCE, Evaluation, Pipeline, Stage, Typed, needs_of
+from lmtrain.sweeps.plan import refuse_without_effect
 
+_OF_BOTH = ("data.cache_dir", "trainer.accelerator", "trainer.num_threads", *trust.CLOSED)  # evaluations too
+_OF_STAGES_FOLDER = ("run.name", "run.root", "run.dir", "run.resume")
 # What is shown of a run decides nothing in the next stage, but for what is exported of it.
 _SHAPES_EXPORT = ("export.enabled", "export.dtype", "export.merge", "export.generation", "checkpoint.monitor")
 
@@ -101,98 +105,95 @@ def make(pipeline: Pipeline, typed: Typed, config_dir: str | None) -> PipelinePl
         UserError: the first mistake in any of them, and in which.
     """
     pipeline = command.extended(pipeline, typed)
-    folder = typed.folder(pipeline.name)
+    composer = _Composer(pipeline.file, typed, typed.folder(pipeline.name), config_dir)
     flags = [*([] if config_dir is None else ["--config-dir", config_dir]), *environment.flags()]
-    stages = [_stage(one, typed, folder, config_dir, pipeline.file) for one in pipeline.stages]
-    _refuse_common_without_effect(typed, stages, config_dir)
+    stages = [composer.stage(one) for one in pipeline.stages]
+    if not os.environ.get(effect.TRIAL):
+        refuse_without_effect("train", typed.common, [one.config for one in stages], composer.default(typed.common))
     by_name = {one.name: one for one in stages}
-    for one in stages:
-        _check_uses(one.name, one.stage.words, by_name)
-    evaluations = [
-        made for one in pipeline.evaluations for made in _evaluation(one, typed, folder, config_dir, pipeline.file)
-    ]
-    for name, written in {e.evaluation.name: e.evaluation.words for e in evaluations}.items():
-        _check_uses(name, written, by_name)
+    for stage in pipeline.stages:
+        _check_uses(stage.name, stage.words, by_name)
+    evaluations = [made for one in pipeline.evaluations for made in composer.evaluation(one)]
+    for evaluation in pipeline.evaluations:
+        _check_uses(evaluation.name, evaluation.words, by_name)
     for made in evaluations:
         if not by_name[made.of].config.export.enabled:
             raise UserError(
                 f"evaluation {made.evaluation.name} needs what {made.of} exports: {made.of}.export.enabled=true"
             )
-    return PipelinePlan(pipeline, folder, flags, stages, evaluations)
+    return PipelinePlan(pipeline, composer.folder, flags, stages, evaluations)
 
 
-def _default(config_dir: str | None, words: Iterable[str]) -> Callable[[str], object]:
-    tree: list[DictConfig] = []
+@dataclass
+class _Composer:
+    """Composes what is written in a pipeline's file with what is typed."""
 
-    def of(key: str) -> object:
-        if not tree:
-            tree.append(rules.compose(trust.of_typed(words), config_dir))
-        return effect.default_in(tree[0])(key)
+    file: Path
+    typed: Typed
+    folder: Path
+    config_dir: str | None
 
-    return of
+    def stage(self, one: Stage) -> PlannedStage:
+        for word in (*one.words, *self.typed.common):
+            if (key := command.key_of(word)) in _OF_STAGES_FOLDER:
+                raise UserError(f"stage {one.name} sets {key}: a stage's folder is <pipeline>/{one.name}; leave it out")
+        common = [w for w in self.typed.common if not _of_evaluations(w)]
+        words, config = self._composed("stage", one, "train", common, [])
+        return PlannedStage(one, words, config, self.folder / one.name)
+
+    def evaluation(self, one: Evaluation) -> list[PlannedEvaluation]:
+        """Composes an evaluation once and gives it to each of its stages: they differ in the model alone."""
+        scores, found = self.folder / "evaluations", list[PlannedEvaluation]()
+        common = [w for w in self.typed.common if _of_evaluations(w) or command.key_of(w) in _OF_BOTH]
+        last = [*common, _quoted("evaluate.dir", scores)]
+        shared, config = self._composed("evaluation", one, "evaluate", [], last)
+        for of in one.of:
+            name = f"{one.name}-{of}"
+            words = [*shared, _quoted("run_dir", self.folder / of / "export"), f"evaluate.name={name}"]
+            found.append(PlannedEvaluation(one, of, words, config, scores / f"{name}.json"))
+        return found
+
+    def _composed(
+        self, kind: str, one: Stage | Evaluation, verb: str, before: list[str], after: list[str]
+    ) -> tuple[list[str], Config]:
+        """The words of its verb and the checked config; mistakes name the stage, and none of its own words is ignored.
+
+        Args:
+            before: words over which what is typed for this one wins.
+            after: words that win over all; the last of them is ours.
+        """
+        typed = self.typed.of.get(one.name, [])
+        written = one.words[: len(one.words) - len(typed)]
+        trust.refuse_words(written, [*self.typed.common, *typed], f"{kind} {one.name} of {self.typed.pipeline}")
+        in_file, own = command.resolved(written, self.folder), command.resolved(typed, self.folder)
+        words, told = [*in_file, *before, *own, *after], [*self.typed.common, *own, *after[-1:]]
+        untyped = [word for word in in_file if word not in told]
+        # As lmtrain.evaluate composes them.
+        composed = [*(["model.max_position_embeddings=1000000"] if verb == "evaluate" else []), *words]
+        with command.naming(f"{kind} {one.name}"):
+            tree = rules.compose(composed, self.config_dir)
+            environment.refuse_words(tree, untyped, told, self.file)
+            places.refuse_words(tree, untyped, told, self.file)
+            config = rules.check(tree)
+            refuse_without_effect(verb, [*in_file, *own], [config], self.default(composed))
+        return words, config
+
+    def default(self, words: Iterable[str]) -> Callable[[str], object]:
+        """The values of keys where they are not typed."""
+
+        @functools.cache
+        def tree() -> DictConfig:
+            return rules.compose(trust.of_typed(words), self.config_dir)
+
+        return lambda key: effect.default_in(tree())(key)
 
 
-def _composed(
-    what: str, verb: str, words: list[str], own: list[str], config_dir: str | None, file: Path, typed: list[str]
-) -> Config:
-    """The checked config; mistakes name the stage, and of its own words (not those of all stages) none is ignored.
-
-    Args:
-        own: the stage's words, those in `file` and those that are typed for it.
-        typed: all that is typed.
-    """
-    try:
-        tree = rules.compose(words, config_dir)
-        written = [word for word in own if word not in typed]
-        environment.refuse_words(tree, written, typed, file)
-        places.refuse_words(tree, written, typed, file)
-        config = rules.check(tree)
-        for message in effect.without_effect(verb, own, config, _default(config_dir, words)):
-            raise UserError(message)
-        return config
-    except UserError as error:
-        raise UserError(f"{what}: {error}") from None
+def _of_evaluations(word: str) -> bool:
+    return command.key_of(word).startswith("evaluate.")
 
 
-def _stage(one: Stage, typed: Typed, folder: Path, config_dir: str | None, file: Path) -> PlannedStage:
-    words = command.of_stage(one.name, one.words, typed, folder)
-    own = command.resolved(one.words, folder)
-    told = [*typed.common, *command.resolved(tuple(typed.of.get(one.name, [])), folder)]
-    config = _composed(f"stage {one.name}", "train", words, own, config_dir, file, told)
-    return PlannedStage(one, words, config, folder / one.name)
-
-
-def _evaluation(
-    one: Evaluation, typed: Typed, folder: Path, config_dir: str | None, file: Path
-) -> list[PlannedEvaluation]:
-    """Composes an evaluation once and gives it to each of its stages: they differ in the model alone."""
-    scores, found = folder / "evaluations", list[PlannedEvaluation]()
-    shared = [*command.of_evaluation(one.name, one.words, typed, folder), f"evaluate.dir={bare_or_quoted(str(scores))}"]
-    composed = ["model.max_position_embeddings=1000000", *shared]  # as lmtrain.evaluate composes them
-    own = command.resolved(one.words, folder)
-    told = [
-        *typed.common,
-        *command.resolved(tuple(typed.of.get(one.name, [])), folder),
-        f"evaluate.dir={bare_or_quoted(str(scores))}",
-    ]
-    config = _composed(f"evaluation {one.name}", "evaluate", composed, own, config_dir, file, told)
-    for of in one.of:
-        name, model = f"{one.name}-{of}", bare_or_quoted(str(folder / of / "export"))
-        words = [*shared, f"run_dir={model}", f"evaluate.name={name}"]
-        found.append(PlannedEvaluation(one, of, words, config, scores / f"{name}.json"))
-    return found
-
-
-def _refuse_common_without_effect(typed: Typed, stages: list[PlannedStage], config_dir: str | None) -> None:
-    """Raises UserError for a word of all stages that has no effect in any."""
-    if os.environ.get(effect.TRIAL):
-        return
-    found = [
-        effect.without_effect("train", typed.common, one.config, _default(config_dir, typed.common)) for one in stages
-    ]
-    for message in found[0]:
-        if all(message in others for others in found):
-            raise UserError(message)
+def _quoted(key: str, path: Path) -> str:
+    return f"{key}={bare_or_quoted(str(path))}"
 
 
 def _check_uses(what: str, words: tuple[str, ...], stages: dict[str, PlannedStage]) -> None:

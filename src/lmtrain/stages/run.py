@@ -2,12 +2,8 @@
 
 import os
 import shutil
-import signal
-import subprocess
 import time
 from pathlib import Path
-from types import TracebackType
-from typing import Any
 
 from lmtrain import errors
 from lmtrain.config.override_text import bare_or_quoted
@@ -16,51 +12,22 @@ from lmtrain.run.provenance import command
 from lmtrain.stages import checks, report, state
 from lmtrain.stages.plan import PipelinePlan, PlannedEvaluation, PlannedStage
 from lmtrain.stages.state import State
-from lmtrain.sweeps.processes import POLL_SECONDS, SIGNALS, end_session, locked, refuse_strange_files, show, start
+from lmtrain.sweeps.processes import POLL_SECONDS, Children, locked, refuse_strange_files, start
 
 
-class Work:
-    """Runs verbs; within `with` a signal asks the running one to save and end, a second one ends it at once."""
-
-    def __init__(self) -> None:
-        self.stopping = 0
-        self.process: subprocess.Popen[bytes] | None = None
-        self._before: dict[Any, Any] = {}
-
-    def __enter__(self) -> "Work":
-        self._before = {number: signal.signal(number, lambda *_: self._stop()) for number in SIGNALS}
-        return self
-
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        if self.process is not None and self.process.poll() is None:  # an error here
-            end_session(self.process)
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _stop(self) -> None:
-        self.stopping += 1
-        if self.process is None or self.process.poll() is not None:
-            return
-        if self.stopping == 1:
-            self.process.terminate()
-        else:
-            end_session(self.process)
+class Work(Children):
+    """Runs verbs one after the other."""
 
     def run(self, verb: str, words: list[str], log: Path) -> int:
         """The exit code of `python -m lmtrain.VERB words`; 75 where it ended because a signal asked for it."""
         if self.stopping:
             return errors.PREEMPTED
-        shown = log.stat().st_size if log.exists() else 0
-        self.process = start(verb, words, log, "stage")
-        if self.stopping:  # the signal came while the process was made
-            self.process.terminate()
-        while self.process.poll() is None:
+        child = self.add(log, lambda: start(verb, words, log, "stage"))
+        while (code := child.code()) is None:
             time.sleep(POLL_SECONDS)
-            shown = show(log, shown)
-        show(log, shown)
-        code = self.process.returncode
-        if code != errors.FINISHED:
-            end_session(self.process)  # what a crash left over would hold memory that the next start needs
+            child.show()
+        child.show()
+        self.ended(child, code)
         return errors.PREEMPTED if self.stopping and code != errors.FINISHED else code
 
 
@@ -145,12 +112,10 @@ class _Pipeline:
         else:
             shutil.rmtree(one.run, ignore_errors=True)  # what a start that was killed early left is not a run
         print(f"stage {one.name}: {command('train', words)}", flush=True)
-        started, log = time.monotonic(), self.plan.folder / f"{one.name}.log"
-        code = work_.run("train", [*words, *self.plan.flags], log)
-        row.seconds = round(row.seconds + time.monotonic() - started, 1)
-        self.state.write()
+        log = self.plan.folder / f"{one.name}.log"
+        code = self._ended(f"stage {one.name}", row, work_, "train", [*words, *self.plan.flags], log)
         if code != errors.FINISHED:
-            return self._failed(f"stage {one.name}", code, log)
+            return code
         digest = state.export_digest(one)
         if digest is None:
             raise RunError(
@@ -179,18 +144,20 @@ class _Pipeline:
             return errors.FINISHED
         row = self.state.begin(one.name, identity)
         print(f"evaluation {one.evaluation.name} of {one.of}", flush=True)
-        started, log = time.monotonic(), self.plan.folder / "evaluations.log"
-        code = work_.run("evaluate", [*one.words, *self.plan.flags_of(one)], log)
-        row.seconds = round(row.seconds + time.monotonic() - started, 1)
-        if code != errors.FINISHED:
+        words, log = [*one.words, *self.plan.flags_of(one)], self.plan.folder / "evaluations.log"
+        code = self._ended(f"evaluation {one.name}", row, work_, "evaluate", words, log)
+        if code == errors.FINISHED:
+            row.export = "written"
             self.state.write()
-            return self._failed(f"evaluation {one.name}", code, log)
-        row.export = "written"
-        self.state.write()
-        return errors.FINISHED
+        return code
 
-    def _failed(self, what: str, code: int, log: Path) -> int:
-        if code == errors.PREEMPTED:
+    def _ended(self, what: str, row: state.Row, work_: Work, verb: str, words: list[str], log: Path) -> int:
+        """Runs a verb, notes how long it took, says what went wrong; returns the exit code of the pipeline."""
+        started = time.monotonic()
+        code = work_.run(verb, words, log)
+        row.seconds = round(row.seconds + time.monotonic() - started, 1)
+        self.state.write()
+        if code in (errors.FINISHED, errors.PREEMPTED):
             return code
         how = f"ended by signal {-code}" if code < 0 else f"exit code {code}"
         errors.print_error(f"{what} failed ({how}): {last_words(log)} (all of it: {log})")

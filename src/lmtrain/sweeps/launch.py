@@ -3,11 +3,8 @@
 import functools
 import itertools
 import os
-import signal
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -24,87 +21,41 @@ from lmtrain.config.override_text import bare_or_quoted
 from lmtrain.sweeps import trial_process
 from lmtrain.sweeps import trials as rows
 from lmtrain.sweeps.plan import SweepPlan
-from lmtrain.sweeps.processes import POLL_SECONDS, SIGNALS, end_session, show, start
+from lmtrain.sweeps.processes import POLL_SECONDS, Child, Children, start
 from lmtrain.sweeps.trials import Trial, Trials
 
 
-@dataclass
-class Running:
-    trial: Trial
-    process: BaseProcess
-    started: float
-    log: Path
-    shown: int  # bytes of the log that the screen has
-    slot: int  # which of the sweep.jobs places it runs in
+def run_here(plan: SweepPlan, trials: Trials, todo: Iterator[Trial]) -> list[Trial]:
+    """Runs the trials, `sweep.jobs` at a time, in the main thread; returns those that were started."""
+    jobs, started = plan.config.sweep.jobs, list[Trial]()
+    places: dict[int, tuple[Trial, Child]] = {}
+    with Children() as children:
+        while True:
+            while not children.stopping and len(places) < jobs and (trial := next(todo, None)) is not None:
+                started.append(trial)
+                place = next(n for n in range(jobs) if n not in places)
+                places[place] = trial, _start(plan, children, trial, share_of_gpus(place, jobs))
+            if not places:
+                return started
+            time.sleep(POLL_SECONDS)
+            for place, (trial, child) in list(places.items()):
+                code = child.code()
+                if jobs == 1:
+                    child.show()
+                if code is not None:
+                    del places[place]
+                    children.ended(child, code)
+                    trial.seconds = child.seconds()
+                    rows.judge(trial, plan.folder, code, stopped=children.stopping > 0)
+                    trials.write()
+                    print(rows.in_words(trial, plan.config.checkpoint.monitor), flush=True)
+                    if trial.status == "preempted" and not children.stopping:
+                        children.stop()  # the machine is going away: no other trial is started
 
 
-class Local:
-    """Starts, stops and judges trials; all in the main thread, which a signal interrupts."""
-
-    def __init__(self, plan: SweepPlan, trials: Trials) -> None:
-        self.plan, self.trials = plan, trials
-        self.running: list[Running] = []
-        self.stopping = 0  # how often the sweep was told to stop
-
-    def run(self, todo: Iterator[Trial]) -> list[Trial]:
-        """Returns the trials that were started."""
-        before = {n: signal.signal(n, lambda *_: self.stop()) for n in SIGNALS}
-        started: list[Trial] = []
-        try:
-            while True:
-                while not self.stopping and len(self.running) < self.plan.config.sweep.jobs:
-                    trial = next(todo, None)
-                    if trial is None:
-                        break
-                    started.append(trial)
-                    self._start(trial)
-                if not self.running:
-                    return started
-                time.sleep(POLL_SECONDS)
-                for one in list(self.running):
-                    self._look_after(one)
-        finally:
-            for one in self.running:  # an error in the sweep itself
-                end_session(one.process)
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def stop(self) -> None:
-        """Asks the running trials to save and end; asked a second time, ends them at once."""
-        self.stopping += 1
-        for one in self.running:
-            if self.stopping == 1:
-                one.process.terminate()
-            else:
-                end_session(one.process)
-
-    def _start(self, trial: Trial) -> None:
-        log = self.plan.folder / f"{trial.number}.log"
-        words = rows.command(trial, self.plan.folder)
-        shown = log.stat().st_size if log.exists() else 0  # an earlier start's
-        jobs = self.plan.config.sweep.jobs
-        slot = next(n for n in range(jobs) if n not in [one.slot for one in self.running])
-        process = trial_process.start(self.plan.verb, words, log, share_of_gpus(slot, jobs))
-        self.running.append(Running(trial, process, time.monotonic(), log, shown, slot))
-        if self.stopping:  # the signal came while the process was made
-            self.running[-1].process.terminate()
-
-    def _look_after(self, one: Running) -> None:
-        """Shows what a trial printed since, where it runs alone; writes its row once it has ended."""
-        code = one.process.exitcode
-        if self.plan.config.sweep.jobs == 1:
-            one.shown = show(one.log, one.shown)
-        if code is None:
-            return
-        self.running.remove(one)
-        if code != errors.FINISHED:
-            end_session(one.process)  # what a crash left over would hold memory that the next trial needs
-        one.trial.seconds = round(time.monotonic() - one.started, 1)
-        rows.judge(one.trial, self.plan.folder, code, stopped=self.stopping > 0)
-        self.trials.write()
-        print(rows.in_words(one.trial, self.plan.config.checkpoint.monitor), flush=True)
-        if one.trial.status == "preempted" and not self.stopping:
-            self.stop()  # the machine is going away: no other trial is started
+def _start(plan: SweepPlan, children: Children, trial: Trial, gpus: str | None) -> Child:
+    words, log = rows.command(trial, plan.folder), plan.folder / f"{trial.number}.log"
+    return children.add(log, lambda: trial_process.start(plan.verb, words, log, gpus))
 
 
 def share_of_gpus(slot: int, jobs: int) -> str | None:

@@ -75,9 +75,8 @@ def make(verb: str, typed: list[str], config_dir: str | None, config_name: str) 
             places.refuse_space([word for o in swept for word in search.choices(o)], file or Path(config_dir))
     checked = _check(fixed, swept, compose)
     first = checked[0]
-    _refuse_without_effect(
-        verb, [*fixed, *(f"{o.key_or_group}=" for o in swept)], checked, compose(trust.of_typed(fixed))
-    )
+    words = [*fixed, *(f"{o.key_or_group}=" for o in swept)]
+    refuse_without_effect(verb, words, checked, effect.default_in(compose(trust.of_typed(fixed))))
     folder = Path(first.sweep.root) / first.sweep.name if first.sweep.name else Path(tree.hydra.sweep.dir)
     of_trials = [o for o in fixed if not o.startswith(("sweep=", "sweep."))]
     folder = folder.expanduser().absolute()
@@ -96,9 +95,13 @@ def _refuse_hydras(tree: DictConfig, own: DictConfig) -> None:
         raise UserError("hydra.job.env_set is set by a file of --config-dir, and counts only where you type it")
 
 
-def _refuse_without_effect(verb: str, words: list[str], trials: list[Config], default: DictConfig) -> None:
-    """Raises UserError for the first key that has no effect in any trial; in some it may have none."""
-    found = [effect.without_effect(verb, words, c, effect.default_in(default)) for c in trials]
+def refuse_without_effect(verb: str, words: list[str], configs: list[Config], default: Callable[[str], Any]) -> None:
+    """Raises UserError for the first key that has no effect in any trial or stage; in some it may have none.
+
+    Args:
+        default: the value of a key where it is not typed.
+    """
+    found = [effect.without_effect(verb, words, config, default) for config in configs]
     for message in found[0]:
         if all(message in others for others in found):
             raise UserError(message)
@@ -123,13 +126,8 @@ def _check(fixed: list[str], swept: list[Override], compose: Compose) -> list[Co
     jobs = [first, *([*first[:i], v, *first[i + 1 :]] for i, vs in enumerate(values) for v in vs[1:])]
     trees = (compose([*fixed, *job]) for job in jobs)
     checked = [config.check(OmegaConf.masked_copy(t, [str(k) for k in t if k != "hydra"])) for t in trees]
-    sweep = checked[0].sweep
-    if sweep.jobs < 1:
-        raise UserError(f"sweep.jobs={sweep.jobs}: at least one trial must run at a time")
-    if sweep.method == "grid":
+    if checked[0].sweep.method == "grid":
         search.combinations(swept)
-    elif sweep.method != "optuna":
-        raise UserError(f"sweep.method={sweep.method}: choose grid or optuna")
     else:
-        search.check_optuna(swept, sweep)
+        search.check_optuna(swept, checked[0].sweep)
     return checked

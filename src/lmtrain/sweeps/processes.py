@@ -5,10 +5,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any, Self
 
 from filelock import FileLock, Timeout
 
@@ -63,6 +66,76 @@ def locked(folder: Path, what: str, root: str) -> Iterator[None]:
         yield
 
 
+@dataclass
+class Child:
+    """A verb that runs in a process of its own."""
+
+    process: BaseProcess | subprocess.Popen[bytes]
+    log: Path
+    shown: int  # bytes of the log that the screen has
+    started: float
+
+    def code(self) -> int | None:
+        """Its exit code once it has ended."""
+        return self.process.exitcode if isinstance(self.process, BaseProcess) else self.process.poll()
+
+    def show(self) -> None:
+        """Prints what was added to the log since."""
+        with self.log.open("rb") as file:
+            file.seek(self.shown)
+            new = file.read()
+        if new:
+            self.shown += len(new)
+            sys.stdout.write(new.decode("utf-8", errors="replace"))
+            sys.stdout.flush()
+
+    def seconds(self) -> float:
+        return round(time.monotonic() - self.started, 1)
+
+
+class Children:
+    """The verbs that run; within `with` a signal asks them to save and end, a second one ends them at once."""
+
+    def __init__(self) -> None:
+        self.running: list[Child] = []
+        self.stopping = 0  # how often they were told to stop
+        self._before: dict[Any, Any] = {}
+
+    def __enter__(self) -> Self:
+        self._before = {number: signal.signal(number, lambda *_: self.stop()) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for child in self.running:  # an error in this process itself
+            end_session(child.process)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def stop(self) -> None:
+        """Asks the running ones to save and end; asked a second time, ends them at once."""
+        self.stopping += 1
+        for child in self.running:
+            if self.stopping == 1:
+                child.process.terminate()
+            else:
+                end_session(child.process)
+
+    def add(self, log: Path, start: Callable[[], BaseProcess | subprocess.Popen[bytes]]) -> Child:
+        """Starts a process that prints to the end of `log`."""
+        shown, started = log.stat().st_size if log.exists() else 0, time.monotonic()  # shown: an earlier start's
+        child = Child(start(), log, shown, started)
+        self.running.append(child)
+        if self.stopping:  # the signal came while the process was made
+            child.process.terminate()
+        return child
+
+    def ended(self, child: Child, code: int) -> None:
+        """Forgets one that has ended; what a crash left over would hold memory that the next start needs."""
+        self.running.remove(child)
+        if code != errors.FINISHED:
+            end_session(child.process)
+
+
 def start(verb: str, words: list[str], log: Path, part_of: str = "1") -> subprocess.Popen[bytes]:
     """`python -m lmtrain.VERB words`, printing to `log`: in a session of its own, ended with this process, and no rank
     where this one is.
@@ -82,17 +155,6 @@ def start(verb: str, words: list[str], log: Path, part_of: str = "1") -> subproc
             start_new_session=True,  # Ctrl-C reaches this process alone, which passes it on once
             preexec_fn=lambda: end_with_parent(parent, signal.SIGTERM),
         )
-
-
-def show(log: Path, shown: int) -> int:
-    """Prints what was added to a log after its first `shown` bytes; returns how many it has now."""
-    with log.open("rb") as file:
-        file.seek(shown)
-        new = file.read()
-    if new:
-        sys.stdout.write(new.decode("utf-8", errors="replace"))
-        sys.stdout.flush()
-    return shown + len(new)
 
 
 def end_session(process: BaseProcess | subprocess.Popen[bytes]) -> None:

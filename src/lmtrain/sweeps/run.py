@@ -73,7 +73,7 @@ def _run(plan: SweepPlan, trials: Trials) -> int:
         print(f"{plan.folder}: {kept} finished trial{'s are' if kept > 1 else ' is'} kept as found")
     todo = upcoming(plan, trials)
     elsewhere = any(w.startswith("hydra/launcher=") for w in plan.hydra_words)
-    started = launch.run(plan, trials, todo) if elsewhere else launch.Local(plan, trials).run(todo)
+    started = launch.run(plan, trials, todo) if elsewhere else launch.run_here(plan, trials, todo)
     return conclude(plan, trials, started)
 
 
