@@ -106,6 +106,18 @@ def fsync(path: Path) -> None:
         os.close(fd)
 
 
+def publish(temporary: Path, target: Path) -> None:
+    """Renames a folder once all that is in it is on disk, the name itself included.
+
+    Raises:
+        OSError: a folder that isn't empty is at `target`.
+    """
+    for path in [*temporary.rglob("*"), temporary]:
+        fsync(path)
+    os.rename(temporary, target)
+    fsync(target.parent)
+
+
 def aside(path: Path) -> Path:
     """A free name beside `path` for what is damaged there: path.damaged, path.damaged1 and so on."""
     names = (path.with_name(f"{path.name}.damaged{number or ''}") for number in itertools.count())

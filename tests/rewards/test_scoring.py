@@ -137,3 +137,20 @@ def test_code_is_run_with_limits() -> None:
     )
     assert dict(zip(PROGRAMS, found, strict=True)) == PROGRAMS
     assert time.monotonic() - started < 30
+
+
+class RaisesThenSleeps(Reward):
+    """Raises for several completions; alone, the second never ends."""
+
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]) -> list[float]:
+        if len(completions) > 1:
+            raise ValueError("one at a time")
+        if completions[0] == "b":
+            time.sleep(60)
+        return [1.0]
+
+
+def test_one_completion_that_never_ends_is_ended_where_others_raise() -> None:
+    found = scored(RaisesThenSleeps(), ["a", "b", "c"])
+    assert found.failed == [False, True, False]
+    assert found.total[0] == found.total[2] == 2.5

@@ -97,9 +97,12 @@ class Scorer:
         except (UserError, RunError):
             raise
         except _TookTooLong:
-            return [f"{part.name} took longer than objective.reward_timeout={self.timeout:g} s"] * len(completions)
+            return [self._too_long(part)] * len(completions)
         except Exception:  # of one of them: which one?
             return [self._alone(part, prompts, completions, columns, slice(i, i + 1)) for i in range(len(completions))]
+
+    def _too_long(self, part: Part) -> str:
+        return f"{part.name} took longer than objective.reward_timeout={self.timeout:g} s"
 
     def _alone(
         self, part: Part, prompts: Sequence[Any], completions: Sequence[str], columns: Mapping[str, Any], one: slice
@@ -108,6 +111,8 @@ class Scorer:
             return self._called(part, prompts[one], completions[one], {k: v[one] for k, v in columns.items()})[0]
         except (UserError, RunError):
             raise
+        except _TookTooLong:
+            return self._too_long(part)
         except Exception as error:  # a user's own code
             return f"{part.name} raised {type(error).__name__}: {' '.join(str(error).split())[:200]}"
 

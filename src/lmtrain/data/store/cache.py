@@ -18,7 +18,7 @@ from filelock import FileLock, Timeout
 
 from lmtrain.data.store.progress import RowProgress
 from lmtrain.errors import UserError
-from lmtrain.files import fsync, remove_leftovers, temporary_beside
+from lmtrain.files import fsync, publish, remove_leftovers, temporary_beside
 
 PART = 128  # rows whose numbers are kept together
 
@@ -55,9 +55,7 @@ def build_once(
             try:
                 temporary.mkdir()
                 build(temporary)
-                sync_tree(temporary)
-                _rename_unless_complete(temporary, target, is_complete)
-                fsync(target.parent)
+                _publish_unless_complete(temporary, target, is_complete)
             except BaseException:  # Ctrl-C too
                 shutil.rmtree(temporary, ignore_errors=True)
                 raise
@@ -90,19 +88,13 @@ def _ends_after_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _rename_unless_complete(temporary: Path, target: Path, is_complete: Callable[[Path], bool]) -> None:
+def _publish_unless_complete(temporary: Path, target: Path, is_complete: Callable[[Path], bool]) -> None:
     try:
-        os.rename(temporary, target)
-    except OSError:  # a folder that isn't empty is there
+        publish(temporary, target)
+    except OSError:
         if not is_complete(target):
             raise
-        shutil.rmtree(temporary)
-
-
-def sync_tree(folder: Path) -> None:
-    """Forces every file and folder in `folder` to disk."""
-    for path in [*folder.rglob("*"), folder]:
-        fsync(path)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def parts_of(folder: Path) -> Path:
