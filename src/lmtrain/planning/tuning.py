@@ -18,9 +18,9 @@ from lmtrain.errors import RunError, UserError, reason
 from lmtrain.files import write_atomic
 from lmtrain.optim.range_test import Suggestion, suggest
 from lmtrain.planning import estimation, trial
-from lmtrain.run.provenance import command
 from lmtrain.run.start import start
 from lmtrain.run_folder import folder as run_dir
+from lmtrain.secrets import command
 
 _REACH = 1000.0  # a range test reaches so many times below and above optimizer.lr, unless told otherwise
 _PROBE_STEPS = 2  # the second step has the optimizer's state beside its gradients

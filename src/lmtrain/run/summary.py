@@ -3,6 +3,8 @@
 import contextlib
 import os
 import platform
+import socket
+import subprocess
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,6 +20,7 @@ from lmtrain.callbacks.step_numbers import peak_resident_bytes
 from lmtrain.checkpoints import retention, store
 from lmtrain.config import trust
 from lmtrain.config.effect import TRIAL
+from lmtrain.distributed.ranks import typed
 from lmtrain.errors import RunError, UserError
 from lmtrain.exports import model_card
 from lmtrain.objectives.parts import RECOMPUTED, Definition
@@ -25,8 +28,8 @@ from lmtrain.reports import report
 from lmtrain.run.features import features_on
 from lmtrain.run.going_on import next_commands
 from lmtrain.run.plan_time import speed_of
-from lmtrain.run.provenance import provenance
 from lmtrain.run_folder.folder import asked
+from lmtrain.secrets import command
 
 if TYPE_CHECKING:
     from lmtrain.run.build import Run
@@ -64,6 +67,21 @@ def versions() -> dict[str, str]:
     return found
 
 
+def git_state() -> dict[str, Any] | None:
+    """{commit, dirty} of the repository that the working folder is in, null outside; dirty: tracked files differ."""
+    try:
+        commit = _git("rev-parse", "HEAD")
+        return {"commit": commit.strip(), "dirty": bool(_git("status", "--porcelain", "--untracked-files=no").strip())}
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(*words: str) -> str:
+    # Without the repository's own file-system monitor, a program that its config names.
+    line = ["git", "-c", "core.fsmonitor=false", *words]
+    return subprocess.run(line, capture_output=True, text=True, timeout=10, check=True).stdout
+
+
 def write_summary(run: "Run", status: str, started: float, error: BaseException | None = None) -> dict[str, Any]:
     """summary.json: written last, so its presence says that the run has ended and how."""
     checkpoints = store.scan(run.dir.checkpoints)
@@ -86,7 +104,9 @@ def write_summary(run: "Run", status: str, started: float, error: BaseException 
         "device": f"{run.trainer.world_size} x {run.config.trainer.accelerator}",
         "precision": run.config.trainer.precision,
         "peak_memory_gib": round(peak_memory() / 2**30, 3),
-        **provenance(),
+        "command": command("train", typed()),
+        "host": socket.gethostname(),
+        "git": git_state(),
         "versions": versions(),
     }
     made = forecast_of(run)
