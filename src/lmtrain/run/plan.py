@@ -88,11 +88,7 @@ def memory_words(model: PreTrainedModel, c: Config) -> str:
 
 def show(run: "Run", resumed_from: str | None, done: int, notes: list[str]) -> None:
     """Prints the plan, the parameter groups and the decoded first row; `done` steps lie behind."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    for name, value in plan_rows(run, resumed_from, done):
-        table.add_row(name, shown(value))
+    table = terminal.facts((name, shown(value)) for name, value in plan_rows(run, resumed_from, done))
     parts: list[Any] = [table, Text(), groups_table(run)]
     parts += [Text(f"note: {shown(note)}", style="yellow") for note in [*notes, *advice(run)]]
     text, legend = first_row(run)

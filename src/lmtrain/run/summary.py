@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from rich.table import Table
 
+from lmtrain import terminal
 from lmtrain.callbacks.forecast import SCORE, Forecast
 from lmtrain.callbacks.progress import duration
 from lmtrain.callbacks.step_numbers import peak_resident_bytes
@@ -182,46 +182,40 @@ def export(run: "Run") -> list[Path]:
 
 def show(run: "Run", summary: dict[str, Any], exported: list[Path]) -> None:
     """A small table: loss, best step, tokens/s, memory, time, where curves and exports are; then what to type next."""
-    val = run.metrics.last_val
-    if os.environ.get(TRIAL) or run.config.run.quiet:
-        if os.environ.get(TRIAL) == "1":  # the sweep says it
-            return
-        numbers = [f"val/loss {val['val/loss']:.4f}"] if "val/loss" in val else []
-        print(
-            ", ".join(
-                [f"{summary['status'].replace('_', ' ')} at step {summary['step']:,}", *numbers, str(run.dir.path)]
-            ),
-            flush=True,
-        )
+    if os.environ.get(TRIAL) == "1":  # the sweep says it
         return
-    table = Table(
-        title=f"{summary['status'].replace('_', ' ')} at step {summary['step']:,}", title_justify="left", box=None
-    )
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    if "train/loss" in run.metrics.last_train:
-        table.add_row("train/loss", f"{run.metrics.last_train['train/loss']:.4f}")
-    for key in ("val/loss", "val/perplexity", "val/bits_per_byte", "val/rewards/accuracy", "val/rewards/margin"):
-        if key in val:
-            table.add_row(key, f"{val[key]:.4f}")
-    if SCORE in summary.get("forecast", {}) and SCORE in val:
-        made = summary["forecast"]
-        off = val[SCORE] / made[SCORE] - 1
-        table.add_row(
-            "forecast", f"{SCORE} {made[SCORE]:.4f} at step {made['step']:,}; the run ended {off:+.1%} from it"
-        )
-    for monitor, value in (summary["best_metric"] or {}).items() if run.ranking != retention.LAST else ():
-        table.add_row("best", f"{monitor} {value:.4f} at step {int(summary['best'].rpartition('_')[2]):,}")
-    table.add_row("tokens", f"{summary['tokens']:,}")
-    if summary["tokens_per_s"]:
-        table.add_row("tokens/s", f"{summary['tokens_per_s']:,.0f}")
-    table.add_row("wall time", duration(summary["wall_seconds"]))
-    table.add_row("peak memory", f"{summary['peak_memory_gib']:.2f} GiB")
-    table.add_row("run", str(run.dir.path))
-    table.add_row("curves", str(run.dir.report if run.dir.report.exists() else run.dir.metrics))
-    for folder in exported:
-        table.add_row("export", f"{folder}  ({model_card.reader(folder)} reads it)")
-    run.console.print(table)
+    val, title = run.metrics.last_val, f"{summary['status'].replace('_', ' ')} at step {summary['step']:,}"
+    if os.environ.get(TRIAL) or run.config.run.quiet:
+        numbers = [f"val/loss {val['val/loss']:.4f}"] if "val/loss" in val else []
+        print(", ".join([title, *numbers, str(run.dir.path)]), flush=True)
+        return
+    run.console.print(terminal.facts(facts_of(run, summary, exported), title))
     run.console.print("next:")
     for line in next_commands(run, summary["status"]):
         run.console.print(f"  {line}", soft_wrap=True, highlight=False, markup=False)
+
+
+def facts_of(run: "Run", summary: dict[str, Any], exported: list[Path]) -> list[tuple[str, str]]:
+    """(what, in words) of a run that has ended."""
+    last, rows = {**run.metrics.last_train, **run.metrics.last_val}, list[tuple[str, str]]()
+    keys = ("train/loss", "val/loss", "val/perplexity", "val/bits_per_byte", "val/rewards/accuracy",
+            "val/rewards/margin")  # fmt: skip
+    rows += [(key, f"{last[key]:.4f}") for key in keys if key in last]
+    made = summary.get("forecast", {})
+    if SCORE in made and SCORE in last:
+        off = last[SCORE] / made[SCORE] - 1
+        words = f"{SCORE} {made[SCORE]:.4f} at step {made['step']:,}; the run ended {off:+.1%} from it"
+        rows.append(("forecast", words))
+    for monitor, value in (summary["best_metric"] or {}).items() if run.ranking != retention.LAST else ():
+        rows.append(("best", f"{monitor} {value:.4f} at step {int(summary['best'].rpartition('_')[2]):,}"))
+    rows.append(("tokens", f"{summary['tokens']:,}"))
+    if summary["tokens_per_s"]:
+        rows.append(("tokens/s", f"{summary['tokens_per_s']:,.0f}"))
+    return [
+        *rows,
+        ("wall time", duration(summary["wall_seconds"])),
+        ("peak memory", f"{summary['peak_memory_gib']:.2f} GiB"),
+        ("run", str(run.dir.path)),
+        ("curves", str(run.dir.report if run.dir.report.exists() else run.dir.metrics)),
+        *(("export", f"{folder}  ({model_card.reader(folder)} reads it)") for folder in exported),
+    ]
