@@ -73,13 +73,7 @@ def main(argv: list[str] | None = None) -> int:
         known = ", ".join(sorted(path.stem for path in (conf_dir() / "pipeline").glob("*.yaml")))
         print(HELP.format(what=cli.OTHERS["pipeline"], known=known))
         return errors.FINISHED
-    try:
-        return cli.plain(lambda: _run(args))
-    except KeyboardInterrupt:
-        errors.print_error("interrupted (Ctrl-C); no stage was running, and the same command continues")
-        return 130
-    finally:
-        terminal.status.stop()
+    return cli.plain(lambda: _run(args))
 
 
 if __name__ == "__main__":
