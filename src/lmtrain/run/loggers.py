@@ -227,12 +227,6 @@ def start_loggers(loggers: Iterable[Logger], step: int, tell: Callable[[str], No
             raise UserError(f"logger.{name} can't start: {str(error).rstrip('.')}") from error
 
 
-def log_config(loggers: Iterable[Logger], config: dict[str, Any]) -> None:
-    """The resolved config as hyperparameters: W&B's config, hparams.yaml of TensorBoard and csv, MLflow's params."""
-    for logger in loggers:
-        logger.log_hyperparams(config)
-
-
 def note_sent(loggers: Iterable[Logger], run_dir: RunDir) -> None:
     """Tells W&B and MLflow what earlier processes have sent; called before metrics.jsonl is cut back."""
     rows = readable_rows(run_dir.metrics)

@@ -107,7 +107,8 @@ def write_summary(run: "Run", status: str, started: float, error: BaseException 
         "git": git_state(),
         "versions": versions(),
     }
-    made = forecast_of(run)
+    # What a run with a budget was expected to end at: bits per byte, low and high, and the step when it was said.
+    made = next((c.made for c in run.trainer.callbacks if isinstance(c, Forecast)), None)  # type: ignore[attr-defined]
     if made is not None:
         summary["forecast"] = made
     for feature in features_on(run.config):
@@ -119,11 +120,6 @@ def write_summary(run: "Run", status: str, started: float, error: BaseException 
         with contextlib.suppress(OSError, UserError, RunError):  # a full disk is said where it matters
             report.write_own(run.dir)
     return summary
-
-
-def forecast_of(run: "Run") -> dict[str, float] | None:
-    """What a run with a budget was expected to end at: bits per byte, low and high, and the step when it was said."""
-    return next((c.made for c in run.trainer.callbacks if isinstance(c, Forecast)), None)  # type: ignore[attr-defined]
 
 
 def peak_memory() -> int:
