@@ -89,16 +89,17 @@ class Status:
         if _quiet or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb" or os.environ.get("RANK", "0") != "0":
             return
         self._text = visible(text)
-        self._draw(f"- {self._text}")
+        self._draw()
 
     def stop(self) -> None:
         """Takes the line away; the screen is as it was."""
         if self._text:
             self._text = ""
-            self._draw("")
+            sys.stderr.write("\r\033[K")
+            sys.stderr.flush()
 
-    def _draw(self, line: str) -> None:
-        sys.stderr.write(f"\r\033[K{line}")
+    def _draw(self) -> None:
+        sys.stderr.write(f"\r\033[K- {self._text}")
         sys.stderr.flush()
 
 
