@@ -89,17 +89,16 @@ class Status:
         if _quiet or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb" or os.environ.get("RANK", "0") != "0":
             return
         self._text = visible(text)
-        self._draw()
+        self._draw(f"- {self._text}")
 
     def stop(self) -> None:
         """Takes the line away; the screen is as it was."""
         if self._text:
             self._text = ""
-            sys.stderr.write("\r\033[K")
-            sys.stderr.flush()
+            self._draw("")
 
-    def _draw(self) -> None:
-        sys.stderr.write(f"\r\033[K- {self._text}")
+    def _draw(self, line: str) -> None:
+        sys.stderr.write(f"\r\033[K{line}")
         sys.stderr.flush()
 
 

@@ -15,7 +15,7 @@ sys.argv[:] = ["train", *sys.argv[1:]]
 sys.stderr.isatty = lambda: True
 import lmtrain.terminal
 
-def seen(self):
+def seen(self, line):
     print(json.dumps([self._text, sorted(sys.modules)]))
     raise SystemExit
 
