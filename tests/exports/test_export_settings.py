@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
+from chats import write_chats
 from helpers_models import tiny
 from inprocess import Ended, message, run, train_tiny
 from lmtrain.data import tokenizers
@@ -159,3 +160,32 @@ def test_no_sentencepiece_model_no_more_files(corpus: Path, tmp_path: Path) -> N
     folder = tmp_path / "run" / "export"
     assert not list(folder.glob("*.model"))
     assert "added_tokens_decoder" not in json.loads((folder / "tokenizer_config.json").read_text())
+
+
+@pytest.mark.parametrize("written_by_template", [False, True])
+def test_a_template_without_the_beginning_of_text_is_pointed_out(
+    written_by_template: bool, corpus: Path, tmp_path: Path
+) -> None:
+    """llama.cpp begins every chat with it, which the model would never have seen."""
+    base = save_pretrained(tmp_path / "base", max_position_embeddings=1024)
+    file = base / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    end = "<|endoftext|>"
+    tokenizer["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": end, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {end: {"id": end, "ids": [256], "tokens": [end]}},
+    }
+    file.write_text(json.dumps(tokenizer))
+    template = tmp_path / "own.jinja"
+    template.write_text(
+        ("{{ bos_token }}" if written_by_template else "")
+        + "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{{ eos_token }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    chats = [f"data.path={write_chats(tmp_path / 'chats.jsonl', 20)}", "data=chat_jsonl", "objective=sft"]
+    done = run("train", *SHORT, *chats, f"model.name_or_path={base}", "data.seq_len=512", "trainer.max_steps=1",
+               f"data.chat_template={template}", f"run.dir={tmp_path / 'run'}", "export.enabled=false")  # fmt: skip
+    assert done.code == 0, done.err
+    assert ("note: the chat template doesn't write <|endoftext|>" in done.out) != written_by_template

@@ -122,19 +122,22 @@ def resolve(config: Config) -> None:
 
 def vocabulary(config: Config) -> Vocabulary:
     """Vocabulary size of the tokenizer that the run would have; UserError where only the data tells."""
-    t, size = config.tokenizer, config.model.vocab_size
+    t = config.tokenizer
+    added = list(t.add_tokens or [])
+    if t.kind == "bpe" and t.vocab_size:
+        return Vocabulary(t.vocab_size, added)
     if t.kind in ("bpe", "char"):
-        size = t.vocab_size if t.kind == "bpe" and t.vocab_size else size
-        if size is None:
+        if config.model.vocab_size is None:
             raise UserError(f"how many tokens tokenizer={t.kind} will have is in the data: set model.vocab_size")
-    else:
-        try:
-            return Vocabulary(len(tokenizers.load_or_train(t, lambda _: iter(()), tokenizers.identity(t))), [])
-        except UserError:
-            size = 50257 if (t.name_or_path or "").rpartition("/")[2] == "gpt2" else size
-            if size is None:
-                raise
-    return Vocabulary(size, list(t.add_tokens or []))
+        return Vocabulary(config.model.vocab_size, added)
+    try:
+        return Vocabulary(len(tokenizers.load_or_train(t, lambda _: iter(()), tokenizers.identity(t))), [])
+    except UserError:
+        if (t.name_or_path or "").rpartition("/")[2] == "gpt2":
+            return Vocabulary(50257, added)
+        if config.model.vocab_size is None:
+            raise
+        return Vocabulary(config.model.vocab_size, added)
 
 
 def build(config: Config, tokens: int | None = None) -> PreTrainedModel:

@@ -27,6 +27,7 @@ from lmtrain.data.text import leakage
 from lmtrain.data.text.windows import Windows
 from lmtrain.data.val_sets import count
 from lmtrain.distributed import devices, ranks
+from lmtrain.errors import UserError
 from lmtrain.files import write_atomic
 from lmtrain.models import dial, flops
 from lmtrain.models.blocks import decoder_blocks
@@ -145,7 +146,7 @@ def plan_rows(run: "Run", resumed_from: str | None, done: int) -> list[tuple[str
         ("compute", f"{si(per_token, 'FLOP')} a token, {si(per_token * tokens, 'FLOP')} in all"),
         ("memory", memory_words(model, c)),
         ("precision", f"{c.trainer.precision}{instead_words(c)} on {run.trainer.world_size} x "
-                      f"{devices.device_name(c.trainer.accelerator)}{compile_words(run)}"
+                      f"{devices.device_name(c.trainer.accelerator)}{matmul_words(c)}{compile_words(run)}"
                       f"{checkpointing_words(c)}"),
         *(row for feature in features_on(c) for row in feature.plan_rows(model, c)),
         *(("no GPU", why) for why in [devices.why_not_used()] if why),
@@ -179,6 +180,11 @@ def compile_words(run: "Run") -> str:
     return f", not compiled: {why or 'trainer.compile=false'}"
 
 
+def matmul_words(c: "Config") -> str:
+    words = {"high": ", fp32 products in TF32", "medium": ", fp32 products in bf16"}
+    return words.get(c.trainer.float32_matmul_precision, "")
+
+
 def instead_words(c: "Config") -> str:
     """What is computed where it isn't what was asked for; Lightning's own warning of it is not shown."""
     replaced = c.trainer.precision == "16-mixed" and c.trainer.accelerator == "cpu"
@@ -209,10 +215,10 @@ def _seen_in_training(run: "Run") -> str:
 
 
 def groups_table(run: "Run") -> Table:
-    headers = ("parameter group", "tensors", "parameters", "lr", "weight decay")
-    table = Table(*headers, box=None, padding=(0, 2), header_style="dim")
-    for column in table.columns[1:]:
-        column.justify = "right"
+    table = Table(box=None, padding=(0, 2), header_style="dim")
+    for header, justify in (("parameter group", "left"), ("tensors", "right"), ("parameters", "right"),
+                            ("lr", "right"), ("weight decay", "right")):  # fmt: skip
+        table.add_column(header, justify=justify)  # type: ignore[arg-type]
     for name, tensors, parameters, lr, decay in table_rows(run.objective._optimizer.param_groups):
         table.add_row(name, f"{tensors:,}", f"{parameters:,}", f"{lr:g}", f"{decay:g}")
     return table
@@ -315,6 +321,11 @@ def advice(run: "Run") -> list[str]:
             f"noise, so the last checkpoint is taken for the best (checkpoint.min_val_rows=0 compares them all the "
             f"same; data.val_path names more rows)"
         )
+    if c.data.rows != "text" and leaves_out_bos(corpus.tokenizer):
+        notes.append(
+            f"the chat template doesn't write {corpus.tokenizer.bos_token}, which the tokenizer puts before plain "
+            f"text: the model is trained without it, but llama.cpp (GGUF) begins every chat with it (docs/sft.md)"
+        )
     return notes
 
 
@@ -354,3 +365,16 @@ def unlikely(c: Config, total_steps: int) -> list[str]:
             f"before the end (schedule.warmup_ratio=0.02)"
         )
     return notes
+
+
+def leaves_out_bos(tokenizer: Any) -> bool:
+    """Whether a chat begins without the token that plain text begins with."""
+    from lmtrain.data.chat.templates import own_template, user_turn
+
+    template, plain = own_template(tokenizer), tokenizer("a")["input_ids"]
+    if template is None or tokenizer.bos_token_id is None or plain[0] != tokenizer.bos_token_id:
+        return False
+    try:
+        return user_turn(tokenizer, template, "a", None)[0] != tokenizer.bos_token_id
+    except UserError:  # a template that takes no such turn
+        return False
