@@ -41,6 +41,8 @@ from lmtrain.objectives.base import Objective
 from lmtrain.objectives.grpo_options import GRPOOptions
 from lmtrain.run_folder.folder import RunDir
 
+_PAUSES = 60  # seconds between attempts to read, which ranks wait besides
+
 
 def check_monitors(
     config: Config, corpus: Corpus, objective: Objective, samples: Samples | None, val_sets: dict[str, ValSet]
@@ -214,9 +216,22 @@ def build_feed(
     if corpus.stream is None:
         return None
     assert isinstance(corpus.train, StreamRows)
+    check_patience(config)
     corpus.train.folder = run_dir.ring
     world.from_first(lambda: _make_empty(run_dir.ring))
     return FeedStream(corpus.stream, corpus.train, stop, total_steps, config.data.ring_patience or 0.0)
+
+
+def check_patience(config: Config) -> None:
+    """UserError where other ranks would give up on the first one while it still tries to read."""
+    patience = config.data.ring_patience or 0.0
+    longest = config.trainer.rank_timeout - _PAUSES
+    if world.size() > 1 and patience > longest:
+        raise UserError(
+            f"data.ring_patience={patience:g}: the ranks wait for the one that reads, and give up after trainer."
+            f"rank_timeout={config.trainer.rank_timeout} seconds: set data.ring_patience={max(0, longest)} or less, or "
+            f"trainer.rank_timeout={math.ceil(patience) + _PAUSES}"
+        )
 
 
 def _make_empty(folder: Path) -> None:
