@@ -5,8 +5,10 @@ of this module. Imports nothing that is slow.
 """
 
 import io
+import itertools
 import os
 import sys
+import threading
 import unicodedata
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -82,23 +84,39 @@ class Status:
     Written without rich, whose import would be waited for too.
     """
 
-    _text = ""
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._ended = threading.Event()
+        self._text = ""
 
     def say(self, text: str) -> None:
-        """Shows `text` at once, in place of what it showed before."""
+        """Shows `text` at once, with a sign that turns; in place of what it showed before."""
         if _quiet or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb" or os.environ.get("RANK", "0") != "0":
             return
         self._text = visible(text)
-        self._draw(f"- {self._text}")
+        self._draw("-")
+        if self._thread is None:
+            self._ended.clear()
+            self._thread = threading.Thread(target=self._turn, daemon=True)
+            self._thread.start()
 
     def stop(self) -> None:
         """Takes the line away; the screen is as it was."""
-        if self._text:
-            self._text = ""
-            self._draw("")
+        if self._thread is not None:
+            self._ended.set()
+            self._thread.join()
+            self._thread = None
+            sys.stderr.write("\r\033[K")
+            sys.stderr.flush()
 
-    def _draw(self, line: str) -> None:
-        sys.stderr.write(f"\r\033[K{line}")
+    def _turn(self) -> None:
+        for sign in itertools.cycle("\\|/-"):
+            if self._ended.wait(0.15):
+                return
+            self._draw(sign)
+
+    def _draw(self, sign: str) -> None:
+        sys.stderr.write(f"\r\033[K{sign} {self._text}")
         sys.stderr.flush()
 
 

@@ -15,7 +15,7 @@ sys.argv[:] = ["train", *sys.argv[1:]]
 sys.stderr.isatty = lambda: True
 import lmtrain.terminal
 
-def seen(self, line):
+def seen(self, sign):
     print(json.dumps([self._text, sorted(sys.modules)]))
     raise SystemExit
 
