@@ -32,6 +32,7 @@ CONTEXTS: list[list[str]] = [
     ["objective=distill", "data=chat_jsonl"],
     ["objective=reward", "data=preference_jsonl"],
     ["logger=wandb"],
+    ["debug=replay"],
     ["model=memory_nano"],
     ["sweep=optuna"],
 ]

@@ -108,13 +108,36 @@ def test_bad_steps_are_skipped_and_end_the_run(exploding: tuple[Path, Ended]) ->
     report = json.loads(report_file.read_text())
     assert report_file.with_suffix(".pt").exists()
     assert len(report["epoch_and_row_ids"]) == 6
-    assert "trainer.detect_anomaly=true" in done.err
+    assert f"debug=replay debug.step={report['step']}" in done.err
     rows = stable_rows(run_dir)
     bad = [r["bad_steps"] for r in rows if "bad_steps" in r]
     assert bad[-1] >= 2
     assert rows[report["step"]]["train/loss"] is None, "not a number in JSON is null"
     # What was saved on the way is whole.
     assert all(store.damage(p) is None for p in store.scan(run_dir / "checkpoints"))
+
+
+def test_replay_runs_that_very_step_again(exploding: tuple[Path, Ended], corpus: Path) -> None:
+    run_dir, _ = exploding
+    step = json.loads(next(run_dir.glob("bad_step_*.json")).read_text())["step"]
+    before = snapshot(run_dir)
+    replay = ["trainer.compile=true", "debug=replay", f"debug.step={step}"]
+    done = train_here(corpus, run_dir, "data.micro_batch_size=2", *EXPLODING, *replay)
+    assert done.code == 0, done.err
+    assert f"replaying step {step}" in done.out
+    assert "skipped" in done.out
+    assert "model.transformer.h.0.ln_1" in done.out, "blocks are looked into, though the run compiles them"
+    assert snapshot(run_dir) == before, "it only looks"
+
+
+def test_replay_of_a_good_step_gives_its_logged_numbers(four_steps: Path, corpus: Path) -> None:
+    """Step 2, counted from 0, is the third row: its gradient norm is the logged one, though no checkpoint is near."""
+    logged = [r for r in stable_rows(four_steps) if "train/loss" in r][2]
+    done = train_here(corpus, four_steps, *BASE, "debug=replay", "debug.step=2")
+    assert done.code == 0, done.err
+    assert f"{logged['grad_norm']:.6g}" in done.out
+    assert f"{logged['train/loss']:.6g}" in done.out
+    assert "applied" in done.out
 
 
 def test_checkpoints_after_the_one_resumed_never_count(corpus: Path, tmp_path: Path) -> None:

@@ -124,9 +124,8 @@ class BadSteps(pl.Callback):
         raise RunError(
             f"{in_a_row} updates in a row were skipped (loss or gradient not finite, or a loss spike), {total} in all, "
             f"from step {start} on. Its micro-batch {worst} and row ids are in {self.folder / name}.pt and .json. "
-            f"The same command with trainer.detect_anomaly=true ends at the operation whose gradient is not a number. "
-            f"What helps most often: a lower optimizer.lr, a longer schedule.warmup_steps, trainer.precision=32-true, "
-            f"objective.z_loss=1e-4"
+            f"Run that very step again: same command with debug=replay debug.step={start}. What helps most often: a "
+            f"lower optimizer.lr, a longer schedule.warmup_steps, trainer.precision=32-true, objective.z_loss=1e-4"
         )
 
     def micro_batch_losses(self, module: Objective, micro_batches: list[dict[str, torch.Tensor]]) -> list[float]:

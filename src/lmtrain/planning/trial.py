@@ -84,7 +84,7 @@ def config_of(config: Config, folder: Path, steps: int, **ends: Any) -> Config:
     trial.callbacks.samples.every_n_validations, trial.callbacks.samples.metrics = 0, []
     trial.callbacks.progress.style = "none"
     trial.export.enabled = trial.report.enabled = False
-    trial.checkpoint.async_save, trial.logger = False, {}
+    trial.checkpoint.async_save, trial.logger, trial.debug = False, {}, {}
     ends |= {"_target_": "lmtrain.callbacks.stopping.EndsEarly", "path": str(folder / "curve.jsonl"), "steps": steps}
     trial.callbacks.extra = [*trial.callbacks.extra, ends]
     return trial

@@ -22,6 +22,8 @@ from lmtrain.terminal import status
 
 def start(config: Config) -> int:
     """Trains as `config` says, in this process or in one per device; returns the exit code."""
+    if config.debug.get("mode") == "replay":
+        return _replay(config)
     layout = ranks.find()
     if layout is not None:
         return _as_rank(config, layout)
@@ -52,6 +54,14 @@ def start(config: Config) -> int:
     finally:
         if fresh:
             folder.discard_if_unused(existed)
+
+
+def _replay(config: Config) -> int:
+    from lmtrain.distributed import devices
+    from lmtrain.run import replay
+
+    devices.resolve_auto(config)
+    return replay.replay(config)
 
 
 def _session(config: Config, folder: RunDir) -> int:

@@ -1,0 +1,124 @@
+"""Replays one step of a run exactly and inspects it: `debug=replay debug.step=N` added to the run's command.
+
+Starts from the newest checkpoint at or before that step. Order, dropout and weights follow from it, so the step is the
+very one that was trained. Nothing in the run's folder is touched.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from lmtrain import terminal
+from lmtrain.checkpoints import store
+from lmtrain.config.schema import Config
+from lmtrain.distributed import devices
+from lmtrain.errors import FINISHED, UserError
+from lmtrain.objectives.base import Objective
+from lmtrain.objectives.routing import hold_to
+from lmtrain.run import build, resume
+from lmtrain.run_folder import folder as run_dir
+from lmtrain.run_folder.folder import RunDir
+from lmtrain.terminal import quiet_libraries
+
+
+def replay(config: Config) -> int:
+    """Prints what is not finite in step debug.step, each micro-batch's loss and the largest gradients."""
+    run = RunDir(run_dir.locate(config))
+    step = config.debug.get("step")
+    if not isinstance(step, int) or step < 0:
+        raise UserError(f"debug.step={step}: a step counted from 0 is needed")
+    if not run.config.exists():
+        raise UserError(f"{run.path} holds no run: give the run.dir or run.name of the run to look into")
+    devices.set_threads(config.trainer.num_threads, 1)
+    quiet_libraries()
+    t = config.trainer
+    t.compile = False  # a compiled block has no modules to look into
+    t.devices, t.num_nodes, t.strategy, t.profiler = 1, 1, "auto", None
+    corpus = build.build_corpus(config)
+    objective = build.build_objective(config, corpus, step + 1)
+    checkpoint = _newest_at_or_before(run.checkpoints, step)
+    if checkpoint is not None:
+        saved = store.load_trainer_state(checkpoint)
+        hold_to(objective, saved["fingerprint"], config.router.over_layers)
+        ours = resume.named_alike(objective.fingerprint, saved["fingerprint"], corpus)
+        resume.check_fingerprint(checkpoint, saved["fingerprint"], ours, config, print)
+        objective.schedule_steps = saved["schedule_steps"]
+        objective.continue_from(saved)
+    else:
+        objective.schedule_steps = config.trainer.max_steps or step + 1
+    microscope = Microscope(step)
+    trainer = build.build_trainer(config, run, [microscope], None, step + 1)
+    datamodule = build.build_datamodule(config, corpus, step + 1)
+    console = terminal.console()
+    console.print(f"replaying step {step} from {checkpoint.name if checkpoint else 'the beginning'}")
+    trainer.fit(objective, datamodule=datamodule, ckpt_path=checkpoint, weights_only=True)
+    microscope.show(console, objective)
+    return FINISHED
+
+
+def _newest_at_or_before(folder: Path, step: int) -> Path | None:
+    for path in reversed([p for p in store.scan(folder) if store.step_of(p) <= step]):
+        problem = store.damage(path)
+        if problem is None:
+            return path
+        print(f"checkpoint {path.name} is damaged ({problem}); falling back to the one before, or the beginning")
+    return None
+
+
+class Microscope(pl.Callback):
+    """Watches one step: module outputs as they are computed, gradients before they are clipped."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.not_finite: list[str] = []
+        self.gradients: list[tuple[float, str]] = []
+        self.micro_batch_losses: list[float] = []
+        self.rows: list[Any] = []
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step != self.step:
+            return
+        assert isinstance(pl_module, Objective)
+        assert trainer.train_dataloader is not None
+        self.rows = trainer.train_dataloader.dataset.row_ids(self.step).tolist()
+        for name, module in pl_module.model.named_modules():
+            module.register_forward_hook(self._hook(name or "loss"))
+
+    def _hook(self, name: str) -> Any:
+        def look(_module: torch.nn.Module, _inputs: Any, output: Any) -> None:
+            if name == "loss":
+                self.micro_batch_losses.append(float(output.loss_sum.detach() / output.n_tokens.clamp(min=1)))
+            tensors = [t for t in torch.utils._pytree.tree_leaves(output) if isinstance(t, torch.Tensor)]
+            floating = [t for t in tensors if t.is_floating_point()]
+            if any(not bool(torch.isfinite(t).all()) for t in floating) and name not in self.not_finite:
+                self.not_finite.append(name)
+
+        return look
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        if trainer.global_step == self.step:
+            assert isinstance(pl_module, Objective)
+            named = pl_module.model.model.named_parameters()
+            self.gradients = [(float(p.grad.norm()), name) for name, p in named if p.grad is not None]
+
+    def show(self, console: Console, module: Objective) -> None:
+        table = Table(title=f"step {self.step}", title_justify="left", box=None)
+        table.add_column(style="bold")
+        table.add_column(overflow="fold")
+        losses = ", ".join(f"{loss:.6g}" for loss in self.micro_batch_losses)
+        table.add_row("loss of each micro-batch", losses)
+        table.add_row("gradient norm", f"{float(module.grad_norm):.6g}")
+        table.add_row("update", "skipped" if module.guard.counts()[1] else "applied")
+        table.add_row("outputs not finite, first to last", ", ".join(self.not_finite[:5]) or "none")
+        bad = [name for norm, name in self.gradients if not norm < float("inf")]
+        table.add_row("gradients not finite", ", ".join(bad[:5]) or "none")
+        largest = sorted((g for g in self.gradients if g[0] < float("inf")), reverse=True)[:5]
+        table.add_row("largest gradients", ", ".join(f"{name} {norm:.3g}" for norm, name in largest))
+        table.add_row("(epoch, row) of the step", str(self.rows[:16]) + (" ..." if len(self.rows) > 16 else ""))
+        console.print(table)
