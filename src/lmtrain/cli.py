@@ -81,6 +81,8 @@ def plain(action: Callable[[], int], reader_may_leave: bool = True) -> int:
     except (UserError, errors.RunError) as error:
         print_from_rank(error)
         return error.exit_code
+    except (MemoryError, RuntimeError, SystemError) as error:
+        return _out_of_memory(error)
     except BrokenPipeError:
         if not reader_may_leave:
             raise
@@ -91,17 +93,22 @@ def plain(action: Callable[[], int], reader_may_leave: bool = True) -> int:
         errors.print_error("interrupted (Ctrl-C); completed work is kept, and the same command continues")
         return 130
     except BaseException as error:
-        if errors.out_of_memory(error):
-            errors.print_error(
-                "out of memory: the machine's memory, or the limit of this user or job, is used up: free or raise it"
-            )
-        elif errors.is_panic(error):
-            errors.print_error(f"tokenizers, safetensors or another Rust library failed on a file: {error}")
-        else:
+        if not errors.is_panic(error):
             raise
+        errors.print_error(f"tokenizers, safetensors or another Rust library failed on a file: {error}")
         return errors.FAILED
     finally:
         terminal.status.stop()
+
+
+def _out_of_memory(error: BaseException) -> int:
+    """Says that host memory ran out; raises any other error again."""
+    if not errors.out_of_memory(error):
+        raise error
+    errors.print_error(
+        "out of memory: the machine's memory, or the limit of this user or job, is used up: free some or raise it"
+    )
+    return errors.FAILED
 
 
 def run(verb: str, action: Callable[["Config"], int], argv: list[str] | None = None) -> int:
