@@ -69,13 +69,17 @@ def versions() -> dict[str, str]:
 
 def git_state() -> dict[str, Any] | None:
     """{commit, dirty} of the repository that the working folder is in, null outside; dirty: tracked files differ."""
-    # Without the repository's own file-system monitor, a program that its config names; by no tag.
-    line = ["git", "-c", "core.fsmonitor=false", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
     try:
-        said = subprocess.run(line, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+        commit = _git("rev-parse", "HEAD")
+        return {"commit": commit.strip(), "dirty": bool(_git("status", "--porcelain", "--untracked-files=no").strip())}
     except (OSError, subprocess.SubprocessError):
         return None
-    return {"commit": said.removesuffix("-dirty"), "dirty": said.endswith("-dirty")}
+
+
+def _git(*words: str) -> str:
+    # Without the repository's own file-system monitor, a program that its config names.
+    line = ["git", "-c", "core.fsmonitor=false", *words]
+    return subprocess.run(line, capture_output=True, text=True, timeout=10, check=True).stdout
 
 
 def write_summary(run: "Run", status: str, started: float, error: BaseException | None = None) -> dict[str, Any]:
