@@ -71,34 +71,26 @@ def door(verb: str, place: str) -> Callable[..., int]:
     return main_of(verb, action)
 
 
-def plain(action: Callable[[], int], reader_may_leave: bool = True) -> int:
-    """Runs a command; returns the exit code. A mistake is one message."""
+def plain(action: Callable[[], int]) -> int:
+    """Runs a command that reads no config; returns the exit code. A mistake is one message."""
     terminal.lenient()
     try:
         code = action()
         sys.stdout.flush()
         return code
     except (UserError, errors.RunError) as error:
-        print_from_rank(error)
+        errors.print_error(str(error))
         return error.exit_code
+    except BrokenPipeError:
+        return _reader_left()
     except (MemoryError, RuntimeError, SystemError) as error:
         return _out_of_memory(error)
-    except BrokenPipeError:
-        if not reader_may_leave:
-            raise
-        # Whoever read the output (head, less) wants no more of it: what Python would flush at the end goes nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return errors.FINISHED
-    except KeyboardInterrupt:
-        errors.print_error("interrupted (Ctrl-C); completed work is kept, and the same command continues")
-        return 130
-    except BaseException as error:
-        if not errors.is_panic(error):
-            raise
-        errors.print_error(f"tokenizers, safetensors or another Rust library failed on a file: {error}")
-        return errors.FAILED
-    finally:
-        terminal.status.stop()
+
+
+def _reader_left() -> int:
+    """Whoever read the output (head, less) wants no more of it: what Python would flush at the end goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return errors.FINISHED
 
 
 def _out_of_memory(error: BaseException) -> int:
@@ -114,9 +106,9 @@ def _out_of_memory(error: BaseException) -> int:
 def run(verb: str, action: Callable[["Config"], int], argv: list[str] | None = None) -> int:
     """Runs one verb: parses `argv`, composes and checks the config, calls `action`; returns the exit code."""
     ranks.limit_spinning()
-    words = sys.argv[1:] if argv is None else argv
-
-    def job() -> int:
+    terminal.lenient()
+    try:
+        words = sys.argv[1:] if argv is None else argv
         ranks.note_typed(words)
         args = parse(verb, words)
         if args.version:
@@ -142,8 +134,25 @@ def run(verb: str, action: Callable[["Config"], int], argv: list[str] | None = N
         checked = _composed(verb, args, read)
         terminal.status.stop()
         return errors.FINISHED if args.cfg else action(checked)
-
-    return plain(job, reader_may_leave=verb != "train" or bool({"--cfg", "-c"} & {*words}))
+    except (UserError, errors.RunError) as error:
+        print_from_rank(error)
+        return error.exit_code
+    except (MemoryError, RuntimeError, SystemError) as error:
+        return _out_of_memory(error)
+    except BrokenPipeError:
+        if verb == "train" and not args.cfg:
+            raise
+        return _reader_left()
+    except KeyboardInterrupt:
+        errors.print_error("interrupted (Ctrl-C); completed work is kept, and the same command continues")
+        return 130
+    except BaseException as error:
+        if not errors.is_panic(error):
+            raise
+        errors.print_error(f"tokenizers, safetensors or another Rust library failed on a file: {error}")
+        return errors.FAILED
+    finally:
+        terminal.status.stop()
 
 
 def _say_that_it_runs(verb: str, args: argparse.Namespace, words: list[str]) -> None:

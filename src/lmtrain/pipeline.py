@@ -73,7 +73,13 @@ def main(argv: list[str] | None = None) -> int:
         known = ", ".join(sorted(path.stem for path in (conf_dir() / "pipeline").glob("*.yaml")))
         print(HELP.format(what=cli.OTHERS["pipeline"], known=known))
         return errors.FINISHED
-    return cli.plain(lambda: _run(args))
+    try:
+        return cli.plain(lambda: _run(args))
+    except KeyboardInterrupt:
+        errors.print_error("interrupted (Ctrl-C); no stage was running, and the same command continues")
+        return 130
+    finally:
+        terminal.status.stop()
 
 
 if __name__ == "__main__":
