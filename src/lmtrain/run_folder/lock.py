@@ -5,7 +5,7 @@ by mistake. The operating system gives the lock back when its holder has ended, 
 """
 
 import contextlib
-import shutil
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,29 +39,41 @@ def held(folder: Path, patience: float = _PATIENCE_SECONDS) -> Iterator[None]:
             refused.
     """
     lock = FileLock(folder / NAME)
+    with contextlib.suppress(OSError):
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            _wait(lock, folder, patience)
     try:
-        with contextlib.suppress(OSError):
-            try:
-                lock.acquire(timeout=0)
-            except Timeout:
-                _wait(lock, folder, patience)
         yield
     finally:
         lock.release()
 
 
 def _wait(lock: FileLock, folder: Path, patience: float) -> None:
+    try:
+        opened = os.open(folder, os.O_RDONLY)  # no new folder gets this one's inode while it is open
+    except FileNotFoundError:
+        raise _removed(folder) from None
     print(f"another process is still training in {folder}: waiting for it to end", flush=True)
     try:
         lock.acquire(timeout=patience, poll_interval=0.2)
-        if any(path.name != NAME for path in folder.iterdir()):
-            return
-        shutil.rmtree(folder)  # acquiring has made it again
+        if folder.stat().st_ino != os.fstat(opened).st_ino:  # acquiring made it again
+            (folder / NAME).unlink()
+            lock.release()
+            with contextlib.suppress(OSError):  # not empty: another process is in it
+                folder.rmdir()
+            raise _removed(folder)
     except Timeout:
         raise RunError(
             f"another process has been training in {folder} for {patience:.0f} s while this one waited: "
             f"let it finish or end it, or give this run another run.name"
         ) from None
     except FileNotFoundError:
-        pass
-    raise RunError(f"the run that this one waited for did not begin, and removed {folder}: start this one again")
+        raise _removed(folder) from None
+    finally:
+        os.close(opened)
+
+
+def _removed(folder: Path) -> RunError:
+    return RunError(f"the run that this one waited for did not begin, and removed {folder}: start this one again")
