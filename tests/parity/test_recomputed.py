@@ -301,6 +301,7 @@ def test_the_summary(text_run: Path) -> None:
         assert found["validation" if part == "val" else part] == own
     assert found["best_metric"] == {"val/loss": min(row["val/loss"] for row in val)}
     numbers = {k for k, v in found.items() if isinstance(v, int | float)} | {"train", "validation", "best_metric"}
+    numbers |= {f"speed_of.{k}" for k in ("parameters", "trained")}
     assert numbers == definitions.OF_SUMMARY.keys()
 
 

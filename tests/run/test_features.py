@@ -35,6 +35,9 @@ class Doubled(Feature):
     def content(self, model: PreTrainedModel, config: Config) -> int:
         return self.factor
 
+    def speed(self, config: Config) -> dict[str, str]:
+        return {"final_norm": "doubled"}
+
     def summary(self, model: PreTrainedModel, config: Config) -> dict[str, int]:
         return {"final_norm_factor": self.factor}
 
@@ -55,7 +58,7 @@ def test_a_feature_of_a_tests_own(
     assert losses[0] != losses[1]
     assert "the final norm times 2" in (tmp_path / "run" / "plan.txt").read_text()
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["final_norm_factor"] == 2
+    assert (summary["final_norm_factor"], summary["speed_of"]["final_norm"]) == (2, "doubled")
     assert torch.isfinite(load_file(tmp_path / "run" / "export" / "model.safetensors")["transformer.wte.weight"]).all()
 
     if then == "gone":

@@ -8,7 +8,7 @@ import pytest
 
 import lmtrain
 from inprocess import train_tiny
-from lmtrain.run.plan import advice, span
+from lmtrain.run.plan import advice
 
 
 def test_a_cpu_has_no_16_mixed(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,9 +32,3 @@ def test_a_depth_that_the_text_cannot_feed_is_named_with_the_one_that_it_can(
     notes = " ".join(advice(run._run))
     fed = math.floor((2 * run._run.corpus.epoch_tokens / (12 * 32**2)) ** (1 / 3))
     assert f"seen 1.6 times, are too many: it will learn them by heart; model.depth={fed} is what" in notes
-
-
-@pytest.mark.parametrize(("seconds", "said"), [(0.2, "1 s"), (89, "89 s"), (90, "1.5 minutes"), (5400, "1.5 hours"),
-                                               (86400 * 2, "2.0 days")])  # fmt: skip
-def test_span(seconds: float, said: str) -> None:
-    assert span(seconds) == said

@@ -41,6 +41,10 @@ class Feature:
         """What a checkpoint has to agree in beside the keys, as JSON can hold it; None where keys tell it all."""
         return None
 
+    def speed(self, config: Config) -> Mapping[str, str]:
+        """What tokens/s depends on (summary.json, speed_of)."""
+        return {}
+
     def summary(self, model: PreTrainedModel, config: Config) -> Mapping[str, Any]:
         """Entries of summary.json."""
         return {}

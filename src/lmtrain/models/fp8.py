@@ -52,6 +52,9 @@ class Fp8(Feature):
             "longer than is gained: trainer.compile=true, or trainer.precision=bf16-mixed"
         ]
 
+    def speed(self, config: Config) -> dict[str, str]:
+        return {"precision": f"{FP8} {config.trainer.fp8_recipe}"}
+
 
 def why_not(t: TrainerConfig) -> str | None:
     """Why nothing can be multiplied in 8 bits here, and what to do; None where it can."""

@@ -25,7 +25,8 @@ from lmtrain.data import tokenizers
 from lmtrain.distributed import devices
 from lmtrain.errors import UserError
 from lmtrain.models import flops
-from lmtrain.run.plan import gib, si, time_words
+from lmtrain.run import plan_time
+from lmtrain.run.plan import gib, si
 
 # Name: (GiB of memory, the name in models.flops.PEAK_FLOPS), from the vendors' data sheets.
 DEVICES = {
@@ -272,6 +273,10 @@ def rows(model: Any, config: Config, device: Device) -> list[tuple[str, str]]:
     world = int(t.devices) * t.num_nodes
     kept = c.checkpoint.keep_last + c.checkpoint.keep_best
     saved = checkpoint_bytes(model, c)
+    width = 2 if model.config.get_text_config().vocab_size <= 2**16 else 4
+    bins = f"{width} bytes a token" + (
+        f", {si(width * tokens, 'B')} for {si(tokens)} different tokens" if tokens else ""
+    )
     found = [
         ("model", f"{c.model.name}: {total:,} parameters ({si(trained)} trained, {si(tables)} in embeddings)"),
         ("devices", f"{world} x {device.words}, {gib(device.bytes)} each; {t.precision}, {c.optimizer.name}"),
@@ -281,13 +286,23 @@ def rows(model: Any, config: Config, device: Device) -> list[tuple[str, str]]:
             f"{si(per_token, 'FLOP')} a token" + (f", {si(per_token * tokens, 'FLOP')} in all" if tokens else ""),
         ),
         ("checkpoint", f"{gib(saved)}; up to {kept} kept: {gib(kept * saved)}"),
+        ("bins", bins),
     ]
+    return [*found, ("time", time_words(c, device, tokens, per_token, world))]
+
+
+def time_words(c: Config, device: Device, tokens: int | None, per_token: float, world: int) -> str:
+    """How long the run takes, and by which speed."""
+
+    speed, by = c.estimate.tokens_per_s, "estimate.tokens_per_s"
+    if speed is None and device.peak is not None:
+        speed = c.estimate.mfu * device.peak * world / per_token
+        by = f"{c.estimate.mfu:.0%} of the peak, {speed:,.0f} tokens/s"
     if tokens is None:
-        time = "set trainer.max_steps: how many an epoch has is in the data"
-    else:
-        unknown = "not known for this device: set estimate.tokens_per_s to what a short run reaches"
-        time = time_words(c, tokens, per_token, device.peak, world) or unknown
-    return [*found, ("time", time)]
+        return "set trainer.max_steps: how many an epoch has is in the data"
+    if speed is None:
+        return "not known for this device: set estimate.tokens_per_s to what a short run reaches"
+    return f"{plan_time.span(tokens / speed)} ({by})"
 
 
 def memory_table(found: dict[str, dict[str, int]], room: float) -> Any:

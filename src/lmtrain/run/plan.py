@@ -5,7 +5,6 @@ import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from rich.console import Group
 from rich.panel import Panel
 from rich.table import Table
@@ -34,6 +33,7 @@ from lmtrain.models.blocks import decoder_blocks
 from lmtrain.optim.groups import table_rows
 from lmtrain.reports.inspection import row_mask
 from lmtrain.reports.token_view import has_colour, legend, marked, pieces
+from lmtrain.run import plan_time
 from lmtrain.run.features import features_on
 from lmtrain.secrets import shown
 from lmtrain.strategies import sharding
@@ -57,27 +57,6 @@ def si(value: float, unit: str = "") -> str:
 
 def gib(value: float) -> str:
     return f"{value / 2**30:.2f} GiB" if value >= 2**28 else f"{value / 2**20:.0f} MiB"
-
-
-def span(seconds: float) -> str:
-    """90 -> '1.5 minutes'."""
-    seconds = max(seconds, 1)
-    for size, unit in ((86400, "days"), (3600, "hours"), (60, "minutes")):
-        if seconds >= 1.5 * size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.0f} s"
-
-
-def time_words(c: Config, tokens: float, flops_per_token: float, peak: float | None, world_size: int) -> str | None:
-    """Time of training on `tokens`, validation apart, and by which speed; None where that of the device is not known.
-
-    peak: FLOP/s of one of `world_size` devices.
-    """
-    speed, by = c.estimate.tokens_per_s, "estimate.tokens_per_s"
-    if speed is None and peak is not None:
-        speed = c.estimate.mfu * peak * world_size / flops_per_token
-        by = f"at {speed:,.0f} tokens/s, {c.estimate.mfu:.0%} of the peak, estimate.mfu"
-    return f"about {span(tokens / speed)} ({by})" if speed is not None else None
 
 
 def memory_words(model: PreTrainedModel, c: Config) -> str:
@@ -127,7 +106,6 @@ def plan_rows(run: "Run", resumed_from: str | None, done: int) -> list[tuple[str
     per_row, sizes = corpus.epoch_tokens / len(corpus.train), step_sizes(c.data)
     tokens_per_step, tokens = (round(per_row * n) for n in (sizes.last, sizes.before(run.total_steps)))
     per_token = flops.flops_per_token(model, c.data.seq_len)
-    peak = flops.peak_flops(torch.device(c.trainer.accelerator), "bf16-mixed")
     rows = [
         ("model", f"{c.model.name}: {si(total)} parameters ({si(trainable)} trained, {si(embedding)} in embeddings)"),
         *(("adapter", describe_adapter(found, c.peft)) for found in [adapter_of(model)] if found),
@@ -139,8 +117,7 @@ def plan_rows(run: "Run", resumed_from: str | None, done: int) -> list[tuple[str
         ("length", f"{counted(run.total_steps, 'step')}{f' x {tokens_per_step:,}' if len(sizes.values) == 1 else ''}"
                    f" = {si(tokens)} tokens = {tokens / corpus.epoch_tokens:.2f} "
                    f"{'epochs' if corpus.stream is None else 'windows'} of {si(corpus.epoch_tokens)}"),
-        ("time", time_words(c, tokens - per_row * sizes.before(done), per_token, peak, run.trainer.world_size)
-                 or "estimated after the first steps"),
+        ("time", plan_time.words(run, tokens - per_row * sizes.before(done), per_token)),
         *run.objective.plan_rows(),
         ("validation", validation_words(run)),
         ("compute", f"{si(per_token, 'FLOP')} a token, {si(per_token * tokens, 'FLOP')} in all"),

@@ -23,11 +23,11 @@ from lmtrain.config.effect import TRIAL
 from lmtrain.distributed.ranks import typed
 from lmtrain.errors import RunError, UserError
 from lmtrain.exports import model_card
-from lmtrain.models import flops
 from lmtrain.objectives.parts import RECOMPUTED, Definition
 from lmtrain.reports import report
 from lmtrain.run.features import features_on
 from lmtrain.run.going_on import next_commands
+from lmtrain.run.plan_time import speed_of
 from lmtrain.run_folder.folder import asked
 from lmtrain.secrets import command
 
@@ -51,8 +51,8 @@ SUMMARY = {
     ),
     "wall_seconds": Definition("s", "this process", "time since the run was started or resumed"),
     "peak_memory_gib": Definition("GiB", "rank 0", "most GPU memory allocated; without a GPU, most resident memory"),
-    "parameters": Definition("weights", "the model", "all of them, tied ones once"),
-    "trained": Definition("weights", "the model", "those that are trained"),
+    "speed_of.parameters": Definition("weights", "the model", "all of them, tied ones once"),
+    "speed_of.trained": Definition("weights", "the model", "those that are trained"),
 }
 
 
@@ -88,7 +88,6 @@ def write_summary(run: "Run", status: str, started: float, error: BaseException 
     scores = retention.scores(run.dir.checkpoints, run.config.checkpoint.monitor, run.scored_on)
     best = retention.best_of(scores, run.ranking)
     metrics = run.metrics
-    total, trained, _ = flops.parameter_counts(run.objective.model.model)
     summary = {
         "status": status,
         "step": run.trainer.global_step,
@@ -100,8 +99,7 @@ def write_summary(run: "Run", status: str, started: float, error: BaseException 
         "train": metrics.last_train,
         "validation": metrics.last_val,
         "tokens_per_s": round(metrics.train_tokens / metrics.train_seconds, 1) if metrics.train_seconds else None,
-        "parameters": total,
-        "trained": trained,
+        "speed_of": speed_of(run.config, run.objective.model.model, run.trainer.world_size),
         "wall_seconds": round(time.time() - started, 1),
         "device": f"{run.trainer.world_size} x {run.config.trainer.accelerator}",
         "precision": run.config.trainer.precision,

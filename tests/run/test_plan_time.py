@@ -1,0 +1,34 @@
+"""The plan says how long a run will take where an earlier one of its kind tells."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from inprocess import train_tiny
+from lmtrain.run.plan_time import span
+
+
+def time_of(plan: Path) -> str:
+    return re.sub(r"\s+", " ", plan.read_text().partition("time ")[2].partition("validation ")[0])
+
+
+def test_the_speed_of_an_earlier_run_counts(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    quick = ["export.enabled=false", "report.enabled=false"]
+    for name, more in (("first", []), ("same", ["trainer.max_steps=10"]), ("other", ["data.micro_batch_size=3"])):
+        assert train_tiny(corpus, f"run.name={name}", *quick, *more).code == 0
+        if name == "first":
+            path = tmp_path / "outputs" / "first" / "summary.json"
+            path.write_text(json.dumps(json.loads(path.read_text()) | {"tokens_per_s": 4.0}))  # 192 tokens a step
+    outputs = tmp_path / "outputs"
+    assert "no earlier run of this model" in time_of(outputs / "first" / "plan.txt")
+    assert "about 8.0 minutes at 4 tokens/s, the speed of first" in time_of(outputs / "same" / "plan.txt")
+    assert "no earlier run of this model" in time_of(outputs / "other" / "plan.txt")
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(0.2, "1 s"), (89, "89 s"), (90, "1.5 minutes"), (5400, "1.5 hours"),
+                                               (86400 * 2, "2.0 days")])  # fmt: skip
+def test_span(seconds: float, said: str) -> None:
+    assert span(seconds) == said
