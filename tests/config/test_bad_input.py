@@ -208,6 +208,13 @@ def test_setting_a_key_of_early_stopping_turns_it_on(key: str) -> None:
     assert not config.compose([]).callbacks.early_stopping.enabled
 
 
+def test_the_plan_says_when_a_run_stops_early(corpus: Path, here: Path) -> None:
+    ended = train_tiny(corpus, "callbacks.early_stopping.patience=3")
+    assert ended.code == 0, ended.err
+    said = " ".join(ended.out.replace("│", " ").split())
+    assert "early stopping when val/loss (min) has not improved for 3 validations" in said
+
+
 def test_a_run_stops_where_its_score_is_good_enough(corpus: Path, here: Path) -> None:
     six = ["trainer.max_steps=6", "trainer.val_check_interval=2", "run.dir=run"]
     ended = train_tiny(corpus, *six, "callbacks.early_stopping.stop_at=100")

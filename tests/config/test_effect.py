@@ -94,12 +94,13 @@ def test_rows_of_another_kind_name_the_option_to_choose(tmp_path: Path) -> None:
 
 def test_the_plan_says_which_source_a_bare_path_chose(corpus: Path, tmp_path: Path) -> None:
     steps = ["trainer.max_steps=1", "trainer.limit_val_batches=1", f"run.dir={tmp_path / 'run'}", "data.num_workers=0"]
-    ended = run("train", *TINY, *steps, f"data.path={corpus}", "optimizer.lr=0")
+    ended = run("train", *TINY, *steps, f"data.path={corpus}", "optimizer.lr=0", "trainer.val_check_interval=99")
     assert ended.code == 0, ended.err
     said = " ".join(ended.out.replace("│", " ").split())
     assert "chose its reader, files (text)" in said
     assert "20 files" in said or str(corpus) in said
     assert "optimizer.lr=0: nothing will be learned" in said
+    assert "trainer.val_check_interval=99 is longer than the run" in said
 
 
 def test_an_option_and_a_suffix_that_differ_are_refused() -> None:
@@ -111,9 +112,11 @@ def test_an_option_and_a_suffix_that_differ_are_refused() -> None:
 
 
 def test_values_that_are_rarely_meant() -> None:
-    config = check(compose(["schedule.warmup_steps=50"]))
-    assert "schedule.warmup_steps=50 of 40 steps" in " ".join(unlikely(config, total_steps=40))
-    assert unlikely(check(compose([])), total_steps=100) == []
+    config = check(compose(["schedule.warmup_steps=50", "data.num_workers=64"]))
+    notes = " ".join(unlikely(config, total_steps=40, cores=2, typed=[]))
+    assert "schedule.warmup_steps=50 of 40 steps" in notes
+    assert "data.num_workers=64 on 2 cores" in notes
+    assert unlikely(check(compose([])), total_steps=100, cores=2, typed=[]) == []
 
 
 @pytest.mark.parametrize(

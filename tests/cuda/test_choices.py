@@ -141,20 +141,25 @@ def test_text_is_generated_on_the_gpu(gpu: Any) -> None:
 
 def test_the_plan_says_what_keeps_a_gpu_waiting(gpu: Any) -> None:
     gpu()
+    weight = torch.nn.Parameter(torch.zeros(1))
 
-    def advice(dropout: float, has_router: bool, *overrides: str) -> list[str]:
+    def advice(optimizer: Any, dropout: float, has_router: bool, *overrides: str) -> list[str]:
         model = SimpleNamespace(attention_dropout=dropout, has_router=has_router)
-        objective = SimpleNamespace(model=model)
+        objective = SimpleNamespace(_optimizer=optimizer, model=model)
         return notes.for_gpus(SimpleNamespace(config=resolved(*overrides), objective=objective))  # type: ignore[arg-type]
 
-    assert advice(0.1, False) == []
-    (note,) = advice(0.1, True, "data.isolate_documents=true")
+    fused, plain = (torch.optim.AdamW([weight], fused=fused) for fused in (True, None))
+    assert advice(fused, 0.1, False) == []
+    (note,) = advice(plain, 0.0, True)
+    assert "each step waits for the GPU once" in note
+    (note,) = advice(fused, 0.1, True, "data.isolate_documents=true")
     assert "model.dropout=0" in note
-    assert advice(0.1, True, "data.isolate_documents=true", "model.attention=slices") == []
-    assert advice(0.0, True, "trainer.precision=fp8") == []
-    (note,) = advice(0.0, True, "trainer.precision=fp8", "trainer.compile=false")
+    (note,) = advice(fused, 0.1, True, "data.isolate_documents=true", "model.attention=slices")
+    assert "model.attention=auto doesn't" in note
+    assert advice(fused, 0.0, True, "trainer.precision=fp8") == []
+    (note,) = advice(fused, 0.0, True, "trainer.precision=fp8", "trainer.compile=false")
     assert "trainer.precision=fp8 without torch.compile" in note
-    (note,) = advice(0.0, True, "trainer.precision=32-true")
+    (note,) = advice(fused, 0.0, True, "trainer.precision=32-true")
     assert "trainer.precision=bf16-mixed" in note
 
 
@@ -168,6 +173,13 @@ def test_offloaded_activations_need_a_gpu(gpu: Any) -> None:
     assert notes.checkpointing_words(on_gpu) == ", activation checkpointing (in host memory)"
     with pytest.raises(UserError, match="did you mean selective"):
         check(compose(["trainer.activation_checkpointing=selectiv"]))
+
+
+def test_what_a_gpu_does_not_tell_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notes, "has_nvml", lambda: False)
+    assert notes.not_measured() == ['gpu_utilization and gpu_watts are not logged: pip install "lmtrain[nvml]"']
+    monkeypatch.setattr(notes, "has_nvml", lambda: True)
+    assert notes.not_measured() == []
 
 
 def test_what_nvml_can_not_read_is_left_out_and_said_once(

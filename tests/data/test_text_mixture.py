@@ -59,6 +59,7 @@ def test_a_run_sees_its_sources_by_weight_and_goes_on_exactly(sources: tuple[Pat
 def test_other_weights_are_another_run(sources: tuple[Path, Path], tmp_path: Path) -> None:
     first = train(tmp_path / "run", mixing(sources, "weight: {0: 3, 900: 1}"), "trainer.max_steps=1")
     assert first.code == 0
+    assert "the weights of step 900 are not reached" in " ".join(first.out.replace("│", "").split())
     again = [tmp_path / "run", mixing(sources, "weight: 2"), "trainer.max_steps=2", "run.resume=auto"]
     refused = train(*again)
     assert refused.code == 2

@@ -2,6 +2,7 @@
 
 import io
 import os
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,9 +14,10 @@ from transformers import PreTrainedModel
 
 from lmtrain import terminal
 from lmtrain.adapters.trainable import adapter_of, describe_adapter
+from lmtrain.callbacks.step_numbers import has_nvml
 from lmtrain.checkpoints import retention
 from lmtrain.config import effect
-from lmtrain.config.batch import row_lengths, split_over, step_sizes
+from lmtrain.config.batch import Stages, row_lengths, split_over, step_sizes
 from lmtrain.config.deepspeed import overruled
 from lmtrain.config.effect import TRIAL
 from lmtrain.config.override_text import typed_keys
@@ -31,6 +33,7 @@ from lmtrain.files import write_atomic
 from lmtrain.models import dial, flops
 from lmtrain.models.blocks import decoder_blocks
 from lmtrain.optim.groups import table_rows
+from lmtrain.optim.skipping import can_skip
 from lmtrain.reports.inspection import row_mask
 from lmtrain.reports.token_view import has_colour, legend, marked, pieces
 from lmtrain.run import plan_time
@@ -105,7 +108,8 @@ def plan_rows(run: "Run", resumed_from: str | None, done: int) -> list[tuple[str
     split = split_over(c, run.trainer.world_size)
     per_row, sizes = corpus.epoch_tokens / len(corpus.train), step_sizes(c.data)
     tokens_per_step, tokens = (round(per_row * n) for n in (sizes.last, sizes.before(run.total_steps)))
-    per_token = flops.flops_per_token(model, c.data.seq_len)
+    compute, per_token = flops_in_all(run, per_row), flops.flops_per_token(model, c.data.seq_len)
+    val = validation_words(run)
     rows = [
         ("model", f"{c.model.name}: {si(total)} parameters ({si(trainable)} trained, {si(embedding)} in embeddings)"),
         *(("adapter", describe_adapter(found, c.peft)) for found in [adapter_of(model)] if found),
@@ -119,8 +123,10 @@ def plan_rows(run: "Run", resumed_from: str | None, done: int) -> list[tuple[str
                    f"{'epochs' if corpus.stream is None else 'windows'} of {si(corpus.epoch_tokens)}"),
         ("time", plan_time.words(run, tokens - per_row * sizes.before(done), per_token)),
         *run.objective.plan_rows(),
-        ("validation", validation_words(run)),
-        ("compute", f"{si(per_token, 'FLOP')} a token, {si(per_token * tokens, 'FLOP')} in all"),
+        ("validation", val),
+        *([("average", average_words(c))] if c.callbacks.ema.enabled else []),
+        *([("early stopping", stopping_words(c))] if c.callbacks.early_stopping.enabled else []),
+        ("compute", f"{si(per_token, 'FLOP')} a token, {si(compute, 'FLOP')} in all"),
         ("memory", memory_words(model, c)),
         ("precision", f"{c.trainer.precision}{instead_words(c)} on {run.trainer.world_size} x "
                       f"{devices.device_name(c.trainer.accelerator)}{matmul_words(c)}{compile_words(run)}"
@@ -146,6 +152,17 @@ def growth_rows(c: Config) -> list[tuple[str, str]]:
     return found
 
 
+def flops_in_all(run: "Run", tokens_per_row: float) -> float:
+    """FLOPs of the whole run; attention over shorter rows takes fewer."""
+    c, model = run.config, run.objective.model.model
+    lengths, sizes = row_lengths(c.data) or Stages.constant(c.data.seq_len), step_sizes(c.data)
+    ends = [min(end, run.total_steps) for end in [*lengths.starts[1:], run.total_steps]]
+    return sum(
+        flops.flops_per_token(model, length) * tokens_per_row * (sizes.before(end) - sizes.before(min(start, end)))
+        for start, end, length in zip(lengths.starts, ends, lengths.values, strict=True)
+    )
+
+
 def compile_words(run: "Run") -> str:
     """What torch.compile is applied to, or why nothing on a GPU or in a long run on a CPU."""
     t = run.config.trainer
@@ -166,6 +183,22 @@ def instead_words(c: "Config") -> str:
     """What is computed where it isn't what was asked for; Lightning's own warning of it is not shown."""
     replaced = c.trainer.precision == "16-mixed" and c.trainer.accelerator == "cpu"
     return ", computed as bf16-mixed (Lightning has no 16-mixed on a CPU)," if replaced else ""
+
+
+def average_words(c: Config) -> str:
+    """What callbacks.ema does."""
+    ema = c.callbacks.ema
+    since = f" from step {ema.update_starting_at_step:,} on" if ema.update_starting_at_step else ""
+    steps = "every step" if ema.update_every_n_steps == 1 else f"every {ema.update_every_n_steps:,} steps"
+    return f"of the weights, decay {ema.decay:g}, {steps}{since}: validated and exported; training goes on from its own"
+
+
+def stopping_words(c: Config) -> str:
+    """When the run ends before its last step."""
+    es = c.callbacks.early_stopping
+    by = f" by more than {es.threshold:g}" if es.threshold else ""
+    reached = "" if es.stop_at is None else f"when {es.monitor} reaches {es.stop_at:g}, or "
+    return f"{reached}when {es.monitor} ({es.mode}) has not improved{by} for {es.patience} validations"
 
 
 def validation_words(run: "Run") -> str:
@@ -249,7 +282,7 @@ def for_size(run: "Run", epochs: float) -> list[str]:
             f" too many: it will learn them by heart; {smaller}, or bring more text"
         )
     t = c.trainer
-    long = flops.flops_per_token(model, c.data.seq_len) * epochs * tokens > _COMPILING_PAYS
+    long = flops_in_all(run, tokens / len(run.corpus.train)) > _COMPILING_PAYS
     gains = devices.gains_on_cpu(c) and not t.compile and "trainer.compile" not in typed_keys(ranks.typed())
     if long and gains and t.accelerator == "cpu":
         notes.append(
@@ -281,13 +314,14 @@ def advice(run: "Run") -> list[str]:
             f"the data is small for budget.minutes={c.budget.minutes:g}: the run ends after "
             f"{c.trainer.max_epochs} passes over it, as more rarely help (trainer.max_epochs=40 decides instead)"
         )
+    notes += for_mixtures(corpus.train, run.total_steps)
     notes += effect.inference_note(ranks.typed(), c, ranks.proposed())
-    notes += unlikely(c, run.total_steps)
+    notes += unlikely(c, run.total_steps, os.cpu_count() or 1, typed_keys(ranks.typed()))
     on_every_rank = sharding.why_on_every_rank(c)
     if run.trainer.world_size > 1 and on_every_rank is not None:
         notes.append(f"each of {run.trainer.world_size} ranks builds the whole model in host memory: {on_every_rank}")
     if c.trainer.accelerator == "cuda":
-        notes += for_gpus(run)
+        notes += [*for_gpus(run), *not_measured()]
     if corpus.val is None:
         notes.append(
             f"there is no validation split: no val/loss, no best checkpoint ({corpus.how_to_validate(c.data)})"
@@ -306,11 +340,37 @@ def advice(run: "Run") -> list[str]:
     return notes
 
 
+def for_mixtures(rows: Any, total_steps: int) -> list[str]:
+    """Notes on a mixture: weights that the run ends before, sources that are seen many times."""
+    mixture = getattr(rows, "mixture", None)
+    if mixture is None:
+        return []
+    notes = [
+        f"data.mixture: the weights of step {step:,} are not reached: the run has {total_steps:,} steps"
+        for step in mixture.changes
+        if step >= total_steps
+    ]
+    given = mixture.rows_given(mixture.step_sizes.before(total_steps))
+    passes = [(source.name, n / source.rows) for source, n in zip(mixture.sources, given, strict=True)]
+    often = ", ".join(f"{name} {number:.0f} times" for name, number in passes if number > 8)
+    return [*notes, *([f"{often} over: its max_epochs in data.mixture limits it"] if often else [])]
+
+
 def for_gpus(run: "Run") -> list[str]:
     """Settings that keep a GPU waiting, and what to set instead."""
     c, model, notes = run.config, run.objective.model, []
+    if c.trainer.strategy != "deepspeed" and not can_skip(run.objective._optimizer):
+        notes.append(
+            f"each step waits for the GPU once, to know whether {c.optimizer.name} has to leave out a bad update "
+            f"(adamw, muon, lion and adafactor do that by themselves)"
+        )
     packed = c.data.isolate_documents or c.data.packing not in (None, "off") or c.objective.name == "dpo"
-    if packed and c.model.attention != "slices" and model.attention_dropout > 0:
+    if packed and c.model.attention == "slices":
+        notes.append(
+            "model.attention=slices reads where documents lie from the GPU, waiting for it with every micro-batch: "
+            "model.attention=auto doesn't"
+        )
+    elif packed and model.attention_dropout > 0:
         notes.append(
             "with dropout on attention weights (model.dropout) packed documents are kept apart by a mask over whole "
             "rows: with model.dropout=0 flash attention computes only what lies within documents"
@@ -330,8 +390,13 @@ def checkpointing_words(c: Config) -> str:
     return f", activation checkpointing{kept[how]}" if how else ""
 
 
-def unlikely(c: Config, total_steps: int) -> list[str]:
-    """Values that can be meant, but rarely are."""
+def not_measured() -> list[str]:
+    """What records lack on a GPU of which nothing tells utilisation and power."""
+    return [] if has_nvml() else ['gpu_utilization and gpu_watts are not logged: pip install "lmtrain[nvml]"']
+
+
+def unlikely(c: Config, total_steps: int, cores: int, typed: Collection[str]) -> list[str]:
+    """Values that can be meant, but rarely are; `typed`: the keys of the command line."""
     notes = []
     if c.optimizer.lr == 0:
         notes.append("optimizer.lr=0: nothing will be learned")
@@ -340,6 +405,15 @@ def unlikely(c: Config, total_steps: int) -> list[str]:
         notes.append(
             f"schedule.warmup_steps={warmup:,} of {total_steps:,} steps: the peak lr {c.optimizer.lr:g} is not reached "
             f"before the end (schedule.warmup_ratio=0.02)"
+        )
+    every = c.trainer.val_check_interval
+    if every is not None and every > total_steps and "trainer.val_check_interval" in typed:
+        notes.append(
+            f"trainer.val_check_interval={every:,} is longer than the run: it validates once, after the last step"
+        )
+    if c.data.num_workers > cores:
+        notes.append(
+            f"data.num_workers={c.data.num_workers} on {cores} cores: they wait for each other ({cores} or fewer)"
         )
     return notes
 
