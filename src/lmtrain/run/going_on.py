@@ -5,13 +5,14 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lmtrain.config.batch import horizon, step_sizes
 from lmtrain.config.effect import TRIAL
 from lmtrain.config.override_text import bare_or_quoted, typed_keys
 from lmtrain.config.schema import BUDGETS
 from lmtrain.data.chat.templates import own_template
 from lmtrain.distributed.ranks import typed
 from lmtrain.generation.prompts import a_prompt
-from lmtrain.run_folder.folder import asked, longer
+from lmtrain.run.build import rows_to_train
 from lmtrain.secrets import command
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def next_commands(run: "Run", status: str) -> list[str]:
     lines = [] if run.config.objective.scalar_head else [first]  # which writes nothing
     lines += [command("evaluate", [here])] if run.corpus.val is not None else []
     if status != "stopped_early":  # more steps are not what it lacks
-        lines.append(continuing(run, *longer(asked(run.config), run.total_steps)))
+        lines.append(continuing(run, *longer(run)))
     return lines
 
 
@@ -68,3 +69,20 @@ def _prompt(run: "Run") -> str:
         if words and words.isprintable() and "\ufffd" not in words and not words.startswith("-"):
             return words
     return "Once upon a time"
+
+
+def longer(run: "Run") -> list[str]:
+    """Twice the length, by the key that ended the run; the other key, where it would end it earlier, is taken away."""
+    chosen = run.config.budget.chosen
+    if chosen is not None:
+        return [f"budget.{chosen}={2 * getattr(run.config.budget, chosen):g}"]
+    t, sizes, rows = run.config.trainer, step_sizes(run.config.data), len(rows_to_train(run.config, run.corpus))
+    steps, epochs = t.max_steps, t.max_epochs
+    by_epochs = epochs is not None and horizon(None, epochs, rows, sizes) == run.total_steps != steps
+    if by_epochs:
+        needed = horizon(None, 2 * epochs, rows, sizes)  # type: ignore[operator]
+        too_few = steps is not None and steps < needed
+        return [f"trainer.max_epochs={2 * epochs}", *(["trainer.max_steps=null"] if too_few else [])]  # type: ignore[operator]
+    wanted = 2 * run.total_steps
+    too_few = epochs is not None and horizon(None, epochs, rows, sizes) < wanted
+    return [f"trainer.max_steps={wanted}", *(["trainer.max_epochs=null"] if too_few else [])]

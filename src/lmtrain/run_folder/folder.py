@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -177,22 +176,18 @@ def _ended(folder: RunDir) -> dict[str, Any] | None:
 def nothing_to_do(folder: RunDir) -> str:
     """What is said of a finished run, with the length that would train it further."""
     summary = folder.read_summary() or {}
-    step = summary.get("step", 0)
-    return (
-        f"{folder.path} is finished: nothing to do after {counted(step, 'step')}. To train it further, the same "
-        f"command with {' '.join(longer(summary.get('asked') or {}, step))}; for a new run, another run.name"
-    )
-
-
-def longer(asked: Mapping[str, Any], step: int) -> list[str]:
-    """Twice the length of a run that ended after `step` steps, by the key that ended it; the other is taken away."""
+    asked, step = summary.get("asked") or {}, summary.get("step", 0)
+    epochs = asked.get("max_epochs")
+    key = f"trainer.max_steps={2 * step}"
+    if epochs is not None and asked.get("max_steps") != step:
+        key = f"trainer.max_epochs={2 * epochs}"
     for budget in BUDGETS:
         if asked.get(budget) is not None:
-            return [f"budget.{budget}={2 * asked[budget]:g}"]
-    steps, epochs = asked.get("max_steps"), asked.get("max_epochs")
-    if epochs is not None and steps != step:
-        return [f"trainer.max_epochs={2 * epochs}", *(["trainer.max_steps=null"] if steps is not None else [])]
-    return [f"trainer.max_steps={2 * step}", *(["trainer.max_epochs=null"] if epochs is not None else [])]
+            key = f"budget.{budget}={2 * asked[budget]:g}"
+    return (
+        f"{folder.path} is finished: nothing to do after {counted(step, 'step')}. To train it further, the same "
+        f"command with {key}; for a new run, another run.name"
+    )
 
 
 def foreign_files(run: RunDir) -> list[Path]:
