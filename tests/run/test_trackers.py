@@ -45,8 +45,12 @@ def test_tensorboard_and_csv_over_a_resume(corpus: Path, tmp_path: Path, monkeyp
     assert {"val/loss", "lr", "grad_norm", "tokens_per_s", "samples_per_s", "host_memory_gib"} <= set(
         events.Tags()["scalars"]
     )
+    last = [r["val/loss"] for r in rows(tmp_path / "run" / "metrics.jsonl") if "val/loss" in r][-1]
+    assert [(e.step, e.value) for e in events.Scalars("final/val/loss")] == [(6, pytest.approx(last, rel=1e-6))]
     hparams = yaml.safe_load((tmp_path / "run" / "tensorboard" / "hparams.yaml").read_text())
     assert hparams["trainer"]["max_steps"] == 4  # of the first start
+    shown = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    assert b"trainer/max_steps" in shown
 
 
 def log_records(content: bytes) -> Iterator[bytes]:

@@ -29,6 +29,31 @@ from lmtrain.strategies import lightning_private
 class TensorBoard(Joined, TensorBoardLogger):
     """TensorBoard event files in <run>/tensorboard."""
 
+    params: dict[str, Any]  # of the run, for the hparams page
+    _validated: Row | None = None
+    _ends = False
+
+    def write_record(self, row: Row, validation: bool) -> None:
+        super().write_record(row, validation)
+        if validation:
+            self._validated = row
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        if self._ends:
+            TensorBoardLogger.log_metrics(self, dict(metrics), step)
+        else:
+            super().log_metrics(metrics, step)
+
+    def finalize(self, status: str = "success") -> None:
+        """The hparams page: the config beside the last validation's numbers."""
+        if status == "success" and self._validated is not None and self in self.records.joined:
+            final = {f"final/{k}": v for k, v in self._validated.items() if k.startswith("val/")}
+            self._ends = True
+            with self.records.outliving(self):
+                self.log_hyperparams(self.params, final, step=self._validated["step"])
+            self._ends, self._validated = False, None
+        super().finalize(status)
+
     def open_run(self, after: int, tell: Callable[[str], None]) -> None:
         """What earlier processes logged from the step `after` on is not shown: it is logged again."""
         lightning_private.purge_from(self, after)
@@ -225,6 +250,14 @@ def start_loggers(loggers: Iterable[Logger], step: int, tell: Callable[[str], No
             if disk_full(error):
                 raise RunError(f"logger.{name}: the disk is full; free space or set run.dir elsewhere") from error
             raise UserError(f"logger.{name} can't start: {str(error).rstrip('.')}") from error
+
+
+def log_config(loggers: Iterable[Logger], config: dict[str, Any]) -> None:
+    """The resolved config as hyperparameters: W&B's config, hparams.yaml of TensorBoard and csv, MLflow's params."""
+    for logger in loggers:
+        if isinstance(logger, TensorBoard):
+            logger.params = config
+        logger.log_hyperparams(config)
 
 
 def note_sent(loggers: Iterable[Logger], run_dir: RunDir) -> None:

@@ -112,8 +112,7 @@ class Session:
         """Trains from the checkpoint (or the start), then ends the run."""
         resumed_from = resume.rewind(run, self.checkpoint, self.notes.append)
         resume.let_last_validation_run(run, self.checkpoint)
-        for logger in run.trainer.loggers:
-            logger.log_hyperparams(rules.to_plain(self.config))
+        loggers.log_config(run.trainer.loggers, rules.to_plain(self.config))
         self.notes += environment.in_full(dataclasses.asdict(self.config), self.config.kept)
         self.notes += build_callbacks.outside(self.config, self.folder, run.trainer.callbacks)  # type: ignore[attr-defined]
         plan.show(run, resumed_from, store.step_of(self.checkpoint) if self.checkpoint else 0, self.notes)
