@@ -71,6 +71,7 @@ def test_tuning_then_training_equals_training_with_the_overrides(
     ended = tune(corpus, "run.name=tuned", "tune.apply=true", groups)
     assert ended.code == 0, ended.err
     written = json.loads((tmp_path / "outputs/tune/tuned/tune.json").read_text())
+    assert (tmp_path / "outputs/tune/tuned/lr.png").stat().st_size > 5000
     rates = [row["lr"] for row in written["curve"]]
     assert rates[0] == pytest.approx(1e-6)
     assert np.diff(np.log(rates)) == pytest.approx(np.full(len(rates) - 1, np.log(rates[1] / rates[0])))

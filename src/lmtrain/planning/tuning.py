@@ -154,17 +154,47 @@ def scaled(groups: list[dict[str, Any]], lr: float, new: float) -> list[dict[str
     return [group | ({"lr": float(f"{group['lr'] * new / lr:.3g}")} if group.get("lr") else {}) for group in groups]
 
 
-def write(found: Found, folder: Path) -> Path:
-    """tune.json in `folder`, with the curve of the range test."""
-    tree = {**asdict(found), "overrides": found.overrides()}
-    if found.suggestion is not None:
-        tree["suggestion"] = found.suggestion._asdict()
+def write(found: Found, folder: Path) -> list[Path]:
+    """tune.json and, where matplotlib is installed, lr.png in `folder`; returns what was written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        tree = {**asdict(found), "overrides": found.overrides()}
+        if found.suggestion is not None:
+            tree["suggestion"] = found.suggestion._asdict()
+        write_atomic(folder / "tune.json", json.dumps(tree, indent=2) + "\n")
+        written = [folder / "tune.json"]
+        if found.suggestion is not None:
+            written += _draw(found, folder / "lr.png")
     except OSError as error:
         raise UserError(f"{folder} can't be written: {reason(error)}; set tune.dir to another folder") from None
-    write_atomic(folder / "tune.json", json.dumps(tree, indent=2) + "\n")
-    return folder / "tune.json"
+    return written
+
+
+def _draw(found: Found, path: Path) -> list[Path]:
+    """The losses over the rates, with the suggestion; nothing without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        found.tried.append('no picture: it needs matplotlib: pip install "lmtrain[plots]"')
+        return []
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    assert found.suggestion is not None
+    rates = [row["lr"] for row in found.curve]
+    figure, axis = plt.subplots(figsize=(6.4, 4))
+    axis.plot(rates, [row["loss"] for row in found.curve], color="0.8", label="loss")
+    axis.plot(rates[: len(found.suggestion.smoothed)], found.suggestion.smoothed, color="tab:blue", label="smoothed")
+    axis.axvline(found.suggestion.lr, color="tab:red", label=f"suggested: {found.suggestion.lr:.2g}")
+    smoothed = found.suggestion.smoothed
+    margin = 0.2 * (smoothed[0] - min(smoothed))
+    limits = (min(smoothed) - margin, smoothed[0] + margin)
+    axis.set(xscale="log", xlabel="optimizer.lr", ylabel="train/loss", ylim=limits)
+    axis.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return [path]
 
 
 def tune(config: Config) -> int:
@@ -179,7 +209,8 @@ def tune(config: Config) -> int:
     found = look(config)
     for line in found.tried:
         print(line)
-    print(f"written: {write(found, results(config))}")
+    for path in write(found, results(config)):
+        print(f"written: {path}")
     overrides = found.overrides()
     words = [w for w in ranks.typed() if not w.lstrip("+").startswith("tune.")]
     print(f"to type: {command('train', [*words, *overrides])}" if overrides else "nothing to change")
@@ -205,7 +236,7 @@ def look(config: Config) -> Found:
 
 
 def results(config: Config) -> Path:
-    """The folder for tune.json."""
+    """The folder for tune.json and lr.png."""
     if config.tune.dir is not None:
         return Path(config.tune.dir).expanduser().absolute()
     name = config.run.name or datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
