@@ -26,7 +26,8 @@ from lmtrain.distributed import devices
 from lmtrain.errors import UserError
 from lmtrain.models import flops
 from lmtrain.run import plan_time
-from lmtrain.run.plan import gib, si
+from lmtrain.run.plan import si
+from lmtrain.run.plan_memory import gib
 
 # Name: (GiB of memory, the name in models.flops.PEAK_FLOPS), from the vendors' data sheets.
 DEVICES = {

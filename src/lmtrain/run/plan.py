@@ -10,7 +10,6 @@ from rich.console import Group
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
-from transformers import PreTrainedModel
 
 from lmtrain import terminal
 from lmtrain.adapters.trainable import adapter_of, describe_adapter
@@ -36,7 +35,7 @@ from lmtrain.optim.groups import table_rows
 from lmtrain.optim.skipping import can_skip
 from lmtrain.reports.inspection import row_mask
 from lmtrain.reports.token_view import has_colour, legend, marked, pieces
-from lmtrain.run import plan_time
+from lmtrain.run import plan_memory, plan_time
 from lmtrain.run.features import features_on
 from lmtrain.secrets import shown
 from lmtrain.strategies import sharding
@@ -56,16 +55,6 @@ def si(value: float, unit: str = "") -> str:
         if abs(value) >= size:
             return f"{value / size:.3g} {letter}{unit}"
     return f"{value:.3g} {unit}".strip()
-
-
-def gib(value: float) -> str:
-    return f"{value / 2**30:.2f} GiB" if value >= 2**28 else f"{value / 2**20:.0f} MiB"
-
-
-def memory_words(model: PreTrainedModel, c: Config) -> str:
-    memory = flops.memory_estimate(model, c)
-    parts = ", ".join(f"{name} {gib(size)}" for name, size in memory.items())
-    return f"about {gib(sum(memory.values()))} a device: {parts}"
 
 
 def show(run: "Run", resumed_from: str | None, done: int, notes: list[str]) -> None:
@@ -127,7 +116,7 @@ def plan_rows(run: "Run", resumed_from: str | None, done: int) -> list[tuple[str
         *([("average", average_words(c))] if c.callbacks.ema.enabled else []),
         *([("early stopping", stopping_words(c))] if c.callbacks.early_stopping.enabled else []),
         ("compute", f"{si(per_token, 'FLOP')} a token, {si(compute, 'FLOP')} in all"),
-        ("memory", memory_words(model, c)),
+        *plan_memory.rows(model, c),
         ("precision", f"{c.trainer.precision}{instead_words(c)} on {run.trainer.world_size} x "
                       f"{devices.device_name(c.trainer.accelerator)}{matmul_words(c)}{compile_words(run)}"
                       f"{checkpointing_words(c)}"),
