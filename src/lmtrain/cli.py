@@ -60,11 +60,15 @@ def main_of(verb: str, action: Callable[["Config"], int]) -> Callable[..., int]:
     return main
 
 
-def door(verb: str, place: str) -> Callable[..., int]:
-    """The `main` of a verb whose action stands at `place`, module:function, and is imported once the config is read."""
+def door(verb: str, place: str, meanwhile: str = "") -> Callable[..., int]:
+    """The `main` of a verb whose action stands at `place`, module:function, and is imported once the config is read.
+
+    meanwhile: what the screen says until then.
+    """
 
     def action(config: "Config") -> int:
-        terminal.status.say("loading torch and transformers")
+        if meanwhile:
+            terminal.status.say(meanwhile)
         module, _, name = place.partition(":")
         return int(getattr(importlib.import_module(module), name)(config))
 
@@ -118,8 +122,8 @@ def run(verb: str, action: Callable[["Config"], int], argv: list[str] | None = N
             return errors.FINISHED
         if args.shell_completion:
             return _complete(args.shell_completion)
-        if args.cfg and "job" in args.overrides:  # Hydra's spelling is --cfg job
-            args.overrides.remove("job")
+        if args.cfg:
+            _drop_job(args.overrides)
         _say_that_it_runs(verb, args, words)
         from lmtrain.config import environment
 
@@ -225,6 +229,15 @@ def _sweep(verb: str, args: argparse.Namespace) -> int:
 
     do = sweep.show if args.cfg else sweep.run
     return do(verb, args.overrides, args.config_dir, args.config_name)
+
+
+def _drop_job(overrides: list[str]) -> None:
+    """Hydra's spelling is --cfg job."""
+    for word in ("hydra", "all"):
+        if word in overrides:
+            raise UserError(f"--cfg {word}: write --cfg or --cfg job, and --info for Hydra's own settings")
+    if "job" in overrides:
+        overrides.remove("job")
 
 
 def _show_info(args: argparse.Namespace) -> int:

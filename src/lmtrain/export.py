@@ -4,7 +4,7 @@ import sys
 
 from lmtrain import cli
 
-main = cli.door("export", "lmtrain.exports.export:export")
+main = cli.door("export", "lmtrain.exports.export:export", "loading torch, transformers and the model")
 
 
 if __name__ == "__main__":

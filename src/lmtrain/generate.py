@@ -4,7 +4,7 @@ import sys
 
 from lmtrain import cli
 
-main = cli.door("generate", "lmtrain.generation.generate:generate")
+main = cli.door("generate", "lmtrain.generation.generate:generate", "loading torch, transformers and the model")
 
 
 if __name__ == "__main__":

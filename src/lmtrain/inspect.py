@@ -4,7 +4,7 @@ import sys
 
 from lmtrain import cli
 
-main = cli.door("inspect", "lmtrain.reports.inspection:inspect")
+main = cli.door("inspect", "lmtrain.reports.inspection:inspect", "loading torch and transformers")
 
 
 if __name__ == "__main__":

@@ -154,8 +154,7 @@ def facts(rows: Iterable[tuple[str, str]], title: str | None = None) -> "Table":
     """A table of names, in bold, each beside what it is."""
     from rich.table import Table
 
-    table = Table.grid(padding=(0, 2))
-    table.title, table.title_justify = title, "left"
+    table = Table(title=title, title_justify="left", box=None) if title else Table.grid(padding=(0, 2))
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for row in rows:

@@ -105,6 +105,7 @@ def test_plus_and_tilde() -> None:
         (["++optimizer.lrr=1"], "did you mean optimizer.lr"),
         (["~optimizer.lr"], "or set optimizer.lr=..."),
         (["~logger"], "logger=none turns it off"),
+        (["--cfg", "hydra"], "--info"),
         (["--hydra-help"], "--help"),
         (["--package", "model"], "lmtrain.explain"),
         (["--resolve"], "--cfg prints resolved values"),

@@ -216,10 +216,10 @@ def _together(changes: tuple[Change, ...]) -> Change:
 def _choices(config: Config) -> list[list[Change]]:
     """For each thing that can be changed: leaving it, and what it can be changed to."""
     nothing, t = Change((), 1.0), config.trainer
-    sizes, size, slower = [nothing], config.data.micro_batch_size, 1.0
+    sizes, size = [nothing], config.data.micro_batch_size
     while size % 2 == 0:
-        size, slower = size // 2, slower * SMALLER_BATCH
-        sizes.append(Change((f"data.micro_batch_size={size}",), slower))
+        size //= 2
+        sizes.append(Change((f"data.micro_batch_size={size}",), SMALLER_BATCH ** len(sizes)))
     strategies = [nothing]
     if t.strategy == "ddp":
         several = int(t.devices) * t.num_nodes > 1
