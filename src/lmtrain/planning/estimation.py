@@ -25,9 +25,8 @@ from lmtrain.data import tokenizers
 from lmtrain.distributed import devices
 from lmtrain.errors import UserError
 from lmtrain.models import flops
-from lmtrain.run import plan_time
 from lmtrain.run.plan import si
-from lmtrain.run.plan_memory import gib
+from lmtrain.run.plan_costs import gib, span
 
 # Name: (GiB of memory, the name in models.flops.PEAK_FLOPS), from the vendors' data sheets.
 DEVICES = {
@@ -303,7 +302,7 @@ def time_words(c: Config, device: Device, tokens: int | None, per_token: float, 
         return "set trainer.max_steps: how many an epoch has is in the data"
     if speed is None:
         return "not known for this device: set estimate.tokens_per_s to what a short run reaches"
-    return f"{plan_time.span(tokens / speed)} ({by})"
+    return f"{span(tokens / speed)} ({by})"
 
 
 def memory_table(found: dict[str, dict[str, int]], room: float) -> Any:

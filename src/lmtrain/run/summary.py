@@ -27,7 +27,7 @@ from lmtrain.objectives.parts import RECOMPUTED, Definition
 from lmtrain.reports import report
 from lmtrain.run.features import features_on
 from lmtrain.run.going_on import next_commands
-from lmtrain.run.plan_time import speed_of
+from lmtrain.run.plan_costs import speed_of
 from lmtrain.run_folder.folder import asked
 from lmtrain.secrets import command
 
