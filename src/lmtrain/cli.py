@@ -60,6 +60,21 @@ def main_of(verb: str, action: Callable[["Config"], int]) -> Callable[..., int]:
     return main
 
 
+def door(verb: str, place: str, meanwhile: str = "") -> Callable[..., int]:
+    """The `main` of a verb whose action stands at `place`, module:function, and is imported once the config is read.
+
+    meanwhile: what the screen says until then.
+    """
+
+    def action(config: "Config") -> int:
+        if meanwhile:
+            terminal.status.say(meanwhile)
+        module, _, name = place.partition(":")
+        return int(getattr(importlib.import_module(module), name)(config))
+
+    return main_of(verb, action)
+
+
 def plain(action: Callable[[], int]) -> int:
     """Runs a command that reads no config; returns the exit code. A mistake is one message."""
     terminal.lenient()

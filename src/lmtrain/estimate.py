@@ -3,17 +3,8 @@
 import sys
 
 from lmtrain import cli
-from lmtrain.config.schema import Config
 
-
-def estimate(config: Config) -> int:
-    """Prints parameters, FLOPs, sizes, memory under each strategy, time, and what would make it fit."""
-    from lmtrain.planning import estimation
-
-    return estimation.estimate(config)
-
-
-main = cli.main_of("estimate", estimate)
+main = cli.door("estimate", "lmtrain.planning.estimation:estimate")
 
 
 if __name__ == "__main__":

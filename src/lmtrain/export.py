@@ -2,19 +2,9 @@
 
 import sys
 
-from lmtrain import cli, terminal
-from lmtrain.config.schema import Config
+from lmtrain import cli
 
-
-def export(config: Config) -> int:
-    """Writes <run_dir>/export, or export_merged, from the checkpoint that export.checkpoint names."""
-    terminal.status.say("loading torch, transformers and the model")
-    from lmtrain.exports import export
-
-    return export.export(config)
-
-
-main = cli.main_of("export", export)
+main = cli.door("export", "lmtrain.exports.export:export", "loading torch, transformers and the model")
 
 
 if __name__ == "__main__":

@@ -2,19 +2,9 @@
 
 import sys
 
-from lmtrain import cli, terminal
-from lmtrain.config.schema import Config
+from lmtrain import cli
 
-
-def generate(config: Config) -> int:
-    """Prints generate.num_samples continuations of generate.prompt, or answers to it; of many prompts JSON lines."""
-    terminal.status.say("loading torch, transformers and the model")
-    from lmtrain.generation import generate
-
-    return generate.generate(config)
-
-
-main = cli.main_of("generate", generate)
+main = cli.door("generate", "lmtrain.generation.generate:generate", "loading torch, transformers and the model")
 
 
 if __name__ == "__main__":

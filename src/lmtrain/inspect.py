@@ -2,19 +2,9 @@
 
 import sys
 
-from lmtrain import cli, terminal
-from lmtrain.config.schema import Config
+from lmtrain import cli
 
-
-def inspect(config: Config) -> int:
-    """Prints what became of the rows, how long they are, and some of them token by token; writes inspect.html."""
-    terminal.status.say("loading torch and transformers")
-    from lmtrain.reports import inspection
-
-    return inspection.inspect(config)
-
-
-main = cli.main_of("inspect", inspect)
+main = cli.door("inspect", "lmtrain.reports.inspection:inspect", "loading torch and transformers")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import functools
 import hashlib
 import os
 import re
+import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,11 @@ def hide(text: str, literal: Callable[[str], str] = str) -> str:
         return literal(text)
     pieces = re.split("(" + "|".join(map(re.escape, values)) + ")", text)
     return "".join(f"${{oc.env:{values[p]}}}" if i % 2 else literal(p) for i, p in enumerate(pieces))
+
+
+def command(verb: str, words: list[str]) -> str:
+    """The command as it is typed into a shell; secrets in it are read from the environment."""
+    return shlex.join(["python", "-m", f"lmtrain.{verb}", *map(hide, words)])
 
 
 def names_in(text: str) -> list[str]:

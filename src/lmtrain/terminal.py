@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 _JOINERS = "\u200c\u200d"  # letters of some scripts, and emoji, are joined by them
 _STEERING = ("Cc", "Cf", "Cs", "Zl", "Zp")  # categories: control, format (bidi), surrogates, line separators
@@ -147,6 +148,18 @@ def console(**options: Any) -> "Console":
     if not made.is_terminal and "width" not in options and "COLUMNS" not in os.environ:
         made.width = LOG_WIDTH
     return made
+
+
+def facts(rows: Iterable[tuple[str, str]], title: str | None = None) -> "Table":
+    """A table of names, in bold, each beside what it is."""
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=None) if title else Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def quiet_libraries() -> None:

@@ -3,17 +3,8 @@
 import sys
 
 from lmtrain import cli
-from lmtrain.config.schema import Config
 
-
-def tune(config: Config) -> int:
-    """Looks for both in trials of their own, prints the overrides to type, and with tune.apply trains with them."""
-    from lmtrain.planning import tuning
-
-    return tuning.tune(config)
-
-
-main = cli.main_of("tune", tune)
+main = cli.door("tune", "lmtrain.planning.tuning:tune")
 
 
 if __name__ == "__main__":

@@ -3,17 +3,8 @@
 import sys
 
 from lmtrain import cli
-from lmtrain.config.schema import Config
 
-
-def verify(config: Config) -> int:
-    """Trains a few steps whole, then killed and resumed; 0 where rows, numbers and weights are equal, 1 if not."""
-    from lmtrain.run.verify import verify
-
-    return verify(config)
-
-
-main = cli.main_of("verify", verify)
+main = cli.door("verify", "lmtrain.run.verify:verify")
 
 
 if __name__ == "__main__":

@@ -107,7 +107,7 @@ def test_it_counts_what_the_plan_of_a_run_counts(corpus: Path, tmp_path: Path, m
     config = rules.check(rules.compose(common))
     estimation.resolve(config)
     size = sum(estimation.memory(estimation.build(config), config).values())
-    from lmtrain.run.plan_memory import gib
+    from lmtrain.run.plan_costs import gib
 
     assert gib(size) == planned[1]
 

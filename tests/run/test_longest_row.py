@@ -9,7 +9,7 @@ from lmtrain.config.compose import check, compose
 from lmtrain.config.schema import Config
 from lmtrain.models import flops
 from lmtrain.models.build import build_model
-from lmtrain.run import plan_memory
+from lmtrain.run import plan_costs
 
 GIB = 2**30
 SHAPE = ["model=llama_small", "model.max_position_embeddings=65536", "objective.loss_chunk_tokens=1024"]
@@ -43,23 +43,23 @@ def test_a_longer_row_would_not_fit(size: int, llama: Any) -> None:
     for config.data.seq_len in (1024 * size, 2048 * size):
         held.append(sum(flops.memory_estimate(llama, config).values()))
     expected = size * ((room - held[0]) / ((held[1] - held[0]) / 1024) + 1024)
-    found = plan_memory.longest_row(llama, config, room)
+    found = plan_costs.longest_row(llama, config, room)
     assert found % (256 * size) == 0
     assert expected - 256 * size <= found <= expected
     assert config.data.seq_len == 2048 * size  # as it was
-    assert plan_memory.longest_row(llama, config, GIB // 8) == 0  # not even the parameters
+    assert plan_costs.longest_row(llama, config, GIB // 8) == 0  # not even the parameters
 
 
 def test_it_is_said_where_devices_share_rows_and_their_memory_is_known(llama: Any, monkeypatch: Any) -> None:
-    assert [name for name, _ in plan_memory.rows(llama, config_of(2))] == ["memory"]  # no GPU here
+    assert [name for name, _ in plan_costs.memory_rows(llama, config_of(2))] == ["memory"]  # no GPU here
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     card = type("Card", (), {"total_memory": 80 * GIB})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    assert [name for name, _ in plan_memory.rows(llama, config_of(1))] == ["memory"]
-    (_, (name, words)) = plan_memory.rows(llama, config_of(2))
+    assert [name for name, _ in plan_costs.memory_rows(llama, config_of(1))] == ["memory"]
+    (_, (name, words)) = plan_costs.memory_rows(llama, config_of(2))
     assert name == "longest row"
-    both = [plan_memory.longest_row(llama, config_of(size), int(72 * GIB)) for size in (2, 1)]
+    both = [plan_costs.longest_row(llama, config_of(size), int(72 * GIB)) for size in (2, 1)]
     assert words == (
         f"about {both[0]:,} tokens with trainer.fsdp.context_parallel_size=2 and {both[1]:,} with 1, by the same "
         f"estimate, 10% of 80.00 GiB left free; the model has 65,536 positions"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from inprocess import train_tiny
-from lmtrain.run.plan_time import span
+from lmtrain.run.plan_costs import span
 
 
 def time_of(plan: Path) -> str:

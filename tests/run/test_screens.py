@@ -16,7 +16,7 @@ from lmtrain.callbacks.progress import PlainLines, RichBar, duration
 from lmtrain.config import compose
 from lmtrain.run import going_on
 from lmtrain.run.going_on import longer
-from lmtrain.run.provenance import git_state
+from lmtrain.run.summary import git_state
 from support import TINY
 
 ROW = {"step": 250, "train/loss": 2.34567, "lr": 6e-4, "tokens_per_s": 12345.6, "grad_norm": 1.0}

@@ -2,11 +2,14 @@
 
 import copy
 import itertools
+import math
+import operator
 import os
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import yaml
 from rich import box
 from rich.table import Table
 from transformers import PreTrainedModel
@@ -21,9 +24,8 @@ from lmtrain.data import tokenizers
 from lmtrain.distributed import devices
 from lmtrain.errors import UserError
 from lmtrain.models import flops
-from lmtrain.run import plan_time
 from lmtrain.run.plan import si
-from lmtrain.run.plan_memory import gib
+from lmtrain.run.plan_costs import gib, span
 
 # Name: (GiB of memory, the name in models.flops.PEAK_FLOPS), from the vendors' data sheets.
 DEVICES = {
@@ -168,14 +170,8 @@ def changed(config: Config, overrides: tuple[str, ...] | list[str]) -> Config | 
     found = copy.deepcopy(config)
     for override in overrides:
         key, _, value = override.partition("=")
-        if key == "optimizer":
-            found.optimizer.name = value
-            continue
-        *sections, name = key.split(".")
-        node: Any = found
-        for section in sections:
-            node = getattr(node, section)
-        setattr(node, name, int(value) if value.isdigit() else value == "true" if value in ("true", "false") else value)
+        section, _, name = ("optimizer.name" if key == "optimizer" else key).rpartition(".")
+        setattr(operator.attrgetter(section)(found), name, yaml.safe_load(value))
     try:
         check_strategy(found)
         split_over(found, int(found.trainer.devices) * found.trainer.num_nodes)
@@ -190,8 +186,8 @@ def by_strategy(model: PreTrainedModel, config: Config) -> dict[str, dict[str, i
     return {name: memory(model, other) for name, other in found.items() if other is not None}
 
 
-def ways_to_fit(model: PreTrainedModel, config: Config, room: float, number: int = 3) -> list[Change]:
-    """The quickest changes that bring a device's memory down to `room` bytes, each without what it can do without."""
+def ways_to_fit(model: PreTrainedModel, config: Config, room: float) -> list[Change]:
+    """The three quickest changes that bring a device's memory to `room` bytes, each without what it can do without."""
     fitting: list[Change] = []
     for choice in sorted(itertools.product(*_choices(config)), key=lambda change: _together(change).slower):
         change = _together(choice)
@@ -200,7 +196,7 @@ def ways_to_fit(model: PreTrainedModel, config: Config, room: float, number: int
         other = changed(config, change.overrides)
         if other is not None and sum(memory(model, other).values()) <= room:
             fitting.append(change)
-        if len(fitting) == number:
+        if len(fitting) == 3:
             break
     return fitting
 
@@ -211,10 +207,8 @@ def _kinds(change: Change) -> set[str]:
 
 
 def _together(changes: tuple[Change, ...]) -> Change:
-    slower = 1.0
-    for change in changes:
-        slower *= change.slower
-    return Change(tuple(o for change in changes for o in change.overrides), slower)
+    overrides = tuple(o for change in changes for o in change.overrides)
+    return Change(overrides, math.prod(change.slower for change in changes))
 
 
 def _choices(config: Config) -> list[list[Change]]:
@@ -223,8 +217,7 @@ def _choices(config: Config) -> list[list[Change]]:
     sizes, size = [nothing], config.data.micro_batch_size
     while size % 2 == 0:
         size //= 2
-        slower = SMALLER_BATCH ** ((config.data.micro_batch_size // size).bit_length() - 1)
-        sizes.append(Change((f"data.micro_batch_size={size}",), slower))
+        sizes.append(Change((f"data.micro_batch_size={size}",), SMALLER_BATCH ** len(sizes)))
     strategies = [nothing]
     if t.strategy == "ddp":
         several = int(t.devices) * t.num_nodes > 1
@@ -233,28 +226,21 @@ def _choices(config: Config) -> list[list[Change]]:
     saved = [nothing]
     if not t.activation_checkpointing:
         saved.append(Change(("trainer.activation_checkpointing=true",), CHECKPOINTING))
-    optimizers = [
-        nothing,
-        *([Change(("optimizer=adamw_8bit",), EIGHT_BIT)] if config.optimizer.name == "adamw" else []),
-    ]
+    optimizers = [nothing]
+    if config.optimizer.name == "adamw":
+        optimizers.append(Change(("optimizer=adamw_8bit",), EIGHT_BIT))
     return [sizes, strategies, saved, optimizers]
 
 
 def estimate(config: Config) -> int:
     """Prints parameters, FLOPs, sizes, memory under each strategy, time, and what would make it fit."""
-
     terminal.quiet_libraries()
     device = device_of(config)
     resolve(config)
     split_over(config, int(config.trainer.devices) * config.trainer.num_nodes)  # refused as a run's would be
     model = build(config)
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    for name, words in rows(model, config, device):
-        table.add_row(name, words)
     console = terminal.console()
-    console.print(table)
+    console.print(terminal.facts(rows(model, config, device)))
     room = device.bytes * (1 - config.estimate.headroom)
     chosen = sum(memory(model, config).values())
     console.print(memory_table(by_strategy(model, config), room))
@@ -315,7 +301,7 @@ def time_words(c: Config, device: Device, tokens: int | None, per_token: float, 
         return "set trainer.max_steps: how many an epoch has is in the data"
     if speed is None:
         return "not known for this device: set estimate.tokens_per_s to what a short run reaches"
-    return f"{plan_time.span(tokens / speed)} ({by})"
+    return f"{span(tokens / speed)} ({by})"
 
 
 def memory_table(found: dict[str, dict[str, int]], room: float) -> Any:

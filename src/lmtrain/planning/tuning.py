@@ -2,7 +2,6 @@
 
 import copy
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -18,9 +17,9 @@ from lmtrain.errors import RunError, UserError, reason
 from lmtrain.files import write_atomic
 from lmtrain.optim.range_test import Suggestion, suggest
 from lmtrain.planning import estimation, trial
-from lmtrain.run.provenance import command
 from lmtrain.run.start import start
 from lmtrain.run_folder import folder as run_dir
+from lmtrain.secrets import command
 
 _REACH = 1000.0  # a range test reaches so many times below and above optimizer.lr, unless told otherwise
 _PROBE_STEPS = 2  # the second step has the optimizer's state beside its gradients
@@ -59,7 +58,7 @@ def _as_list(groups: list[dict[str, Any]]) -> str:
     return "[" + ", ".join(f"{{{entry}}}" for entry in entries) + "]"
 
 
-def largest_micro_batch(config: Config, folder: Path, found: Found, say: Callable[[str], None]) -> None:
+def largest_micro_batch(config: Config, folder: Path, found: Found) -> None:
     """Sets the largest micro-batch that fits, if it is another than the config's; tried on CUDA, estimated on a CPU.
 
     Args:
@@ -71,7 +70,7 @@ def largest_micro_batch(config: Config, folder: Path, found: Found, say: Callabl
     """
     sizes, fits = micro_batch_sizes(config), _estimated if config.trainer.accelerator == "cpu" else _tried
     for size in sizes:
-        say(f"data.micro_batch_size={size}")
+        print(f"trying data.micro_batch_size={size}", flush=True)
         smaller = copy.deepcopy(config)
         smaller.data.micro_batch_size = size
         good, words = fits(smaller, folder / f"rows_{size}")
@@ -114,7 +113,7 @@ def _tried(config: Config, folder: Path) -> tuple[bool, str]:
     return True, f"fits {rows}"
 
 
-def range_test(config: Config, folder: Path, found: Found, say: Callable[[str], None]) -> None:
+def range_test(config: Config, folder: Path, found: Found) -> None:
     """Sets the rate that a range test over the run's first rows suggests, and the rates of groups in proportion.
 
     Raises:
@@ -126,7 +125,7 @@ def range_test(config: Config, folder: Path, found: Found, say: Callable[[str], 
     low, high = settings.min_lr or lr / _REACH, settings.max_lr or lr * _REACH
     if not low < high:
         raise UserError(f"tune.min_lr={low:g} and tune.max_lr={high:g}: the second has to be the larger")
-    say(f"a range test of {settings.steps} steps, optimizer.lr from {low:.2g} to {high:.2g}")
+    print(f"a range test of {settings.steps} steps, optimizer.lr from {low:.2g} to {high:.2g}", flush=True)
     ends = {"diverged": settings.diverged, "smoothing": settings.smoothing}
     tried = trial.config_of(config, folder, settings.steps, **ends)
     tried.optimizer.lr, tried.optimizer.groups = high, scaled(config.optimizer.groups, lr, high) or []
@@ -229,10 +228,10 @@ def look(config: Config) -> Found:
     with trial.folder_beside_runs(config, "tune") as folder:
         devices.resolve_auto(tried)
         if config.tune.micro_batch_size:
-            largest_micro_batch(tried, folder, found, lambda text: print(f"trying {text}", flush=True))
+            largest_micro_batch(tried, folder, found)
             found.put_into(tried)
         if config.tune.lr:
-            range_test(tried, folder / "lr", found, lambda text: print(text, flush=True))
+            range_test(tried, folder / "lr", found)
     return found
 
 

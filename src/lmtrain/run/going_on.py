@@ -13,7 +13,7 @@ from lmtrain.data.chat.templates import own_template
 from lmtrain.distributed.ranks import typed
 from lmtrain.generation.prompts import a_prompt
 from lmtrain.run.build import rows_to_train
-from lmtrain.run.provenance import command
+from lmtrain.secrets import command
 
 if TYPE_CHECKING:
     from lmtrain.run.build import Run

@@ -34,7 +34,7 @@ from lmtrain.optim.groups import table_rows
 from lmtrain.optim.skipping import can_skip
 from lmtrain.reports.inspection import row_mask
 from lmtrain.reports.token_view import has_colour, legend, marked, pieces
-from lmtrain.run import plan_memory, plan_time
+from lmtrain.run import plan_costs
 from lmtrain.run.features import features_on
 from lmtrain.secrets import shown
 from lmtrain.strategies import sharding
@@ -58,11 +58,7 @@ def si(value: float, unit: str = "") -> str:
 
 def show(run: "Run", resumed_from: str | None, done: int, notes: list[str]) -> None:
     """Prints the plan, the parameter groups and the decoded first row; `done` steps lie behind."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    for name, value in plan_rows(run, resumed_from, done):
-        table.add_row(name, shown(value))
+    table = terminal.facts((name, shown(value)) for name, value in plan_rows(run, resumed_from, done))
     parts: list[Any] = [table, Text(), groups_table(run)]
     parts += [Text(f"note: {shown(note)}", style="yellow") for note in [*notes, *advice(run)]]
     text, legend = first_row(run)
@@ -113,13 +109,13 @@ def plan_rows(run: "Run", resumed_from: str | None, done: int) -> list[tuple[str
         ("length", f"{counted(run.total_steps, 'step')}{f' x {tokens_per_step:,}' if len(sizes.values) == 1 else ''}"
                    f" = {si(tokens)} tokens = {tokens / corpus.epoch_tokens:.2f} "
                    f"{'epochs' if corpus.stream is None else 'windows'} of {si(corpus.epoch_tokens)}"),
-        ("time", plan_time.words(run, tokens - per_row * sizes.before(done), per_token)),
+        ("time", plan_costs.time_words(run, tokens - per_row * sizes.before(done), per_token)),
         *run.objective.plan_rows(),
         ("validation", val),
         *([("average", average_words(c))] if c.callbacks.ema.enabled else []),
         *([("early stopping", stopping_words(c))] if c.callbacks.early_stopping.enabled else []),
         ("compute", f"{si(per_token, 'FLOP')} a token, {si(compute, 'FLOP')} in all"),
-        *plan_memory.rows(model, c),
+        *plan_costs.memory_rows(model, c),
         ("precision", f"{c.trainer.precision}{instead_words(c)} on {run.trainer.world_size} x "
                       f"{devices.device_name(c.trainer.accelerator)}{matmul_words(c)}{compile_words(run)}"
                       f"{checkpointing_words(c)}"),

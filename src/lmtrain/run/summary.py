@@ -3,6 +3,8 @@
 import contextlib
 import os
 import platform
+import socket
+import subprocess
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -10,23 +12,24 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from rich.table import Table
 
+from lmtrain import terminal
 from lmtrain.callbacks.forecast import SCORE, Forecast
 from lmtrain.callbacks.progress import duration
 from lmtrain.callbacks.step_numbers import peak_resident_bytes
 from lmtrain.checkpoints import retention, store
 from lmtrain.config import trust
 from lmtrain.config.effect import TRIAL
+from lmtrain.distributed.ranks import typed
 from lmtrain.errors import RunError, UserError
 from lmtrain.exports import model_card
 from lmtrain.objectives.parts import RECOMPUTED, Definition
 from lmtrain.reports import report
 from lmtrain.run.features import features_on
 from lmtrain.run.going_on import next_commands
-from lmtrain.run.plan_time import speed_of
-from lmtrain.run.provenance import provenance
+from lmtrain.run.plan_costs import speed_of
 from lmtrain.run_folder.folder import asked
+from lmtrain.secrets import command
 
 if TYPE_CHECKING:
     from lmtrain.run.build import Run
@@ -64,6 +67,21 @@ def versions() -> dict[str, str]:
     return found
 
 
+def git_state() -> dict[str, Any] | None:
+    """{commit, dirty} of the repository that the working folder is in, null outside; dirty: tracked files differ."""
+    try:
+        commit = _git("rev-parse", "HEAD")
+        return {"commit": commit.strip(), "dirty": bool(_git("status", "--porcelain", "--untracked-files=no").strip())}
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(*words: str) -> str:
+    # Without the repository's own file-system monitor, a program that its config names.
+    line = ["git", "-c", "core.fsmonitor=false", *words]
+    return subprocess.run(line, capture_output=True, text=True, timeout=10, check=True).stdout
+
+
 def write_summary(run: "Run", status: str, started: float, error: BaseException | None = None) -> dict[str, Any]:
     """summary.json: written last, so its presence says that the run has ended and how."""
     checkpoints = store.scan(run.dir.checkpoints)
@@ -86,10 +104,13 @@ def write_summary(run: "Run", status: str, started: float, error: BaseException 
         "device": f"{run.trainer.world_size} x {run.config.trainer.accelerator}",
         "precision": run.config.trainer.precision,
         "peak_memory_gib": round(peak_memory() / 2**30, 3),
-        **provenance(),
+        "command": command("train", typed()),
+        "host": socket.gethostname(),
+        "git": git_state(),
         "versions": versions(),
     }
-    made = forecast_of(run)
+    # What a run with a budget was expected to end at: bits per byte, low and high, and the step when it was said.
+    made = next((c.made for c in run.trainer.callbacks if isinstance(c, Forecast)), None)  # type: ignore[attr-defined]
     if made is not None:
         summary["forecast"] = made
     for feature in features_on(run.config):
@@ -101,11 +122,6 @@ def write_summary(run: "Run", status: str, started: float, error: BaseException 
         with contextlib.suppress(OSError, UserError, RunError):  # a full disk is said where it matters
             report.write_own(run.dir)
     return summary
-
-
-def forecast_of(run: "Run") -> dict[str, float] | None:
-    """What a run with a budget was expected to end at: bits per byte, low and high, and the step when it was said."""
-    return next((c.made for c in run.trainer.callbacks if isinstance(c, Forecast)), None)  # type: ignore[attr-defined]
 
 
 def peak_memory() -> int:
@@ -160,46 +176,40 @@ def export(run: "Run") -> list[Path]:
 
 def show(run: "Run", summary: dict[str, Any], exported: list[Path]) -> None:
     """A small table: loss, best step, tokens/s, memory, time, where curves and exports are; then what to type next."""
-    val = run.metrics.last_val
-    if os.environ.get(TRIAL) or run.config.run.quiet:
-        if os.environ.get(TRIAL) == "1":  # the sweep says it
-            return
-        numbers = [f"val/loss {val['val/loss']:.4f}"] if "val/loss" in val else []
-        print(
-            ", ".join(
-                [f"{summary['status'].replace('_', ' ')} at step {summary['step']:,}", *numbers, str(run.dir.path)]
-            ),
-            flush=True,
-        )
+    if os.environ.get(TRIAL) == "1":  # the sweep says it
         return
-    table = Table(
-        title=f"{summary['status'].replace('_', ' ')} at step {summary['step']:,}", title_justify="left", box=None
-    )
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    if "train/loss" in run.metrics.last_train:
-        table.add_row("train/loss", f"{run.metrics.last_train['train/loss']:.4f}")
-    for key in ("val/loss", "val/perplexity", "val/bits_per_byte", "val/rewards/accuracy", "val/rewards/margin"):
-        if key in val:
-            table.add_row(key, f"{val[key]:.4f}")
-    if SCORE in summary.get("forecast", {}) and SCORE in val:
-        made = summary["forecast"]
-        off = val[SCORE] / made[SCORE] - 1
-        table.add_row(
-            "forecast", f"{SCORE} {made[SCORE]:.4f} at step {made['step']:,}; the run ended {off:+.1%} from it"
-        )
-    for monitor, value in (summary["best_metric"] or {}).items() if run.ranking != retention.LAST else ():
-        table.add_row("best", f"{monitor} {value:.4f} at step {int(summary['best'].rpartition('_')[2]):,}")
-    table.add_row("tokens", f"{summary['tokens']:,}")
-    if summary["tokens_per_s"]:
-        table.add_row("tokens/s", f"{summary['tokens_per_s']:,.0f}")
-    table.add_row("wall time", duration(summary["wall_seconds"]))
-    table.add_row("peak memory", f"{summary['peak_memory_gib']:.2f} GiB")
-    table.add_row("run", str(run.dir.path))
-    table.add_row("curves", str(run.dir.report if run.dir.report.exists() else run.dir.metrics))
-    for folder in exported:
-        table.add_row("export", f"{folder}  ({model_card.reader(folder)} reads it)")
-    run.console.print(table)
+    val, title = run.metrics.last_val, f"{summary['status'].replace('_', ' ')} at step {summary['step']:,}"
+    if os.environ.get(TRIAL) or run.config.run.quiet:
+        numbers = [f"val/loss {val['val/loss']:.4f}"] if "val/loss" in val else []
+        print(", ".join([title, *numbers, str(run.dir.path)]), flush=True)
+        return
+    run.console.print(terminal.facts(facts_of(run, summary, exported), title))
     run.console.print("next:")
     for line in next_commands(run, summary["status"]):
         run.console.print(f"  {line}", soft_wrap=True, highlight=False, markup=False)
+
+
+def facts_of(run: "Run", summary: dict[str, Any], exported: list[Path]) -> list[tuple[str, str]]:
+    """(what, in words) of a run that has ended."""
+    last, rows = {**run.metrics.last_train, **run.metrics.last_val}, list[tuple[str, str]]()
+    keys = ("train/loss", "val/loss", "val/perplexity", "val/bits_per_byte", "val/rewards/accuracy",
+            "val/rewards/margin")  # fmt: skip
+    rows += [(key, f"{last[key]:.4f}") for key in keys if key in last]
+    made = summary.get("forecast", {})
+    if SCORE in made and SCORE in last:
+        off = last[SCORE] / made[SCORE] - 1
+        words = f"{SCORE} {made[SCORE]:.4f} at step {made['step']:,}; the run ended {off:+.1%} from it"
+        rows.append(("forecast", words))
+    for monitor, value in (summary["best_metric"] or {}).items() if run.ranking != retention.LAST else ():
+        rows.append(("best", f"{monitor} {value:.4f} at step {int(summary['best'].rpartition('_')[2]):,}"))
+    rows.append(("tokens", f"{summary['tokens']:,}"))
+    if summary["tokens_per_s"]:
+        rows.append(("tokens/s", f"{summary['tokens_per_s']:,.0f}"))
+    return [
+        *rows,
+        ("wall time", duration(summary["wall_seconds"])),
+        ("peak memory", f"{summary['peak_memory_gib']:.2f} GiB"),
+        ("run", str(run.dir.path)),
+        ("curves", str(run.dir.report if run.dir.report.exists() else run.dir.metrics)),
+        *(("export", f"{folder}  ({model_card.reader(folder)} reads it)") for folder in exported),
+    ]

@@ -8,7 +8,7 @@ from pathlib import Path
 from lmtrain import errors
 from lmtrain.config.override_text import bare_or_quoted
 from lmtrain.errors import RunError
-from lmtrain.run.provenance import command
+from lmtrain.secrets import command
 from lmtrain.stages import checks, report, state
 from lmtrain.stages.plan import PipelinePlan, PlannedEvaluation, PlannedStage
 from lmtrain.stages.state import State

@@ -12,8 +12,7 @@ from lmtrain import errors
 from lmtrain.config.override_text import bare_or_quoted
 from lmtrain.distributed import ranks
 from lmtrain.errors import UserError
-from lmtrain.run.provenance import command
-from lmtrain.secrets import hide
+from lmtrain.secrets import command, hide
 from lmtrain.sweeps import launch, search
 from lmtrain.sweeps import plan as plans
 from lmtrain.sweeps import trials as rows

@@ -1,5 +1,6 @@
-"""How long a run will take, before its first step: by the speed of an earlier run of its kind, or of its GPU."""
+"""The plan's lines on time and memory: how long by an earlier run of its kind or its GPU, what a device holds."""
 
+import copy
 import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -8,8 +9,10 @@ import torch
 from transformers import PreTrainedModel
 
 from lmtrain.config.schema import Config
+from lmtrain.config.strategies import context_parallel
 from lmtrain.errors import UserError
 from lmtrain.models import flops
+from lmtrain.models.build import MAX_POSITIONS
 from lmtrain.run.features import features_on
 from lmtrain.run_folder.folder import RunDir
 
@@ -17,6 +20,8 @@ if TYPE_CHECKING:
     from lmtrain.run.build import Run
 
 _NEWEST = 30  # runs beside this one that are looked into
+_STEP = 256  # tokens that a device has of a row: lengths are told in multiples
+_MOST = 2**15  # of them: no row is tried beyond 8 M tokens a device
 
 
 def speed_of(config: Config, model: PreTrainedModel, world_size: int) -> dict[str, Any]:
@@ -40,7 +45,7 @@ def speed_of(config: Config, model: PreTrainedModel, world_size: int) -> dict[st
     }
 
 
-def words(run: "Run", tokens: float, flops_per_token: float) -> str:
+def time_words(run: "Run", tokens: float, flops_per_token: float) -> str:
     """Time of training `tokens` more tokens, validation apart, and how that is known."""
     found = earlier(speed_of(run.config, run.objective.model.model, run.trainer.world_size), run.dir.path)
     if found is not None:
@@ -87,3 +92,45 @@ def span(seconds: float) -> str:
         if seconds >= 1.5 * size:
             return f"{seconds / size:.1f} {unit}"
     return f"{seconds:.0f} s"
+
+
+def gib(value: float) -> str:
+    return f"{value / 2**30:.2f} GiB" if value >= 2**28 else f"{value / 2**20:.0f} MiB"
+
+
+def memory_rows(model: PreTrainedModel, c: Config) -> list[tuple[str, str]]:
+    memory = flops.memory_estimate(model, c)
+    parts = ", ".join(f"{name} {gib(size)}" for name, size in memory.items())
+    found = [("memory", f"about {gib(sum(memory.values()))} a device: {parts}")]
+    if context_parallel(c.trainer) > 1 and c.trainer.accelerator == "cuda" and torch.cuda.is_available():
+        found.append(("longest row", longest_row_words(model, c, torch.cuda.get_device_properties(0).total_memory)))
+    return found
+
+
+def longest_row_words(model: PreTrainedModel, c: Config, card_bytes: int) -> str:
+    """How long rows may be that groups of devices share, and without sharing."""
+    room = int(card_bytes * (1 - c.estimate.headroom))
+    key, size = "trainer.fsdp.context_parallel_size", context_parallel(c.trainer)
+    alone = copy.deepcopy(c)
+    alone.trainer.fsdp.context_parallel_size = 1
+    tokens, by_itself = longest_row(model, c, room), longest_row(model, alone, room)
+    words = (
+        f"about {tokens:,} tokens with {key}={size} and {by_itself:,} with 1, by the same estimate, "
+        f"{c.estimate.headroom:.0%} of {gib(card_bytes)} left free"
+    )
+    positions = getattr(model.config.get_text_config(), MAX_POSITIONS, None)
+    return words if positions is None or tokens <= positions else f"{words}; the model has {positions:,} positions"
+
+
+def longest_row(model: PreTrainedModel, c: Config, room: int) -> int:
+    """The most tokens of a row, a multiple of 256 on each device, with which the estimate is within `room` bytes."""
+    step, tried = _STEP * context_parallel(c.trainer), copy.deepcopy(c)
+    low, high = 0, _MOST  # steps that fit, that are too many
+    while high - low > 1:
+        middle = (low + high) // 2
+        tried.data.seq_len = middle * step
+        if sum(flops.memory_estimate(model, tried, room).values()) <= room:
+            low = middle
+        else:
+            high = middle
+    return low * step
