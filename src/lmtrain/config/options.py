@@ -19,6 +19,7 @@ from lmtrain.config.constraints import (
     at_least,
     choice,
     not_negative,
+    not_positive,
     share,
     two_betas,
     up_to_one,
@@ -143,7 +144,7 @@ class LionConfig(OptimizerConfig):
 @dataclass(kw_only=True)
 class AdamWConfig(OptimizerConfig):
     betas: Annotated[Any, TRAJECTORY, two_betas]
-    eps: Annotated[float, TRAJECTORY]
+    eps: Annotated[float, TRAJECTORY, not_negative]
 
 
 @dataclass(kw_only=True)
@@ -153,19 +154,19 @@ class AdamW8bitConfig(AdamWConfig):
 
 @dataclass(kw_only=True)
 class AdafactorConfig(OptimizerConfig):
-    beta2_decay: Annotated[float, TRAJECTORY]
-    eps: Annotated[float, TRAJECTORY]
-    min_parameter_rms: Annotated[float, TRAJECTORY]
-    clip_threshold: Annotated[float, TRAJECTORY]
+    beta2_decay: Annotated[float, TRAJECTORY, not_positive]
+    eps: Annotated[float, TRAJECTORY, not_negative]
+    min_parameter_rms: Annotated[float, TRAJECTORY, not_negative]
+    clip_threshold: Annotated[float, TRAJECTORY, above_zero]
 
 
 @dataclass(kw_only=True)
 class MuonConfig(AdamWConfig):
     """Keys of Muon, and of the AdamW that updates every parameter that is not a hidden matrix."""
 
-    momentum: Annotated[float, TRAJECTORY]
+    momentum: Annotated[float, TRAJECTORY, share]
     nesterov: Annotated[bool, TRAJECTORY]
-    ns_steps: Annotated[int, TRAJECTORY]
+    ns_steps: Annotated[int, TRAJECTORY, at_least(1)]
     adamw_pattern: Annotated[str, TRAJECTORY]
 
 

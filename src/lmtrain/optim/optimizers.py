@@ -1,4 +1,4 @@
-"""The optimizer of a config, over its parameter groups."""
+"""The optimizer of a config, over its parameter groups; and Lion."""
 
 import dataclasses
 import inspect
@@ -7,16 +7,17 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lmtrain.config.options import AdafactorConfig, AdamW8bitConfig, AdamWConfig, LionConfig, MuonConfig
 from lmtrain.config.schema import OptimizerConfig
 from lmtrain.config.targets import build_target, find_class
+from lmtrain.distributed.dtensor import held
 from lmtrain.errors import UserError
 from lmtrain.optim.adafactor import Adafactor
 from lmtrain.optim.groups import check_pattern, parameter_groups
-from lmtrain.optim.lion import Lion
 from lmtrain.optim.muon import MuonWithAdamW
+from lmtrain.optim.skipping import SkippingOptimizer, change, factor
 
 Groups = list[dict[str, Any]]
 
@@ -30,15 +31,12 @@ def build_optimizer(
         named_parameters: `model.named_parameters()`.
         allow_target: run.allow_target, packages that `cfg._target_` may name a class of.
 
-    Raises UserError for an impossible value, or a package that isn't installed.
+    Raises UserError for groups that fit no parameter, or a package that isn't installed.
     """
-    if cfg._target_ is not None:
-        return _custom(parameter_groups(named_parameters, cfg), cfg, allow_target)
     groups = parameter_groups(named_parameters, cfg)
-    try:
-        return _BUILDERS[cfg.name](groups, cfg)
-    except ValueError as error:  # each optimizer checks its own ranges
-        raise UserError(f"optimizer.name={cfg.name}: {error}") from None
+    if cfg._target_ is not None:
+        return _custom(groups, cfg, allow_target)
+    return _BUILDERS[cfg.name](groups, cfg)
 
 
 def _adamw(groups: Groups, cfg: AdamWConfig) -> torch.optim.Optimizer:
@@ -85,16 +83,35 @@ def _adamw_8bit(groups: Groups, cfg: AdamW8bitConfig) -> torch.optim.Optimizer:
 
 def _adafactor(groups: Groups, cfg: AdafactorConfig) -> torch.optim.Optimizer:
     keys = ("beta2_decay", "eps", "min_parameter_rms", "clip_threshold")
-    return Adafactor(groups, **{key: getattr(cfg, key) for key in keys})
+    return Adafactor(groups, {key: getattr(cfg, key) for key in keys})
+
+
+class Lion(SkippingOptimizer):
+    """Lion with decoupled weight decay (Chen et al. 2023, arXiv:2302.06675, algorithm 2). State: one `momentum` tensor
+    a parameter. Options: lr, weight_decay, betas (conf/optimizer/lion.yaml).
+
+    Every coordinate moves by exactly `lr`, so it wants a learning rate 3 to 10 times smaller than AdamW's and a weight
+    decay larger by the same factor.
+    """
+
+    def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        """All at once: a handful of kernels instead of five a parameter. Of a sharded one this rank's part."""
+        beta1, beta2 = group["betas"]
+        momenta, gradients = self._momenta_and_gradients(parameters)
+        directions = torch._foreach_lerp(momenta, gradients, 1 - beta1)
+        torch._foreach_sign_(directions)
+        change([held(p) for p in parameters], directions, group["lr"] * factor(self), group["weight_decay"])
+        torch._foreach_lerp_(momenta, gradients, 1 - beta2)
 
 
 def _lion(groups: Groups, cfg: LionConfig) -> torch.optim.Optimizer:
-    return Lion(groups, betas=_betas(cfg))
+    return Lion(groups, {"betas": _betas(cfg)})
 
 
 def _muon(groups: Groups, cfg: MuonConfig) -> torch.optim.Optimizer:
     muon = {"momentum": cfg.momentum, "nesterov": cfg.nesterov, "ns_steps": cfg.ns_steps}
-    optimizer = MuonWithAdamW(groups, muon=muon, adamw=_adamw_arguments(cfg))
+    options = {"muon": muon, "adamw": _adamw_arguments(cfg)}
+    optimizer = MuonWithAdamW([{**group, **options[group["algorithm"]]} for group in groups], {})
     optimizer.register_load_state_dict_pre_hook(_stay_fused)
     return optimizer
 
