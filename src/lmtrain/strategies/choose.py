@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +10,6 @@ from lightning.pytorch.plugins.precision import HalfPrecision
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
-from lmtrain.checkpoints import store
 from lmtrain.config.schema import Config, TrainerConfig
 from lmtrain.config.strategies import outside_fp8
 from lmtrain.models.feature import ADDED
@@ -47,10 +45,6 @@ class DDPStrategy(strategies.DDPStrategy):
     def __init__(self, find_unused_parameters: bool = False) -> None:
         # As a view of the buckets: else all gradients are held twice.
         super().__init__(gradient_as_bucket_view=True, find_unused_parameters=find_unused_parameters)
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Mapped: a node's ranks share one copy of what they would read once each."""
-        return store.load(Path(checkpoint_path), mmap=True)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)

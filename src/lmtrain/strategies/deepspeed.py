@@ -9,7 +9,6 @@ import copy
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
 from lmtrain.adapters.trainable import trainable_names
-from lmtrain.checkpoints import store
 from lmtrain.config.deepspeed import engine_config
 from lmtrain.config.schema import TrainerConfig
 from lmtrain.distributed import process_group as world
@@ -179,9 +177,6 @@ class DeepSpeedStrategy(Placement, DDPStrategy):
             for group, keys, start, params in zip(optimizer.param_groups, self.keys, starts, self.groups, strict=True)
         ]
         return {"state": state, "param_groups": groups} if self.is_global_zero else {}
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        return store.load(Path(checkpoint_path), mmap=True)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         from deepspeed import zero
