@@ -1,6 +1,6 @@
 """DTensor helpers: full tensors from local shards and back, global gradient norms, clipping.
 
-`gather` makes whole tensors of parts, `copy_whole` and `lay_out_state` put whole ones in their place, so a checkpoint
+`gather` makes whole tensors of parts, `like` and `lay_out_state` put whole ones in their place, so a checkpoint
 never knows how many devices wrote it.
 """
 
@@ -154,13 +154,6 @@ def gather(tree: Any, keep: bool) -> Any:
             seen[id(leaf)] = gathered.cpu() if keep else None
         kept.append(seen[id(leaf)] if isinstance(leaf, Tensor) else leaf)
     return torch.utils._pytree.tree_unflatten(kept, form) if keep else {}
-
-
-@torch.no_grad()
-def copy_whole(parameters: dict[str, Tensor], values: dict[str, Tensor]) -> None:
-    """Copies whole `values` into the (sharded) parameters of the same names."""
-    for name, value in values.items():
-        parameters[name].copy_(like(value, parameters[name]))
 
 
 def lay_out_state(state: dict[str, Any], parameters: Iterable[Tensor]) -> dict[str, Any]:

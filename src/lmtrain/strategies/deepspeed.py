@@ -12,11 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
-from lmtrain.adapters.trainable import trainable_names
+from lmtrain.adapters.trainable import without_frozen
 from lmtrain.config.deepspeed import engine_config
 from lmtrain.config.schema import TrainerConfig
 from lmtrain.distributed import process_group as world
@@ -38,6 +37,11 @@ class DeepSpeedStrategy(Placement, DDPStrategy):
     engine: Any
 
     def __init__(self, t: TrainerConfig) -> None:
+        if t.accelerator == "cpu" and ON_CPU not in os.environ:
+            raise UserError(
+                "trainer.strategy=deepspeed needs CUDA devices: on a CPU set trainer.strategy=fsdp, which shards the "
+                "same"
+            )
         try:
             import deepspeed  # noqa: F401
         except ImportError as error:
@@ -49,8 +53,6 @@ class DeepSpeedStrategy(Placement, DDPStrategy):
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
         self.config, self.stage = engine_config(t), t.deepspeed.stage
         _check_known(self.config, t.deepspeed.config)
-        if "nvme" in (t.deepspeed.offload_optimizer, t.deepspeed.offload_parameters):
-            _check_nvme()
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -65,12 +67,9 @@ class DeepSpeedStrategy(Placement, DDPStrategy):
         if self.stage < 3:
             spread(objective.modules(), self.root_device)
             return
-        self._connect()
+        connect(process_group_backend(self), self.root_device)
         model = objective.model
         partition(model, decoder_blocks(model.model), self.root_device, self.config)
-
-    def _connect(self) -> None:
-        connect(process_group_backend(self), self.root_device)
 
     def model_to_device(self) -> None:
         """Done by `place`."""
@@ -81,7 +80,7 @@ class DeepSpeedStrategy(Placement, DDPStrategy):
         super().setup(trainer)
         import deepspeed
 
-        self._connect()
+        connect(process_group_backend(self), self.root_device)
         module: Any = self.lightning_module
         (optimizer,) = self.optimizers
         # ZeRO puts flat partitions in the place of the optimizer's parameters.
@@ -145,24 +144,18 @@ class DeepSpeedStrategy(Placement, DDPStrategy):
 
         module = self.lightning_module
         assert module is not None
-        names = trainable_names(module)
-        whole: dict[str, Tensor] = {}
-        seen: dict[int, Tensor] = {}
-        for name, tensor in module.state_dict(keep_vars=True).items():
-            if names is not None and name not in names:
-                continue
-            if id(tensor) not in seen:
+        state = without_frozen(module, module.state_dict(keep_vars=True))
+        whole: dict[int, Tensor] = {}
+        for tensor in state.values():
+            if id(tensor) not in whole:
                 full = safe_get_full_fp32_param(tensor) if isinstance(tensor, nn.Parameter) else tensor
-                seen[id(tensor)] = full.detach().to("cpu", copy=True) if self.is_global_zero else tensor
-            whole[name] = seen[id(tensor)]
-        return whole if self.is_global_zero else {}
+                whole[id(tensor)] = full.detach().to("cpu", copy=True) if self.is_global_zero else tensor
+        return {name: whole[id(tensor)] for name, tensor in state.items()} if self.is_global_zero else {}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """As torch's optimizer on one device would give it."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
-        if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer.optimizer
         flat: dict[str, Any] = next(iter(optimizer.state.values()), {})
         self._link_states()
         state: dict[int, dict[str, Any]] = {}
@@ -223,13 +216,6 @@ class DeepSpeedStrategy(Placement, DDPStrategy):
             self.engine.optimizer._lazy_init_hp_params_optimizer_state()
 
 
-def refuse_on_cpu(accelerator: str) -> None:
-    if accelerator == "cpu" and ON_CPU not in os.environ:
-        raise UserError(
-            "trainer.strategy=deepspeed needs CUDA devices: on a CPU set trainer.strategy=fsdp, which shards the same"
-        )
-
-
 def _check_known(config: dict[str, Any], file: str | None) -> None:
     """Raises UserError for keys and values DeepSpeed refuses."""
     from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
@@ -242,17 +228,6 @@ def _check_known(config: dict[str, Any], file: str | None) -> None:
         if isinstance(error, ValidationError):
             words = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
         raise UserError(f"DeepSpeed refuses trainer.deepspeed{f'.config={file}' if file else ''}: {words}") from None
-
-
-def _check_nvme() -> None:
-    from deepspeed.ops.op_builder import AsyncIOBuilder
-
-    if not AsyncIOBuilder().is_compatible(verbose=False):
-        raise UserError(
-            "offloading to nvme needs DeepSpeed's async_io, which is compiled when it is first used, and libaio was "
-            "not found: apt install libaio-dev g++ (or dnf install libaio-devel gcc-c++). One somewhere else is found "
-            "with CPATH=<its headers> LIBRARY_PATH=<its folder> LD_LIBRARY_PATH=<its folder>. Or offload to cpu"
-        )
 
 
 def connect(backend: str, device: torch.device) -> None:
