@@ -57,7 +57,7 @@ def _stay_fused(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[st
 def _adamw_arguments(cfg: AdamWConfig) -> dict[str, Any]:
     # The fused kernel is the fastest on GPUs and CPUs, there by a factor of 3 to 10, and leaves out a bad update by
     # itself, without a wait (skipping.py).
-    return {"betas": _betas(cfg), "eps": cfg.eps, "fused": True}
+    return {"betas": tuple(cfg.betas), "eps": cfg.eps, "fused": True}
 
 
 def _adamw_8bit(groups: Groups, cfg: AdamW8bitConfig) -> torch.optim.Optimizer:
@@ -68,7 +68,7 @@ def _adamw_8bit(groups: Groups, cfg: AdamW8bitConfig) -> torch.optim.Optimizer:
         raise UserError(
             f'optimizer=adamw_8bit needs bitsandbytes ({error}): pip install "lmtrain[bitsandbytes]"'
         ) from None
-    optimizer = AdamW8bit(groups, betas=_betas(cfg), eps=cfg.eps)
+    optimizer = AdamW8bit(groups, betas=tuple(cfg.betas), eps=cfg.eps)
     # Exceptions are kept by position in a manager that all optimizers of the process share: give this one its own.
     manager = optimizer.mng = GlobalOptimManager.__new__(GlobalOptimManager)
     manager.initialize()
@@ -105,7 +105,7 @@ class Lion(SkippingOptimizer):
 
 
 def _lion(groups: Groups, cfg: LionConfig) -> torch.optim.Optimizer:
-    return Lion(groups, {"betas": _betas(cfg)})
+    return Lion(groups, {"betas": tuple(cfg.betas)})
 
 
 def _muon(groups: Groups, cfg: MuonConfig) -> torch.optim.Optimizer:
@@ -135,8 +135,3 @@ def _custom(groups: Groups, cfg: OptimizerConfig, allow_target: Sequence[str]) -
     optimizer = build_target(entry, "optimizer", torch.optim.Optimizer, allow_target, first=(groups,))
     optimizer._step_supports_amp_scaling = False  # as of AdamW
     return optimizer
-
-
-def _betas(cfg: AdamWConfig | LionConfig) -> tuple[float, float]:
-    beta1, beta2 = cfg.betas
-    return float(beta1), float(beta2)
