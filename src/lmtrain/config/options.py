@@ -20,6 +20,7 @@ from lmtrain.config.constraints import (
     choice,
     not_negative,
     not_positive,
+    regular_expression,
     share,
     two_betas,
     up_to_one,
@@ -149,7 +150,7 @@ class AdamWConfig(OptimizerConfig):
 
 @dataclass(kw_only=True)
 class AdamW8bitConfig(AdamWConfig):
-    full_state_pattern: Annotated[str, TRAJECTORY]
+    full_state_pattern: Annotated[str, TRAJECTORY, regular_expression]
 
 
 @dataclass(kw_only=True)
@@ -167,7 +168,7 @@ class MuonConfig(AdamWConfig):
     momentum: Annotated[float, TRAJECTORY, share]
     nesterov: Annotated[bool, TRAJECTORY]
     ns_steps: Annotated[int, TRAJECTORY, at_least(1)]
-    adamw_pattern: Annotated[str, TRAJECTORY]
+    adamw_pattern: Annotated[str, TRAJECTORY, regular_expression]
 
 
 # optimizer.name -> its keys; `optim.optimizers` builds them.
