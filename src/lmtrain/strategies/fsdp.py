@@ -190,5 +190,4 @@ class TensorParallelStrategy(FSDPStrategy):
             return self.device_mesh["data_parallel"], self.device_mesh["tensor_parallel"], every
         shape = (self.num_nodes, self.num_processes // self.tensor_parallel_size, self.tensor_parallel_size)
         mesh = init_device_mesh(device, shape, mesh_dim_names=("nodes", "groups", "tensor"))
-        every = init_device_mesh(device, (self.num_nodes, self.num_processes), mesh_dim_names=("nodes", "devices"))
-        return mesh["nodes", "groups"], mesh["tensor"], every
+        return mesh["nodes", "groups"], mesh["tensor"], self._mesh()
