@@ -111,7 +111,7 @@ def test_keys_without_effect(a_run: Path) -> None:
         ({"RANK": "1"}, "the environment has RANK=1, WORLD_SIZE=, "),
         (
             {"RANK": "1", "WORLD_SIZE": "2"},
-            "LOCAL_RANK=, MASTER_ADDR=, MASTER_PORT=: this is not a rank",
+            "MASTER_ADDR=, MASTER_PORT=, LOCAL_WORLD_SIZE=: this is not a rank",
         ),
         (dict.fromkeys(ranks.TORCH, "x"), "RANK=x, WORLD_SIZE=x"),
         ({**dict.fromkeys(ranks.TORCH, "1"), "RANK": "7"}, "RANK=7, WORLD_SIZE=1"),

@@ -113,13 +113,12 @@ def _problem(content: Any) -> str | None:
 
 def _is_entry(name: str, entry: Any) -> bool:
     """Whether it describes a file of the checkpoint's folder: whole, or in parts that several ranks wrote."""
-    if not _FILE.fullmatch(name) or not isinstance(entry, dict) or type(entry.get("bytes")) is not int:
+    if not _FILE.fullmatch(name) or not isinstance(entry, dict):
         return False
-    if "parts" not in entry:
-        return type(entry.get("sha256")) is str
-    return isinstance(entry["parts"], list) and all(
-        isinstance(part, dict)
-        and type(part.get("offset")) is type(part.get("bytes")) is int
-        and type(part.get("sha256")) is str
-        for part in entry["parts"]
-    )
+    parts = entry.get("parts", [{**entry, "offset": 0}])
+    return type(entry.get("bytes")) is int and isinstance(parts, list) and all(map(_is_part, parts))
+
+
+def _is_part(part: Any) -> bool:
+    kinds = {"offset": int, "bytes": int, "sha256": str}
+    return isinstance(part, dict) and all(type(part.get(key)) is kind for key, kind in kinds.items())

@@ -75,10 +75,8 @@ def find(environ: MutableMapping[str, str] = os.environ) -> RankLayout | None:
         return None
     all_ranks = environ.get("WORLD_SIZE", "")
     numbers = [environ.get("RANK", ""), all_ranks, environ.get("LOCAL_WORLD_SIZE", all_ranks)]
-    if absent or not all(map(str.isdecimal, numbers)):
-        raise _no_rank(environ, TORCH)
-    rank, world, per_node = map(int, numbers)
-    if not 0 <= rank < world or not 0 < per_node <= world:
+    rank, world, per_node = (int(number) if number.isdecimal() else -1 for number in numbers)
+    if absent or not 0 <= rank < world or not 0 < per_node <= world:
         raise _no_rank(environ, (*TORCH, "LOCAL_WORLD_SIZE"))
     if world % per_node != 0:
         raise UserError(f"{world} ranks with {per_node} on this node: start the same number on every node")

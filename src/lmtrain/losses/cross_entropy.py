@@ -84,11 +84,6 @@ def chunked_cross_entropy(
     return CrossEntropy(loss_sum, nll_sum, n_tokens)
 
 
-def equal_chunk(rows: int, chunk_tokens: int) -> int:
-    """Rows of a chunk where `rows` are cut into chunks of one size, none larger than asked for."""
-    return -(-rows // max(1, -(-rows // chunk_tokens)))
-
-
 def matmul_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     """The dtype the logits are multiplied in: autocast's where it is on."""
     device_type = hidden.device.type
@@ -105,7 +100,8 @@ class Logits:
         self.chunk_tokens = chunk_tokens
 
     def chunks(self, rows: int) -> list[slice]:
-        size = max(1, equal_chunk(rows, self.chunk_tokens))
+        """Of one size, none larger than asked for; the last may be smaller."""
+        size = max(1, -(-rows // max(1, -(-rows // self.chunk_tokens))))
         return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
     def inputs(self, hidden: Tensor) -> Tensor:
@@ -149,14 +145,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         need_hidden, need_weight, need_bias = (with_grad and need for need in ctx.needs_input_grad[:3])
         gradient = need_hidden or need_weight or need_bias
         dtype, w = logits.dtype, weight.to(logits.dtype)
-        buffer = hidden.new_empty(equal_chunk(rows, logits.chunk_tokens), vocab, dtype=dtype)
+        chunks = logits.chunks(rows)
+        buffer = hidden.new_empty(chunks[0].stop if chunks else 0, vocab, dtype=dtype)
         grad_hidden = hidden.new_empty(hidden.shape, dtype=dtype) if need_hidden else None
         grad_weight = WeightGradient(weight) if need_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if need_bias and bias is not None else None
         sum_dtype = torch.promote_types(dtype, torch.float32)
         losses = hidden.new_empty(2, rows, dtype=sum_dtype)  # row 0: loss, row 1: negative log-likelihood
 
-        for chunk in logits.chunks(rows):
+        for chunk in chunks:
             h = logits.inputs(hidden[chunk])
             # A row without a label has loss and gradient 0. Its gradient is masked in [c, D], not in [c, V].
             labelled = (labels[chunk] != IGNORE_INDEX).unsqueeze(1)  # [c, 1]

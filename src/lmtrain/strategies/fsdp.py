@@ -99,19 +99,19 @@ class FSDPStrategy(Placement, ModelParallelStrategy):
             super().model_to_device()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The trained parameters (with buffers where nothing is frozen), whole, on rank 0; {} elsewhere."""
+        """The trained parameters, with buffers where nothing is frozen."""
         module = self.lightning_module
         assert module is not None
-        state = without_frozen(module, module.state_dict(keep_vars=True))
-        if writes_together(self.options, module):
-            return state
-        return layout.gather(state, keep=self.is_global_zero)
+        return self._saved(without_frozen(module, module.state_dict(keep_vars=True)))
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        return self._saved(optimizer.state_dict())
+
+    def _saved(self, state: dict[str, Any]) -> dict[str, Any]:
+        """In parts where every rank writes its own, else whole on rank 0 and {} elsewhere."""
         assert self.lightning_module is not None
-        if writes_together(self.options, self.lightning_module):
-            return optimizer.state_dict()
-        return layout.gather(optimizer.state_dict(), keep=self.is_global_zero)
+        together = writes_together(self.options, self.lightning_module)
+        return state if together else layout.gather(state, keep=self.is_global_zero)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         io = self.checkpoint_io
