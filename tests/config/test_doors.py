@@ -333,6 +333,16 @@ class NoFactor(LRSchedule):
     pass
 
 
+class Counts(LRSchedule):
+    """Remembers how often it was asked, which no resumed run could know."""
+
+    calls = 0
+
+    def factor(self, step: int, total_steps: int) -> float:
+        self.calls += 1
+        return 1 / self.calls
+
+
 class Nan(LRSchedule):
     def factor(self, step: int, total_steps: int) -> float:
         return float("nan")
@@ -351,6 +361,7 @@ NO_SCHEDULE = {
     "without factor": (["test_doors.NoFactor"], r"schedule: _target_=test_doors\.NoFactor lacks factor"),
     "no such option": (["test_doors.Level", "+schedule.levle=1"], r"'schedule.levle'; did you mean schedule\.level"),
     "out of its range": (["test_doors.Level", "+schedule.level=0"], r"schedule\.level=0\.0: a number above 0"),
+    "remembers": (["test_doors.Counts"], r"Counts gives .* when asked again: its factor must depend on its arguments"),
     "no number": (["test_doors.Nan"], r"schedule: test_doors\.Nan gives nan for step 1: a number from 0 up is needed"),
     "raises": (["test_doors.Divides"], r"schedule: test_doors\.Divides raised ZeroDivisionError"),
 }

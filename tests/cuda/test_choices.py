@@ -67,6 +67,25 @@ def test_blocks_are_compiled_where_they_can_be(gpu: Any, monkeypatch: pytest.Mon
         resolved("trainer.compile=true")
 
 
+def test_an_old_driver_is_named(monkeypatch: pytest.MonkeyPatch, corpus: Any, tmp_path: Any) -> None:
+    """torch then says that there is no GPU, and the run would go on for days on the CPU."""
+    from support import TINY
+
+    def init() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040). Please update ...")
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", init)
+    with pytest.raises(UserError, match=r"driver is too old for this torch, which is built with CUDA 13\.0: update"):
+        resolved("trainer.accelerator=cuda")
+    settings = [*TINY, "data=text", f"data.path={corpus}", "trainer.max_steps=1", f"run.dir={tmp_path / 'run'}"]
+    ended = run("train", *settings, "model=llama_nano", "model.intermediate_size=64")
+    assert ended.code == 0, ended.err
+    assert "the NVIDIA driver is too old for this torch" in " ".join(
+        (tmp_path / "run" / "plan.txt").read_text().split()
+    )
+
+
 def test_fp32_products_are_rounded_only_where_asked_for(gpu: Any) -> None:
     gpu()
     before = torch.get_float32_matmul_precision()

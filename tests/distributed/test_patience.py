@@ -64,6 +64,7 @@ def test_the_flight_recorder_of_ranks_writes_into_the_runs_folder(
     for rank in (0, 1):
         found = json.loads((tmp_path / f"{rank}.json").read_text())
         assert found["TORCH_FR_DUMP_TEMP_FILE"] == f"{folder}/nccl_trace_rank_"
+        assert (found["TORCH_NCCL_DUMP_ON_TIMEOUT"], found["TORCH_FR_BUFFER_SIZE"]) == ("1", "2000")
 
 
 def test_a_folder_that_is_named_stays(monkeypatch: pytest.MonkeyPatch) -> None:

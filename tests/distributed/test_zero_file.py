@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from inprocess import TWO_STEPS, message, train_tiny
 from lmtrain.config.compose import check, compose
@@ -119,6 +120,19 @@ def test_lightnings_names(name: str, stage: int, optimizer: str | None, paramete
     d = trainer.deepspeed
     assert (trainer.strategy, d.stage, d.offload_optimizer, d.offload_parameters) == (
         "deepspeed", stage, optimizer, parameters)  # fmt: skip
+
+
+def test_nvme_says_what_to_install(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("deepspeed")
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if AsyncIOBuilder().is_compatible(verbose=False) or torch.cuda.is_available():
+        pytest.skip("libaio is here")
+    monkeypatch.setenv("LMTRAIN_DEEPSPEED_ON_CPU", "1")
+    nvme = ["trainer.deepspeed.stage=3", "trainer.deepspeed.offload_optimizer=nvme"]
+    done = train_tiny(corpus, f"run.dir={tmp_path / 'run'}", *ZERO, *nvme, f"trainer.deepspeed.nvme_path={tmp_path}")
+    assert done.code == 2, done.err
+    assert "apt install libaio-dev" in message(done.err)
 
 
 @pytest.mark.slow

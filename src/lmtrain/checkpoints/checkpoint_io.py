@@ -9,7 +9,6 @@ import torch
 from lightning.pytorch.plugins.io import CheckpointIO
 
 from lmtrain.checkpoints.store import load, publish, remove
-from lmtrain.distributed import process_group as world
 
 
 class HostCopies:
@@ -100,8 +99,7 @@ class FolderCheckpointIO(CheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Mapped where there are several ranks: a node's share one copy of what they would read once each."""
-        return load(Path(path), mmap=world.size() > 1)
+        return load(Path(path))
 
     def remove_checkpoint(self, path: str | Path) -> None:
         remove(Path(path))

@@ -22,7 +22,7 @@ NAME = "manifest.json"
 VERSION = 2
 _HASH, _VERSION = "sha256", "version"
 _FILE = re.compile(r"[\w.-]{1,200}", re.ASCII)  # the name of a file of a checkpoint's folder
-_KNOWN = {"step", "metrics", "files", "interim"}  # keys of a manifest without a hash
+_REQUIRED, _KNOWN = {"step", "metrics", "files"}, {"step", "metrics", "files", "interim"}
 
 
 class Damaged(RunError):
@@ -55,13 +55,17 @@ def read(checkpoint: Path) -> dict[str, Any]:
         RunError: the disk does not give it.
     """
     try:
-        content = json.loads(read_regular(checkpoint / NAME))
+        text = read_regular(checkpoint / NAME)
     except FileNotFoundError:
         raise Damaged(checkpoint, f"{NAME} is missing") from None
     except (NotADirectoryError, IsADirectoryError, NotRegular):
         raise Damaged(checkpoint, f"{NAME} is not a file in a folder") from None
+    except UnicodeDecodeError as error:
+        raise Damaged(checkpoint, f"{NAME} can't be read: {error}") from None
     except OSError as error:
         raise unreadable(checkpoint / NAME, error) from error
+    try:
+        content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise Damaged(checkpoint, f"{NAME} can't be read: {error}") from None
     problem = _problem(content)
@@ -98,27 +102,29 @@ def _problem(content: Any) -> str | None:
         return "does not match its own checksum"
     if type(rest.get(_VERSION, 1)) is not int or rest.get(_VERSION, 1) > VERSION:
         return f"is of format version {rest[_VERSION]}, and this lmtrain reads up to {VERSION}: update it"
-    metrics, files = rest.get("metrics"), rest.get("files")
-    fits = (
-        (_HASH in content or rest.keys() <= _KNOWN)
-        and type(rest.get("step")) is int
-        and type(rest.get("interim", False)) is bool
-        and isinstance(metrics, dict)
-        and all(isinstance(value, int | float | None) for value in metrics.values())
-        and isinstance(files, dict)
-        and all(_is_entry(*entry) for entry in files.items())
-    )
-    return None if fits else "lacks a key of a manifest, or holds another value than one does"
+    if not rest.keys() >= _REQUIRED:
+        return f"lacks {', '.join(sorted(_REQUIRED - rest.keys()))}"
+    if _HASH not in content and not rest.keys() <= _KNOWN:
+        return f"has no checksum, and unknown keys ({', '.join(sorted(rest.keys() - _KNOWN))})"
+    metrics, files = rest["metrics"], rest["files"]
+    if type(rest["step"]) is not int or type(rest.get("interim", False)) is not bool:
+        return "holds a step or a mark of another type"
+    if not isinstance(metrics, dict) or not all(isinstance(v, int | float | None) for v in metrics.values()):
+        return "holds scores that are not numbers"
+    if not isinstance(files, dict) or not all(_is_entry(*entry) for entry in files.items()):
+        return "holds an entry that describes no file"
+    return None
 
 
 def _is_entry(name: str, entry: Any) -> bool:
     """Whether it describes a file of the checkpoint's folder: whole, or in parts that several ranks wrote."""
-    if not _FILE.fullmatch(name) or not isinstance(entry, dict):
+    if not _FILE.fullmatch(name) or not isinstance(entry, dict) or type(entry.get("bytes")) is not int:
         return False
-    parts = entry.get("parts", [{**entry, "offset": 0}])
-    return type(entry.get("bytes")) is int and isinstance(parts, list) and all(map(_is_part, parts))
-
-
-def _is_part(part: Any) -> bool:
-    kinds = {"offset": int, "bytes": int, "sha256": str}
-    return isinstance(part, dict) and all(type(part.get(key)) is kind for key, kind in kinds.items())
+    if "parts" not in entry:
+        return type(entry.get("sha256")) is str
+    return isinstance(entry["parts"], list) and all(
+        isinstance(part, dict)
+        and type(part.get("offset")) is type(part.get("bytes")) is int
+        and type(part.get("sha256")) is str
+        for part in entry["parts"]
+    )

@@ -22,9 +22,9 @@ def resolve_auto(config: Config) -> None:
     t = config.trainer
     if t.accelerator in ("auto", "gpu", "cuda"):
         if t.accelerator != "auto" and not torch.cuda.is_available():
+            advice = why_not_used() or "set trainer.accelerator=cpu, or install a CUDA build of torch"
             raise UserError(
-                f"trainer.accelerator={t.accelerator}, but torch {torch.__version__} sees no CUDA device here: set "
-                f"trainer.accelerator=cpu, or install a build of torch for the CUDA that nvidia-smi shows"
+                f"trainer.accelerator={t.accelerator}, but torch {torch.__version__} sees no CUDA device here: {advice}"
             )
         t.accelerator = "cuda" if torch.cuda.is_available() else "cpu"
     if t.devices == "auto":
@@ -52,6 +52,21 @@ def resolve_auto(config: Config) -> None:
         )
 
 
+def why_not_used() -> str | None:
+    """Why a GPU that is there can't be used: its driver is older than torch's CUDA. None where nothing is known."""
+    if torch.version.cuda is None or torch.cuda.is_available():
+        return None
+    try:
+        torch.cuda.init()
+    except RuntimeError as error:
+        if "driver" in str(error) and "too old" in str(error):
+            return (
+                f"the NVIDIA driver is too old for this torch, which is built with CUDA {torch.version.cuda}: update "
+                f"the driver, or install a torch of an older CUDA (nvidia-smi shows the newest that the driver takes)"
+            )
+    return None
+
+
 _LONG_MINUTES = 3  # on a CPU, compiling takes 10 to 30 s the first time and saves up to a third of each step
 
 
@@ -71,20 +86,18 @@ def why_not_compiled(t: TrainerConfig) -> str | None:
     if t.strategy == "deepspeed" and t.deepspeed.stage == 3:
         return "ZeRO-3 gathers parameters in the middle of a block, which takes its graph apart"
     if t.accelerator != "cuda":
-        return _no_compiler("C++ compiler", "CXX", ["g++", "clang++", "c++"])
+        compilers = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
+        there = any(map(shutil.which, compilers))
+        return None if there else f"there is no C++ compiler ({', '.join(compilers)}): apt install g++, or set CXX"
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed (pip install triton)"
+    compilers = [os.environ["CC"]] if os.environ.get("CC") else ["cc", "gcc", "clang"]
+    if not any(map(shutil.which, compilers)):
+        return f"there is no C compiler for Triton ({', '.join(compilers)}): apt install gcc, or set CC"
     major, minor = torch.cuda.get_device_capability()
     if major < 7:
         return f"Triton needs a GPU of compute capability 7.0 or newer (here {major}.{minor})"
-    return _no_compiler("C compiler for Triton", "CC", ["gcc", "clang", "cc"])
-
-
-def _no_compiler(what: str, variable: str, names: list[str]) -> str | None:
-    tried = [os.environ[variable]] if os.environ.get(variable) else names
-    if any(map(shutil.which, tried)):
-        return None
-    return f"there is no {what} ({', '.join(tried)}): apt install {names[0]}, or set {variable}"
+    return None
 
 
 def best_precision(accelerator: str) -> str:
@@ -97,7 +110,7 @@ def best_precision(accelerator: str) -> str:
 def cpu_multiplies_bf16() -> bool:
     """Whether this CPU has bf16 dot products (AVX512-BF16 or AMX)."""
     capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-    return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16", "amx"))
+    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") or capabilities.get("amx"))
 
 
 def set_threads(num_threads: int | None, processes: int) -> None:

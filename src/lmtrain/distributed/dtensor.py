@@ -1,6 +1,6 @@
 """DTensor helpers: full tensors from local shards and back, global gradient norms, clipping.
 
-`gather` makes whole tensors of parts, `like` and `lay_out_state` put whole ones in their place, so a checkpoint
+`gather` makes whole tensors of parts, `copy_whole` and `lay_out_state` put whole ones in their place, so a checkpoint
 never knows how many devices wrote it.
 """
 
@@ -145,16 +145,22 @@ def gather(tree: Any, keep: bool) -> Any:
 
     Every rank must call it with a tree of the same form.
     """
+    leaves, form = torch.utils._pytree.tree_flatten(tree)
+    kept: list[Any] = []
     seen: dict[int, Tensor | None] = {}  # tied weights are one parameter with two names
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and id(leaf) not in seen:
+            gathered = whole(leaf.detach())
+            seen[id(leaf)] = gathered.cpu() if keep else None
+        kept.append(seen[id(leaf)] if isinstance(leaf, Tensor) else leaf)
+    return torch.utils._pytree.tree_unflatten(kept, form) if keep else {}
 
-    def gathered(tensor: Tensor) -> Tensor | None:
-        if id(tensor) not in seen:
-            full = whole(tensor.detach())
-            seen[id(tensor)] = full.cpu() if keep else None
-        return seen[id(tensor)]
 
-    found = torch.utils._pytree.tree_map_only(Tensor, gathered, tree)
-    return found if keep else {}
+@torch.no_grad()
+def copy_whole(parameters: dict[str, Tensor], values: dict[str, Tensor]) -> None:
+    """Copies whole `values` into the (sharded) parameters of the same names."""
+    for name, value in values.items():
+        parameters[name].copy_(like(value, parameters[name]))
 
 
 def lay_out_state(state: dict[str, Any], parameters: Iterable[Tensor]) -> dict[str, Any]:

@@ -16,6 +16,8 @@ T = TypeVar("T")
 # Tells ranks of one launcher the folder of the file in which they find each other; unlike a port, nobody takes it.
 MEETING = "LMTRAIN_MEETING"
 _TRACES = "TORCH_FR_DUMP_TEMP_FILE"
+# 2,000 calls is what PyTorch's tutorial recommends.
+_FLIGHT_RECORDER = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_FR_BUFFER_SIZE": "2000"}
 
 
 _patience: datetime.timedelta | None = None  # of the group that `connect` made
@@ -32,6 +34,8 @@ def connect(accelerator: str, patience: float) -> None:
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks == 1 or dist.is_initialized():
         return
+    for name, value in _FLIGHT_RECORDER.items():
+        os.environ.setdefault(name, value)
     backend = "cpu:gloo,cuda:nccl" if accelerator == "cuda" else "gloo"
     timeout = _patience = datetime.timedelta(seconds=patience)
     meeting = os.environ.get(MEETING)

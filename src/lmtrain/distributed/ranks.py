@@ -6,7 +6,7 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -19,6 +19,7 @@ PROPOSED = "LMTRAIN_PROPOSED"  # and the one that tells them what was made of a 
 TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets
 
 
+_UNSET = "this is not a rank of torchrun's or SLURM's; unset them to train in one process, or start it with those"
 _here: list[str] | None = None  # what the command line of this process was given
 
 
@@ -64,40 +65,45 @@ def find(environ: MutableMapping[str, str] = os.environ) -> RankLayout | None:
     """The ranks this process is one of, None where it was started by itself. SLURM's are given torchrun's variables.
 
     Raises:
-        RunError: some variables are left over, or hold no number: half a rank would wait for others for ever.
         UserError: the nodes don't have the same number of ranks each.
     """
     by = started_by(environ)
     if by == "SLURM":
         _translate_slurm(environ)
     absent = [name for name in TORCH if name not in environ]
-    if absent and environ.get("RANK", "0") == "0" and environ.get("WORLD_SIZE", "1") == "1":
+    if absent:
+        _refuse_stray(environ, absent)
         return None
-    all_ranks = environ.get("WORLD_SIZE", "")
-    numbers = [environ.get("RANK", ""), all_ranks, environ.get("LOCAL_WORLD_SIZE", all_ranks)]
-    rank, world, per_node = (int(number) if number.isdecimal() else -1 for number in numbers)
-    if absent or not 0 <= rank < world or not 0 < per_node <= world:
-        raise _no_rank(environ, (*TORCH, "LOCAL_WORLD_SIZE"))
+    rank, world = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+    per_node = _number(environ, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environ else world
+    if not 0 <= rank < world or not 0 < per_node <= world:
+        raise RunError(f"the environment says RANK={rank}, WORLD_SIZE={world}, LOCAL_WORLD_SIZE={per_node}: {_UNSET}")
     if world % per_node != 0:
         raise UserError(f"{world} ranks with {per_node} on this node: start the same number on every node")
     return RankLayout(rank, world // per_node, per_node, by or "torchrun")
 
 
-def _no_rank(environ: MutableMapping[str, str], names: Iterable[str]) -> RunError:
-    """Each process prints its own."""
-    found = ", ".join(f"{name}={environ.get(name, '')}" for name in names)
-    return RunError(
-        f"the environment has {found}: this is not a rank of torchrun's or SLURM's; unset them to train in one "
-        f"process, or start it with those"
-    )
+def _number(environ: MutableMapping[str, str], name: str) -> int:
+    """RunError where a variable that says which rank this is holds no number; each process prints its own."""
+    if not environ.get(name, "").isdecimal():
+        raise RunError(f"the environment says {name}={environ.get(name, '')!r}, which is not a number: {_UNSET}")
+    return int(environ[name])
+
+
+def _refuse_stray(environ: MutableMapping[str, str], absent: list[str]) -> None:
+    """RunError where some variables of torchrun's are left over: half a rank would wait for others for ever."""
+    stray = {name: environ[name] for name in ("RANK", "WORLD_SIZE") if name in environ}
+    if all(value == {"RANK": "0", "WORLD_SIZE": "1"}[name] for name, value in stray.items()):
+        return
+    set_ = ", ".join(f"{name}={value}" for name, value in stray.items())
+    raise RunError(f"the environment has {set_}, but no {', '.join(absent)}: {_UNSET}")
 
 
 def _translate_slurm(environ: MutableMapping[str, str]) -> None:
     from lightning.pytorch.plugins.environments import SLURMEnvironment
 
-    numbers = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS")
-    if not all(environ.get(name, "").isdecimal() for name in numbers):
-        raise _no_rank(environ, numbers)
+    for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"):
+        _number(environ, name)
     tasks, nodes = int(environ["SLURM_STEP_NUM_TASKS"]), int(environ.get("SLURM_STEP_NUM_NODES", "1"))
     if tasks % nodes != 0:
         raise UserError(f"SLURM runs {tasks} tasks on {nodes} nodes: ask for as many on each with --ntasks-per-node")

@@ -74,7 +74,7 @@ def build_schedule(
         allow_target: run.allow_target, packages that `cfg._target_` may name a class of.
 
     Raises:
-        UserError: a class that is not a schedule, raises or gives no rate.
+        UserError: a class that is not a schedule, raises, gives no rate or is not a function of the step.
     """
     if cfg._target_ is None:
         return functools.partial(lr_factor, cfg)
@@ -82,7 +82,12 @@ def build_schedule(
     with building("schedule", cfg._target_):
         own = cls(cfg)
     schedule = functools.partial(_own_factor, own)
-    schedule(total_steps - 1, total_steps)
+    first, _, again = (schedule(step, total_steps) for step in (total_steps - 1, 0, total_steps - 1))
+    if first != again:
+        raise UserError(
+            f"schedule: {cfg._target_} gives {first:g} for step {total_steps - 1} and {again:g} when asked again: its "
+            f"factor must depend on its arguments only, or a resumed run would not be the same"
+        )
     return schedule
 
 

@@ -125,6 +125,7 @@ def plan_rows(run: "Run", resumed_from: str | None, done: int) -> list[tuple[str
                       f"{devices.device_name(c.trainer.accelerator)}{matmul_words(c)}{compile_words(run)}"
                       f"{checkpointing_words(c)}"),
         *(row for feature in features_on(c) for row in feature.plan_rows(model, c)),
+        *(("no GPU", why) for why in [devices.why_not_used()] if why),
         ("schedule", f"{c.schedule.name}, peak lr {c.optimizer.lr:g}, {c.optimizer.name}"),
         ("run", str(run.dir.path)),
         ("start", resumed_from or ("from scratch" if c.model.init == "scratch" else "pretrained weights")),

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from lightning.pytorch.plugins.precision import HalfPrecision
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
+from lmtrain.checkpoints import store
 from lmtrain.config.schema import Config, TrainerConfig
 from lmtrain.config.strategies import outside_fp8
 from lmtrain.models.feature import ADDED
@@ -34,8 +36,9 @@ def build_strategy(t: TrainerConfig) -> str | Strategy:
 
         return TensorParallelStrategy(t.fsdp, t.precision, processes, t.accelerator)
     if t.strategy == "deepspeed":
-        from lmtrain.strategies.deepspeed import DeepSpeedStrategy
+        from lmtrain.strategies.deepspeed import DeepSpeedStrategy, refuse_on_cpu
 
+        refuse_on_cpu(t.accelerator)
         return DeepSpeedStrategy(t)
     return t.strategy
 
@@ -44,6 +47,10 @@ class DDPStrategy(strategies.DDPStrategy):
     def __init__(self, find_unused_parameters: bool = False) -> None:
         # As a view of the buckets: else all gradients are held twice.
         super().__init__(gradient_as_bucket_view=True, find_unused_parameters=find_unused_parameters)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Mapped: a node's ranks share one copy of what they would read once each."""
+        return store.load(Path(checkpoint_path), mmap=True)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)

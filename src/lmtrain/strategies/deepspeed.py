@@ -9,13 +9,16 @@ import copy
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
-from lmtrain.adapters.trainable import without_frozen
+from lmtrain.adapters.trainable import trainable_names
+from lmtrain.checkpoints import store
 from lmtrain.config.deepspeed import engine_config
 from lmtrain.config.schema import TrainerConfig
 from lmtrain.distributed import process_group as world
@@ -37,11 +40,6 @@ class DeepSpeedStrategy(Placement, DDPStrategy):
     engine: Any
 
     def __init__(self, t: TrainerConfig) -> None:
-        if t.accelerator == "cpu" and ON_CPU not in os.environ:
-            raise UserError(
-                "trainer.strategy=deepspeed needs CUDA devices: on a CPU set trainer.strategy=fsdp, which shards the "
-                "same"
-            )
         try:
             import deepspeed  # noqa: F401
         except ImportError as error:
@@ -53,6 +51,8 @@ class DeepSpeedStrategy(Placement, DDPStrategy):
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
         self.config, self.stage = engine_config(t), t.deepspeed.stage
         _check_known(self.config, t.deepspeed.config)
+        if "nvme" in (t.deepspeed.offload_optimizer, t.deepspeed.offload_parameters):
+            _check_nvme()
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -67,9 +67,12 @@ class DeepSpeedStrategy(Placement, DDPStrategy):
         if self.stage < 3:
             spread(objective.modules(), self.root_device)
             return
-        connect(process_group_backend(self), self.root_device)
+        self._connect()
         model = objective.model
         partition(model, decoder_blocks(model.model), self.root_device, self.config)
+
+    def _connect(self) -> None:
+        connect(process_group_backend(self), self.root_device)
 
     def model_to_device(self) -> None:
         """Done by `place`."""
@@ -80,7 +83,7 @@ class DeepSpeedStrategy(Placement, DDPStrategy):
         super().setup(trainer)
         import deepspeed
 
-        connect(process_group_backend(self), self.root_device)
+        self._connect()
         module: Any = self.lightning_module
         (optimizer,) = self.optimizers
         # ZeRO puts flat partitions in the place of the optimizer's parameters.
@@ -144,18 +147,24 @@ class DeepSpeedStrategy(Placement, DDPStrategy):
 
         module = self.lightning_module
         assert module is not None
-        state = without_frozen(module, module.state_dict(keep_vars=True))
-        whole: dict[int, Tensor] = {}
-        for tensor in state.values():
-            if id(tensor) not in whole:
+        names = trainable_names(module)
+        whole: dict[str, Tensor] = {}
+        seen: dict[int, Tensor] = {}
+        for name, tensor in module.state_dict(keep_vars=True).items():
+            if names is not None and name not in names:
+                continue
+            if id(tensor) not in seen:
                 full = safe_get_full_fp32_param(tensor) if isinstance(tensor, nn.Parameter) else tensor
-                whole[id(tensor)] = full.detach().to("cpu", copy=True) if self.is_global_zero else tensor
-        return {name: whole[id(tensor)] for name, tensor in state.items()} if self.is_global_zero else {}
+                seen[id(tensor)] = full.detach().to("cpu", copy=True) if self.is_global_zero else tensor
+            whole[name] = seen[id(tensor)]
+        return whole if self.is_global_zero else {}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """As torch's optimizer on one device would give it."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
         flat: dict[str, Any] = next(iter(optimizer.state.values()), {})
         self._link_states()
         state: dict[int, dict[str, Any]] = {}
@@ -170,6 +179,9 @@ class DeepSpeedStrategy(Placement, DDPStrategy):
             for group, keys, start, params in zip(optimizer.param_groups, self.keys, starts, self.groups, strict=True)
         ]
         return {"state": state, "param_groups": groups} if self.is_global_zero else {}
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        return store.load(Path(checkpoint_path), mmap=True)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         from deepspeed import zero
@@ -216,6 +228,13 @@ class DeepSpeedStrategy(Placement, DDPStrategy):
             self.engine.optimizer._lazy_init_hp_params_optimizer_state()
 
 
+def refuse_on_cpu(accelerator: str) -> None:
+    if accelerator == "cpu" and ON_CPU not in os.environ:
+        raise UserError(
+            "trainer.strategy=deepspeed needs CUDA devices: on a CPU set trainer.strategy=fsdp, which shards the same"
+        )
+
+
 def _check_known(config: dict[str, Any], file: str | None) -> None:
     """Raises UserError for keys and values DeepSpeed refuses."""
     from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
@@ -228,6 +247,17 @@ def _check_known(config: dict[str, Any], file: str | None) -> None:
         if isinstance(error, ValidationError):
             words = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
         raise UserError(f"DeepSpeed refuses trainer.deepspeed{f'.config={file}' if file else ''}: {words}") from None
+
+
+def _check_nvme() -> None:
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if not AsyncIOBuilder().is_compatible(verbose=False):
+        raise UserError(
+            "offloading to nvme needs DeepSpeed's async_io, which is compiled when it is first used, and libaio was "
+            "not found: apt install libaio-dev g++ (or dnf install libaio-devel gcc-c++). One somewhere else is found "
+            "with CPATH=<its headers> LIBRARY_PATH=<its folder> LD_LIBRARY_PATH=<its folder>. Or offload to cpu"
+        )
 
 
 def connect(backend: str, device: torch.device) -> None:

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.strategies.strategy import Strategy
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lmtrain.adapters.trainable import without_frozen
+from lmtrain.adapters.trainable import trainable_names
 from lmtrain.checkpoints import sharded as sharded_checkpoint
 from lmtrain.checkpoints import store
 from lmtrain.checkpoints.checkpoint_io import FolderCheckpointIO
@@ -30,7 +31,7 @@ from lmtrain.models.context import Context
 from lmtrain.models.split_tokens import TokenShares
 from lmtrain.strategies import sharding
 from lmtrain.strategies.lightning_private import set_group_sizes
-from lmtrain.strategies.placement import Placement
+from lmtrain.strategies.placement import HoldsModel, Placement
 
 # Bytes of trained weights. With AdamW's moments rank 0 would gather, hold and write three times as many by itself.
 _TOGETHER_ABOVE = 4 * 2**30
@@ -71,12 +72,12 @@ class FSDPStrategy(Placement, ModelParallelStrategy):
         self.precision_plugin.convert_module(objective)
         self.shard(objective)
 
-    def shard(self, objective: Any) -> None:
+    def shard(self, objective: HoldsModel) -> None:
         self._share_rows(objective)
         sharding.shard(objective.model, self._mesh(), self.root_device, self.precision, self.options)
         world.equal_patience()
 
-    def _share_rows(self, objective: Any) -> None:
+    def _share_rows(self, objective: HoldsModel) -> None:
         size = self.context_parallel_size
         if size > 1:
             shape = (self.world_size // size, size)
@@ -99,19 +100,22 @@ class FSDPStrategy(Placement, ModelParallelStrategy):
             super().model_to_device()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The trained parameters, with buffers where nothing is frozen."""
+        """The trained parameters (with buffers where nothing is frozen), whole, on rank 0; {} elsewhere."""
         module = self.lightning_module
         assert module is not None
-        return self._saved(without_frozen(module, module.state_dict(keep_vars=True)))
+        names = trainable_names(module)
+        state = {k: v for k, v in module.state_dict(keep_vars=True).items() if names is None or k in names}
+        if writes_together(self.options, module):
+            return state
+        return layout.gather(state, keep=self.is_global_zero)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        return self._saved(optimizer.state_dict())
-
-    def _saved(self, state: dict[str, Any]) -> dict[str, Any]:
-        """In parts where every rank writes its own, else whole on rank 0 and {} elsewhere."""
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
         assert self.lightning_module is not None
-        together = writes_together(self.options, self.lightning_module)
-        return state if together else layout.gather(state, keep=self.is_global_zero)
+        if writes_together(self.options, self.lightning_module):
+            return optimizer.state_dict()
+        return layout.gather(optimizer.state_dict(), keep=self.is_global_zero)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         io = self.checkpoint_io
@@ -132,8 +136,7 @@ class FSDPStrategy(Placement, ModelParallelStrategy):
             raise RuntimeError(
                 f"the checkpoint's weights are not this model's: {sorted(own.keys() ^ saved.keys())[:3]}"
             )
-        for name, value in saved.items():
-            own[name].copy_(layout.like(value, own[name]))
+        layout.copy_whole(own, saved)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
@@ -157,7 +160,7 @@ class TensorParallelStrategy(FSDPStrategy):
         # It says for each parameter of a checkpoint that two collectives are needed to make it whole.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
-    def shard(self, objective: Any) -> None:
+    def shard(self, objective: HoldsModel) -> None:
         model = objective.model.model
         layers = split.check(model, self.tensor_parallel_size)
         groups, group, everywhere = self._meshes()
@@ -190,4 +193,5 @@ class TensorParallelStrategy(FSDPStrategy):
             return self.device_mesh["data_parallel"], self.device_mesh["tensor_parallel"], every
         shape = (self.num_nodes, self.num_processes // self.tensor_parallel_size, self.tensor_parallel_size)
         mesh = init_device_mesh(device, shape, mesh_dim_names=("nodes", "groups", "tensor"))
-        return mesh["nodes", "groups"], mesh["tensor"], self._mesh()
+        every = init_device_mesh(device, (self.num_nodes, self.num_processes), mesh_dim_names=("nodes", "devices"))
+        return mesh["nodes", "groups"], mesh["tensor"], every

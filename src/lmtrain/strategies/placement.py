@@ -3,14 +3,22 @@
 An objective calls `placement_of(trainer)` and never asks which strategy it runs under.
 """
 
-from typing import Any
+from typing import Any, Protocol
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
 from lmtrain.adapters.quantized import is_quantized
+from lmtrain.models.language_model import LanguageModel
 from lmtrain.strategies.sharding import spread
+
+
+class HoldsModel(Protocol):
+    """The part of an objective that a strategy sees."""
+
+    model: LanguageModel
+    call_model: Any  # the model's forward, which an engine may put its own around
 
 
 class Placement:
@@ -20,11 +28,7 @@ class Placement:
     steps_itself = False  # an engine reduces, clips and steps: it can't leave out a bad step, only report it
 
     def place(self, objective: Any) -> None:
-        """Puts the first rank's weights of `objective`, a LightningModule, where they will be trained.
-
-        It knows of its `model` (LanguageModel) and `call_model`, the model's forward, which an engine may put its own
-        around.
-        """
+        """Puts the first rank's weights of `objective` (LightningModule, HoldsModel) where they will be trained."""
         raise NotImplementedError
 
     def sync_gradients(self, model: nn.Module, last: bool) -> None:
