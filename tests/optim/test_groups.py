@@ -192,6 +192,14 @@ def test_wrong_groups_are_explained(groups: list[dict[str, Any]], message: str) 
         parameter_groups(llama().named_parameters(), config(groups=groups))
 
 
+def test_muons_pattern_is_a_regular_expression() -> None:
+    cfg = config("muon")
+    assert isinstance(cfg, MuonConfig)
+    cfg.adamw_pattern = "["
+    with pytest.raises(UserError, match=r"optimizer\.adamw_pattern.*regular expression"):
+        parameter_groups(gpt2().named_parameters(), cfg)
+
+
 def test_table_rows() -> None:
     model = gpt2()
     rows = table_rows(parameter_groups(model.named_parameters(), config()))

@@ -125,13 +125,6 @@ share = _number(lambda value: 0 <= value < 1, "a share from 0 up to (not includi
 up_to_one = _number(lambda value: 0 <= value <= 1, "a share from 0 to 1")
 
 
-def regular_expression(key: str, value: Any) -> None:
-    try:
-        re.compile(value)
-    except re.error as error:
-        raise UserError(f"{key}={value!r} is not a regular expression: {error}") from None
-
-
 def representable(key: str, value: Any) -> None:
     """What every value has to be: of numbers finite ones, whole ones of 64 bits; text without a NUL character."""
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()

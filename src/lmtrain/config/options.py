@@ -20,7 +20,6 @@ from lmtrain.config.constraints import (
     choice,
     not_negative,
     not_positive,
-    regular_expression,
     share,
     two_betas,
     up_to_one,
@@ -150,7 +149,7 @@ class AdamWConfig(OptimizerConfig):
 
 @dataclass(kw_only=True)
 class AdamW8bitConfig(AdamWConfig):
-    full_state_pattern: Annotated[str, TRAJECTORY, regular_expression]
+    full_state_pattern: Annotated[str, TRAJECTORY]
 
 
 @dataclass(kw_only=True)
@@ -168,7 +167,7 @@ class MuonConfig(AdamWConfig):
     momentum: Annotated[float, TRAJECTORY, share]
     nesterov: Annotated[bool, TRAJECTORY]
     ns_steps: Annotated[int, TRAJECTORY, at_least(1)]
-    adamw_pattern: Annotated[str, TRAJECTORY, regular_expression]
+    adamw_pattern: Annotated[str, TRAJECTORY]
 
 
 # optimizer.name -> its keys; `optim.optimizers` builds them.

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lmtrain.config.constraints import regular_expression
 from lmtrain.config.options import MuonConfig
 from lmtrain.config.schema import OptimizerConfig
 from lmtrain.errors import UserError
@@ -54,8 +53,8 @@ def parameter_groups(
         )
     rules = [_rule(entry, index, cfg) for index, entry in enumerate(cfg.groups)]
     rest = _Rule("", "", cfg.lr, cfg.weight_decay)
-    adamw_pattern = cfg.adamw_pattern if isinstance(cfg, MuonConfig) else None
-    algorithms = ("",) if adamw_pattern is None else ("muon", "adamw")
+    adamw_pattern = _adamw_pattern(cfg)
+    algorithms = ("muon", "adamw") if adamw_pattern else ("",)
     keys = itertools.product((rest, *rules), algorithms, (True, False))
     members: dict[tuple[_Rule, str, bool], dict[str, nn.Parameter]] = {key: {} for key in keys}
     for name, parameter in trainable.items():
@@ -101,7 +100,7 @@ def _rule(entry: dict[str, Any], index: int, cfg: OptimizerConfig) -> _Rule:
             f"{where} has no pattern: give a regular expression for parameter names, such as 'lora_', or one of the "
             f"names {', '.join(PRESETS)}"
         )
-    regular_expression(f"{where}.pattern", pattern)
+    check_pattern(f"{where}.pattern", pattern)
     values = {}
     for key, default in (("lr", cfg.lr), ("weight_decay", cfg.weight_decay)):
         value = default if entry.get(key) is None else entry[key]
@@ -109,6 +108,22 @@ def _rule(entry: dict[str, Any], index: int, cfg: OptimizerConfig) -> _Rule:
             raise UserError(f"{where}.{key}={value!r}: a number of at least 0 is needed (write 1.0e-4, not 1e-4)")
         values[key] = float(value)
     return _Rule(name=str(entry.get("name") or pattern), pattern=pattern, **values)
+
+
+def check_pattern(key: str, pattern: str) -> None:
+    """Raises UserError unless `pattern` is a regular expression."""
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise UserError(f"{key}={pattern!r} is not a regular expression: {error}") from None
+
+
+def _adamw_pattern(cfg: OptimizerConfig) -> str | None:
+    """Which matrices are AdamW's although Muon could take them; None for all other optimizers."""
+    if not isinstance(cfg, MuonConfig):
+        return None
+    check_pattern("optimizer.adamw_pattern", cfg.adamw_pattern)
+    return cfg.adamw_pattern
 
 
 def _algorithm(name: str, parameter: nn.Parameter, adamw_pattern: str | None) -> str:

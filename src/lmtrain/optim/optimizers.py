@@ -15,7 +15,7 @@ from lmtrain.config.targets import build_target, find_class
 from lmtrain.distributed.dtensor import held
 from lmtrain.errors import UserError
 from lmtrain.optim.adafactor import Adafactor
-from lmtrain.optim.groups import parameter_groups
+from lmtrain.optim.groups import check_pattern, parameter_groups
 from lmtrain.optim.muon import MuonWithAdamW
 from lmtrain.optim.skipping import SkippingOptimizer, change, factor
 
@@ -72,9 +72,11 @@ def _adamw_8bit(groups: Groups, cfg: AdamW8bitConfig) -> torch.optim.Optimizer:
     # Exceptions are kept by position in a manager that all optimizers of the process share: give this one its own.
     manager = optimizer.mng = GlobalOptimManager.__new__(GlobalOptimManager)
     manager.initialize()
+    pattern = cfg.full_state_pattern
+    check_pattern("optimizer.full_state_pattern", pattern)
     for g, group in enumerate(optimizer.param_groups):
         for p, name in enumerate(group["param_names"]):
-            if re.search(cfg.full_state_pattern, name):
+            if re.search(pattern, name):
                 manager.index2config[g, p] = {"optim_bits": 32}
     return optimizer
 
