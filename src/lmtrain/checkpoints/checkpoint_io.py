@@ -1,7 +1,7 @@
 """Lightning's CheckpointIO over the store: writes its checkpoint dict to a folder, at once or in the background."""
 
+import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +18,19 @@ class HostCopies:
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[int, torch.Tensor] = {}  # by the place of a tensor in the tree
+        self._buffers: dict[Any, list[torch.Tensor]] = {}  # by shape and dtype
 
     def take(self, tree: Any) -> Any:
         """`tree` with copies for tensors; they hold until the next call. Tied weights stay one tensor."""
+        taken: dict[Any, int] = {}
         copies: dict[Any, torch.Tensor] = {}
 
         def copy(tensor: torch.Tensor) -> torch.Tensor:
-            same = (tensor.shape, tensor.dtype, tensor.device, tensor.data_ptr(), tensor.stride())
+            kind = (tensor.shape, tensor.dtype)
+            same = (*kind, tensor.device, tensor.data_ptr(), tensor.stride())
             if same not in copies:
-                buffer = self._buffer(len(copies), tensor.shape, tensor.dtype)
-                copies[same] = buffer.copy_(tensor.detach(), non_blocking=True)
+                number = taken[kind] = taken.get(kind, -1) + 1
+                copies[same] = self._buffer(kind, number).copy_(tensor.detach(), non_blocking=True)
             return copies[same]
 
         copied = torch.utils._pytree.tree_map_only(torch.Tensor, copy, tree)
@@ -36,11 +38,12 @@ class HostCopies:
             torch.cuda.synchronize()  # before the next step changes what is copied
         return copied
 
-    def _buffer(self, place: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        kept = self._buffers.get(place)
-        if kept is None or (kept.shape, kept.dtype) != (shape, dtype):
-            kept = self._buffers[place] = torch.empty(shape, dtype=dtype, pin_memory=torch.cuda.is_available())
-        return kept
+    def _buffer(self, kind: tuple[torch.Size, torch.dtype], number: int) -> torch.Tensor:
+        buffers = self._buffers.setdefault(kind, [])
+        if number == len(buffers):
+            shape, dtype = kind
+            buffers.append(torch.empty(shape, dtype=dtype, pin_memory=torch.cuda.is_available()))
+        return buffers[number]
 
 
 class FolderCheckpointIO(CheckpointIO):
@@ -54,8 +57,8 @@ class FolderCheckpointIO(CheckpointIO):
         self.background = background
         self._host_copies = HostCopies()
         self.published: Callable[[], None] = lambda: None
-        self._pool = ThreadPoolExecutor(1, "checkpoint")
-        self._saving: Future[None] | None = None
+        self._writer: threading.Thread | None = None
+        self._error: BaseException | None = None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         self.wait()
@@ -82,16 +85,26 @@ class FolderCheckpointIO(CheckpointIO):
 
     def _run(self, write: Callable[[], None]) -> None:
         """Writes at once, or in a thread while training goes on."""
-        if self.background:
-            self._saving = self._pool.submit(write)
-        else:
+        if not self.background:
             write()
+            return
+        self._writer = threading.Thread(target=self._write_in_thread, args=(write,), name="checkpoint")
+        self._writer.start()
+
+    def _write_in_thread(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except BaseException as error:  # raised where the training thread waits
+            self._error = error
 
     def wait(self) -> None:
         """Waits for a save in flight; raises its error."""
-        saving, self._saving = self._saving, None
-        if saving is not None:
-            saving.result()
+        if self._writer is not None:
+            self._writer.join()
+            self._writer = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
     def teardown(self) -> None:
         self.wait()
