@@ -7,8 +7,6 @@ One convention for all of them, with T = total_steps and w = warmup steps:
 - Decay runs from 1 at step w to the floor at step T. The last step taken, T-1, is therefore one notch above the
   floor: with a floor of 0, no step is spent at a learning rate of 0. From step T on the factor stays at the floor.
 
-The range test (Smith 2017, arXiv:1506.01186) stands here too: which rate its curve of losses suggests.
-
 nanoGPT and transformers let the decay end at T too; transformers' warmup, step / w, spends its first step at 0.
 """
 
@@ -16,7 +14,7 @@ import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from lmtrain.config.options import (
     CosineRestartsConfig,
@@ -66,7 +64,7 @@ class LRSchedule(ABC):
 
 def build_schedule(
     cfg: ScheduleConfig, total_steps: int, allow_target: Sequence[str] = ()
-) -> Callable[[int, int], float]:
+) -> Callable[[int, int | None], float]:
     """The schedule as a function of the step about to be taken and the steps of the run.
 
     Args:
@@ -91,7 +89,8 @@ def build_schedule(
     return schedule
 
 
-def _own_factor(own: LRSchedule, step: int, total_steps: int) -> float:
+def _own_factor(own: LRSchedule, step: int, total_steps: int | None) -> float:
+    assert total_steps is not None
     target, warmup = str(own.options._target_), warmup_steps(own.options, total_steps)
     if step < warmup:
         return (step + 1) / (warmup + 1)
@@ -102,44 +101,59 @@ def _own_factor(own: LRSchedule, step: int, total_steps: int) -> float:
     return float(value)
 
 
-def lr_factor(schedule: ScheduleConfig, step: int, total_steps: int) -> float:
+def lr_factor(schedule: ScheduleConfig, step: int, total_steps: int | None) -> float:
     """What multiplies every group's base learning rate at optimizer step `step`, in [0, 1].
 
     Args:
         step: the step about to be taken, from 0.
-        total_steps: optimizer steps of the whole run.
+        total_steps: optimizer steps of the whole run; None only for constant and inverse_sqrt without warmup_ratio.
 
     Sources: cosine and restarts, Loshchilov & Hutter 2017 (arXiv:1608.03983); inverse square root, Vaswani et al.
     2017 (arXiv:1706.03762) with the timescale apart from the warmup; warmup-stable-decay, Hu et al. 2024
     (arXiv:2404.06395), its `sqrt` shape from Hägele et al. 2024 (arXiv:2405.18392). `range_test` rises geometrically
     from the floor at step 0 to 1 at step T-1, without a warmup (Smith 2017, arXiv:1506.01186).
+
+    Raises UserError for a missing total_steps.
     """
+    warmup = warmup_steps(schedule, total_steps)
     if isinstance(schedule, RangeTestConfig):
+        if total_steps is None:
+            raise UserError("schedule.name=range_test needs the run's length: set trainer.max_steps")
         return schedule.min_lr_ratio ** (1 - min(1.0, step / max(1, total_steps - 1)))
-    if isinstance(schedule, ToFloorConfig) and step >= total_steps:
-        return schedule.min_lr_ratio
-    start = warmup_steps(schedule, total_steps)
-    if step < start:
-        return (step + 1) / (start + 1)
-    if isinstance(schedule, InverseSqrtConfig):
-        return math.sqrt(schedule.timescale / (schedule.timescale + step - start))
-    if not isinstance(schedule, ToFloorConfig):
-        return 1.0
+    if not isinstance(schedule, ToFloorConfig):  # defined without knowing where the run ends
+        if step < warmup:
+            return (step + 1) / (warmup + 1)
+        return _inverse_sqrt(schedule.timescale, step - warmup) if isinstance(schedule, InverseSqrtConfig) else 1.0
+
+    if total_steps is None:
+        raise UserError(f"schedule.name={schedule.name} needs the run's length: set trainer.max_steps")
+    floor = schedule.min_lr_ratio
+    if step >= total_steps:
+        return floor
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    start = warmup
     if isinstance(schedule, WarmupStableDecayConfig):
         decay_from = schedule.decay_from
         if decay_from is None:
             decay_from = total_steps - _share(schedule.decay_ratio, total_steps)
-        start = max(start, decay_from)
+        start = max(warmup, decay_from)
         if step < start:
             return 1.0
-    floor = schedule.min_lr_ratio
     return floor + (1 - floor) * _decay(schedule, (step - start) / (total_steps - start))
 
 
-def warmup_steps(schedule: ScheduleConfig, total_steps: int) -> int:
+def warmup_steps(schedule: ScheduleConfig, total_steps: int | None) -> int:
     """Steps below the full rate at the start: `warmup_steps`, or `warmup_ratio` of the run, rounded up; else 0."""
     if schedule.warmup_ratio is None:
         return schedule.warmup_steps or 0
+    if schedule.warmup_ratio == 0:
+        return 0
+    if total_steps is None:
+        raise UserError(
+            f"schedule.warmup_ratio={schedule.warmup_ratio} needs the run's length: set trainer.max_steps, or "
+            f"schedule.warmup_steps instead"
+        )
     return _share(schedule.warmup_ratio, total_steps)
 
 
@@ -149,59 +163,15 @@ def _decay(schedule: ToFloorConfig, progress: float) -> float:
         return (1 - progress) ** schedule.power
     if isinstance(schedule, CosineRestartsConfig):
         return DECAY_SHAPES["cosine"](progress * schedule.num_cycles % 1)
-    shape = schedule.decay_shape if isinstance(schedule, WarmupStableDecayConfig) else schedule.name
-    return DECAY_SHAPES[shape](progress)
+    if isinstance(schedule, WarmupStableDecayConfig):
+        return DECAY_SHAPES[schedule.decay_shape](progress)
+    return DECAY_SHAPES[schedule.name](progress)
+
+
+def _inverse_sqrt(timescale: int, steps_after_warmup: int) -> float:
+    return math.sqrt(timescale / (timescale + steps_after_warmup))
 
 
 def _share(ratio: float, total_steps: int) -> int:
     """A share of the run in steps, rounded up; 0.1 of 30 is 3 although 0.1 * 30 is a hair more."""
     return math.ceil(round(ratio * total_steps, 6))
-
-
-_FEWEST, _APART = 10, 2  # steps that a curve is made of, and that its slope is taken over to either side
-
-
-class Smoothed:
-    """The exponential moving average of a series, its start corrected (as Adam's moments are)."""
-
-    def __init__(self, memory: float) -> None:
-        self.memory, self.sum, self.count = memory, 0.0, 0
-
-    def add(self, value: float) -> float:
-        """The average with `value` in it."""
-        self.count += 1
-        self.sum = self.memory * self.sum + (1 - self.memory) * value
-        return self.sum / (1 - self.memory**self.count)
-
-
-class Suggestion(NamedTuple):
-    """lr: the suggested rate; steepest: where the loss falls fastest; lowest: where it ends to fall."""
-
-    lr: float
-    steepest: float
-    lowest: float
-    smoothed: list[float]  # the losses the three were read from, one a rate
-
-
-def suggest(rates: Sequence[float], losses: Sequence[float], smoothing: float) -> Suggestion | None:
-    """The rate that a range test suggests; None where the loss never fell.
-
-    Between the rate at which the smoothed loss falls fastest, which is slow but safe, and the one where it ends to
-    fall, which is too fast for a whole run: their geometric mean.
-
-    Args:
-        rates: ascending, a constant factor apart.
-        losses: of the steps at these rates; the first one that is not finite and what follows are left out.
-    """
-    finite = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), len(losses))
-    average = Smoothed(smoothing)
-    smoothed = [average.add(loss) for loss in losses[:finite]]
-    if len(smoothed) < _FEWEST:
-        return None
-    lowest = min(range(len(smoothed)), key=smoothed.__getitem__)
-    # Over several steps, as neighbours are nearly equal where the loss is smoothed.
-    slopes = {i: smoothed[i + _APART] - smoothed[i - _APART] for i in range(_APART, lowest - _APART + 1)}
-    steepest = min(slopes, key=slopes.__getitem__, default=None)
-    if steepest is None or slopes[steepest] >= 0:
-        return None
-    return Suggestion(math.sqrt(rates[steepest] * rates[lowest]), rates[steepest], rates[lowest], smoothed)
