@@ -5,10 +5,10 @@ in GPT-2/3, Llama and nanoGPT; biases and norms never do. (OLMo 2, arXiv:2501.00
 `optimizer.groups=[{pattern: embed|wte|wpe, weight_decay: 0}]`.)
 """
 
-import itertools
 import re
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,10 +22,16 @@ RULE_KEYS = ("pattern", "lr", "weight_decay", "name")
 # Patterns of groups that need only a name: {name: memory, lr: 1.0e-3}.
 _ADAPTER, _MEMORY = "lora_|trainable_tokens_delta", r"\.memory(_bank)?\."
 PRESETS = {"memory": _MEMORY, "adapter": _ADAPTER, "base": f"^(?!.*({_ADAPTER}|{_MEMORY}))"}
+_NOTHING = {  # why such a group is empty
+    "memory": "this model has no memory (peft=memory, peft=memory_lora or memory=bank give it one)",
+    "adapter": "no adapter is trained (peft=lora or peft=memory_lora bring one)",
+    "base": "the base is frozen",
+}
 _BIAS_OR_NORM = re.compile(r"bias$|norm[^.]*(\.weight)?$", re.IGNORECASE)
 
 
-class _Rule(NamedTuple):
+@dataclass(frozen=True)
+class _Rule:
     """One entry of optimizer.groups; an empty pattern takes what no other rule did."""
 
     name: str
@@ -41,33 +47,38 @@ def parameter_groups(
 
     A group has `params` and their `param_names`, its own `name`, `lr` and `base_lr` (the same until `set_lr`), and
     `weight_decay`; for Muon also `algorithm`: muon or adamw. What no pattern takes comes first. Frozen parameters are
-    left out.
+    left out, tied ones stand once, under their first name.
 
     Raises UserError if nothing is trainable, or an entry of cfg.groups is malformed or matches nothing.
     """
-    trainable = {name: parameter for name, parameter in named_parameters if parameter.requires_grad}
+    trainable, n_frozen = _trainable(named_parameters)
     if not trainable:
         raise UserError(
-            "the model has no trainable parameter: nothing would be learned; unfreeze some of them, or train an "
-            "adapter on top"
+            f"the model has no trainable parameter ({n_frozen} are frozen): nothing would be learned; "
+            f"unfreeze some of them, or train an adapter on top"
         )
     rules = [_rule(entry, index, cfg) for index, entry in enumerate(cfg.groups)]
     rest = _Rule("", "", cfg.lr, cfg.weight_decay)
+    owners = {name: next((r for r in rules if re.search(r.pattern, name)), rest) for name in trainable}
+    for rule in rules:
+        _check_matches(rule, owners)
+
     adamw_pattern = _adamw_pattern(cfg)
     algorithms = ("muon", "adamw") if adamw_pattern else ("",)
-    keys = itertools.product((rest, *rules), algorithms, (True, False))
-    members: dict[tuple[_Rule, str, bool], dict[str, nn.Parameter]] = {key: {} for key in keys}
-    for name, parameter in trainable.items():
-        rule = next((rule for rule in rules if re.search(rule.pattern, name)), rest)
-        members[rule, _algorithm(name, parameter, adamw_pattern), is_matrix(name, parameter)][name] = parameter
-    for rule in rules:
-        if not any(found for key, found in members.items() if key[0] == rule):
-            shown = list(trainable)[:: max(1, len(trainable) // 6)][:6]
-            raise UserError(
-                f"optimizer.groups: {{name: {rule.name}}}: {rule.pattern!r} matches no trainable parameter that no "
-                f"earlier group takes: move the entry up, or leave it out; some of their names: {', '.join(shown)}"
-            )
-    return [_group(*key, found) for key, found in members.items() if found]
+    groups = []
+    for rule in (rest, *rules):
+        for algorithm in algorithms:
+            for decays in (True, False):
+                members = {
+                    name: p
+                    for name, p in trainable.items()
+                    if owners[name] is rule
+                    and _algorithm(name, p, adamw_pattern) == algorithm
+                    and is_matrix(name, p) == decays
+                }
+                if members:
+                    groups.append(_group(rule, algorithm, decays, members))
+    return groups
 
 
 def is_matrix(name: str, parameter: nn.Parameter) -> bool:
@@ -87,6 +98,21 @@ def table_rows(groups: Iterable[dict[str, Any]]) -> list[tuple[str, int, int, fl
         (g["name"], len(g["params"]), sum(p.numel() for p in g["params"]), g["base_lr"], g["weight_decay"])
         for g in groups
     ]
+
+
+def _trainable(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> tuple[dict[str, nn.Parameter], int]:
+    trainable: dict[str, nn.Parameter] = {}
+    seen: set[int] = set()
+    n_frozen = 0
+    for name, parameter in named_parameters:
+        if id(parameter) in seen:
+            continue
+        seen.add(id(parameter))
+        if parameter.requires_grad:
+            trainable[name] = parameter
+        else:
+            n_frozen += 1
+    return trainable, n_frozen
 
 
 def _rule(entry: dict[str, Any], index: int, cfg: OptimizerConfig) -> _Rule:
@@ -116,6 +142,25 @@ def check_pattern(key: str, pattern: str) -> None:
         re.compile(pattern)
     except re.error as error:
         raise UserError(f"{key}={pattern!r} is not a regular expression: {error}") from None
+
+
+def _check_matches(rule: _Rule, owners: dict[str, _Rule]) -> None:
+    if rule in owners.values():
+        return
+    taken = next((name for name in owners if re.search(rule.pattern, name)), None)
+    if taken is not None:
+        raise UserError(
+            f"optimizer.groups: all that pattern {rule.pattern!r} matches ({taken}, ...) is taken by an earlier "
+            f"group ({owners[taken].pattern!r}): move it up or remove it"
+        )
+    if rule.pattern == PRESETS.get(rule.name):
+        raise UserError(f"optimizer.groups: {{name: {rule.name}}}: {_NOTHING[rule.name]}; leave the entry out")
+    names = list(owners)
+    shown = names[:: max(1, len(names) // 6)][:6]
+    raise UserError(
+        f"optimizer.groups: pattern {rule.pattern!r} matches no trainable parameter; some of their names: "
+        f"{', '.join(shown)}"
+    )
 
 
 def _adamw_pattern(cfg: OptimizerConfig) -> str | None:
