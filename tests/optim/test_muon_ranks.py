@@ -15,7 +15,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from lmtrain.optim import muon
 
-OPTIONS = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True, "ns_steps": 5}
 SHAPES = [(24, 16)] * 5 + [(16, 24)] * 2 + [(3, 8, 8)] + [(12, 20)]
 
 
@@ -31,7 +30,7 @@ def trained(counts: list[int], lay_out: Callable[[Tensor], Tensor] = lambda tens
     try:
         random = torch.Generator().manual_seed(1)
         parameters = [lay_out(torch.randn(shape, generator=random)).requires_grad_() for shape in SHAPES]
-        optimizer = muon.Muon(parameters, OPTIONS)
+        optimizer = muon.Muon(parameters, lr=0.02, weight_decay=0.1)
         for _ in range(3):
             for p in parameters:
                 p.grad = lay_out(torch.randn(p.shape, generator=random))

@@ -29,7 +29,6 @@ from lmtrain.optim.skipping import can_skip
 
 CONF = Path(__file__).resolve().parents[2] / "conf" / "optimizer"
 NAMES = ["adamw", "adamw_8bit", "adafactor", "lion", "muon"]
-MUON = {"lr": 0.1, "weight_decay": 0.0, "momentum": 0.95, "nesterov": True, "ns_steps": 5}
 VOCABULARY, WIDTH = 11, 72  # 72 * 72 is more than the 4096 elements below which 8-bit states stay 32-bit
 
 
@@ -297,7 +296,7 @@ def test_muon_is_the_papers(monkeypatch: pytest.MonkeyPatch) -> None:
     parameters = [nn.Parameter(torch.randn(s)) for s in ((8, 24), (24, 8), (8, 24), (3, 8, 6))]
     reference = [p.detach().double() for p in parameters]
     momentum = [torch.zeros_like(p) for p in reference]
-    optimizer = muon.Muon(parameters, {**MUON, "weight_decay": 0.2})
+    optimizer = muon.Muon(parameters, lr=0.1, weight_decay=0.2)
     for _ in range(4):
         for p in parameters:
             p.grad = torch.randn(p.shape)
@@ -401,7 +400,7 @@ def test_muon_in_small_batches_is_the_same(monkeypatch: pytest.MonkeyPatch) -> N
         parameters = [nn.Parameter(torch.randn(6, 4)) for _ in range(5)]
         for p in parameters:
             p.grad = torch.randn(p.shape)
-        muon.Muon(parameters, MUON).step()
+        muon.Muon(parameters, lr=0.1).step()
         return parameters
 
     together = run()
@@ -504,19 +503,20 @@ def test_every_key_of_a_yaml_is_an_option_of_its_own(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "override", "message"),
+    ("name", "changes", "message"),
     [
-        ("adamw", "eps=-1.0", r"optimizer\.eps=-1\.0: a number from 0 up"),
-        ("lion", "betas=[0.9,1.0]", r"optimizer\.betas=\[0\.9, 1\.0\]: two numbers"),
-        ("muon", "momentum=1.0", r"optimizer\.momentum=1\.0: a share"),
-        ("muon", "ns_steps=0", r"optimizer\.ns_steps=0: at least 1"),
-        ("adafactor", "beta2_decay=0.8", r"optimizer\.beta2_decay=0\.8: a number up to 0"),
-        ("adafactor", "clip_threshold=0.0", r"optimizer\.clip_threshold=0\.0: a number above 0"),
+        ("adamw", {"eps": -1.0}, "optimizer.name=adamw: Invalid epsilon"),
+        ("lion", {"betas": [0.9, 1.0]}, "optimizer.name=lion: betas"),
+        ("muon", {"momentum": 1.0}, "optimizer.name=muon: momentum=1.0"),
+        ("muon", {"ns_steps": 0}, "optimizer.name=muon: ns_steps=0"),
+        ("adafactor", {"beta2_decay": 0.8}, "optimizer.name=adafactor: beta2_decay=0.8"),
+        ("adafactor", {"clip_threshold": 0.0}, "clip_threshold=0.0"),
     ],
 )
-def test_wrong_values_are_explained(name: str, override: str, message: str) -> None:
+def test_wrong_values_are_explained(name: str, changes: dict[str, Any], message: str) -> None:
+    cfg = dataclasses.replace(config(name), **changes)
     with pytest.raises(UserError, match=message):
-        rules.check(rules.compose([f"optimizer={name}", f"optimizer.{override}"]))
+        build_optimizer(Net().named_parameters(), cfg)
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,6 @@ def between(first: int, last: int) -> Constraint:
 
 
 not_negative = _number(lambda value: 0 <= value < math.inf, "a number from 0 up")
-not_positive = _number(lambda value: value <= 0, "a number up to 0")
 above_zero = _number(lambda value: 0 < value < math.inf, "a number above 0")
 share = _number(lambda value: 0 <= value < 1, "a share from 0 up to (not including) 1")
 up_to_one = _number(lambda value: 0 <= value <= 1, "a share from 0 to 1")

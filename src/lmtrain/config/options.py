@@ -19,7 +19,6 @@ from lmtrain.config.constraints import (
     at_least,
     choice,
     not_negative,
-    not_positive,
     share,
     two_betas,
     up_to_one,
@@ -144,7 +143,7 @@ class LionConfig(OptimizerConfig):
 @dataclass(kw_only=True)
 class AdamWConfig(OptimizerConfig):
     betas: Annotated[Any, TRAJECTORY, two_betas]
-    eps: Annotated[float, TRAJECTORY, not_negative]
+    eps: Annotated[float, TRAJECTORY]
 
 
 @dataclass(kw_only=True)
@@ -154,19 +153,19 @@ class AdamW8bitConfig(AdamWConfig):
 
 @dataclass(kw_only=True)
 class AdafactorConfig(OptimizerConfig):
-    beta2_decay: Annotated[float, TRAJECTORY, not_positive]
-    eps: Annotated[float, TRAJECTORY, not_negative]
-    min_parameter_rms: Annotated[float, TRAJECTORY, not_negative]
-    clip_threshold: Annotated[float, TRAJECTORY, above_zero]
+    beta2_decay: Annotated[float, TRAJECTORY]
+    eps: Annotated[float, TRAJECTORY]
+    min_parameter_rms: Annotated[float, TRAJECTORY]
+    clip_threshold: Annotated[float, TRAJECTORY]
 
 
 @dataclass(kw_only=True)
 class MuonConfig(AdamWConfig):
     """Keys of Muon, and of the AdamW that updates every parameter that is not a hidden matrix."""
 
-    momentum: Annotated[float, TRAJECTORY, share]
+    momentum: Annotated[float, TRAJECTORY]
     nesterov: Annotated[bool, TRAJECTORY]
-    ns_steps: Annotated[int, TRAJECTORY, at_least(1)]
+    ns_steps: Annotated[int, TRAJECTORY]
     adamw_pattern: Annotated[str, TRAJECTORY]
 
 

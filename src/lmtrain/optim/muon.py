@@ -11,7 +11,7 @@ bfloat16, 25 times slower than float32 on a CPU that only emulates it.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 from lmtrain.distributed import process_group as world
 from lmtrain.distributed.devices import cpu_multiplies_bf16
 from lmtrain.distributed.dtensor import as_part_of, held, is_part, like, rows_shared_over, whole
-from lmtrain.optim.skipping import SkippingOptimizer, change, factor
+from lmtrain.optim.skipping import can_skip, change, factor, or_else
 
 # Jordan's quintic: steepest at zero, so small singular values grow fastest; all end between about 0.7 and 1.2.
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
@@ -106,18 +106,47 @@ def _matmul_dtype(device_type: str) -> torch.dtype:
     return torch.bfloat16 if native else torch.float32
 
 
-class Muon(SkippingOptimizer):
+class Muon(torch.optim.Optimizer):
     """Muon with Moonlight's update scale 0.2 * sqrt(max(rows, columns)) and decoupled weight decay.
 
-    Options: lr, weight_decay, momentum, nesterov, ns_steps (conf/optimizer/muon.yaml).
     Parameters are matrices [rows, columns] or stacks of them [..., rows, columns]. State: one `momentum` tensor each.
     The scale doesn't tell rows from columns, so transposed weights need no care.
     """
 
-    def _step(self) -> None:
+    takes_found_inf = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        weight_decay: float = 0.0,
+    ) -> None:
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum={momentum}: at least 0 and below 1 is needed")
+        if ns_steps < 1:
+            raise ValueError(f"ns_steps={ns_steps}: at least 1 is needed")
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_steps": ns_steps,
+            "weight_decay": weight_decay,
+        }
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         for group in self.param_groups:
             for batch in _equal_shapes(p for p in group["params"] if p.grad is not None):
                 self._update(batch, group)
+        return loss
 
     def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         """One step for parameters of one shape: as many kernels for a hundred as for one."""
@@ -132,9 +161,17 @@ class Muon(SkippingOptimizer):
 
     def _directions(self, parameters: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
         """The momenta with the new gradients in them; with Nesterov's, a gradient counts once more."""
-        weight, (momenta, gradients) = group["momentum"], self._momenta_and_gradients(parameters)
+        weight = group["momentum"]
+        for p in parameters:
+            if "momentum" not in self.state[p]:
+                self.state[p]["momentum"] = torch.zeros_like(p)
+        states = [self.state[p]["momentum"] for p in parameters]
+        momenta = [held(state) for state in states]
+        gradients = or_else(self, [held(p.grad) for p in parameters], momenta)  # type: ignore[arg-type]
         torch._foreach_lerp_(momenta, gradients, 1 - weight)
-        directions = torch._foreach_lerp(gradients, momenta, weight) if group["nesterov"] else momenta
+        if not group["nesterov"]:
+            return states
+        directions = torch._foreach_lerp(gradients, momenta, weight)
         return [as_part_of(d, p) for d, p in zip(directions, parameters, strict=True)]
 
 
@@ -160,13 +197,16 @@ def _equal_shapes(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
             yield members[start : start + size]
 
 
-class MuonWithAdamW(SkippingOptimizer):
-    """Groups with `algorithm: muon` are stepped by Muon, those with `algorithm: adamw` by torch's fused AdamW.
+class MuonWithAdamW(torch.optim.Optimizer):
+    """Groups with `algorithm: muon` are stepped by Muon, those with `algorithm: adamw` by torch's AdamW.
 
     To the outside it is one optimizer (Lightning would count the steps of two twice). The parts are views: they hold
-    this optimizer's own group dicts, with their options, and its state, so there is one of each to read, change, save
-    and load.
+    this optimizer's own group dicts and its state, so there is one of each to read, change, save and load.
     """
+
+    def __init__(self, params: Any, *, muon: dict[str, Any], adamw: dict[str, Any]) -> None:
+        self._options = {"muon": muon, "adamw": adamw}  # options of Muon and of torch.optim.AdamW
+        super().__init__(params, {})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -177,18 +217,31 @@ class MuonWithAdamW(SkippingOptimizer):
         super().__setstate__(state)
         self._build_parts()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_options": self._options}
+
+    @property
+    def takes_found_inf(self) -> bool:
+        return all(can_skip(part) for part in self._parts)
+
     def _build_parts(self) -> None:
         self._parts: list[torch.optim.Optimizer] = []
-        muon, adamw = ([g for g in self.param_groups if g["algorithm"] == name] for name in ("muon", "adamw"))
-        if muon:
-            self._parts.append(Muon(muon, {}))
-        if adamw:
-            self._parts.append(torch.optim.AdamW(adamw, fused=True))
-        for part in self._parts:
-            part.state = self.state
+        classes: dict[str, type[torch.optim.Optimizer]] = {"muon": Muon, "adamw": torch.optim.AdamW}
+        for algorithm, cls in classes.items():
+            groups = [g for g in self.param_groups if g["algorithm"] == algorithm]
+            if groups:
+                part = cls(groups, **self._options[algorithm])  # writes what a group leaves open into its dict
+                part.state = self.state
+                self._parts.append(part)
 
-    def _step(self) -> None:
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         for part in self._parts:
             if hasattr(self, "found_inf"):
                 part.found_inf = self.found_inf  # type: ignore[attr-defined]
             part.step()
+        return loss

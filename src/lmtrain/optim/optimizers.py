@@ -1,4 +1,4 @@
-"""The optimizer of a config, over its parameter groups; and Lion."""
+"""The optimizer of a config, over its parameter groups."""
 
 import dataclasses
 import inspect
@@ -7,17 +7,16 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lmtrain.config.options import AdafactorConfig, AdamW8bitConfig, AdamWConfig, LionConfig, MuonConfig
 from lmtrain.config.schema import OptimizerConfig
 from lmtrain.config.targets import build_target, find_class
-from lmtrain.distributed.dtensor import held
 from lmtrain.errors import UserError
 from lmtrain.optim.adafactor import Adafactor
 from lmtrain.optim.groups import check_pattern, parameter_groups
+from lmtrain.optim.lion import Lion
 from lmtrain.optim.muon import MuonWithAdamW
-from lmtrain.optim.skipping import SkippingOptimizer, change, factor
 
 Groups = list[dict[str, Any]]
 
@@ -31,12 +30,15 @@ def build_optimizer(
         named_parameters: `model.named_parameters()`.
         allow_target: run.allow_target, packages that `cfg._target_` may name a class of.
 
-    Raises UserError for groups that fit no parameter, or a package that isn't installed.
+    Raises UserError for an impossible value, or a package that isn't installed.
     """
-    groups = parameter_groups(named_parameters, cfg)
     if cfg._target_ is not None:
-        return _custom(groups, cfg, allow_target)
-    return _BUILDERS[cfg.name](groups, cfg)
+        return _custom(parameter_groups(named_parameters, cfg), cfg, allow_target)
+    groups = parameter_groups(named_parameters, cfg)
+    try:
+        return _BUILDERS[cfg.name](groups, cfg)
+    except ValueError as error:  # each optimizer checks its own ranges
+        raise UserError(f"optimizer.name={cfg.name}: {error}") from None
 
 
 def _adamw(groups: Groups, cfg: AdamWConfig) -> torch.optim.Optimizer:
@@ -57,7 +59,7 @@ def _stay_fused(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[st
 def _adamw_arguments(cfg: AdamWConfig) -> dict[str, Any]:
     # The fused kernel is the fastest on GPUs and CPUs, there by a factor of 3 to 10, and leaves out a bad update by
     # itself, without a wait (skipping.py).
-    return {"betas": tuple(cfg.betas), "eps": cfg.eps, "fused": True}
+    return {"betas": _betas(cfg), "eps": cfg.eps, "fused": True}
 
 
 def _adamw_8bit(groups: Groups, cfg: AdamW8bitConfig) -> torch.optim.Optimizer:
@@ -68,7 +70,7 @@ def _adamw_8bit(groups: Groups, cfg: AdamW8bitConfig) -> torch.optim.Optimizer:
         raise UserError(
             f'optimizer=adamw_8bit needs bitsandbytes ({error}): pip install "lmtrain[bitsandbytes]"'
         ) from None
-    optimizer = AdamW8bit(groups, betas=tuple(cfg.betas), eps=cfg.eps)
+    optimizer = AdamW8bit(groups, betas=_betas(cfg), eps=cfg.eps)
     # Exceptions are kept by position in a manager that all optimizers of the process share: give this one its own.
     manager = optimizer.mng = GlobalOptimManager.__new__(GlobalOptimManager)
     manager.initialize()
@@ -83,35 +85,16 @@ def _adamw_8bit(groups: Groups, cfg: AdamW8bitConfig) -> torch.optim.Optimizer:
 
 def _adafactor(groups: Groups, cfg: AdafactorConfig) -> torch.optim.Optimizer:
     keys = ("beta2_decay", "eps", "min_parameter_rms", "clip_threshold")
-    return Adafactor(groups, {key: getattr(cfg, key) for key in keys})
-
-
-class Lion(SkippingOptimizer):
-    """Lion with decoupled weight decay (Chen et al. 2023, arXiv:2302.06675, algorithm 2). State: one `momentum` tensor
-    a parameter. Options: lr, weight_decay, betas (conf/optimizer/lion.yaml).
-
-    Every coordinate moves by exactly `lr`, so it wants a learning rate 3 to 10 times smaller than AdamW's and a weight
-    decay larger by the same factor.
-    """
-
-    def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        """All at once: a handful of kernels instead of five a parameter. Of a sharded one this rank's part."""
-        beta1, beta2 = group["betas"]
-        momenta, gradients = self._momenta_and_gradients(parameters)
-        directions = torch._foreach_lerp(momenta, gradients, 1 - beta1)
-        torch._foreach_sign_(directions)
-        change([held(p) for p in parameters], directions, group["lr"] * factor(self), group["weight_decay"])
-        torch._foreach_lerp_(momenta, gradients, 1 - beta2)
+    return Adafactor(groups, **{key: getattr(cfg, key) for key in keys})
 
 
 def _lion(groups: Groups, cfg: LionConfig) -> torch.optim.Optimizer:
-    return Lion(groups, {"betas": tuple(cfg.betas)})
+    return Lion(groups, betas=_betas(cfg))
 
 
 def _muon(groups: Groups, cfg: MuonConfig) -> torch.optim.Optimizer:
     muon = {"momentum": cfg.momentum, "nesterov": cfg.nesterov, "ns_steps": cfg.ns_steps}
-    options = {"muon": muon, "adamw": _adamw_arguments(cfg)}
-    optimizer = MuonWithAdamW([{**group, **options[group["algorithm"]]} for group in groups], {})
+    optimizer = MuonWithAdamW(groups, muon=muon, adamw=_adamw_arguments(cfg))
     optimizer.register_load_state_dict_pre_hook(_stay_fused)
     return optimizer
 
@@ -135,3 +118,8 @@ def _custom(groups: Groups, cfg: OptimizerConfig, allow_target: Sequence[str]) -
     optimizer = build_target(entry, "optimizer", torch.optim.Optimizer, allow_target, first=(groups,))
     optimizer._step_supports_amp_scaling = False  # as of AdamW
     return optimizer
+
+
+def _betas(cfg: AdamWConfig | LionConfig) -> tuple[float, float]:
+    beta1, beta2 = cfg.betas
+    return float(beta1), float(beta2)
