@@ -180,7 +180,7 @@ def test_every_loss_trains(loss: str, pairs: Path, llama: Path, tmp_path: Path) 
                 "trainer.max_steps=4")  # fmt: skip
     assert ended.code == 0, ended.err
     train, val = logged(tmp_path / "run")
-    assert val[-1]["val/rewards/margin"] > (train[0]["train/rewards/margin"] if not LOSSES[loss].has_reference else 0)
+    assert val[-1]["val/rewards/margin"] > (train[0]["train/rewards/margin"] if LOSSES[loss].at_zero is None else 0)
     assert val[-1]["val/loss"] == pytest.approx(
         val[-1]["val/preference_loss"] + 0.1 * val[-1]["val/sft_loss"], rel=1e-5
     )

@@ -6,8 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from lmtrain.checkpoints import manifest
-from lmtrain.checkpoints.store import scan, step_of
+from lmtrain.checkpoints.store import read_manifest, scan, step_of
 from lmtrain.errors import RunError
 
 Scores = list[tuple[int, float | None]]  # (step, validation score if that step was validated)
@@ -18,7 +17,7 @@ def manifests(folder: Path) -> dict[Path, dict[str, Any]]:
     found = {}
     for path in scan(folder):
         with contextlib.suppress(RunError):
-            found[path] = manifest.read(path)
+            found[path] = read_manifest(path)
     return found
 
 

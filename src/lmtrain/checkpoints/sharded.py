@@ -8,7 +8,6 @@ Ranks need no collective to finish: each leaves a note of what it wrote, and ran
 import hashlib
 import json
 import os
-import re
 import shutil
 import struct
 import time
@@ -26,6 +25,18 @@ from lmtrain.errors import RunError, reason
 from lmtrain.files import write_atomic
 
 _POLL_SECONDS, _PATIENCE_SECONDS = 0.02, 1800.0  # the second is what collectives wait, too
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 
 class FilePiece(NamedTuple):
@@ -149,17 +160,12 @@ def lay_out(tensors: dict[str, Tensor]) -> Layout:
             continue
         first[id(tensor)] = name
         begin, end = end, end + tensor.numel() * tensor.element_size()  # a DTensor's numel is of the whole
-        entries[name] = {"dtype": _name_of(tensor.dtype), "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        entries[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps({"__metadata__": {"format": "pt", store.SAME: json.dumps(same)}, **entries}).encode()
     text += b" " * (-len(text) % 8)
     header = struct.pack("<Q", len(text)) + text
     offsets = {name: len(header) + entry["data_offsets"][0] for name, entry in entries.items()}
     return Layout(header, offsets, len(header) + end)
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    """As the format has it: F32, BF16, I64, BOOL."""
-    return re.sub("(f)loat|(u)int|(i)nt", r"\1\2\3", str(dtype).removeprefix("torch.")).upper()
 
 
 def pieces(tensors: dict[str, Tensor], layout: Layout, rank: int) -> list[FilePiece]:

@@ -14,6 +14,7 @@ import pickle
 import re
 import shutil
 import signal
+import stat
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -85,11 +86,13 @@ def damage(path: Path, compare: checksums.Compare = checksums.first_wrong) -> st
 def _wrong_size(file: Path, expected: dict[str, Any]) -> str | None:
     """What is wrong with a file that needs no reading, by its entry in the manifest."""
     try:
-        size = file.stat().st_size
+        found = file.stat()
     except FileNotFoundError:
         return f"{file.name} is missing"
-    if size != expected["bytes"]:
-        return f"{file.name} has {size} bytes instead of {expected['bytes']}"
+    if not stat.S_ISREG(found.st_mode):
+        return f"{file.name} is not a file"
+    if found.st_size != expected["bytes"]:
+        return f"{file.name} has {found.st_size} bytes instead of {expected['bytes']}"
     return checksums.gap(file, expected["parts"]) if "parts" in expected else None
 
 
@@ -141,6 +144,10 @@ def set_aside(path: Path) -> Path:
     except OSError as error:
         raise RunError(f"cannot rename the damaged checkpoint {path}: {reason(error)}") from error
     return kept
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    return manifest.read(path)
 
 
 def add_metrics(path: Path, metrics: dict[str, float], interim: bool, scored_on: str | None = None) -> bool:

@@ -84,6 +84,11 @@ def chunked_cross_entropy(
     return CrossEntropy(loss_sum, nll_sum, n_tokens)
 
 
+def equal_chunk(rows: int, chunk_tokens: int) -> int:
+    """Rows of a chunk where `rows` are cut into chunks of one size, none larger than asked for."""
+    return -(-rows // max(1, -(-rows // chunk_tokens)))
+
+
 def matmul_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     """The dtype the logits are multiplied in: autocast's where it is on."""
     device_type = hidden.device.type
@@ -100,8 +105,7 @@ class Logits:
         self.chunk_tokens = chunk_tokens
 
     def chunks(self, rows: int) -> list[slice]:
-        """Of one size, none larger than asked for; the last may be smaller."""
-        size = max(1, -(-rows // max(1, -(-rows // self.chunk_tokens))))
+        size = max(1, equal_chunk(rows, self.chunk_tokens))
         return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
     def inputs(self, hidden: Tensor) -> Tensor:
@@ -120,8 +124,6 @@ class Logits:
     ) -> Tensor:
         """Writes losses and negative log-likelihoods into `losses` [2, c]; returns their gradient by the logits [c, V].
 
-        Row 0 of `losses` is the loss with all its terms, row 1 the negative log-likelihood; targets below 0 count as 0.
-
         Args:
             gradient: whether it is asked for; else what is returned has no meaning.
             buffer: [n, V] with n >= c, which the logits are written to.
@@ -129,10 +131,7 @@ class Logits:
         logits = torch.mm(h, w.t(), out=None if buffer is None else buffer[: h.shape[0]])  # [c, V]
         if bias is not None:
             logits += bias
-        rows = logits.shape[0] if self.compiled else _block_rows(logits.shape[1], logits.device)
-        blocks = zip(logits.split(rows), targets.clamp(min=0).split(rows), losses.split(rows, dim=1), strict=True)
-        for x, y, out in blocks:
-            out[0], out[1] = (_compiled_block if self.compiled else _block)(x, y, self.terms, gradient)
+        losses_and_gradient(logits, targets, self.terms, losses, gradient, self.compiled)
         return logits
 
 
@@ -145,15 +144,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         need_hidden, need_weight, need_bias = (with_grad and need for need in ctx.needs_input_grad[:3])
         gradient = need_hidden or need_weight or need_bias
         dtype, w = logits.dtype, weight.to(logits.dtype)
-        chunks = logits.chunks(rows)
-        buffer = hidden.new_empty(chunks[0].stop if chunks else 0, vocab, dtype=dtype)
+        buffer = hidden.new_empty(equal_chunk(rows, logits.chunk_tokens), vocab, dtype=dtype)
         grad_hidden = hidden.new_empty(hidden.shape, dtype=dtype) if need_hidden else None
         grad_weight = WeightGradient(weight) if need_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if need_bias and bias is not None else None
         sum_dtype = torch.promote_types(dtype, torch.float32)
         losses = hidden.new_empty(2, rows, dtype=sum_dtype)  # row 0: loss, row 1: negative log-likelihood
 
-        for chunk in chunks:
+        for chunk in logits.chunks(rows):
             h = logits.inputs(hidden[chunk])
             # A row without a label has loss and gradient 0. Its gradient is masked in [c, D], not in [c, V].
             labelled = (labels[chunk] != IGNORE_INDEX).unsqueeze(1)  # [c, 1]
@@ -233,6 +231,19 @@ def adds_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
 def _block_rows(columns: int, device: torch.device) -> int:
     block_bytes = CPU_BLOCK_BYTES if device.type == "cpu" else DEVICE_BLOCK_BYTES
     return max(1, block_bytes // (4 * columns))
+
+
+def losses_and_gradient(
+    logits: Tensor, labels: Tensor, terms: Terms, losses: Tensor, gradient: bool, compiled: bool
+) -> None:
+    """Writes the rows' losses into `losses` [2, c] and, if asked for, their gradient over `logits` [c, V].
+
+    Row 0 of `losses` is the loss with all its terms, row 1 the negative log-likelihood; labels below 0 count as 0.
+    """
+    rows = logits.shape[0] if compiled else _block_rows(logits.shape[1], logits.device)
+    blocks = zip(logits.split(rows), labels.clamp(min=0).split(rows), losses.split(rows, dim=1), strict=True)
+    for x, y, out in blocks:
+        out[0], out[1] = (_compiled_block if compiled else _block)(x, y, terms, gradient)
 
 
 def _compiled_block(logits: Tensor, labels: Tensor, terms: Terms, gradient: bool) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@ answer. The log-ratio of an answer is `log pi(y|x) - log ref(y|x)`; beta times i
 is of one pair and knows nothing of the other pairs of its batch, so batch splits change nothing.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -151,18 +152,25 @@ class Loss(NamedTuple):
     """A loss by name."""
 
     function: Callable[[Ratios, LossOptions], Tensor]
-    per_token: bool  # whether its paper takes log-probabilities per token
-    has_reference: bool
+    at_zero: Callable[[LossOptions], float] | None  # its value where policy and reference agree; None: no reference
+    per_token: bool = False  # whether its paper takes log-probabilities per token
 
-    def at_zero(self, options: LossOptions) -> float:
-        """Its value where policy and reference agree."""
-        zero = torch.zeros((), dtype=torch.float64)
-        return self.function(Ratios(zero, zero), options).item()
+    @property
+    def has_reference(self) -> bool:
+        return self.at_zero is not None
 
 
-LOSSES = {
-    loss.__name__: Loss(loss, per_token=loss in (ipo, simpo, orpo), has_reference=loss not in (simpo, orpo))
-    for loss in (sigmoid, robust, ipo, hinge, dpop, kto_pair, apo_zero, apo_down, simpo, orpo)
+LOSSES: dict[str, Loss] = {
+    "sigmoid": Loss(sigmoid, lambda o: math.log(2)),
+    "robust": Loss(robust, lambda o: math.log(2)),
+    "ipo": Loss(ipo, lambda o: 1 / (4 * o.beta**2), per_token=True),
+    "hinge": Loss(hinge, lambda o: 1.0),
+    "dpop": Loss(dpop, lambda o: math.log(2)),
+    "kto_pair": Loss(kto_pair, lambda o: 0.5),
+    "apo_zero": Loss(apo_zero, lambda o: 1.0),
+    "apo_down": Loss(apo_down, lambda o: 1.0),
+    "simpo": Loss(simpo, None, per_token=True),
+    "orpo": Loss(orpo, None, per_token=True),
 }
 
 

@@ -108,7 +108,9 @@ def check_start(objective: ComparedPairs, batch: dict[str, Tensor]) -> Tensor:
     tokens = batch["lengths"].view(-1, 2)
     pairs = Pairs(policy[:, 0], policy[:, 1], tokens[:, 0], tokens[:, 1], reference[:, 0], reference[:, 1])
     loss = preference_losses(objective.loss, pairs, objective.options).preference
-    expected = LOSSES[objective.loss].at_zero(objective.options)
+    at_zero = LOSSES[objective.loss].at_zero
+    assert at_zero is not None
+    expected = at_zero(objective.options)
     off = (loss - expected).abs().max().item()
     if not off <= loss_slack(objective.loss, objective.options, allowed.max().item()):
         raise RunError(
@@ -260,10 +262,11 @@ def _what_stood_still(objective: Compared, what: str) -> tuple[str, str]:
 def loss_slack(name: str, options: LossOptions, ratio: float) -> float:
     """How far a loss may be from its value at zero where log-ratios are up to `ratio` instead."""
     options = options._replace(sft_weight=0.0)
-    at_zero = LOSSES[name].at_zero(options)
+    at_zero = LOSSES[name].at_zero
+    assert at_zero is not None
     corners = torch.tensor([[ratio, ratio], [ratio, -ratio], [-ratio, ratio], [-ratio, -ratio]], dtype=torch.float64)
     losses = LOSSES[name].function(Ratios(corners[:, 0], corners[:, 1]), options)
-    return (losses - at_zero).abs().max().item() + 1e-6 * max(1.0, at_zero)
+    return (losses - at_zero(options)).abs().max().item() + 1e-6 * max(1.0, at_zero(options))
 
 
 def _what_differs(objective: Compared, policy: Tensor, reference: Tensor, wrong: Tensor, answers: Sequence[str]) -> str:
