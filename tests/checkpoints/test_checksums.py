@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-from lmtrain.checkpoints import checksums, shared_file, store
+from lmtrain.checkpoints import checksums, store
 from lmtrain.errors import UserError
 
 
@@ -28,7 +28,7 @@ def flip(file: Path) -> None:
 def rank_of_two(rank: int, folder: Path, unread: str) -> None:
     """Writes what this rank found, was told, raised, and which files it read."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
-    read, original = list[str](), shared_file.sha256
+    read, original = list[str](), checksums.sha256
 
     def watched(file: Path, offset: int, count: int) -> str:
         read.append(f"{file.parent.name}/{file.name}")
@@ -36,7 +36,7 @@ def rank_of_two(rank: int, folder: Path, unread: str) -> None:
             raise FileNotFoundError(2, "not on this node", str(file))
         return original(file, offset, count)
 
-    shared_file.sha256 = watched
+    checksums.sha256 = watched
     told, found = list[str](), None
     try:
         find = functools.partial(store.newest_complete, folder, told.append)

@@ -15,7 +15,7 @@ import yaml
 from inprocess import TWO_STEPS, message, run, train_tiny
 from lmtrain.callbacks.metrics import without_times
 from lmtrain.errors import RunError
-from lmtrain.optim.range_test import Smoothed, suggest
+from lmtrain.optim.schedules import Smoothed, suggest
 from lmtrain.planning import trial, tuning
 from support import TINY, rows
 

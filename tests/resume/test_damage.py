@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from inprocess import Ended, message, snapshot, train_tiny
-from lmtrain.checkpoints import manifest, retention, shared_file, store
+from lmtrain.checkpoints import manifest, retention, sharded, store
 from lmtrain.errors import RunError, UserError
 from lmtrain.files import read_jsonl
 from lmtrain.run_folder.cut_back import cut_back
@@ -37,10 +37,10 @@ def in_parts(folder: Path, step: int) -> Path:
     """A checkpoint whose weights two ranks have written, each its part of one file."""
     path, values = folder / store.name_of(step), {"w": torch.arange(40.0)}
     path.mkdir(parents=True)
-    layout = shared_file.lay_out(values)
-    shared_file.create(path / store.MODEL, layout)
-    whole = shared_file.pieces(values, layout, rank=0)
-    parts = [shared_file.write(path / store.MODEL, [piece]) for piece in whole]
+    layout = sharded.lay_out(values)
+    (path / store.MODEL).touch()
+    whole = sharded.pieces(values, layout, rank=0)
+    parts = [sharded.write_pieces(path / store.MODEL, [piece]) for piece in whole]
     files = {
         store.MODEL: {"bytes": layout.size, "parts": [entry for part in parts for entry in part]},
         "trainer.pt": store.write(path / "trainer.pt", {"global_step": step}),

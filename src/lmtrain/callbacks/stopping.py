@@ -18,7 +18,7 @@ import torch
 from lmtrain.distributed.stop_signals import StopRequest
 from lmtrain.errors import RunError
 from lmtrain.objectives.base import Objective
-from lmtrain.optim.range_test import Smoothed
+from lmtrain.optim.schedules import Smoothed
 
 _VOTE_SECONDS = 1.0  # how often ranks agree within a validation: a collective in which hosts wait for their devices
 

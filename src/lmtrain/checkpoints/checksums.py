@@ -1,12 +1,12 @@
 """Compares bytes of a checkpoint with their checksums: in threads, and with several ranks on all of them."""
 
+import hashlib
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from lmtrain.checkpoints import shared_file
 from lmtrain.distributed import process_group as world
 
 T = TypeVar("T")
@@ -28,7 +28,7 @@ Compare = Callable[[Sequence[CheckedPart]], CheckedPart | None]
 def first_wrong(parts: Sequence[CheckedPart]) -> CheckedPart | None:
     """The first part whose bytes are others; OSError where they can't be read."""
     with ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1)) as pool:
-        right = pool.map(lambda part: shared_file.sha256(part.file, part.offset, part.bytes) == part.sha256, parts)
+        right = pool.map(lambda part: sha256(part.file, part.offset, part.bytes) == part.sha256, parts)
         return next((part for part, is_right in zip(parts, right, strict=True) if not is_right), None)
 
 
@@ -67,3 +67,24 @@ def _of_this_rank(parts: Sequence[CheckedPart]) -> tuple[CheckedPart | None, lis
         return first_wrong(mine), []
     except OSError:
         return None, mine
+
+
+def gap(file: Path, ranges: list[dict[str, Any]]) -> str | None:
+    """Where a file was not written, of one that was written in these ranges; None if nowhere."""
+    end = 0
+    for part in sorted(ranges, key=lambda part: part["offset"]):
+        if part["offset"] != end:
+            return f"{file.name} has a gap at byte {end}"
+        end += part["bytes"]
+    return None if end == file.stat().st_size else f"{file.name} has {file.stat().st_size} bytes instead of {end}"
+
+
+def sha256(file: Path, offset: int, count: int) -> str:
+    """The SHA-256 of some bytes of a file."""
+    digest = hashlib.sha256()
+    with file.open("rb") as handle:
+        handle.seek(offset)
+        while count > 0 and (block := handle.read(min(count, 1 << 24))):
+            digest.update(block)
+            count -= len(block)
+    return digest.hexdigest()

@@ -1,24 +1,57 @@
 """Sharded writing: every rank writes its shard of model.safetensors and optimizer.safetensors at the same time.
 
-The files are the ones a single process would write (see shared_file), so any number of devices reads them.
+The files are the ones a single process would write, so any number of devices reads them, and no rank ever holds a whole
+model. Format: https://github.com/huggingface/safetensors#format
 Ranks need no collective to finish: each leaves a note of what it wrote, and rank 0 publishes when all notes are there.
 """
 
+import hashlib
 import json
+import os
 import shutil
+import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from lmtrain.checkpoints import shared_file, store
+from lmtrain.checkpoints import store
 from lmtrain.distributed import process_group as world
 from lmtrain.errors import RunError, reason
 from lmtrain.files import write_atomic
 
 _POLL_SECONDS, _PATIENCE_SECONDS = 0.02, 1800.0  # the second is what collectives wait, too
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+class FilePiece(NamedTuple):
+    """Bytes that this rank writes."""
+
+    offset: int  # in the file
+    values: Tensor  # contiguous, of any device
+
+
+class Layout(NamedTuple):
+    """Where each tensor lies in the file; the same on every rank."""
+
+    header: bytes
+    offsets: dict[str, int]  # of each tensor's first byte, from the file's beginning
+    size: int  # of the whole file
 
 
 def prepare(checkpoint: dict[str, Any], path: Path, take: Callable[[Any], Any] | None) -> Callable[[], bool] | None:
@@ -33,11 +66,11 @@ def prepare(checkpoint: dict[str, Any], path: Path, take: Callable[[Any], Any] |
     rank, ranks = world.rank(), world.size()
     optimizers, states = _without_tensors(checkpoint["optimizer_states"])
     files = {store.MODEL: checkpoint["state_dict"], store.OPTIMIZER: states}
-    layouts = {name: shared_file.lay_out(tensors) for name, tensors in files.items()}
+    layouts = {name: lay_out(tensors) for name, tensors in files.items()}
     temporary = path.with_name(f"{path.name}.tmp")
     if not world.from_first(lambda: _create(path, temporary, layouts)):
         return None
-    found = {name: shared_file.pieces(tensors, layouts[name], rank) for name, tensors in files.items()}
+    found = {name: pieces(tensors, layouts[name], rank) for name, tensors in files.items()}
     rest = {key: value for key, value in checkpoint.items() if key != "state_dict"} | {"optimizer_states": optimizers}
     if take is not None:
         found, rest = take((found, rest))
@@ -71,7 +104,7 @@ def _without_tensors(optimizer_states: list[dict[str, Any]]) -> tuple[list[dict[
     return plain, tensors
 
 
-def _create(path: Path, temporary: Path, layouts: dict[str, shared_file.Layout]) -> bool:
+def _create(path: Path, temporary: Path, layouts: dict[str, Layout]) -> bool:
     """Makes room for the checkpoint; False where a good one is there already, which is never overwritten."""
     if path.exists() and store.damage(path) is None:
         return False
@@ -79,7 +112,8 @@ def _create(path: Path, temporary: Path, layouts: dict[str, shared_file.Layout])
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         for name, layout in layouts.items():
-            shared_file.create(temporary / name, layout)
+            with (temporary / name).open("wb") as file:
+                file.truncate(layout.size)  # so that every rank can write at once
     return True
 
 
@@ -87,10 +121,10 @@ def _note(temporary: Path, rank: int) -> Path:
     return temporary / f"rank_{rank}.json"
 
 
-def _write(temporary: Path, found: dict[str, list[shared_file.FilePiece]], rank: int) -> None:
+def _write(temporary: Path, found: dict[str, list[FilePiece]], rank: int) -> None:
     """Writes this rank's pieces, then its note, which says so or what went wrong."""
     try:
-        written: Any = {name: shared_file.write(temporary / name, pieces) for name, pieces in found.items()}
+        written: Any = {name: write_pieces(temporary / name, pieces) for name, pieces in found.items()}
     except OSError as error:
         write_atomic(_note(temporary, rank), json.dumps({"error": reason(error)}))
         raise
@@ -112,3 +146,85 @@ def _gather(temporary: Path, ranks: int) -> list[dict[str, Any]]:
             raise RunError(f"rank {rank}: {notes[-1]['error']}")
         note.unlink()
     return notes
+
+
+def lay_out(tensors: dict[str, Tensor]) -> Layout:
+    """The file of `tensors` (whole or sharded), from their names, shapes and dtypes alone."""
+    entries: dict[str, Any] = {}
+    same: dict[str, str] = {}
+    first: dict[int, str] = {}
+    end = 0
+    for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):  # so that all are aligned
+        if id(tensor) in first:
+            same[name] = first[id(tensor)]
+            continue
+        first[id(tensor)] = name
+        begin, end = end, end + tensor.numel() * tensor.element_size()  # a DTensor's numel is of the whole
+        entries[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps({"__metadata__": {"format": "pt", store.SAME: json.dumps(same)}, **entries}).encode()
+    text += b" " * (-len(text) % 8)
+    header = struct.pack("<Q", len(text)) + text
+    offsets = {name: len(header) + entry["data_offsets"][0] for name, entry in entries.items()}
+    return Layout(header, offsets, len(header) + end)
+
+
+def pieces(tensors: dict[str, Tensor], layout: Layout, rank: int) -> list[FilePiece]:
+    """What this rank writes: the header and whole tensors on rank 0, of sharded ones each rank its rows.
+
+    Every rank must call it with the same names: tensors in parts that are no rows are gathered.
+    """
+    header = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
+    found = [FilePiece(0, header)] if rank == 0 else []
+    for name, offset in layout.offsets.items():
+        tensor = tensors[name].detach()
+        if isinstance(tensor, DTensor):
+            found += _rows(tensor, offset)
+        elif rank == 0:
+            found.append(FilePiece(offset, tensor.contiguous()))
+    return [piece for piece in found if piece.values.numel()]
+
+
+def _rows(tensor: DTensor, offset: int) -> list[FilePiece]:
+    """This rank's rows; parts that are columns are gathered first, and rows that several ranks have are shared out."""
+    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    assert coordinate is not None
+    by_rows = [placement if getattr(placement, "dim", None) == 0 else Replicate() for placement in tensor.placements]
+    gathered = by_rows != list(tensor.placements)
+    local = (tensor.redistribute(placements=by_rows) if gathered else tensor).to_local()
+    if 0 not in mesh.mesh:
+        return []  # these ranks have a copy of what the mesh with rank 0 has
+    start, rows = 0, tensor.shape[0] if tensor.ndim else 1
+    # FSDP cuts what tensor parallelism has left, and says so by another class than Shard.
+    cuts = sorted(range(mesh.ndim), key=lambda dim: type(by_rows[dim]) is not Shard)
+    held = [dim for dim in cuts if not isinstance(by_rows[dim], Replicate)]
+    for dim in held:
+        begin, rows = _cut(rows, mesh.size(dim), coordinate[dim])
+        start += begin
+    skip = 0
+    for dim in (dim for dim in cuts if dim not in held):
+        begin, rows = _cut(rows, mesh.size(dim), coordinate[dim])
+        skip += begin
+    mine = (local if tensor.ndim else local.reshape(1))[skip : skip + rows].contiguous()
+    row_bytes = tensor.element_size() * tensor.shape[1:].numel()
+    return [FilePiece(offset + (start + skip) * row_bytes, mine.clone() if gathered else mine)]
+
+
+def _cut(rows: int, parts: int, index: int) -> tuple[int, int]:
+    """(first row, number of rows) of a part, as torch.chunk cuts."""
+    size = -(-rows // parts)
+    begin = min(rows, size * index)
+    return begin, min(rows, begin + size) - begin
+
+
+def write_pieces(file: Path, found: list[FilePiece]) -> list[dict[str, Any]]:
+    """Writes this rank's pieces and syncs them; returns {offset, bytes, sha256} of each."""
+    ranges = []
+    with file.open("r+b") as handle:
+        for offset, values in found:
+            data = values.cpu().view(-1).view(torch.uint8).numpy().data
+            handle.seek(offset)
+            handle.write(data)
+            ranges.append({"offset": offset, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()})
+        handle.flush()
+        os.fsync(handle.fileno())
+    return ranges

@@ -8,6 +8,7 @@ model.safetensors and optimizer.safetensors instead.
 """
 
 import contextlib
+import json
 import os
 import pickle
 import re
@@ -21,13 +22,14 @@ from types import FrameType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
-from lmtrain.checkpoints import checksums, manifest, shared_file
+from lmtrain.checkpoints import checksums, manifest
 from lmtrain.errors import RunError, UserError, first_line, reason
 from lmtrain.files import aside, fsync
 
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
+SAME = "same tensor"  # metadata of these: names that stand for a tensor written under another (tied weights)
 _NAME = re.compile(r"step_(\d{8,})")
 
 
@@ -91,7 +93,7 @@ def _wrong_size(file: Path, expected: dict[str, Any]) -> str | None:
         return f"{file.name} is not a file"
     if found.st_size != expected["bytes"]:
         return f"{file.name} has {found.st_size} bytes instead of {expected['bytes']}"
-    return shared_file.gap(file, expected["parts"]) if "parts" in expected else None
+    return checksums.gap(file, expected["parts"]) if "parts" in expected else None
 
 
 def _wrong_content(files: dict[Path, dict[str, Any]], compare: checksums.Compare) -> str | None:
@@ -160,10 +162,6 @@ def add_metrics(path: Path, metrics: dict[str, float], interim: bool, scored_on:
     return True
 
 
-def _sha256(path: Path) -> str:
-    return shared_file.sha256(path, 0, path.stat().st_size)
-
-
 @contextlib.contextmanager
 def _sigchld_waits() -> Iterator[None]:
     """Handles a SIGCHLD that arrives within after it: torch's handler, for dead workers, raises in whatever line runs.
@@ -190,13 +188,14 @@ def write(file: Path, content: Any) -> dict[str, Any]:
         torch.save(content, handle)
         handle.flush()
         os.fsync(handle.fileno())
-    return {"bytes": file.stat().st_size, "sha256": _sha256(file)}
+    size = file.stat().st_size
+    return {"bytes": size, "sha256": checksums.sha256(file, 0, size)}
 
 
 def load_weights(path: Path, mmap: bool = False) -> dict[str, torch.Tensor]:
     """The model's state dict of a checkpoint, on the CPU; with `mmap` nothing is read before it is used."""
     if (path / MODEL).exists():
-        return _read_tensors(path / MODEL)
+        return read_tensors(path / MODEL)
     weights = _unpickle(path / "model.pt", mmap)
     wrong = next((name for name in weights if not isinstance(name, str)), None)
     if wrong is not None:
@@ -216,7 +215,7 @@ def load(path: Path, mmap: bool = False) -> dict[str, Any]:
     """Lightning's checkpoint dict."""
     checkpoint = _unpickle(path / "trainer.pt", mmap)
     if (path / OPTIMIZER).exists():
-        for name, tensor in _read_tensors(path / OPTIMIZER).items():
+        for name, tensor in read_tensors(path / OPTIMIZER).items():
             optimizer, index, key = name.split(".", 2)
             state = checkpoint["optimizer_states"][int(optimizer)]["state"]
             state.setdefault(int(index), {})[key] = tensor
@@ -236,11 +235,15 @@ def _unpickle(file: Path, mmap: bool) -> dict[str, Any]:
     return content
 
 
-def _read_tensors(file: Path) -> dict[str, torch.Tensor]:
+def read_tensors(file: Path) -> dict[str, torch.Tensor]:
+    """The whole tensors, mapped: nothing is read before it is used."""
     try:
-        return shared_file.read(file)
+        with safe_open(file, framework="pt") as handle:
+            tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
+            same = json.loads((handle.metadata() or {}).get(SAME, "{}"))
     except SafetensorError as error:
         raise UserError(_not_tensors(file, error)) from error
+    return tensors | {name: tensors[other] for name, other in same.items()}
 
 
 def _not_tensors(file: Path, error: Exception) -> str:

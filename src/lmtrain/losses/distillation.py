@@ -83,8 +83,5 @@ def chunked_divergence(
     for start in range(0, len(student_hidden), chunk_tokens):
         some = slice(start, start + chunk_tokens)
         inputs = (student_hidden[some], teacher_hidden[some], student.weight, student.bias)
-        if torch.is_grad_enabled():
-            found.append(checkpoint(of_chunk, *inputs, use_reentrant=False, preserve_rng_state=False))
-        else:
-            found.append(of_chunk(*inputs))
+        found.append(checkpoint(of_chunk, *inputs, use_reentrant=False, preserve_rng_state=False))
     return torch.cat(found) if found else student_hidden.sum(-1)  # of no tokens, with a gradient of nothing

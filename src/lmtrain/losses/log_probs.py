@@ -92,11 +92,5 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 grad_bias = grad_bias + g.to(logits.dtype) @ grad_logits
         if hidden.shape[0] == 0:
             grad_weight.total = torch.zeros_like(weight)
-        return (
-            grad_hidden,
-            grad_weight.total.to(weight.dtype),
-            None if bias is None else grad_bias.to(bias.dtype),
-            None,
-            None,
-            None,
-        )
+        bias_gradient = None if bias is None else grad_bias.to(bias.dtype)
+        return grad_hidden, grad_weight.total.to(weight.dtype), bias_gradient, None, None, None

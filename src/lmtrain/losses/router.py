@@ -68,22 +68,14 @@ def router_terms(logits: Tensor, top_k: int, whole: Totals | None = None) -> Rou
     away = whole.probabilities / n - 1 / choices  # sums to 0, so that sum_i away_i P_i is the deviation
     deviation = torch.dot(away, mean)
     part = logits.shape[0] / n
-    entropy, dead = _spread(whole, top_k)
+    shares = whole.chosen / (n * top_k)  # of the choices
     return RouterTerms(
         load_balance=choices * torch.dot(whole.chosen / n, mean),
         deviation=2 * deviation - deviation.detach(),  # the gradient of a square is twice that of one factor
         z_loss=at_least_fp32(logits).logsumexp(-1).square().sum() / n,
-        entropy=part * entropy,
-        dead=part * dead,
+        entropy=part * (-torch.special.xlogy(shares, shares).sum() / max(math.log(choices), 1e-9)),
+        dead=part * (shares == 0).to(shares.dtype).mean(),
     )
-
-
-@torch.no_grad()
-def _spread(whole: Totals, top_k: int) -> tuple[Tensor, Tensor]:
-    """Entropy of the choices, and the share of them that no token made."""
-    p = whole.chosen / (whole.tokens.clamp(min=1) * top_k)
-    entropy = -torch.special.xlogy(p, p).sum() / max(math.log(len(p)), 1e-9)
-    return entropy, (p == 0).to(p.dtype).mean()
 
 
 def over_layers(logits: Sequence[Tensor], top_k: int, wholes: Sequence[Totals], how: str) -> RouterTerms:

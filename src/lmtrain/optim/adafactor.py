@@ -4,7 +4,6 @@ Why not a library's: torch's caps the step at 1/sqrt(t) behind the schedule's ba
 and fails on sharded parameters; transformers' fails on those too and, with bfloat16 weights, doesn't resume exactly.
 """
 
-from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -12,18 +11,16 @@ import torch
 from torch import Tensor
 
 from lmtrain.distributed.dtensor import like, whole
-from lmtrain.optim.skipping import factor, or_else
+from lmtrain.optim.skipping import SkippingOptimizer, factor, or_else
 
 
-class Adafactor(torch.optim.Optimizer):
+class Adafactor(SkippingOptimizer):
     """Algorithms 4 and 5 of the paper without momentum; the relative step size is the given `lr`.
 
     A parameter moves by `lr` times its own root mean square (at least `min_parameter_rms`, the paper's epsilon_2), its
     update's root mean square clipped to `clip_threshold`. Weight decay is decoupled: lr * weight_decay, as in AdamW.
     State in float32: `step`, and `row` [..., rows] and `column` [..., columns] of a matrix or `square` of a vector.
     """
-
-    takes_found_inf = True
 
     def __init__(
         self,
@@ -62,19 +59,11 @@ class Adafactor(torch.optim.Optimizer):
             for key, value in state_dict["state"].get(saved_id, {}).items():
                 self.state[parameter][key] = value.to(parameter.device, copy=True)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group)
-        return loss
+    def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        for parameter in parameters:
+            self._update_one(parameter, group)
 
-    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+    def _update_one(self, parameter: Tensor, group: dict[str, Any]) -> None:
         gradient: Tensor = parameter.grad.float()  # type: ignore[union-attr]
         if parameter.ndim >= 2:
             gradient = whole(gradient)  # a sharded one: rows and columns are averaged over all of it

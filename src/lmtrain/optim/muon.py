@@ -11,7 +11,7 @@ bfloat16, 25 times slower than float32 on a CPU that only emulates it.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 from lmtrain.distributed import process_group as world
 from lmtrain.distributed.devices import cpu_multiplies_bf16
 from lmtrain.distributed.dtensor import as_part_of, held, is_part, like, rows_shared_over, whole
-from lmtrain.optim.skipping import can_skip, change, factor, or_else
+from lmtrain.optim.skipping import SkippingOptimizer, can_skip, change, factor
 
 # Jordan's quintic: steepest at zero, so small singular values grow fastest; all end between about 0.7 and 1.2.
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
@@ -106,14 +106,12 @@ def _matmul_dtype(device_type: str) -> torch.dtype:
     return torch.bfloat16 if native else torch.float32
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(SkippingOptimizer):
     """Muon with Moonlight's update scale 0.2 * sqrt(max(rows, columns)) and decoupled weight decay.
 
     Parameters are matrices [rows, columns] or stacks of them [..., rows, columns]. State: one `momentum` tensor each.
     The scale doesn't tell rows from columns, so transposed weights need no care.
     """
-
-    takes_found_inf = True
 
     def __init__(
         self,
@@ -137,16 +135,10 @@ class Muon(torch.optim.Optimizer):
         }
         super().__init__(params, defaults)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _step(self) -> None:
         for group in self.param_groups:
             for batch in _equal_shapes(p for p in group["params"] if p.grad is not None):
                 self._update(batch, group)
-        return loss
 
     def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         """One step for parameters of one shape: as many kernels for a hundred as for one."""
@@ -161,16 +153,10 @@ class Muon(torch.optim.Optimizer):
 
     def _directions(self, parameters: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
         """The momenta with the new gradients in them; with Nesterov's, a gradient counts once more."""
-        weight = group["momentum"]
-        for p in parameters:
-            if "momentum" not in self.state[p]:
-                self.state[p]["momentum"] = torch.zeros_like(p)
-        states = [self.state[p]["momentum"] for p in parameters]
-        momenta = [held(state) for state in states]
-        gradients = or_else(self, [held(p.grad) for p in parameters], momenta)  # type: ignore[arg-type]
+        weight, (momenta, gradients) = group["momentum"], self._momenta_and_gradients(parameters)
         torch._foreach_lerp_(momenta, gradients, 1 - weight)
         if not group["nesterov"]:
-            return states
+            return [self.state[p]["momentum"] for p in parameters]
         directions = torch._foreach_lerp(gradients, momenta, weight)
         return [as_part_of(d, p) for d, p in zip(directions, parameters, strict=True)]
 
@@ -197,7 +183,7 @@ def _equal_shapes(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
             yield members[start : start + size]
 
 
-class MuonWithAdamW(torch.optim.Optimizer):
+class MuonWithAdamW(SkippingOptimizer):
     """Groups with `algorithm: muon` are stepped by Muon, those with `algorithm: adamw` by torch's AdamW.
 
     To the outside it is one optimizer (Lightning would count the steps of two twice). The parts are views: they hold
@@ -221,7 +207,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         return {**super().__getstate__(), "_options": self._options}
 
     @property
-    def takes_found_inf(self) -> bool:
+    def takes_found_inf(self) -> bool:  # type: ignore[override]
         return all(can_skip(part) for part in self._parts)
 
     def _build_parts(self) -> None:
@@ -234,14 +220,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
                 part.state = self.state
                 self._parts.append(part)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _step(self) -> None:
         for part in self._parts:
             if hasattr(self, "found_inf"):
                 part.found_inf = self.found_inf  # type: ignore[attr-defined]
             part.step()
-        return loss

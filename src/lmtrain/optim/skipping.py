@@ -6,8 +6,46 @@ whether to step at all: those of a user's own, and bitsandbytes' 8-bit AdamW, wh
 can't have one taken back on the device.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from lmtrain.distributed.dtensor import held
+
+
+class SkippingOptimizer(torch.optim.Optimizer):
+    """Base of lmtrain's own optimizers: what their steps share."""
+
+    takes_found_inf = True
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._step()
+        return loss
+
+    def _step(self) -> None:
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if parameters:
+                self._update(parameters, group)
+
+    def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        """One step for parameters of one group, all of which have a gradient."""
+        raise NotImplementedError
+
+    def _momenta_and_gradients(self, parameters: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """What this rank holds of the momenta, made where there are none, and of the gradients."""
+        for p in parameters:
+            if "momentum" not in self.state[p]:
+                self.state[p]["momentum"] = torch.zeros_like(p)
+        momenta = [held(self.state[p]["momentum"]) for p in parameters]
+        return momenta, or_else(self, [held(p.grad) for p in parameters], momenta)  # type: ignore[arg-type]
 
 
 def can_skip(optimizer: torch.optim.Optimizer) -> bool:

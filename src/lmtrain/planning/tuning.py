@@ -15,7 +15,7 @@ from lmtrain.data.corpus import build_corpus
 from lmtrain.distributed import devices, ranks
 from lmtrain.errors import RunError, UserError, reason
 from lmtrain.files import write_atomic
-from lmtrain.optim.range_test import Suggestion, suggest
+from lmtrain.optim.schedules import Suggestion, suggest
 from lmtrain.planning import estimation, trial
 from lmtrain.run.start import start
 from lmtrain.run_folder import folder as run_dir

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lmtrain.checkpoints import shared_file
+from lmtrain.checkpoints import checksums, sharded, store
 
 
 @pytest.fixture
@@ -26,17 +26,17 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 def written(file: Path, tensors: dict[str, torch.Tensor]) -> list[dict]:
-    layout = shared_file.lay_out(tensors)
-    shared_file.create(file, layout)
-    assert shared_file.pieces(tensors, layout, rank=1) == []
-    return shared_file.write(file, shared_file.pieces(tensors, layout, rank=0))
+    layout = sharded.lay_out(tensors)
+    file.touch()
+    assert sharded.pieces(tensors, layout, rank=1) == []
+    return sharded.write_pieces(file, sharded.pieces(tensors, layout, rank=0))
 
 
 def test_what_is_written_is_read(tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
     file = tmp_path / "a.safetensors"
     ranges = written(file, tensors)
-    assert shared_file.gap(file, ranges) is None
-    found, by_the_library = shared_file.read(file), load_file(file)
+    assert checksums.gap(file, ranges) is None
+    found, by_the_library = store.read_tensors(file), load_file(file)
     assert found.keys() == tensors.keys()
     assert by_the_library.keys() == tensors.keys() - {"tied"}
     assert found["tied"] is found["weight"]
@@ -49,10 +49,10 @@ def test_what_is_written_is_read(tensors: dict[str, torch.Tensor], tmp_path: Pat
 def test_damage_is_seen(tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
     file = tmp_path / "a.safetensors"
     ranges = written(file, tensors)
-    assert "gap" in str(shared_file.gap(file, [r for r in ranges if r["offset"] != 0]))
-    assert "instead of" in str(shared_file.gap(file, sorted(ranges, key=lambda r: r["offset"])[:-1]))
+    assert "gap" in str(checksums.gap(file, [r for r in ranges if r["offset"] != 0]))
+    assert "instead of" in str(checksums.gap(file, sorted(ranges, key=lambda r: r["offset"])[:-1]))
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
-    changed = [r for r in ranges if shared_file.sha256(file, r["offset"], r["bytes"]) != r["sha256"]]
+    changed = [r for r in ranges if checksums.sha256(file, r["offset"], r["bytes"]) != r["sha256"]]
     assert len(changed) == 1
