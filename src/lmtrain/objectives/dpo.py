@@ -51,8 +51,14 @@ PREFERENCE = {
 def loss_options(cfg: DPOConfig) -> LossOptions:
     """The options of a loss from the config; length_normalize=auto is what the loss's paper does."""
     per_token = LOSSES[cfg.loss].per_token if cfg.length_normalize == "auto" else bool(cfg.length_normalize)
-    options = LossOptions(*(getattr(cfg, name) for name in LossOptions._fields))
-    return options._replace(length_normalize=per_token)
+    return LossOptions(
+        beta=cfg.beta,
+        label_smoothing=cfg.label_smoothing,
+        gamma=cfg.gamma,
+        dpop_lambda=cfg.dpop_lambda,
+        sft_weight=cfg.sft_weight,
+        length_normalize=per_token,
+    )
 
 
 def check_reference(cfg: DPOConfig) -> None:

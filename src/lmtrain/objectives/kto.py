@@ -4,7 +4,7 @@ A micro-batch is what `data.examples.unpaired_rows.UnpairedRows` reads. The unit
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from lmtrain.distributed.devices import total
 from lmtrain.errors import UserError
 from lmtrain.models.blocks import evaluating
 from lmtrain.models.language_model import LogProbs
-from lmtrain.objectives.parts import RECOMPUTED, Definition, LossParts, add_sums, with_routers
+from lmtrain.objectives.parts import RECOMPUTED, Definition, LossParts, add_sums
 from lmtrain.objectives.start_check import check_agreement
 from lmtrain.objectives.with_reference import ReferenceObjective
 
@@ -83,6 +83,15 @@ def kto_losses(log_ratios: Tensor, desirable: Tensor, reference_point: Tensor, o
     return weight * torch.sigmoid(-options.beta * sign * (log_ratios - reference_point))
 
 
+class Answers(NamedTuple):
+    """A micro-batch's answers, as the loss needs them; all detached but the log-ratios."""
+
+    log_ratios: Tensor  # [A] fp64, log pi - log pi_ref
+    log_probs: Tensor  # [A] fp64, log pi
+    desirable: Tensor  # bool [A]
+    number: Tensor  # int64 [], A; 0 where the answer of an empty micro-batch stands for none
+
+
 def check_labels(rows: Any, options: KTOOptions) -> None:
     """UserError where all answers have one label: then nothing says what sets a good answer apart.
 
@@ -119,9 +128,8 @@ class KTO(ReferenceObjective):
         check_labels(corpus.train, self.options)
         self.settle_reference(self.options.reference, config)
         self.reference_point = torch.zeros(())  # z of the running step
-        # By loader, of each micro-batch: the sum of its mismatched log-ratios, its answers' log-ratios and
-        # log-probabilities, their labels and number, means of routers' losses.
-        self.validated: dict[int, list[tuple[Tensor, Tensor, Tensor, dict[str, Tensor], dict[str, Tensor]]]] = {}
+        # By loader, of each micro-batch: its answers, the sum of its mismatched log-ratios, means of routers' losses.
+        self.validated: dict[int, list[tuple[Answers, Tensor, dict[str, Tensor]]]] = {}
 
     def count_tokens(self, batch: dict[str, Tensor]) -> Tensor:
         return batch["answers"]
@@ -157,29 +165,26 @@ class KTO(ReferenceObjective):
 
     def micro_batch_loss(self, batch: dict[str, Tensor]) -> LossParts:
         log_ratios, log_probs, out = self._log_ratios(batch)
-        return with_routers(*self.parts(log_ratios, log_probs, batch, self.reference_point), out)
+        parts = self.parts(Answers(log_ratios, log_probs, batch["label"], batch["answers"]), self.reference_point)
+        sums = parts.sums | {name: value * parts.n_tokens for name, value in out.aux.items()}
+        loss_sum = parts.loss_sum if out.router_loss is None else parts.loss_sum + out.router_loss * parts.n_tokens
+        return LossParts(loss_sum, parts.n_tokens, sums)
 
-    def parts(self, log_ratios: Tensor, log_probs: Tensor, batch: dict[str, Tensor], z: Tensor) -> LossParts:
-        """Loss and sums of the answers of a micro-batch against the reference point of all.
-
-        Args:
-            log_ratios: [A] fp64, log pi - log pi_ref.
-            log_probs: [A] fp64, log pi, detached.
-            batch: `label`, bool [A], and `answers`, A or 0 where the answer of an empty micro-batch stands for none.
-        """
-        desirable, number = batch["label"], batch["answers"]
-        real = (number > 0).to(log_ratios.dtype)
-        loss_sum = kto_losses(log_ratios, desirable, z, self.options).sum() * real
-        rewards = self.options.beta * log_ratios.detach()
+    def parts(self, answers: Answers, z: Tensor) -> LossParts:
+        """Loss and sums of some answers against the reference point of all."""
+        real = (answers.number > 0).to(answers.log_ratios.dtype)
+        losses = kto_losses(answers.log_ratios, answers.desirable, z, self.options)
+        loss_sum = losses.sum() * real
+        rewards = self.options.beta * answers.log_ratios.detach()
         each = {
-            "rewards/chosen": rewards * desirable,
-            "rewards/rejected": rewards * ~desirable,
-            "desirable": desirable.to(rewards.dtype),
-            "logps/mean": log_probs,
+            "rewards/chosen": rewards * answers.desirable,
+            "rewards/rejected": rewards * ~answers.desirable,
+            "desirable": answers.desirable.to(rewards.dtype),
+            "logps/mean": answers.log_probs,
             "kl": z.expand_as(rewards),
         }
         sums = {"loss": loss_sum.detach(), **{name: value.sum() * real for name, value in each.items()}}
-        return LossParts(loss_sum, number, sums)
+        return LossParts(loss_sum, answers.number, sums)
 
     def means_of(self, sums: dict[str, Any], n_tokens: Any) -> dict[str, Any]:
         """Rewards are means over the answers of their kind, left out (of tensors: NaN) where there is none."""
@@ -196,22 +201,26 @@ class KTO(ReferenceObjective):
         super().on_validation_epoch_start()
         self.validated = {}
 
+    def on_test_epoch_start(self) -> None:
+        super().on_test_epoch_start()
+        self.validated = {}
+
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
         """Keeps what the loss is computed from: z is known at the end."""
         mismatched = self.mismatched(batch)
         log_ratios, log_probs, out = self._log_ratios(batch)
-        kept = {name: batch[name] for name in ("label", "answers")}
-        self.validated.setdefault(dataloader_idx, []).append((mismatched, log_ratios, log_probs, kept, out.aux))
+        answers = Answers(log_ratios, log_probs, batch["label"], batch["answers"])
+        self.validated.setdefault(dataloader_idx, []).append((answers, mismatched, out.aux))
         self.val_sums[dataloader_idx] = {}
 
     def validation_means(self, loader: int = 0) -> dict[str, float]:
         found = self.validated[loader]
-        counted = [torch.stack([mismatched, batch["answers"].double()]) for mismatched, _, _, batch, _ in found]
+        counted = [torch.stack([mismatched, answers.number.double()]) for answers, mismatched, _ in found]
         summed, count = total(self.trainer, torch.stack(counted).sum(0))
         z = (summed / count.clamp(min=1)).clamp(min=0)
         sums = self.val_sums[loader] = {}
-        for _, log_ratios, log_probs, batch, aux in found:
-            parts = self.parts(log_ratios, log_probs, batch, z)
+        for answers, _, aux in found:
+            parts = self.parts(answers, z)
             routers = {name: value * parts.n_tokens for name, value in aux.items()}
             add_sums(sums, {**parts.sums, **routers, "n_tokens": parts.n_tokens})
         return super().validation_means(loader)
