@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from lmtrain.callbacks.forecast import Forecast
+from lmtrain.callbacks.time_budget import Forecast
 from lmtrain.config import compose as rules
 from lmtrain.config.options import WarmupStableDecayConfig
 from lmtrain.errors import UserError

@@ -1,17 +1,22 @@
 """Makes a run end with its budget of time: looks at the clock now and then and changes the number of steps.
 
 The learning rate's schedule spans the steps that the run has, so it ends with the time, too. A checkpoint holds the
-number of steps as it was and the time that was used; a resumed run goes on from both.
+number of steps as it was and the time that was used; a resumed run goes on from both. `Forecast` says early where it
+will end.
 """
 
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import lightning.pytorch as pl
 from rich.console import Console
 
+from lmtrain.callbacks.metrics import Metrics
+from lmtrain.config.options import WarmupStableDecayConfig
+from lmtrain.models import dial
 from lmtrain.objectives.base import Objective
+from lmtrain.optim.schedules import lr_factor
 
 ENDING_S = 4.0  # the last checkpoint, the export and the report
 _FORWARD = 0.4  # of a training step's time a token: what a token of validation takes
@@ -21,16 +26,14 @@ _LOOKS = 12  # and then after this part of the time that is left
 _RANKS_ASK = 10  # steps between the first rank's answers to the others
 _WORTH_SAYING = 0.3  # share by which the length has to change before a line says so
 
+SCORE = "val/bits_per_byte"
+_VALIDATIONS = 3  # the first of the run, at the full rate; with ten of them they take three tenths of it
+_FULL = 0.9  # of the peak: the clock may have made the run shorter since its validations were spread
+
 
 def steps_of_validation(rows: int, global_batch_size: int) -> float:
     """The training steps that take as long as a validation of so many rows, whose tokens only go forward."""
     return _FORWARD * rows / global_batch_size
-
-
-class HasLength(Protocol):
-    """What knows how many steps the run has."""
-
-    total_steps: int
 
 
 class TimeBudget(pl.Callback):
@@ -43,7 +46,7 @@ class TimeBudget(pl.Callback):
         at_most: int,
         validate_every: int | None,
         validation_steps: float,
-        parts: Sequence[HasLength],
+        parts: Sequence[Any],
     ) -> None:
         """
         Args:
@@ -52,7 +55,7 @@ class TimeBudget(pl.Callback):
             at_most: steps that the run has however much time there is.
             validate_every: steps between validations; None: after the last step alone.
             validation_steps: the training steps that a validation is expected to take as long as, until one was timed.
-            parts: all that has to be told of another length, besides Trainer and objective.
+            parts: all whose `total_steps` has to be told of another length, besides Trainer and objective.
         """
         self.seconds, self.began, self.console = seconds, began, console
         self.at_most = at_most
@@ -125,3 +128,46 @@ class TimeBudget(pl.Callback):
             part.total_steps = steps
         module.total_steps = module.schedule_steps = steps
         trainer.fit_loop.epoch_loop.max_steps = steps
+
+
+class Forecast(pl.Callback):
+    """Says early which loss a run of model=dial, whose curves models/dial.py was fitted to, will end at."""
+
+    def __init__(
+        self, metrics: Metrics, schedule: WarmupStableDecayConfig, minutes: float, at_most: float, console: Console
+    ) -> None:
+        """
+        Args:
+            minutes: of the budget.
+            at_most: steps of a run that the law holds for: dial.PASSES over the text.
+        """
+        self.metrics, self.schedule, self.minutes, self.console = metrics, schedule, minutes, console
+        self.at_most = at_most
+        self.scores: list[tuple[int, float]] = []  # (step, bits per byte)
+        self.made: dict[str, float] | None = None  # of summary.json
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"minutes": self.minutes, "scores": [list(score) for score in self.scores], "made": self.made}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.scores = [(step, bits) for step, bits in state_dict["scores"]]
+        if state_dict["minutes"] == self.minutes:  # a larger budget is another run's length
+            self.made = state_dict["made"]
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert isinstance(pl_module, Objective)
+        step, bits, steps = trainer.global_step, self.metrics.last_val.get(SCORE), pl_module.total_steps
+        if bits is None or step == 0 or len(self.scores) >= _VALIDATIONS:
+            return
+        if lr_factor(self.schedule, step, steps) < _FULL:  # in the warmup, or where the rate falls already
+            return
+        self.scores.append((step, bits))
+        if len(self.scores) == _VALIDATIONS and steps <= self.at_most:
+            self._say(step, steps)
+
+    def _say(self, step: int, steps: int) -> None:
+        bits = dial.forecast(self.scores, steps)
+        low, high = bits * (1 - dial.SPREAD), bits * (1 + dial.SPREAD)
+        self.made = {SCORE: bits, "low": low, "high": high, "step": step}
+        said = f"by these validations {SCORE} will be about {bits:.3f} at the end ({low:.2f} to {high:.2f})"
+        self.console.print(said, highlight=False)

@@ -14,7 +14,6 @@ from rich.console import Console
 from lmtrain.callbacks import foreign
 from lmtrain.callbacks.average import WeightAverage
 from lmtrain.callbacks.checkpoints import Checkpoints
-from lmtrain.callbacks.forecast import Forecast
 from lmtrain.callbacks.metrics import Metrics, WriteRecords
 from lmtrain.callbacks.progress import PlainLines, RichBar
 from lmtrain.callbacks.rollouts import Rollouts
@@ -22,7 +21,7 @@ from lmtrain.callbacks.routing import Routing
 from lmtrain.callbacks.samples import Samples
 from lmtrain.callbacks.stopping import BadSteps, Preemption
 from lmtrain.callbacks.stream import FeedStream
-from lmtrain.callbacks.time_budget import HasLength, TimeBudget, steps_of_validation
+from lmtrain.callbacks.time_budget import Forecast, TimeBudget, steps_of_validation
 from lmtrain.callbacks.validation import EarlyStopping, Validation
 from lmtrain.config import places
 from lmtrain.config.effect import TRIAL
@@ -119,7 +118,7 @@ def build_callbacks(
         mode=ranking,
     )
     bar = progress_bar(config, console, length.steps)
-    parts: list[HasLength | None] = [validation, checkpoints, bar, feed]
+    parts: list[pl.Callback | None] = [validation, checkpoints, bar, feed]
     if bar is not None:
         metrics.listeners.append(bar.listen)
     callbacks: list[pl.Callback | None] = [
@@ -160,7 +159,7 @@ def _forecast(config: Config, metrics: Metrics, length: Length, console: Console
     return Forecast(metrics, schedule, minutes, at_most, console)
 
 
-def time_budget(config: Config, console: Console, length: Length, parts: Sequence[HasLength]) -> TimeBudget | None:
+def time_budget(config: Config, console: Console, length: Length, parts: Sequence[pl.Callback]) -> TimeBudget | None:
     """What keeps the run within budget.minutes; `parts`: what has to be told of another length."""
     if config.budget.minutes is None:
         return None

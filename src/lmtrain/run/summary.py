@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from lmtrain import terminal
-from lmtrain.callbacks.forecast import SCORE, Forecast
 from lmtrain.callbacks.progress import duration
 from lmtrain.callbacks.step_numbers import peak_resident_bytes
+from lmtrain.callbacks.time_budget import SCORE, Forecast
 from lmtrain.checkpoints import retention, store
 from lmtrain.config import trust
 from lmtrain.config.effect import TRIAL
