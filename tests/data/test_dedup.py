@@ -10,7 +10,7 @@ import pytest
 
 from inprocess import TWO_STEPS, run
 from lmtrain.data.store import bins
-from lmtrain.data.text import dedup
+from lmtrain.data.text import repeats
 from support import TINY
 
 WORDS = [f"w{n}" for n in range(400)]
@@ -104,7 +104,7 @@ def test_repeats_are_counted_where_they_stay(texts: list[str], tmp_path: Path) -
 
 
 @pytest.mark.parametrize("size", [1, 7, 100])
-@pytest.mark.parametrize("index", [dedup._exact, dedup._near])
+@pytest.mark.parametrize("index", [repeats._exact, repeats._near])
 def test_where_pieces_are_cut_changes_nothing(texts: list[str], size: int, index) -> None:
     whole, cut = index(), index()
     for text in [*texts[:40], "few words", "few  words", ""]:
@@ -121,7 +121,7 @@ def test_samples_are_counted_before(texts: list[str], tmp_path: Path) -> None:
 def test_repeats_are_looked_for_once(texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write(tmp_path / "t.jsonl", texts)
     first = prepare(tmp_path, file, "data.dedup=near", "tokenizer=bytes")
-    monkeypatch.setattr(dedup._Near, "is_new", None)  # would fail
+    monkeypatch.setattr(repeats._Near, "is_new", None)  # would fail
     other = prepare(tmp_path, file, "data.dedup=near", "tokenizer=bpe", "tokenizer.vocab_size=300")
     assert other != first
     counts = [bins.load_meta(folder)["splits"]["train"]["documents"] for folder in (first, other)]

@@ -7,7 +7,7 @@ import pytest
 
 from inprocess import run
 from lmtrain.data.store.bins import open_bins
-from lmtrain.data.text.leakage import share_seen
+from lmtrain.data.text.repeats import share_seen
 from support import TINY
 
 LENGTH = 20
@@ -17,7 +17,7 @@ LENGTH = 20
 def test_share_seen_is_that_of_looking_each_piece_up(
     at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lmtrain.data.text.leakage._AT_ONCE", at_once)
+    monkeypatch.setattr("lmtrain.data.text.repeats._TOKENS_AT_ONCE", at_once)
     draw = np.random.default_rng(0)
     train, val = (draw.integers(0, 50, n).astype(np.uint16) for n in (3000, 1000))
     val[300:420] = train[1001:1121]

@@ -123,7 +123,7 @@ class DataConfig:
     # rows are joined into one document until a row that matches this pattern
     document_start: Annotated[str | None, PREPARED] = None
     min_length: Annotated[int | None, PREPARED, not_negative] = None
-    dedup: Annotated[str | None, PREPARED, choice("exact", "near"), _OF_WHOLE_TEXT] = None  # see data/text/dedup.py
+    dedup: Annotated[str | None, PREPARED, choice("exact", "near"), _OF_WHOLE_TEXT] = None  # see data/text/repeats.py
     append_eos: Annotated[bool | None, PREPARED] = None
     shard_tokens: Annotated[int | None, PREPARED, at_least(1)] = None
     # A stream larger than the disk, see data/stream/.

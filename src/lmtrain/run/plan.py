@@ -22,7 +22,7 @@ from lmtrain.config.override_text import typed_keys
 from lmtrain.config.schema import Config
 from lmtrain.config.strategies import outside_fp8, overruled
 from lmtrain.data.loaders import rows_of_step, seen_rows
-from lmtrain.data.text import leakage
+from lmtrain.data.text import repeats
 from lmtrain.data.text.windows import Windows
 from lmtrain.data.val_sets import count
 from lmtrain.distributed import devices, ranks
@@ -206,10 +206,10 @@ def _seen_in_training(run: "Run") -> str:
     train, val, token = run.corpus.train, run.corpus.val, run.corpus.val_bytes_per_token
     if not isinstance(train, Windows) or not isinstance(val, Windows) or not token:
         return ""
-    share = leakage.share_seen(train.shards, val.shards, max(8, round(leakage.PIECE / token)))
+    share = repeats.share_seen(train.shards, val.shards, max(8, round(repeats.PIECE / token)))
     if share < 0.01:
         return ""
-    return f"; {share:.0%} of it stands in the training text word for word ({leakage.PIECE} bytes or more)"
+    return f"; {share:.0%} of it stands in the training text word for word ({repeats.PIECE} bytes or more)"
 
 
 def groups_table(run: "Run") -> Table:

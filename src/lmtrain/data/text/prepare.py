@@ -29,8 +29,8 @@ from lmtrain.data.store.prepared import (
 )
 from lmtrain.data.store.progress import PrepareProgress
 from lmtrain.data.store.writer import BinWriter
-from lmtrain.data.text.dedup import RepeatCounter, without_repeats
 from lmtrain.data.text.encode import Encoder, make_encoder
+from lmtrain.data.text.repeats import RepeatCounter, without_repeats
 from lmtrain.data.tokenizers import Identity
 from lmtrain.errors import UserError
 

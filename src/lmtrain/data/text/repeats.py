@@ -1,8 +1,8 @@
-"""Training documents that repeat another one, word for word or nearly, are left out (data.dedup).
+"""What stands twice: validation text that training holds too, and training documents that repeat others (data.dedup).
 
 Repeated documents are learned by heart and make validation look better than it is where they stand in both splits (Lee
-et al. 2022, arXiv:2107.06499). The first of those that are alike stays; one that is like a document of the validation
-split that the source itself has is left out of training.
+et al. 2022, arXiv:2107.06499). Of documents that are alike the first stays; one that is like a document of the
+validation split that the source itself has is left out of training.
 
 Two documents are nearly the same where the sets of their runs of _WORDS words have a Jaccard similarity of NEAR or
 more. It is estimated from MinHash signatures (Broder 1997), which locality-sensitive hashing looks up.
@@ -12,25 +12,78 @@ import hashlib
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.sources.choose import Source, filtered
 from lmtrain.data.sources.pieces import Piece
+from lmtrain.data.store.bins import Shard
 from lmtrain.data.store.prepared import folder_of, settings
 from lmtrain.data.store.progress import PrepareProgress
 from lmtrain.errors import UserError
 from lmtrain.files import write_atomic
 
+PIECE = 100  # bytes; validation text of so many that training holds was copied
+_MOST = 1 << 23  # training tokens that are looked at, in half a second
+_TOKENS_AT_ONCE = 1 << 20
+_BASE = 0x9E3779B97F4A7C15  # odd, so it has an inverse modulo 2^64
+
+
 NEAR = 0.8
 _WORDS = 5
 _SIGNATURE = 128  # hashes; the standard error of a similarity of 0.8 is 0.035
-_AT_ONCE = 4096  # runs of words that are hashed together: 4 MB
+_RUNS_AT_ONCE = 4096  # runs of words that are hashed together: 4 MB
 _COUNTED, _MANY = 1_000_000, 0.01  # some 100 MB of memory
 _VERSION = 1  # raised when the same text comes to leave out other documents
 _ENDS_WORD = re.compile(r"\s(?=\S*$)")
+
+Hashes = NDArray[np.uint64]
+
+
+def share_seen(train: Sequence[Shard], val: Sequence[Shard], length: int) -> float:
+    """The share of the validation shards' pieces of `length` tokens that the first _MOST training tokens hold too.
+
+    Pieces follow one another in validation and begin at any token in training; they are compared by 64-bit polynomial
+    hashes (Karp and Rabin 1987).
+    """
+    pieces = np.sort(np.concatenate([np.empty(0, np.uint64), *(h[::length] for h in _hashes(val, length))]))
+    if len(pieces) == 0:
+        return 0.0
+    seen = np.zeros(len(pieces), dtype=bool)
+    possible = np.zeros(1 << 16, dtype=bool)  # by the first 16 bits: few hashes are left to search for
+    possible[pieces >> np.uint64(48)] = True
+    for hashes in _hashes(train, length):
+        found = hashes[possible[hashes >> np.uint64(48)]]
+        places = np.searchsorted(pieces, found).clip(max=len(pieces) - 1)
+        seen[places[pieces[places] == found]] = True
+    return float(seen[np.searchsorted(pieces, pieces)].mean())  # of equal pieces, the first was marked
+
+
+def _hashes(shards: Sequence[Shard], length: int) -> Iterator[Hashes]:
+    """Hashes of the pieces that begin at each token, a part of a shard at a time."""
+    most = _MOST
+    for shard in shards:
+        for start in range(0, min(shard.tokens, most), _TOKENS_AT_ONCE):
+            read = min(_TOKENS_AT_ONCE + length - 1, shard.tokens - start)
+            if read >= length:
+                yield _rolling(shard.read(start, read), length)
+        most -= shard.tokens
+
+
+def _rolling(tokens: NDArray[np.int64], length: int) -> Hashes:
+    """The hash of tokens[i : i + length] for each i: the sum of (token + 1) x BASE^j, modulo 2^64."""
+    powers = np.full(len(tokens), _BASE, dtype=np.uint64).cumprod(dtype=np.uint64)
+    inverse = np.full(len(tokens), pow(_BASE, -1, 1 << 64), dtype=np.uint64).cumprod(dtype=np.uint64)
+    sums = np.concatenate(
+        [np.zeros(1, np.uint64), ((tokens.astype(np.uint64) + np.uint64(1)) * powers).cumsum(dtype=np.uint64)]
+    )
+    count = len(tokens) - length + 1
+    return (sums[length:] - sums[:count]) * inverse[:count]
 
 
 def without_repeats(source: Source, cfg: DataConfig, show: PrepareProgress) -> Source:
@@ -222,7 +275,7 @@ def _runs(text: Iterable[str]) -> Iterator[list[bytes]]:
     for words in _words(text):
         held += [word.lower() for word in words]
         while len(held) >= _WORDS:
-            part, held = held[: _AT_ONCE + _WORDS - 1], held[max(1, min(_AT_ONCE, len(held) - _WORDS + 1)) :]
+            part, held = held[: _RUNS_AT_ONCE + _WORDS - 1], held[max(1, min(_RUNS_AT_ONCE, len(held) - _WORDS + 1)) :]
             yield [" ".join(part[i : i + _WORDS]).encode() for i in range(len(part) - _WORDS + 1)]
             any_run = True
     if not any_run:
