@@ -1,10 +1,10 @@
 """From `model` in the config to a transformers model: from scratch by family and shape, or pretrained."""
 
 import contextlib
+import dataclasses
 import difflib
 import logging
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from lmtrain.config.options import CustomModelConfig, LoadedModelConfig, ScratchModelConfig
 from lmtrain.config.schema import ModelConfig
+from lmtrain.config.sections import config_class_of, fields_of, model_class
+from lmtrain.config.targets import building
 from lmtrain.data import hub
 from lmtrain.errors import UserError
 from lmtrain.models import folder, weight_files
-from lmtrain.models.custom import custom_config, custom_model
 from lmtrain.models.documents import CHOICES
 from lmtrain.models.folder import base_config, is_exported
 from lmtrain.models.nulls import field_name, filled
@@ -31,8 +32,8 @@ log = logging.getLogger(__name__)
 
 MAX_POSITIONS = "max_position_embeddings"
 # Keys of `model` that go into the transformers config under their own name.
-_GENERAL = {"family", "depth", *(f.name for f in fields(ModelConfig))}
-SHAPE_KEYS = (*(f.name for f in fields(ScratchModelConfig) if f.name not in _GENERAL), MAX_POSITIONS)
+_GENERAL = {"family", "depth", *(f.name for f in dataclasses.fields(ModelConfig))}
+SHAPE_KEYS = (*(f.name for f in dataclasses.fields(ScratchModelConfig) if f.name not in _GENERAL), MAX_POSITIONS)
 DROPOUTS = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout", "dropout")
 
 
@@ -78,7 +79,7 @@ def build_model(
     if isinstance(cfg, CustomModelConfig):
         if scalar_head:
             raise UserError("model._target_: objective=reward needs a model of transformers with a scalar head")
-        model = custom_model(cfg, config, allow_target)
+        model = _custom_model(cfg, config, allow_target)
     elif not isinstance(cfg, LoadedModelConfig):
         model = _instantiate(cfg, config, scalar_head)
         init_residual_projections(model)
@@ -112,7 +113,7 @@ def _config(
     if isinstance(cfg, ScratchModelConfig):
         return _scratch_config(cfg, given)
     assert isinstance(cfg, CustomModelConfig)
-    config = custom_config(cfg, given, allow_target)
+    config = _custom_config(cfg, given, allow_target)
     if cfg.dropout and not _dropout_fields(cfg, config):
         raise UserError(f"model.dropout={cfg.dropout}: {type(config).__qualname__} has no field dropout")
     config.update(_dropout_fields(cfg, config) | _extra_fields(cfg, config))
@@ -148,6 +149,51 @@ def _scratch_config(cfg: ScratchModelConfig, given: dict[str, Any]) -> Pretraine
         raise
     except Exception as error:  # transformers' configs check themselves, each in its own way
         raise UserError(f"model.family={family} refuses this shape: {_last_line(error)}") from error
+
+
+def _custom_config(cfg: CustomModelConfig, fields: dict[str, Any], allow_target: Sequence[str]) -> PretrainedConfig:
+    """The class's config: of its own options, those of `cfg` beside `_target_`.
+
+    Args:
+        fields: what lmtrain says: vocab_size and the tokens that begin and end a document.
+
+    Raises:
+        UserError: see `model_class`; the config class raises; it has no positions, where the config names some.
+    """
+    config_class = config_class_of(model_class(cfg._target_, allow_target))
+    assert config_class is not None
+    positions = cfg.max_position_embeddings
+    if positions is not None and "max_position_embeddings" not in fields_of(config_class):
+        raise UserError(
+            f"model.max_position_embeddings={positions}: {config_class.__qualname__} has no such field; make it null"
+        )
+    general = {field.name for field in dataclasses.fields(CustomModelConfig)}
+    options = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg) if f.name not in general}
+    if positions is not None:
+        options["max_position_embeddings"] = positions
+    with building("model", cfg._target_):
+        return config_class(**fields, **options)
+
+
+def _custom_model(cfg: CustomModelConfig, config: PretrainedConfig, allow_target: Sequence[str]) -> PreTrainedModel:
+    """The model in fp32, as its class draws its weights; saving it writes the source of its module beside them.
+
+    Raises:
+        UserError: its class raises, or it has no body, embeddings or output layer.
+    """
+    cls = model_class(cfg._target_, allow_target)
+    if not cls.__module__.startswith("transformers."):
+        type(config).register_for_auto_class()
+        cls.register_for_auto_class("AutoModelForCausalLM")
+    with building("model", cfg._target_):
+        model = cls._from_config(config, dtype=torch.float32)
+    with contextlib.suppress(NotImplementedError):  # where transformers finds no embeddings by their usual names
+        if model.base_model is not model and model.get_input_embeddings() and model.get_output_embeddings():
+            return model
+    raise UserError(
+        f"model: {cfg._target_} needs a body, the attribute that its base_model_prefix names, with embed_tokens in it "
+        f"(or get_input_embeddings), and lm_head (or get_output_embeddings), by which the loss is computed"
+    )
 
 
 def _dropout_fields(cfg: ModelConfig, config: PretrainedConfig) -> dict[str, float]:
