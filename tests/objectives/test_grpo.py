@@ -214,3 +214,11 @@ def test_a_run_made_longer_in_the_middle_of_its_last_rollout_goes_on(
         assert ended.code == 0, ended.err
     records = [row for row in rows(tmp_path / "run" / "metrics.jsonl") if "train/loss" in row]
     assert [row["step"] for row in records] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("called", ["prompt", "question"])
+def test_a_column_of_ones_own_holds_the_prompt(called: str, llama: Path, tmp_path: Path) -> None:
+    path = tmp_path / "questions.jsonl"
+    path.write_text("".join(json.dumps({"q": f"say {i}", "answer": i}) + "\n" for i in range(20)))
+    ended = grpo(path, llama, tmp_path / "run", *LETTERS, f"data.columns={{{called}: q}}")
+    assert ended.code == 0, ended.err
