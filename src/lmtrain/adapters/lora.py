@@ -234,7 +234,7 @@ def _lora_weights(model: nn.Module) -> dict[str, Tensor]:
 def exported(adapter: Adapter, dtype: torch.dtype) -> tuple[dict[str, Tensor], LoraConfig]:
     """(weights by peft's names, config) of an adapter that works on the untouched base.
 
-    One whose beginning B0 A0 was taken out of the base becomes one of twice the rank: B A - B0 A0 = [B, -B0] [A; A0].
+    One whose beginning B0 A0 was taken out of the base becomes one of twice the rank, `B A - B0 A0 = [B, -B0] [A; A0]`.
     """
     config = copy.deepcopy(adapter.config)
     weights = get_peft_model_state_dict(adapter.peft, save_embedding_layers=False)
