@@ -276,7 +276,8 @@ class LanguageModel(nn.Module):
             options["documents"] = self._whole_rows(input_ids)
         if self.routers.by_transformers:
             options["output_router_logits"] = True
-        with contextlib.nullcontext() if self._compiled() else torch.compiler.set_stance("force_eager"):
+        eager = self._has_compiled_blocks() and not self._compiled()
+        with torch.compiler.set_stance("force_eager") if eager else contextlib.nullcontext():
             out = self.model.base_model(input_ids=input_ids, use_cache=False, **options)
         return out.last_hidden_state, self.routers.take(out)
 
@@ -317,14 +318,16 @@ class LanguageModel(nn.Module):
         """Of attention's products."""
         return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else self.model.dtype
 
-    def _compiled(self) -> bool:
-        """Whether `compile_model` was called on the model: then the loss is compiled too.
-
-        Not of validation on a CPU: code of its own takes longer to compile than it saves in some minutes.
-        """
-        if self.validates and self.model.device.type == "cpu":
-            return False
+    def _has_compiled_blocks(self) -> bool:
+        """Whether `compile_model` was called on the model."""
         return bool(self._blocks) and self._blocks[0]._compiled_call_impl is not None
+
+    def _compiled(self) -> bool:
+        """Whether blocks and loss are compiled now.
+
+        Not in a validation on a CPU: code of its own takes longer to compile than it saves in some minutes.
+        """
+        return self._has_compiled_blocks() and not (self.validates and self.model.device.type == "cpu")
 
     def _chunk(self, weight: Tensor, hidden: Tensor) -> int:
         if isinstance(self.chunk_tokens, int):
