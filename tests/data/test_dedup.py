@@ -104,7 +104,7 @@ def test_repeats_are_counted_where_they_stay(texts: list[str], tmp_path: Path) -
 
 
 @pytest.mark.parametrize("size", [1, 7, 100])
-@pytest.mark.parametrize("index", [repeats._exact, repeats._near])
+@pytest.mark.parametrize("index", [repeats._Exact, repeats._near])
 def test_where_pieces_are_cut_changes_nothing(texts: list[str], size: int, index) -> None:
     whole, cut = index(), index()
     for text in [*texts[:40], "few words", "few  words", ""]:
@@ -122,6 +122,8 @@ def test_repeats_are_looked_for_once(texts: list[str], tmp_path: Path, monkeypat
     file = write(tmp_path / "t.jsonl", texts)
     first = prepare(tmp_path, file, "data.dedup=near", "tokenizer=bytes")
     monkeypatch.setattr(repeats._Near, "is_new", None)  # would fail
+    monkeypatch.setitem(sys.modules, "datasketch", None)  # what is prepared needs no package
+    assert prepare(tmp_path, file, "data.dedup=near", "tokenizer=bytes") == first
     other = prepare(tmp_path, file, "data.dedup=near", "tokenizer=bpe", "tokenizer.vocab_size=300")
     assert other != first
     counts = [bins.load_meta(folder)["splits"]["train"]["documents"] for folder in (first, other)]

@@ -66,12 +66,12 @@ def prepare(cfg: DataConfig, tokenizer_cfg: TokenizerConfig, progress: bool = Tr
         def fill(folder: Path) -> None:
             tokenizer = _tokenizer_of(folder, cfg, tokenizer_cfg, source, named, show)
             encoder, meta = make_encoder(tokenizer, cfg), new_meta(tokenizer, key)
-            repeats = {"train": RepeatCounter(), "val": RepeatCounter()}
-            for name, counter in repeats.items():
-                counts = _write_split(folder, cfg, source, name, encoder, meta["dtype"], counter, show)
+            repeats = RepeatCounter()
+            for name in ("train", "val"):
+                counts = _write_split(folder, cfg, source, name, encoder, meta["dtype"], repeats, show)
                 if counts is not None:
                     meta["splits"][name] = counts
-            meta["notes"] = [*getattr(source, "notes_of_reading", list)(), *repeats["train"].notes()]
+            meta["notes"] = [*getattr(source, "notes_of_reading", list)(), *repeats.notes()]
             bins.save_meta(meta, folder)
 
         return prepare_folder(target, fill, source.notes, cfg, show)
@@ -151,9 +151,11 @@ def _write_split(
     pieces = sources.pieces(source, cfg, name)
     if pieces is None:
         return None
+    if name == "train":
+        pieces = repeats.watch(pieces)
     show.start(name, sources.expected_bytes(source, cfg, name))
     with BinWriter(folder, name, dtype, cfg.shard_tokens or 2**30) as writer:
-        for part in encoder.encode(repeats.watch(pieces)):
+        for part in encoder.encode(pieces):
             writer.append(part.ids, ends_document=part.ends, text_bytes=part.text_bytes)
             show.advance(part.text_bytes, len(part.ids))
         counts = writer.close()

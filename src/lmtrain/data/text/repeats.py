@@ -14,7 +14,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +32,6 @@ PIECE = 100  # bytes; validation text of so many that training holds was copied
 _MOST = 1 << 23  # training tokens that are looked at, in half a second
 _TOKENS_AT_ONCE = 1 << 20
 _BASE = 0x9E3779B97F4A7C15  # odd, so it has an inverse modulo 2^64
-
 
 NEAR = 0.8
 _WORDS = 5
@@ -89,8 +88,7 @@ def _rolling(tokens: NDArray[np.int64], length: int) -> Hashes:
 def without_repeats(source: Source, cfg: DataConfig, show: PrepareProgress) -> Source:
     """The source, or where data.dedup is set one whose training documents differ from each other.
 
-    Raises:
-        UserError: data.dedup=near without its package.
+    Its package is imported, and a UserError raised without it, where repeats are looked for: not of prepared data.
     """
     return source if cfg.dedup is None else _Deduplicated(source, cfg, show)
 
@@ -100,8 +98,6 @@ class _Deduplicated:
 
     def __init__(self, source: Source, cfg: DataConfig, show: PrepareProgress) -> None:
         self.source, self.cfg, self.show = source, cfg, show
-        self.index = _near if cfg.dedup == "near" else _exact
-        self.index()  # a package that lacks is said before the text is read
         self.label, self.settings, self.resolved = source.label, source.settings, source.resolved
         self.notes = source.notes
         key = {"version": _VERSION, "data": settings(cfg), "source": source.settings, "resolved": source.resolved}
@@ -133,7 +129,7 @@ class _Deduplicated:
         return self.found
 
     def _find(self) -> dict[str, Any]:
-        index = self.index()
+        index = _near() if self.cfg.dedup == "near" else _Exact()
         for text in self._watched("val"):
             index.is_new(text)
         is_new = [index.is_new(text) for text in self._watched("train")]
@@ -174,7 +170,7 @@ def _without(pieces: Iterable[Piece], left_out: set[int]) -> Iterator[Piece]:
 
 
 class RepeatCounter:
-    """Counts documents that an earlier one equals, of the first _COUNTED of a split, while they are tokenized."""
+    """Counts training documents that an earlier one equals, of the first _COUNTED, while they are tokenized."""
 
     def __init__(self) -> None:
         self.seen: set[bytes] = set()
@@ -201,20 +197,14 @@ class RepeatCounter:
         return [f"{share} are an earlier one again, letter for letter: data.dedup=exact leaves them out"]
 
 
-class _Index(Protocol):
-    """The documents seen so far."""
-
-    def is_new(self, text: Iterable[str]) -> bool:
-        """Whether none of them is like this one, which is then one of them."""
-
-
 class _Exact:
-    """Compares all words, so that white space does not count, by 128 bits of BLAKE2b."""
+    """The documents seen so far, by 128 bits of BLAKE2b of all words, so that white space does not count."""
 
     def __init__(self) -> None:
         self.seen: set[bytes] = set()
 
     def is_new(self, text: Iterable[str]) -> bool:
+        """Whether none of them is this one, which is then one of them."""
         digest = hashlib.blake2b(digest_size=16)
         for words in _words(text):
             digest.update("".join(f"{word} " for word in words).encode())
@@ -224,13 +214,14 @@ class _Exact:
 
 
 class _Near:
-    """Holds about 3 kB for each document that differs from those before it."""
+    """The documents seen so far that differ from those before them; about 3 kB each."""
 
     def __init__(self, empty: Any, lsh: Any) -> None:
         self.empty, self.lsh = empty, lsh
         self.signatures: list[Any] = []
 
     def is_new(self, text: Iterable[str]) -> bool:
+        """Whether none of them is nearly the same as this one, which is then one of them."""
         signature = self.empty.copy()
         for runs in _runs(text):
             signature.update_batch(runs)
@@ -241,11 +232,7 @@ class _Near:
         return True
 
 
-def _exact() -> _Index:
-    return _Exact()
-
-
-def _near() -> _Index:
+def _near() -> _Near:
     try:
         from datasketch import MinHash, MinHashLSH
     except ImportError as error:
