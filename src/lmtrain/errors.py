@@ -1,8 +1,10 @@
 """The errors a user sees: one message saying what was found, where, and what to change."""
 
+import difflib
 import errno
 import os
 import sys
+from collections.abc import Iterable
 
 from lmtrain.secrets import shown
 from lmtrain.terminal import status, visible
@@ -29,6 +31,12 @@ class RunError(Exception):
 
     exit_code = FAILED
     shared = False  # whether all ranks raise it, so that one of them should print it
+
+
+def did_you_mean(name: str, known: Iterable[str], most: int = 1) -> str:
+    """The end of a message about a wrong name: the known names nearest to it, or nothing where none is near."""
+    near = difflib.get_close_matches(name, list(known), n=most)
+    return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 def disk_full(error: BaseException) -> bool:

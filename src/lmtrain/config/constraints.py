@@ -6,7 +6,6 @@
 A constraint is called with the key and its value and raises UserError; null passes, where the type allows it.
 """
 
-import difflib
 import enum
 import math
 import re
@@ -14,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lmtrain.errors import UserError
+from lmtrain.errors import UserError, did_you_mean
 
 Constraint = Callable[[str, Any], None]
 
@@ -64,8 +63,7 @@ def choice(*options: str) -> Constraint:
 
     def check(key: str, value: Any) -> None:
         if isinstance(value, str) and value not in options:
-            near = difflib.get_close_matches(value, options, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = did_you_mean(value, options)
             raise UserError(f"{key}={value} is not known{hint} (options: {', '.join(options)})")
 
     return check

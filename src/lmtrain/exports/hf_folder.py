@@ -1,7 +1,6 @@
 """A Hugging Face folder from a trained model: safetensors, config, tokenizer, generation config, the run's config."""
 
 import copy
-import difflib
 import os
 import shutil
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from lmtrain.adapters.memory_adapter import memory_of
 from lmtrain.adapters.quantized import is_quantized, make_trainable_on_cpu
 from lmtrain.adapters.trainable import adapter_of
 from lmtrain.data.tokenizers import save as save_tokenizer
-from lmtrain.errors import RunError, UserError, disk_full, reason
+from lmtrain.errors import RunError, UserError, did_you_mean, disk_full, reason
 from lmtrain.exports import model_card
 from lmtrain.files import fsync, read_regular, temporary_beside
 from lmtrain.models.attention import generation_mode
@@ -185,8 +184,7 @@ def set_fields(config: GenerationConfig, changes: dict[str, Any]) -> None:
     """Sets export.generation on `config`; UserError where transformers refuses it."""
     for name, value in changes.items():
         if name.startswith("_") or not hasattr(config, name):
-            near = difflib.get_close_matches(name, [n for n in vars(config) if not n.startswith("_")], n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = did_you_mean(name, (n for n in vars(config) if not n.startswith("_")))
             raise UserError(f"export.generation.{name}: GenerationConfig of transformers has no such field{hint}")
         setattr(config, name, value)
     _say_that_it_samples(config)

@@ -19,7 +19,7 @@ from lmtrain.config.schema import ModelConfig
 from lmtrain.config.sections import config_class_of, fields_of, model_class
 from lmtrain.config.targets import building
 from lmtrain.data import hub
-from lmtrain.errors import UserError
+from lmtrain.errors import UserError, did_you_mean
 from lmtrain.models import folder, weight_files
 from lmtrain.models.documents import CHOICES
 from lmtrain.models.folder import base_config, is_exported
@@ -123,8 +123,7 @@ def _config(
 def _scratch_config(cfg: ScratchModelConfig, given: dict[str, Any]) -> PretrainedConfig:
     family = cfg.family
     if family is None or family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        near = difflib.get_close_matches(str(family), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, n=3)
-        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        hint = did_you_mean(str(family), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, most=3)
         raise UserError(
             f"model.family={family} is not a causal language model of transformers{hint} (gpt2, llama, ...)"
         )
@@ -203,8 +202,7 @@ def _dropout_fields(cfg: ModelConfig, config: PretrainedConfig) -> dict[str, flo
 def _extra_fields(cfg: ModelConfig, config: PretrainedConfig) -> dict[str, Any]:
     for name in cfg.extra:
         if name.startswith("_") or not hasattr(config, name):  # such as the name of a kernel that is downloaded
-            near = difflib.get_close_matches(name, config.to_dict(), n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = did_you_mean(name, config.to_dict())
             raise UserError(f"model.extra.{name}: {type(config).__name__} of transformers has no such field{hint}")
     return dict(cfg.extra)
 

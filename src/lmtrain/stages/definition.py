@@ -15,9 +15,8 @@ folder. A stage needs those it names so, and those under `needs`. Imports no tor
 """
 
 import dataclasses
-import difflib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
@@ -29,7 +28,7 @@ from lmtrain.config.constraints import name_of_folder
 from lmtrain.config.defaults import conf_dir
 from lmtrain.config.override_text import bare_or_quoted
 from lmtrain.config.schema import Config
-from lmtrain.errors import UserError
+from lmtrain.errors import UserError, did_you_mean
 from lmtrain.files import read_regular
 
 REFERENCE = re.compile(r"\$\{stage\.([^.}]*)\.?([^}]*)\}")
@@ -76,11 +75,6 @@ def naming(what: str) -> Iterator[None]:
         raise UserError(f"{what}: {error}") from None
 
 
-def _near(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {near[0]}?" if near else ""
-
-
 def find(name: str, config_dir: str | None) -> Path:
     """The file of a pipeline: of lmtrain's own, of --config-dir, or a path; UserError where there is none."""
     folders = [*([Path(config_dir)] if config_dir else []), conf_dir()]
@@ -90,9 +84,8 @@ def find(name: str, config_dir: str | None) -> Path:
     found = next((place for place in places if place.is_file()), None)
     if found is None:
         known = sorted({path.stem for folder in folders for path in (folder / "pipeline").glob("*.yaml")})
-        raise UserError(
-            f"pipeline={name}: there is no such pipeline{_near(name, known)} (there are {', '.join(known)}, or a file)"
-        )
+        hint = did_you_mean(name, known)
+        raise UserError(f"pipeline={name}: there is no such pipeline{hint} (there are {', '.join(known)}, or a file)")
     return found
 
 
@@ -194,7 +187,7 @@ def _check_needs(all_of_them: list[Stage | Evaluation], stages: dict[str, Stage]
             if needed == one.name:
                 raise UserError(f"{kind} {one.name} needs itself: name a stage before it")
             if needed not in stages:
-                known = f"{_near(needed, stages)} ({', '.join(stages)})"
+                known = f"{did_you_mean(needed, stages)} ({', '.join(stages)})"
                 raise UserError(f"{kind} {one.name} needs {needed}, which is not a stage{known}")
 
 
@@ -248,7 +241,7 @@ def sort(words: list[str], pipeline: Pipeline) -> Typed:
         elif first in names:
             sign = re.match(r"[+~]*", word)[0]  # type: ignore[index]
             typed.of.setdefault(first, []).append(sign + word[len(sign) + len(first) + 1 :])
-        elif "." in key and first not in SECTIONS and (near := _near(first, names)):
+        elif "." in key and first not in SECTIONS and (near := did_you_mean(first, names)):
             raise UserError(f"{word}: there is no stage {first}{near} ({', '.join(names)})")
         else:
             typed.common.append(word)

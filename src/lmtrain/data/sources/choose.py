@@ -1,7 +1,6 @@
 """Where text and rows come from (the hub, files, the standard library, a class of the user): identity, two splits."""
 
 import dataclasses
-import difflib
 import hashlib
 import inspect
 import itertools
@@ -28,7 +27,7 @@ from lmtrain.data.sources.pieces import (
 )
 from lmtrain.data.sources.stdlib import StdlibSource
 from lmtrain.data.sources.tables import Record
-from lmtrain.errors import UserError
+from lmtrain.errors import UserError, did_you_mean
 
 
 class Source(Protocol):
@@ -184,8 +183,7 @@ def check_keys(entry: dict[str, Any], known: Sequence[str], where: str) -> None:
     """Raises UserError for the first key of an entry that isn't known; names the nearest that is."""
     for key in entry:
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = did_you_mean(str(key), known)
             raise UserError(f"{where}.{key} is not known{hint} (keys: {', '.join(known)})")
 
 
