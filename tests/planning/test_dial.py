@@ -79,11 +79,12 @@ def test_where_it_was_measured_does_not_matter() -> None:
 
 
 def test_a_forecast_is_lower_where_the_curve_is_steep_and_the_run_long() -> None:
-    flat, steep = [(30, 2.0), (60, 2.0), (90, 2.0)], [(30, 2.4), (60, 2.2), (90, 2.0)]
-    assert dial.forecast(steep, 300) < dial.forecast(flat, 300)
-    assert dial.forecast(flat, 3000) < dial.forecast(flat, 300)
-    # log(end / third) = 0.241 - 0.849 log(2.4 / 2.2) - 2.015 log(2.2 / 2.0) - 0.036 log(300), by hand
-    assert dial.forecast(steep, 300) == pytest.approx(2.0 * math.exp(0.241 - 0.0739 - 0.1921 - 0.2053), rel=1e-3)
+    flat, steep = [(95, 2.0), (190, 2.0), (285, 2.0)], [(95, 2.4), (190, 2.2), (285, 2.0)]
+    assert dial.forecast(steep, 1000) < dial.forecast(flat, 1000)
+    longer = [(950, 2.0), (1900, 2.0), (2850, 2.0)]
+    assert dial.forecast(longer, 10000) < dial.forecast(flat, 1000)
+    # log(end / third) = 0.241 - 0.849 log(2.4 / 2.2) - 2.015 log(2.2 / 2.0) - 0.036 log(1000), by hand
+    assert dial.forecast(steep, 1000) == pytest.approx(2.0 * math.exp(0.241 - 0.0739 - 0.1921 - 0.2487), rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -97,6 +98,17 @@ def test_a_forecast_is_lower_where_the_curve_is_steep_and_the_run_long() -> None
 )
 def test_a_forecast_of_runs_that_were_made(first_three: list[tuple[int, float]], steps: int, end: float) -> None:
     assert dial.forecast(first_three, steps) == pytest.approx(end, rel=dial.SPREAD)
+
+
+def test_a_forecast_does_not_depend_on_where_the_validations_stand() -> None:
+    def curve(*steps: int) -> list[tuple[int, float]]:
+        return [(step, 4.0 * step**-0.1) for step in steps]
+
+    expected = dial.forecast(curve(29, 57, 86), 300)
+    for steps in ((20, 40, 60, 80, 100), (10, 50, 90), (40, 80, 120)):
+        assert dial.forecast(curve(*steps), 300) == pytest.approx(expected, rel=2e-3)
+    # between validations and beside them: 28.5, 57 and 85.5 of 300 steps, by hand
+    assert dial.forecast([(20, 2.4), (40, 2.2), (80, 2.0)], 300) == pytest.approx(1.6987, rel=1e-3)
 
 
 @pytest.mark.parametrize(("at_most", "said"), [(math.inf, True), (399, False)])
@@ -127,6 +139,24 @@ def test_the_third_validation_at_the_full_rate_makes_the_forecast(at_most: float
         }
 
 
+def test_a_run_that_the_clock_makes_longer_waits_with_its_forecast() -> None:
+    out, objective = io.StringIO(), object.__new__(CausalLM)
+    schedule = rules.check(rules.compose(["experiment=dial"])).schedule
+    assert isinstance(schedule, WarmupStableDecayConfig)
+    metrics: Any = SimpleNamespace(last_val={})
+    forecast = Forecast(metrics, schedule, 10.0, math.inf, Console(file=out, width=120))
+    scores = [(38 * n, 3.0 * n**-0.1) for n in range(1, 9)]  # spread over 400 steps, of which the clock makes 800
+    for step, bits in scores:
+        objective.total_steps = 400 if step < 100 else 800
+        metrics.last_val = {"val/bits_per_byte": bits}
+        trainer: Any = SimpleNamespace(global_step=step)
+        forecast.on_validation_end(trainer, objective)
+    assert forecast.made is not None
+    assert forecast.made["step"] == 38 * 6  # the first at 28.5 % of 800 steps
+    assert forecast.made["val/bits_per_byte"] == dial.forecast(scores[:6], 800)
+    assert out.getvalue().count("will be about") == 1
+
+
 @pytest.mark.slow
 def test_a_file_and_minutes_are_enough(tmp_path: Path, lmtrain: Run) -> None:
     words = ("It was a dark and stormy night; the rain fell in torrents. ", "The quick brown fox jumps. ")
@@ -142,6 +172,7 @@ def test_a_file_and_minutes_are_enough(tmp_path: Path, lmtrain: Run) -> None:
     saved = rules.read(tmp_path / "outputs" / "book" / "config.yaml")
     assert saved["model"]["num_hidden_layers"] == int(chosen[1])
     assert saved["model"]["hidden_size"] == 32 * int(chosen[1])
+    assert saved["optimizer"]["weight_decay"] == dial.WEIGHT_DECAY  # the text is passed over many times
     # The same command again finds the run finished, with the depth that was chosen then.
     again = lmtrain("train", *common)
     assert again.returncode == 0

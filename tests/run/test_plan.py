@@ -8,7 +8,8 @@ import pytest
 
 import lmtrain
 from inprocess import train_tiny
-from lmtrain.run.plan import advice
+from lmtrain.config import compose as rules
+from lmtrain.run.plan import advice, for_repeats
 
 
 def test_a_cpu_has_no_16_mixed(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,3 +33,18 @@ def test_a_depth_that_the_text_cannot_feed_is_named_with_the_one_that_it_can(
     notes = " ".join(advice(run._run))
     fed = math.floor((2 * run._run.corpus.epoch_tokens / (12 * 32**2)) ** (1 / 3))
     assert f"seen 1.6 times, are too many: it will learn them by heart; model.depth={fed} is what" in notes
+
+
+@pytest.mark.parametrize(
+    ("words", "epochs", "said"),
+    [
+        (["experiment=dial"], 3, ""),
+        (["experiment=dial"], 9, "9 passes over the training data: expect overfitting (optimizer.weight_decay=1 holds"),
+        (["experiment=dial", "optimizer.weight_decay=1"], 9, "optimizer.weight_decay=1 keeps the model from learning"),
+        (["model=gpt_nano"], 9, "expect overfitting (trainer.max_epochs=4 ends earlier;"),
+    ],
+)
+def test_many_passes_ask_for_what_helps_the_model_at_hand(words: list[str], epochs: float, said: str) -> None:
+    notes = " ".join(for_repeats(rules.check(rules.compose([*words, "data=text", "data.path=book.txt"])), epochs))
+    assert said in notes
+    assert bool(notes) is bool(said)

@@ -27,7 +27,7 @@ _RANKS_ASK = 10  # steps between the first rank's answers to the others
 _WORTH_SAYING = 0.3  # share by which the length has to change before a line says so
 
 SCORE = "val/bits_per_byte"
-_VALIDATIONS = 3  # the first of the run, at the full rate; with ten of them they take three tenths of it
+_FEWEST = 3  # validations at the full rate
 _FULL = 0.9  # of the peak: the clock may have made the run shorter since its validations were spread
 
 
@@ -139,7 +139,7 @@ class Forecast(pl.Callback):
         """
         Args:
             minutes: of the budget.
-            at_most: steps of a run that the law holds for: dial.PASSES over the text.
+            at_most: steps of a run that the law holds for: dial.FRESH over the text.
         """
         self.metrics, self.schedule, self.minutes, self.console = metrics, schedule, minutes, console
         self.at_most = at_most
@@ -157,17 +157,16 @@ class Forecast(pl.Callback):
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert isinstance(pl_module, Objective)
         step, bits, steps = trainer.global_step, self.metrics.last_val.get(SCORE), pl_module.total_steps
-        if bits is None or step == 0 or len(self.scores) >= _VALIDATIONS:
-            return
-        if lr_factor(self.schedule, step, steps) < _FULL:  # in the warmup, or where the rate falls already
-            return
+        if bits is None or step == 0 or self.made is not None or lr_factor(self.schedule, step, steps) < _FULL:
+            return  # said already, in the warmup, or where the rate falls
         self.scores.append((step, bits))
-        if len(self.scores) == _VALIDATIONS and steps <= self.at_most:
+        # The clock changes the number of steps after the validations were spread: what counts is where they stand now.
+        if len(self.scores) >= _FEWEST and step >= dial.READ_AT[-1] * steps and steps <= self.at_most:
             self._say(step, steps)
 
     def _say(self, step: int, steps: int) -> None:
         bits = dial.forecast(self.scores, steps)
         low, high = bits * (1 - dial.SPREAD), bits * (1 + dial.SPREAD)
         self.made = {SCORE: bits, "low": low, "high": high, "step": step}
-        said = f"by these validations {SCORE} will be about {bits:.3f} at the end ({low:.2f} to {high:.2f})"
+        said = f"by the validations so far {SCORE} will be about {bits:.3f} at the end ({low:.2f} to {high:.2f})"
         self.console.print(said, highlight=False)

@@ -15,10 +15,14 @@ DEPTHS = range(1, 17)
 E, A, ALPHA, B, BETA = 1.067, 87.22, 0.5, 512.5, 0.5
 _TOKEN, _WEIGHT = 19.0, 8.5e-5  # the time of a token, to each other: without weights, and of each
 _WORN = 15.4  # passes after which a repeated token is worth little (R* of Muennighoff et al.)
-# Numbers of `forecast`, fitted to runs of experiment=dial (benchmarks/dial.py forecast), how far off it may be, and for
-# how many passes over the text it holds; more of them learn by heart, which the first tenths don't show.
+# Passes over the text from which it is learned by heart without a weight decay, and Muon's against that: large, as Kim
+# et al. 2025 (arXiv:2509.14786) found for repeated text; for fresh text none is as good (benchmarks/RESULTS.md).
+FRESH, WEIGHT_DECAY = 4, 1.0
+# Numbers of `forecast`, fitted to runs of experiment=dial of at most so many passes (benchmarks/dial.py forecast), at
+# which shares of the steps it reads the curve (the third validation of ten stands at 0.286), and how far off it may be.
 _FORECAST = (0.241, 0.849, 2.015, 0.036)
-SPREAD, PASSES = 0.08, 3
+READ_AT = (0.095, 0.19, 0.285)
+SPREAD = 0.08
 FED = 2  # weights of the layers for each token of the text: a model with more that sees it again learns it by heart
 
 
@@ -62,17 +66,25 @@ def best_depth(seconds: float, depth: int, token_seconds: float, unique: float) 
 
 
 def forecast(scores: Sequence[tuple[int, float]], steps: int) -> float:
-    """Bits per byte that a run ends at, by those after one, two and three tenths of its steps, at the full rate.
+    """Bits per byte that a run ends at, by validations at the full rate.
 
-    log(end / third) = c - a log(first / second) - b log(second / third) - d log(steps): the steeper the curve still is,
-    and the longer the run goes on, the more it gains, and the more the falling rate does.
+    With v1, v2, v3 after the shares `READ_AT` of the steps, log(end / v3) = c - a log(v1 / v2) - b log(v2 / v3) -
+    d log(steps): the steeper the curve still is, and the longer the run goes on, the more it gains, and the more the
+    falling rate does.
 
     Args:
-        scores: (step, bits per byte) of the three validations.
+        scores: (step, bits per byte) of two validations or more, by step.
         steps: of the whole run.
     """
-    first, second, third = (bits for _, bits in scores)
+    first, second, third = (_read(scores, share * steps) for share in READ_AT)
     level, early, late, longer = _FORECAST
     return third * math.exp(
         level - early * math.log(first / second) - late * math.log(second / third) - longer * math.log(steps)
     )
+
+
+def _read(scores: Sequence[tuple[int, float]], step: float) -> float:
+    """The curve's value at a step, on a line through the validations beside it in log(step) and log(bits)."""
+    after = next((i for i, (there, _) in enumerate(scores) if there >= step), len(scores) - 1)
+    (left, more), (right, less) = scores[max(0, after - 1) :][:2]
+    return more * (less / more) ** (math.log(step / left) / math.log(right / left))

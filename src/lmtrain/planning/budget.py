@@ -134,6 +134,8 @@ def _settle_minutes(config: Config, began: float, typed: Mapping[str, Any]) -> l
         config.trainer.max_steps = before["trainer"]["max_steps"]
         if "trainer.val_check_interval" not in typed:
             config.trainer.val_check_interval = before["trainer"].get("val_check_interval")
+        if _decays(config, typed):
+            config.optimizer.weight_decay = before["optimizer"]["weight_decay"]
         return []
     quiet_libraries()
     devices.resolve_auto(config)
@@ -150,11 +152,20 @@ def _settle_minutes(config: Config, began: float, typed: Mapping[str, Any]) -> l
         if depth != config.model.num_hidden_layers:  # type: ignore[attr-defined]
             _expected[:] = [_at_depth(took, config, depth, "data.global_batch_size" in typed)]
             return [f"{dial.KEY}={depth}"]
-    most = build.at_most(config, len(build.rows_to_train(config, corpus)))
+    rows = len(build.rows_to_train(config, corpus))
+    most = build.at_most(config, rows)
     if "trainer.val_check_interval" not in typed:
         config.trainer.val_check_interval = math.ceil(min(most, steps_within(left, took, config)) / _VALIDATIONS)
     config.trainer.max_steps = min(most, steps_within(left, took, config))
+    if _decays(config, typed) and step_sizes(config.data).before(config.trainer.max_steps) > dial.FRESH * rows:
+        config.optimizer.weight_decay = dial.WEIGHT_DECAY
     return []
+
+
+def _decays(config: Config, typed: Mapping[str, Any]) -> bool:
+    """Whether the weight decay follows from how often the text is passed over: what was measured is Muon's."""
+    muon = config.model.name == dial.NAME and config.optimizer.name == "muon"
+    return muon and "optimizer.weight_decay" not in typed
 
 
 _expected: list[Measured] = []  # of the depth that was just chosen, for the same command composed with it

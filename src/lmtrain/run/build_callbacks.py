@@ -155,7 +155,7 @@ def _forecast(config: Config, metrics: Metrics, length: Length, console: Console
     schedule, minutes, epochs = config.schedule, config.budget.minutes, config.trainer.max_epochs
     if minutes is None or config.model.name != dial.NAME or not isinstance(schedule, WarmupStableDecayConfig):
         return None
-    at_most = length.at_most * dial.PASSES / epochs if epochs is not None else math.inf
+    at_most = length.at_most * dial.FRESH / epochs if epochs is not None else math.inf
     return Forecast(metrics, schedule, minutes, at_most, console)
 
 

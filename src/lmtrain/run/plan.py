@@ -280,15 +280,27 @@ def for_size(run: "Run", epochs: float) -> list[str]:
     return notes
 
 
+def for_repeats(c: Config, epochs: float) -> list[str]:
+    """What many passes over the same data call for."""
+    dialed = c.model.name == dial.NAME and c.optimizer.name == "muon"
+    decay = f"optimizer.weight_decay={dial.WEIGHT_DECAY:g}"
+    if dialed and epochs > dial.FRESH and c.optimizer.weight_decay >= dial.WEIGHT_DECAY:
+        return [f"{epochs:.0f} passes over the training data: {decay} keeps the model from learning it by heart"]
+    if epochs <= 8:
+        return []
+    remedy = f"{decay} holds it back; " if dialed else ""
+    return [
+        f"{epochs:.0f} passes over the training data: expect overfitting ({remedy}trainer.max_epochs=4 ends earlier; "
+        f"callbacks.early_stopping.enabled=true stops when it sets in)"
+    ]
+
+
 def advice(run: "Run") -> list[str]:
     """What a practitioner would say, looking at the plan."""
     c, corpus, notes = run.config, run.corpus, []
     epochs = step_sizes(c.data).before(run.total_steps) / len(corpus.train)
-    if epochs > 8 and corpus.stream is None:
-        notes.append(
-            f"{epochs:.0f} passes over the training data: expect overfitting "
-            f"(trainer.max_epochs=4 ends earlier; callbacks.early_stopping.enabled=true stops when it sets in)"
-        )
+    if corpus.stream is None:
+        notes += for_repeats(c, epochs)
     notes += for_size(run, epochs)
     if unheard := overruled(c):
         notes.append(f"{c.trainer.deepspeed.config}: the run's own config overrides {', '.join(unheard)}")
