@@ -193,3 +193,9 @@ def test_a_run_begun_before_is_continued(answers: Path, llama: Path, tmp_path: P
     assert first.code == 0, first.err
     again = kto(answers, llama, tmp_path / "run", *argv, "trainer.max_steps=2", "data.micro_batch_size=2")
     assert again.code == 0, message(again.err)
+
+
+def test_a_prompt_is_no_part_of_the_answer(answers: Path, llama: Path) -> None:
+    """The KL estimate takes a row's prompt to end where its answer begins, which data.train_on=all would move to 0."""
+    with pytest.raises(UserError, match=r"data\.train_on=all"):
+        built(answers, llama, "data.train_on=all")

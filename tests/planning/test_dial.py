@@ -100,6 +100,15 @@ def test_a_forecast_of_runs_that_were_made(first_three: list[tuple[int, float]],
     assert dial.forecast(first_three, steps) == pytest.approx(end, rel=dial.SPREAD)
 
 
+def test_a_small_text_is_memorized_after_fewer_epochs_than_a_large_one() -> None:
+    # benchmarks/RESULTS.md: (depth, tokens of the text, epochs), and whether weight decay 1 ended lower than none
+    for depth, unique, epochs, lower in [
+        (3, 3.8e6, 1.0, False), (4, 3.4e6, 5.1, False), (3, 0.384e6, 4.8, True), (2, 0.384e6, 8.0, True),
+        (3, 0.731e6, 8.4, True), (2, 0.236e6, 10.4, True), (3, 0.323e6, 13.3, True),
+    ]:  # fmt: skip
+        assert (epochs > dial.fresh_epochs(depth, unique)) is lower
+
+
 def test_a_forecast_does_not_depend_on_where_the_validations_stand() -> None:
     def curve(*steps: int) -> list[tuple[int, float]]:
         return [(step, 4.0 * step**-0.1) for step in steps]

@@ -39,8 +39,16 @@ def test_a_depth_that_the_text_cannot_feed_is_named_with_the_one_that_it_can(
     ("words", "epochs", "said"),
     [
         (["experiment=dial"], 3, ""),
-        (["experiment=dial"], 9, "9 passes over the training data: expect overfitting (optimizer.weight_decay=1 holds"),
-        (["experiment=dial", "optimizer.weight_decay=1"], 9, "optimizer.weight_decay=1 keeps the model from learning"),
+        (
+            ["experiment=dial"],
+            9,
+            "9 passes over the training data: expect overfitting (optimizer.weight_decay=1 reduces",
+        ),
+        (
+            ["experiment=dial", "optimizer.weight_decay=1"],
+            9,
+            "9 epochs over the training data: optimizer.weight_decay=1 keeps the model",
+        ),
         (["model=gpt_nano"], 9, "expect overfitting (trainer.max_epochs=4 ends earlier;"),
     ],
 )

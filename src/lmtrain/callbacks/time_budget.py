@@ -139,7 +139,7 @@ class Forecast(pl.Callback):
         """
         Args:
             minutes: of the budget.
-            at_most: steps of a run that the law holds for: dial.FRESH over the text.
+            at_most: steps of a run that the law holds for, which ends before the model memorizes the text.
         """
         self.metrics, self.schedule, self.minutes, self.console = metrics, schedule, minutes, console
         self.at_most = at_most

@@ -15,11 +15,11 @@ DEPTHS = range(1, 17)
 E, A, ALPHA, B, BETA = 1.067, 87.22, 0.5, 512.5, 0.5
 _TOKEN, _WEIGHT = 19.0, 8.5e-5  # the time of a token, to each other: without weights, and of each
 _WORN = 15.4  # passes after which a repeated token is worth little (R* of Muennighoff et al.)
-# Passes over the text from which it is learned by heart without a weight decay, and Muon's against that: large, as Kim
-# et al. 2025 (arXiv:2509.14786) found for repeated text; for fresh text none is as good (benchmarks/RESULTS.md).
-FRESH, WEIGHT_DECAY = 4, 1.0
-# Numbers of `forecast`, fitted to runs of experiment=dial of at most so many passes (benchmarks/dial.py forecast), at
-# which shares of the steps it reads the curve (the third validation of ten stands at 0.286), and how far off it may be.
+# A text is memorized after _FRESH * (its tokens) / (weights of the layers) epochs. Muon's weight decay against that is
+# large, as Kim et al. 2025 (arXiv:2509.14786) found for repeated text; before, none is better (benchmarks/RESULTS.md).
+_FRESH, WEIGHT_DECAY = 2.0, 1.0
+# Numbers of `forecast`, fitted to runs of experiment=dial that don't memorize (benchmarks/dial.py forecast), at which
+# shares of the steps it reads the curve (the third validation of ten stands at 0.286), and how far off it may be.
 _FORECAST = (0.241, 0.849, 2.015, 0.036)
 READ_AT = (0.095, 0.19, 0.285)
 SPREAD = 0.08
@@ -34,6 +34,11 @@ def weights(depth: int) -> int:
 def fed_by(tokens: float) -> list[int]:
     """The depths that a text of so many tokens feeds, the least one in any case."""
     return [depth for depth in DEPTHS if weights(depth) <= FED * tokens] or [DEPTHS[0]]
+
+
+def fresh_epochs(depth: int, unique: float) -> float:
+    """Returns the epochs over a text of `unique` tokens after which a model of this depth memorizes it."""
+    return _FRESH * unique / weights(depth)
 
 
 def worth(tokens: float, unique: float) -> float:

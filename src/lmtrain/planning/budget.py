@@ -157,13 +157,15 @@ def _settle_minutes(config: Config, began: float, typed: Mapping[str, Any]) -> l
     if "trainer.val_check_interval" not in typed:
         config.trainer.val_check_interval = math.ceil(min(most, steps_within(left, took, config)) / _VALIDATIONS)
     config.trainer.max_steps = min(most, steps_within(left, took, config))
-    if _decays(config, typed) and step_sizes(config.data).before(config.trainer.max_steps) > dial.FRESH * rows:
-        config.optimizer.weight_decay = dial.WEIGHT_DECAY
+    if _decays(config, typed):
+        fresh = dial.fresh_epochs(config.model.num_hidden_layers, corpus.epoch_tokens)  # type: ignore[attr-defined]
+        if step_sizes(config.data).before(config.trainer.max_steps) / rows > fresh:
+            config.optimizer.weight_decay = dial.WEIGHT_DECAY
     return []
 
 
 def _decays(config: Config, typed: Mapping[str, Any]) -> bool:
-    """Whether the weight decay follows from how often the text is passed over: what was measured is Muon's."""
+    """Returns whether the budget chooses the weight decay, by the number of epochs; only Muon's was measured."""
     muon = config.model.name == dial.NAME and config.optimizer.name == "muon"
     return muon and "optimizer.weight_decay" not in typed
 

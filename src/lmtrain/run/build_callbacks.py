@@ -83,6 +83,7 @@ class Length(NamedTuple):
     steps: int
     at_most: int  # steps that a budget of time may make of it
     validated: int  # rows that a validation reads
+    epoch_tokens: float  # of the training data
 
 
 def build_callbacks(
@@ -155,7 +156,8 @@ def _forecast(config: Config, metrics: Metrics, length: Length, console: Console
     schedule, minutes, epochs = config.schedule, config.budget.minutes, config.trainer.max_epochs
     if minutes is None or config.model.name != dial.NAME or not isinstance(schedule, WarmupStableDecayConfig):
         return None
-    at_most = length.at_most * dial.FRESH / epochs if epochs is not None else math.inf
+    fresh = dial.fresh_epochs(config.model.num_hidden_layers, length.epoch_tokens)  # type: ignore[attr-defined]
+    at_most = length.at_most * fresh / epochs if epochs is not None else math.inf
     return Forecast(metrics, schedule, minutes, at_most, console)
 
 

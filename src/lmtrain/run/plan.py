@@ -281,14 +281,14 @@ def for_size(run: "Run", epochs: float) -> list[str]:
 
 
 def for_repeats(c: Config, epochs: float) -> list[str]:
-    """What many passes over the same data call for."""
+    """Returns what many epochs over the same data call for."""
     dialed = c.model.name == dial.NAME and c.optimizer.name == "muon"
     decay = f"optimizer.weight_decay={dial.WEIGHT_DECAY:g}"
-    if dialed and epochs > dial.FRESH and c.optimizer.weight_decay >= dial.WEIGHT_DECAY:
-        return [f"{epochs:.0f} passes over the training data: {decay} keeps the model from learning it by heart"]
+    if dialed and epochs > 1 and c.optimizer.weight_decay >= dial.WEIGHT_DECAY:
+        return [f"{epochs:.0f} epochs over the training data: {decay} keeps the model from memorizing it"]
     if epochs <= 8:
         return []
-    remedy = f"{decay} holds it back; " if dialed else ""
+    remedy = f"{decay} reduces it; " if dialed else ""
     return [
         f"{epochs:.0f} passes over the training data: expect overfitting ({remedy}trainer.max_epochs=4 ends earlier; "
         f"callbacks.early_stopping.enabled=true stops when it sets in)"

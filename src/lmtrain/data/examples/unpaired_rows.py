@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from lmtrain.config.constraints import choice
 from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.chat.conversations import UnfitColumns, column_of
@@ -24,6 +25,8 @@ class UnpairedRowEncoder(TemplateRows):
     group = 1
 
     def __init__(self, tokenizer: Any, cfg: DataConfig) -> None:
+        """Raises UserError for data.train_on=all: the prompt is not part of the answer that is scored."""
+        choice("assistant", "last_assistant", "completion")("data.train_on", cfg.train_on)
         super().__init__(tokenizer, cfg)
         self.identity = {**self.identity, "unpaired": 2 if cfg.system_prompt else 1}
 
