@@ -1,8 +1,8 @@
-"""Train language models with PyTorch Lightning, composed by Hydra.
+"""Trains language models with PyTorch Lightning and Hydra.
 
-From Python: `lmtrain.compose(overrides)` gives a config, `lmtrain.build(config)` a run (run/python.py);
+In Python, `lmtrain.compose(overrides)` returns a config and `lmtrain.build(config)` a run (run/python.py);
 `lmtrain.TextDataModule` and `lmtrain.ChatDataModule` read data for any LightningModule (data/modules.py). They are
-imported when they are used: `import lmtrain` alone costs nothing.
+imported on first use, so `import lmtrain` alone is fast.
 """
 
 import logging
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["ChatDataModule", "TextDataModule", "build", "compose"]
 __version__ = "0.1.0"
 
-# transformers imports torchao where it is installed, which warns of kernels that it can't load and nothing here uses.
+# transformers imports torchao if it is installed, which warns about kernels that it can't load and lmtrain doesn't use.
 for _name in ("torchao", "torch.utils._pytree"):
     logging.getLogger(_name).setLevel(logging.ERROR)
 

@@ -1,4 +1,4 @@
-"""`python -m lmtrain VERB [overrides]`, which is `lmtrain VERB`."""
+"""Entry point of `python -m lmtrain VERB [overrides]`, the same as `lmtrain VERB`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Many turns with a model: `python -m lmtrain.chat outputs/my_run`, in the terminal or, with --web, on a local page."""
+"""Chat with a model in the terminal or, with --web, in a browser: `python -m lmtrain.chat outputs/my_run`."""
 
 import sys
 
@@ -7,7 +7,7 @@ from lmtrain.config.schema import Config
 
 
 def chat(config: Config) -> int:
-    """Answers lines from the terminal, or with chat.web on a page that it serves; returns the exit code."""
+    """Runs a chat in the terminal or, with chat.web, serves it as a local web page; returns the exit code."""
     if config.chat.web:
         from lmtrain.generation import web
 

@@ -1,6 +1,6 @@
-"""The command line: composes the config once with Hydra and turns every mistake into one clear message.
+"""The command line, `lmtrain VERB ...`: composes the config with Hydra and reports each mistake as one clear message.
 
-Imports neither torch nor lightning, so `--help` and a misspelt key answer at once.
+Imports neither torch nor lightning, so `--help` and messages about misspelt keys appear at once.
 """
 
 import argparse
@@ -52,7 +52,7 @@ FLAGS = ("--help", "--cfg", "--info", "--multirun", "--config", "--config-dir", 
 
 
 def main_of(verb: str, action: Callable[["Config"], int]) -> Callable[..., int]:
-    """The `main` of a verb that takes a config: from the words after the verb to the exit code."""
+    """Returns the `main` of a verb that takes a config; it maps the arguments after the verb to an exit code."""
 
     def main(argv: list[str] | None = None) -> int:
         return run(verb, action, argv)
@@ -61,9 +61,9 @@ def main_of(verb: str, action: Callable[["Config"], int]) -> Callable[..., int]:
 
 
 def door(verb: str, place: str, meanwhile: str = "") -> Callable[..., int]:
-    """The `main` of a verb whose action stands at `place`, module:function, and is imported once the config is read.
+    """Returns the `main` of a verb whose action `place` (module:function) is imported only after reading the config.
 
-    meanwhile: what the screen says until then.
+    meanwhile: the status line shown during the import.
     """
 
     def action(config: "Config") -> int:
@@ -76,7 +76,7 @@ def door(verb: str, place: str, meanwhile: str = "") -> Callable[..., int]:
 
 
 def plain(action: Callable[[], int]) -> int:
-    """Runs a command that reads no config; returns the exit code. A mistake is one message."""
+    """Runs a command that takes no config; returns the exit code. Expected errors are printed as one message."""
     terminal.lenient()
     try:
         code = action()
@@ -92,13 +92,13 @@ def plain(action: Callable[[], int]) -> int:
 
 
 def _reader_left() -> int:
-    """Whoever read the output (head, less) wants no more of it: what Python would flush at the end goes nowhere."""
+    """Handles a closed output pipe (head, less): redirects stdout to the null device, so flushing at exit succeeds."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return errors.FINISHED
 
 
 def _out_of_memory(error: BaseException) -> int:
-    """Says that host memory ran out; raises any other error again."""
+    """Prints that host memory ran out and returns the exit code; re-raises any other error."""
     if not errors.out_of_memory(error):
         raise error
     errors.print_error(
@@ -160,7 +160,7 @@ def run(verb: str, action: Callable[["Config"], int], argv: list[str] | None = N
 
 
 def _say_that_it_runs(verb: str, args: argparse.Namespace, words: list[str]) -> None:
-    """One line at once, on a terminal until something else is printed, in a log for good."""
+    """Reports at once that the config is being read: a temporary status line on a terminal, a lasting line in a log."""
     terminal.be_quiet(False)
     terminal.status.say("reading the config")
     alone = ranks.started_by() is None and "LMTRAIN_TRIAL" not in os.environ and ranks.BEGAN not in os.environ
@@ -169,7 +169,7 @@ def _say_that_it_runs(verb: str, args: argparse.Namespace, words: list[str]) -> 
 
 
 def _composed(verb: str, args: argparse.Namespace, read: "words.Read") -> "Config":
-    """The checked config; with --cfg it is printed as soon as it is composed."""
+    """Returns the checked config; with --cfg it is printed as soon as it is composed."""
     from lmtrain.config import compose as config
     from lmtrain.config import effect
     from lmtrain.first_words import config_file
@@ -180,14 +180,14 @@ def _composed(verb: str, args: argparse.Namespace, read: "words.Read") -> "Confi
     if args.cfg:
         terminal.status.stop()
         print(config.to_yaml(composed), end="", flush=True)
-    checked = config.check(composed)  # after --cfg has shown what a run would refuse
+    checked = config.check(composed)  # after printing, so that --cfg shows invalid configs too
     terminal.be_quiet(checked.run.quiet)
     effect.refuse(verb, read.typed, checked, lambda key: _default(args, key))
     return checked
 
 
 def _read_words(verb: str, args: argparse.Namespace, argv: list[str]) -> "words.Read":
-    """Puts the overrides that bare words stand for in the place of these, and notes what was made of them."""
+    """Replaces bare words in args.overrides by the overrides they stand for; prints and returns what was inferred."""
     from lmtrain.config.config_files import folders_of
     from lmtrain.first_words import words
 
@@ -232,7 +232,7 @@ def _sweep(verb: str, args: argparse.Namespace) -> int:
 
 
 def _drop_job(overrides: list[str]) -> None:
-    """Hydra's spelling is --cfg job."""
+    """Removes `job` from Hydra's spelling `--cfg job`; raises UserError for --cfg hydra and --cfg all."""
     for word in ("hydra", "all"):
         if word in overrides:
             raise UserError(f"--cfg {word}: write --cfg or --cfg job, and --info for Hydra's own settings")
@@ -241,7 +241,7 @@ def _drop_job(overrides: list[str]) -> None:
 
 
 def _show_info(args: argparse.Namespace) -> int:
-    """Hydra's --info [defaults, searchpath, ...]."""
+    """Runs Hydra's --info [defaults, searchpath, ...]."""
     terminal.status.stop()
     from lmtrain.config import hydra_info
 
@@ -252,7 +252,7 @@ def _show_info(args: argparse.Namespace) -> int:
 
 
 def _complete(asked: str) -> int:
-    """Hydra's -sc: code for the user's shell, or what can be typed next (query=SHELL, with the line in COMP_LINE)."""
+    """Runs Hydra's -sc: prints code for the user's shell, or completions (query=SHELL, with the line in COMP_LINE)."""
     from lmtrain.config import hydra_info
 
     if asked.startswith("query=") and "COMP_LINE" in os.environ:
@@ -263,7 +263,7 @@ def _complete(asked: str) -> int:
 
 
 def _default(args: argparse.Namespace, key: str) -> Any:
-    """The value of a key where it is not typed, with the options that are."""
+    """Returns the value that a key has if only the other overrides are given."""
     from lmtrain.config import compose as config
     from lmtrain.config import effect
     from lmtrain.config.override_text import typed_keys
@@ -287,7 +287,7 @@ def _print_version() -> int:
 
 
 def parse(verb: str, argv: list[str]) -> argparse.Namespace:
-    """Flags and overrides, in any order."""
+    """Parses flags and overrides, in any order."""
     parser = _Parser(prog=f"python -m lmtrain.{verb}", add_help=False, allow_abbrev=False)
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--multirun", "-m", action="store_true")
@@ -325,12 +325,12 @@ def parse(verb: str, argv: list[str]) -> argparse.Namespace:
 
 
 def _text_of(prompt: str) -> str:
-    """The prompt itself; for '-' what standard input holds."""
+    """Returns the prompt; for '-', the text on standard input."""
     return sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
 
 
 def help_text(verb: str) -> str:
-    """What `--help` prints: usage, the groups with their options, the keys used most."""
+    """Returns the text of `--help`: usage, the groups with their options, the most used keys."""
     folder = conf_dir()
     groups = "\n".join(
         f"  {group.name:<11}{', '.join(sorted(o.stem for o in group.glob('*.yaml') if o.stem != 'base'))}"
@@ -368,7 +368,7 @@ verbs: {", ".join(VERBS)}"""
 
 
 def _no_verb(word: str, rest: list[str]) -> str:
-    """The message for a first word that is no verb, with the command that was probably meant."""
+    """Returns the message for a first word that is not a verb, with the command that was probably meant."""
     import difflib
 
     from lmtrain.config.aliases import VERBS as THEIRS
@@ -383,7 +383,7 @@ def _no_verb(word: str, rest: list[str]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """`lmtrain VERB [overrides]`."""
+    """Runs `lmtrain VERB [overrides]` and returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
         width = max(map(len, [*VERBS, *OTHERS]))

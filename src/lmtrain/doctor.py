@@ -1,4 +1,4 @@
-"""What this machine can do: `python -m lmtrain.doctor`. Exit code 1 where the main job could not run."""
+"""Diagnosis of this machine: `python -m lmtrain.doctor`. Exit code 1 if training could not run on it."""
 
 import argparse
 import sys
@@ -8,7 +8,7 @@ from lmtrain import cli
 
 
 def doctor(folder: Path) -> int:
-    """Prints what was found, a line each, as it is found; says what is missing and how to get it."""
+    """Prints one line per check as it completes, with what is missing and how to get it; returns the exit code."""
     from lmtrain.reports import machine
 
     return machine.diagnose(folder)

@@ -1,4 +1,4 @@
-"""The errors a user sees: one message saying what was found, where, and what to change."""
+"""Errors shown to users: one message that says what was found, where, and what to change."""
 
 import difflib
 import errno
@@ -16,31 +16,31 @@ PREEMPTED = 75  # EX_TEMPFAIL: a scheduler may start the job again
 
 
 class UserError(Exception):
-    """The config or the data is wrong; printed without a traceback, exit code 2."""
+    """An error in the config or the data; printed without a traceback, exit code 2."""
 
     exit_code = WRONG_INPUT
-    shared = False  # whether all ranks raise it, since they told each other
+    shared = False  # whether all ranks raise the error, after exchanging it
 
 
 class ReadError(UserError):
-    """A file or a download broke while it was read; another try may work."""
+    """A failure while reading a file or a download; a retry may succeed."""
 
 
 class RunError(Exception):
-    """The run failed for a reason outside the config (a full disk, say); no traceback, exit code 1."""
+    """A failure for a reason outside the config, such as a full disk; printed without a traceback, exit code 1."""
 
     exit_code = FAILED
-    shared = False  # whether all ranks raise it, so that one of them should print it
+    shared = False  # whether all ranks raise the error, so that only one of them should print it
 
 
 def did_you_mean(name: str, known: Iterable[str], most: int = 1) -> str:
-    """The end of a message about a wrong name: the known names nearest to it, or nothing where none is near."""
+    """Returns "; did you mean X?" with the known names closest to a wrong name, or '' if none is close."""
     near = difflib.get_close_matches(name, list(known), n=most)
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 def disk_full(error: BaseException) -> bool:
-    """Whether a write failed because the disk is full; torch.save and Rust libraries say so only in their message."""
+    """Returns whether a write failed because the disk is full; for torch.save and Rust libraries, from the message."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return True
     if error.__cause__ is not None and disk_full(error.__cause__):
@@ -50,30 +50,30 @@ def disk_full(error: BaseException) -> bool:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether host memory ran out. torch says so only in its message, and Python, in C, forgets to say it at all."""
+    """Returns whether host memory ran out; torch says so only in the message, and CPython may set no exception."""
     unsaid = isinstance(error, SystemError) and "without exception set" in str(error)
     return unsaid or isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def reason(error: BaseException) -> str:
-    """Why a write failed, in a few words."""
+    """Returns a short reason why a write failed."""
     if disk_full(error):
         return "the disk is full"
     return getattr(error, "strerror", None) or str(error)
 
 
 def first_line(error: BaseException) -> str:
-    """The beginning of what a library's error says."""
+    """Returns the first line of an error's message, at most 200 characters; its type if there is no message."""
     return (str(error) or type(error).__name__).strip().split("\n")[0][:200]
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether a library in Rust came upon what it takes for impossible; its exception is no Exception."""
+    """Returns whether the error is a panic of a Rust library, which is a BaseException but no Exception."""
     return type(error).__name__ == "PanicException"
 
 
 def print_error(message: str) -> None:
-    """Writes `message` to stderr, its first word in red on a terminal; nothing in it can steer the terminal."""
+    """Prints "error: message" to stderr, with "error:" in red on a terminal; control characters are made visible."""
     status.stop()
     red, off = ("\033[1;31m", "\033[0m") if sys.stderr.isatty() and not os.environ.get("NO_COLOR") else ("", "")
     print(f"{red}error:{off} {visible(shown(message))}", file=sys.stderr)

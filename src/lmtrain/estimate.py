@@ -1,4 +1,4 @@
-"""What a run would cost: `python -m lmtrain.estimate model=llama_7b trainer.devices=8 estimate.device=h100`."""
+"""Cost estimate of a run: `python -m lmtrain.estimate model=llama_7b trainer.devices=8 estimate.device=h100`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""How good a model is: `python -m lmtrain.evaluate run_dir=outputs/my_run data=text data.val_path=a.txt`."""
+"""Evaluation of a model: `python -m lmtrain.evaluate run_dir=outputs/my_run data=text data.val_path=a.txt`."""
 
 import sys
 
@@ -9,7 +9,7 @@ from lmtrain.errors import UserError
 
 
 def evaluate(config: Config) -> int:
-    """Prints a table of scores, of a second model beside them, and writes evaluations/<name>.json."""
+    """Prints a table of scores, beside those of a second model if given, and writes evaluations/<name>.json."""
     if config.run_dir is None:
         raise UserError("which model? set run_dir=outputs/<name>, an exported folder or a hub name")
     from lmtrain.evaluation.session import start
@@ -18,7 +18,7 @@ def evaluate(config: Config) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    # The model is run_dir: the sizes of the one that would be trained bound nothing here.
+    # The model comes from run_dir, so the size limits of the model that would be trained don't apply.
     unbounded = "model.max_position_embeddings=1000000"
     return cli.run("evaluate", evaluate, [unbounded, *(sys.argv[1:] if argv is None else argv)])
 

@@ -29,7 +29,7 @@ _WHEN_CHANGED = {
 
 
 def explain(words: Sequence[str], config_dir: str | None, config_name: str) -> int:
-    """Prints value, origin and meaning of the keys among `words`; the others are overrides, as for training."""
+    """Prints the value, origin and meaning of the keys among `words`; other words are overrides, as for training."""
     keys = [w for w in words if "=" not in w and not w.startswith("~")]
     overrides = [w for w in words if w not in keys]
     if "run_dir" in typed_keys(overrides):

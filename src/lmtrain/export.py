@@ -1,4 +1,4 @@
-"""A run's checkpoint to a Hugging Face folder: `python -m lmtrain.export run_dir=outputs/my_run`."""
+"""Export of a run's checkpoint to a Hugging Face folder: `python -m lmtrain.export run_dir=outputs/my_run`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Small files, written so that a reader or a kill never meets half of one. Imports no torch."""
+"""Safe reading and atomic writing of small files, so that readers never see partial files. Imports no torch."""
 
 import contextlib
 import errno
@@ -18,24 +18,24 @@ from lmtrain.errors import RunError, UserError, reason
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Writes a small file so that a reader sees the old or the new content, never a half."""
+    """Writes a small file atomically: readers see either the old or the new content; raises RunError on failure."""
     temporary = path
     try:
         temporary = temporary_beside(path)
         temporary.unlink(missing_ok=True)
-        with temporary.open("x", encoding="utf-8") as file:  # never through a link that somebody left there
+        with temporary.open("x", encoding="utf-8") as file:  # "x": never writes through an existing link
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        with contextlib.suppress(OSError):  # nothing can be removed from a read-only file system either
+        with contextlib.suppress(OSError):  # fails too on a read-only file system
             temporary.unlink(missing_ok=True)
         raise RunError(f"cannot write {path}: {reason(error)}; free space there or set run.dir elsewhere") from error
 
 
 class NotRegular(OSError):
-    """What lies under a file's name is a pipe, a device, a socket or a folder."""
+    """The error for a path that is a pipe, a device, a socket or a folder instead of a regular file."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(errno.EINVAL, "it is not a regular file (a folder, a pipe or a device)", str(path))
@@ -43,10 +43,10 @@ class NotRegular(OSError):
 
 @contextlib.contextmanager
 def open_regular(path: Path, mode: str = "rb") -> Iterator[BinaryIO]:
-    """Opens a file of a folder that may come from somebody else; never waits, as reading a pipe would.
+    """Opens a file in a possibly untrusted folder; refuses pipes, which would block.
 
     Raises:
-        NotRegular: it is not a regular file; an OSError, as others that opening raises.
+        NotRegular: it is not a regular file. This is an OSError, like all other errors of opening.
     """
     if not stat.S_ISREG(path.stat().st_mode):
         raise NotRegular(path)
@@ -55,15 +55,15 @@ def open_regular(path: Path, mode: str = "rb") -> Iterator[BinaryIO]:
 
 
 def read_regular(path: Path) -> str:
-    """The text of such a file, UTF-8; OSError and UnicodeDecodeError as of `open_regular` and of what it holds."""
+    """Reads a regular UTF-8 file; raises OSError as `open_regular`, or UnicodeDecodeError for invalid content."""
     with open_regular(path) as file:
         return file.read().decode("utf-8")
 
 
 def temporary_beside(path: Path) -> Path:
-    """The name under which this process writes what then takes the place of `path`, a file or a folder.
+    """Returns the temporary path under which this process writes the replacement of `path`, a file or a folder.
 
-    What stands there under such names of processes of this machine that have ended, so were killed, is removed.
+    Removes such temporary files and folders of processes on this machine that have ended, which must have been killed.
     """
     mine = path.with_name(f"{path.name}{_mark()}{os.getpid()}")
     _remove(mine)
@@ -72,7 +72,7 @@ def temporary_beside(path: Path) -> Path:
 
 
 def remove_leftovers(folder: Path, names: str = "*") -> None:
-    """Removes what processes of this machine that have ended left under temporary names of `names`, a glob pattern."""
+    """Removes temporary files for `names` (a glob pattern) left by processes on this machine that have ended."""
     for leftover in folder.glob(f"{names}{_mark()}*"):
         number = leftover.name.rpartition("-")[2]
         if number.isdecimal() and not _is_running(int(number)):
@@ -92,13 +92,13 @@ def _is_running(process: int) -> bool:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except OSError:  # another user's
+    except OSError:  # a process of another user
         return True
     return True
 
 
 def fsync(path: Path) -> None:
-    """Forces a file to disk; of a folder the names in it, so that renames survive a power cut."""
+    """Forces a file to disk; for a folder, its entries, so that renames survive a power failure."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -107,10 +107,10 @@ def fsync(path: Path) -> None:
 
 
 def publish(temporary: Path, target: Path) -> None:
-    """Renames a folder once all that is in it is on disk, the name itself included.
+    """Forces a folder's content to disk, renames it to `target`, and forces the rename to disk as well.
 
     Raises:
-        OSError: a folder that isn't empty is at `target`.
+        OSError: `target` is a non-empty folder.
     """
     for path in [*temporary.rglob("*"), temporary]:
         fsync(path)
@@ -119,13 +119,13 @@ def publish(temporary: Path, target: Path) -> None:
 
 
 def aside(path: Path) -> Path:
-    """A free name beside `path` for what is damaged there: path.damaged, path.damaged1 and so on."""
+    """Returns an unused path to move a damaged `path` to: path.damaged, path.damaged1 and so on."""
     names = (path.with_name(f"{path.name}.damaged{number or ''}") for number in itertools.count())
     return next(name for name in names if not name.exists())
 
 
 def parse_row(line: bytes) -> dict[str, Any]:
-    """A line of a JSON-lines file; ValueError says what it is where it is not an object on a line of its own."""
+    """Parses a line of a JSON-lines file; raises ValueError if it is not a JSON object."""
     try:
         row = json.loads(line.decode("utf-8"))
     except RecursionError:
@@ -136,10 +136,10 @@ def parse_row(line: bytes) -> dict[str, Any]:
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """Rows of a JSON-lines file; a last line cut short by a kill is left out.
+    """Yields the rows of a JSON-lines file, none if it doesn't exist; skips a last line truncated by a kill.
 
     Raises:
-        UserError: another line, or the file itself, can't be read.
+        UserError: the file or any other line can't be read.
     """
     if not path.exists():
         return

@@ -1,4 +1,4 @@
-"""Text from a trained model: `python -m lmtrain.generate run_dir=outputs/my_run generate.prompt="def main"`."""
+"""Text generation: `python -m lmtrain.generate run_dir=outputs/my_run generate.prompt="def main"`."""
 
 import sys
 

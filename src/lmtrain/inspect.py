@@ -1,4 +1,4 @@
-"""The data as the model sees it: `python -m lmtrain.inspect objective=sft data=chat_jsonl data.path=chats.jsonl`."""
+"""Shows the data as the model sees it: `python -m lmtrain.inspect objective=sft data=chat_jsonl data.path=a.jsonl`."""
 
 import sys
 

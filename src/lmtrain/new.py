@@ -1,4 +1,4 @@
-"""The skeleton of a class of your own, with a test of it: `python -m lmtrain.new objective my_thing`."""
+"""Creates the skeleton of a custom class with its test: `python -m lmtrain.new objective my_thing`."""
 
 import argparse
 import re
@@ -14,10 +14,10 @@ KINDS = ("objective", "model", "optimizer", "schedule", "callback", "metric")
 
 
 def write(kind: str, name: str, folder: Path) -> list[Path]:
-    """Writes <name>.py and test_<name>.py.
+    """Writes <name>.py and test_<name>.py into `folder` and returns their paths.
 
     Raises:
-        UserError: an unknown kind, a name that no module can have, a file that is there already.
+        UserError: the kind is unknown, the name is no valid module name, or a file exists already.
     """
     if kind not in KINDS:
         raise UserError(f"there is no skeleton of {kind!r}: {', '.join(KINDS)}")

@@ -1,4 +1,4 @@
-"""Stages after one another, each an lmtrain.train: `python -m lmtrain.pipeline pipeline=laptop`."""
+"""Runs the stages of a pipeline in order, each with lmtrain.train: `python -m lmtrain.pipeline pipeline=laptop`."""
 
 import argparse
 import sys
@@ -23,7 +23,7 @@ those that begin with what it exports. More: docs/pipeline.md"""
 
 
 def run(words: list[str], config_dir: str | None, *, show: bool = False) -> int:
-    """Runs the pipeline that the words name, or only shows it; returns the exit code."""
+    """Runs the pipeline named in `words`, or only prints it if `show` is set; returns the exit code."""
     terminal.status.say("reading the config")
     from lmtrain.config import compose as config
     from lmtrain.stages import definition, plan

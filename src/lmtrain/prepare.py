@@ -1,4 +1,4 @@
-"""Source text to tokenizer and bins, without training: `python -m lmtrain.prepare data=wikitext tokenizer=gpt2`."""
+"""Prepares tokenizer and token bins without training: `python -m lmtrain.prepare data=wikitext tokenizer=gpt2`."""
 
 import sys
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def prepare(config: Config) -> int:
-    """Prepares the data (or finds it prepared) and prints what there is."""
+    """Prepares the data, or finds it in the cache, and prints a summary of its splits; returns the exit code."""
     from lmtrain.data.text import prepare as data
     from lmtrain.data.text.mixture import prepare_mixture
 

@@ -1,4 +1,4 @@
-"""A run as one HTML page: `python -m lmtrain.report run_dir=outputs/my_run`; of several folders, the runs compared."""
+"""HTML report of a run, or comparison of several runs: `python -m lmtrain.report run_dir=outputs/my_run`."""
 
 import argparse
 import sys
@@ -8,7 +8,7 @@ from lmtrain import cli
 
 
 def report(folders: list[Path], out: Path | None) -> int:
-    """Writes <run>/report.html, or report.html where several are compared."""
+    """Writes <run>/report.html or, for several runs, report.html in the current folder; returns the exit code."""
     from lmtrain.reports import report
 
     return report.report(folders, out)

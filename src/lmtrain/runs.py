@@ -1,4 +1,4 @@
-"""The runs under a folder: `python -m lmtrain.runs [outputs]`. Reads what they left; nothing is loaded or changed."""
+"""Lists the runs under a folder: `python -m lmtrain.runs [outputs]`. Only reads their files; loads no models."""
 
 import argparse
 import sys
@@ -8,7 +8,7 @@ from lmtrain import cli
 
 
 def runs(folder: Path) -> int:
-    """Prints a table of the runs, the one that changed last first; UserError where there is none."""
+    """Prints a table of the runs, the most recently changed first; raises UserError if there are none."""
     from lmtrain.reports import listing
 
     return listing.show(folder)

@@ -1,8 +1,8 @@
-"""Keeps the values of environment variables out of what is written, logged and shown. Imports nothing that is slow.
+"""Keeps the values of environment variables out of files, logs and output. Imports nothing slow.
 
-Hidden are the values of variables whose name says that they are secret (HF_TOKEN, AWS_SECRET_ACCESS_KEY, DB_PASSWORD),
-and of those that a config has read with `${oc.env:NAME}` (config/environment.py notes them). In their place stands
-`${oc.env:NAME}`, which a config reads again: what was hidden in a config.yaml or a command still works.
+Hidden values are those of variables whose names look secret (HF_TOKEN, AWS_SECRET_ACCESS_KEY, DB_PASSWORD), and of
+variables that a config has read with `${oc.env:NAME}` (recorded by config/environment.py). They are replaced by
+`${oc.env:NAME}`, which a config resolves again, so a config.yaml or command with hidden values still works.
 """
 
 import contextlib
@@ -15,12 +15,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-_LENGTH = 8  # characters: shorter values stand in other words by chance
+_LENGTH = 8  # minimum length of hidden values; shorter ones occur in other text by chance
 _SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|KEY|CREDENTIAL)S?(?![A-Z])", re.IGNORECASE)
 _PLACE = re.compile(r"(FILE|PATH|DIR|FOLDER|HOME)$", re.IGNORECASE)
-# Who and where one is stands in every path that is shown.
+# Never hidden: names of users, hosts and folders, which are part of every displayed path.
 _NO_SECRET = re.compile(r"HOME|USER|USERNAME|LOGNAME|HOSTNAME|PWD|OLDPWD|PATH|SHELL|LANG|TMPDIR|(SLURM|XDG|LMTRAIN)_.*")
-# Parts of an address that let others in: a name and password before the host, and what signs or opens it behind `?`.
+# Parts of a URL that grant access: user name and password before the host, and signatures or keys in the query.
 _LOGIN = re.compile(r"(?<=://)[^/?#@\s'\"]+@")
 _SIGNATURE = re.compile(
     r"(?<=[?&])((?:x-(?:amz|goog|oss)-(?:signature|credential|security-token)|sig|signature|token|access_token|api_?key"
@@ -32,19 +32,19 @@ _read: set[str] = set()  # names of the variables that a config of this process 
 
 
 def note_read(name: str) -> None:
-    """Hides the value of this variable from now on, unless it tells no more than who or where one is."""
+    """Hides the value of this variable from now on, unless it only names a user, host or folder (_NO_SECRET)."""
     if not _NO_SECRET.fullmatch(name):
         _read.add(name)
 
 
 @functools.cache
 def is_secret(name: str) -> bool:
-    """Whether the name of an environment variable says that its value is secret."""
+    """Returns whether the name of an environment variable indicates a secret value."""
     return bool(_SECRET.search(name)) and not _PLACE.search(name)
 
 
 def hidden() -> dict[str, str]:
-    """Value to name of the variables whose values are hidden, the longest value first."""
+    """Maps the value of each hidden variable to its name, the longest value first."""
     found = {
         value: name
         for name, value in os.environ.items()
@@ -54,14 +54,14 @@ def hidden() -> dict[str, str]:
 
 
 def _is_place(value: str) -> bool:
-    """Whether a value names something on this machine: what lies there may be secret, its name is not."""
+    """Returns whether a value is an existing path; the content of the file may be secret, but the path is not."""
     with contextlib.suppress(OSError, ValueError):
         return value.startswith(("/", "~", ".")) and Path(value).expanduser().exists()
     return False
 
 
 def hide(text: str, literal: Callable[[str], str] = str) -> str:
-    """`text` with `${oc.env:NAME}` in the place of each hidden value; `literal` is applied to what is between."""
+    """Replaces each hidden value in `text` by `${oc.env:NAME}` and applies `literal` to the text between them."""
     values = hidden() if len(text) >= _LENGTH else {}
     if not any(value in text for value in values):
         return literal(text)
@@ -70,39 +70,39 @@ def hide(text: str, literal: Callable[[str], str] = str) -> str:
 
 
 def command(verb: str, words: list[str]) -> str:
-    """The command as it is typed into a shell; secrets in it are read from the environment."""
+    """Returns a command to paste into a shell, with secrets replaced by references to the environment."""
     return shlex.join(["python", "-m", f"lmtrain.{verb}", *map(hide, words)])
 
 
 def names_in(text: str) -> list[str]:
-    """Names of the variables whose values `text` holds."""
+    """Returns the names of the hidden variables whose values occur in `text`."""
     return [name for value, name in hidden().items() if value in text] if len(text) >= _LENGTH else []
 
 
 def without_signatures(text: str) -> str:
-    """`text` whose addresses open nothing: logins and signatures in them are `***`."""
+    """Returns `text` with logins and signatures in URLs replaced by `***`."""
     return _SIGNATURE.sub(r"\1***", _LOGIN.sub("***@", text)) if "://" in text else text
 
 
 def shown(text: str) -> str:
-    """`text` as it may be shown to others: hidden values and the signatures of addresses left out."""
+    """Returns `text` without hidden values and without logins and signatures in URLs, so that it can be shown."""
     return without_signatures(hide(text))
 
 
 def hashed(text: str) -> str:
-    """`text`, or where it holds hidden values: without them, and a hash that tells it from others."""
+    """Returns `text`; if it has hidden values, they are replaced and a hash of the original is appended."""
     kept = hide(text)
     return text if kept == text else f"{kept} (sha256 {digest(text)})"
 
 
 def digest(text: str) -> str:
-    """16 digits of the SHA-256 of a text; of one that `hashed` has made, those it was made of."""
+    """Returns 16 hex digits of a text's SHA-256; for a result of `hashed`, those of the original text."""
     made = re.fullmatch(r".* \(sha256 ([0-9a-f]{16})\)", text, re.DOTALL)
     return made[1] if made else hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def same(then: Any, now: Any) -> bool:
-    """Whether two values are equal, of which either may have gone through `hashed`."""
+    """Returns whether two values are equal, where texts in either may be results of `hashed`."""
     if isinstance(then, str) and isinstance(now, str):
         return then == now or (" (sha256 " in then + now and digest(then) == digest(now))
     if isinstance(then, dict) and isinstance(now, dict):
@@ -113,7 +113,7 @@ def same(then: Any, now: Any) -> bool:
 
 
 def shown_in(tree: Any, show: Callable[[str], str] = shown) -> Any:
-    """A copy of plain containers with `show` applied to every text."""
+    """Returns a copy of plain containers with `show` applied to every text."""
     if isinstance(tree, Mapping):
         return {key: shown_in(value, show) for key, value in tree.items()}
     if isinstance(tree, list | tuple):

@@ -1,4 +1,4 @@
-"""A sweep's trials, best first, and a picture of them: `python -m lmtrain.sweep_report outputs/sweeps/my_sweep`."""
+"""Table (best trial first) and plot of a sweep's trials: `python -m lmtrain.sweep_report outputs/sweeps/my_sweep`."""
 
 import argparse
 import sys

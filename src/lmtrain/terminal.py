@@ -1,7 +1,7 @@
 """Safe terminal output: control characters in text from data, files and names are made visible.
 
-Everything that lmtrain prints about data goes through `visible`: errors in cli.py, plans, tables and notes by a Console
-of this module. Imports nothing that is slow.
+Everything that lmtrain prints about data passes through `visible`, either directly (error messages) or through a
+Console of this module (plans, tables and notes). Imports nothing slow.
 """
 
 import io
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-_JOINERS = "\u200c\u200d"  # letters of some scripts, and emoji, are joined by them
+_JOINERS = "\u200c\u200d"  # join letters of some scripts, and emoji
 _STEERING = ("Cc", "Cf", "Cs", "Zl", "Zp")  # categories: control, format (bidi), surrogates, line separators
 
 
 def visible(text: str) -> str:
-    """`text` with line ends kept and a sign in the place of each character that would steer a screen."""
+    """Returns `text` with control characters other than newlines replaced by visible symbols."""
     if text.isprintable():
         return text
     return "".join(_sign(c) if unicodedata.category(c) in _STEERING else c for c in text)
@@ -39,49 +39,49 @@ def _sign(character: str) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """1 -> '1 row', 1200 -> '1,200 rows'."""
+    """Formats a number with its noun: '1 row', '1,200 rows'."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def a_or_an(noun: str) -> str:
-    """'a schedule', 'an objective'."""
+    """Returns the noun with its indefinite article: 'a schedule', 'an objective'."""
     return f"{'an' if noun[0].lower() in 'aeiou' else 'a'} {noun}"
 
 
 def lenient() -> None:
-    """Lets standard output write what its encoding (latin-1) has no sign for as \\u....; a pipe gets line by line."""
+    """Makes stdout and stderr write characters missing in their encoding (latin-1) as \\u...., and flush each line."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace", line_buffering=True)
 
 
 _quiet = False
-LOG_WIDTH = 120  # of what is written to a pipe or a file, where COLUMNS doesn't say
+LOG_WIDTH = 120  # width of output to a pipe or a file if COLUMNS is not set
 
 
 def be_quiet(quiet: bool) -> None:
-    """Whether consoles made from now on print nothing: run.quiet."""
+    """Sets whether consoles created from now on print nothing (run.quiet)."""
     global _quiet
     _quiet = quiet
 
 
 def say_in_log(line: str) -> None:
-    """A line on standard error at once, where that is not a terminal: whoever reads along sees that something runs."""
+    """Prints a line to stderr at once unless it is a terminal, so that logs show early that something is running."""
     if isinstance(sys.stderr, io.TextIOWrapper) and not sys.stderr.isatty():
         print(line, file=sys.stderr, flush=True)
 
 
 def say_once(line: str) -> None:
-    """A line on standard error, on a terminal too, in place of what is waited for."""
+    """Prints a line to stderr, on a terminal too, where it replaces the status line."""
     if isinstance(sys.stderr, io.TextIOWrapper):
         status.stop()
         print(visible(line), file=sys.stderr, flush=True)
 
 
 class Status:
-    """One line on a terminal that says what is waited for, until something else is printed; nothing in a pipe or log.
+    """A temporary status line on a terminal, shown until something else is printed; pipes and logs get nothing.
 
-    Written without rich, whose import would be waited for too.
+    It doesn't use rich, whose import is itself slow.
     """
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class Status:
         self._text = ""
 
     def say(self, text: str) -> None:
-        """Shows `text` at once, with a sign that turns; in place of what it showed before."""
+        """Shows `text` immediately, with a spinner, replacing the previous text."""
         if _quiet or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb" or os.environ.get("RANK", "0") != "0":
             return
         self._text = visible(text)
@@ -101,7 +101,7 @@ class Status:
             self._thread.start()
 
     def stop(self) -> None:
-        """Takes the line away; the screen is as it was."""
+        """Removes the status line from the screen."""
         if self._thread is not None:
             self._ended.set()
             self._thread.join()
@@ -124,10 +124,10 @@ status = Status()
 
 
 def console(**options: Any) -> "Console":
-    """A rich Console that prints `visible` text alone, whatever it is given; its own colours stay.
+    """Creates a rich Console that passes all text through `visible` and keeps its own colours.
 
-    In a notebook it prints plain lines: rich would make a block of HTML of each, even of what goes to a file, and a bar
-    that is drawn over and over would be stored each time.
+    In a notebook it prints plain lines: rich would turn every output into an HTML block, even output to a file, and
+    would store every redraw of a progress bar.
     """
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.segment import Segment
@@ -151,7 +151,7 @@ def console(**options: Any) -> "Console":
 
 
 def facts(rows: Iterable[tuple[str, str]], title: str | None = None) -> "Table":
-    """A table of names, in bold, each beside what it is."""
+    """Builds a two-column table of names, in bold, and their descriptions."""
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", box=None) if title else Table.grid(padding=(0, 2))
@@ -163,7 +163,7 @@ def facts(rows: Iterable[tuple[str, str]], title: str | None = None) -> "Table":
 
 
 def quiet_libraries() -> None:
-    """Leaves out Lightning's and transformers' tips and progress bars: what matters is said by the plan, once."""
+    """Silences tips and progress bars of Lightning and transformers; the plan reports once what matters."""
     import logging
     import warnings
 
@@ -173,10 +173,10 @@ def quiet_libraries() -> None:
     for name in (*libraries, "bitsandbytes"):
         logging.getLogger(name).setLevel(logging.ERROR)
     transformers.utils.logging.disable_progress_bar()
-    # Saving a model imports DeepSpeed where it is installed, and it sets its logger's level itself.
+    # Saving a model imports DeepSpeed if it is installed, which sets its logger's level itself.
     logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-    # Nothing writes into the loss, which is an element of a larger tensor.
+    # The loss is a view of a larger tensor, which is safe since nothing writes to it in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")

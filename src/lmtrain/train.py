@@ -1,4 +1,4 @@
-"""The main job: compose, check, build, fit, export. `python -m lmtrain.train [overrides]`."""
+"""Training: composes and checks the config, builds, fits and exports. `python -m lmtrain.train [overrides]`."""
 
 import sys
 import time
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def train(config: "Config") -> int:
-    """Trains as `config` says; returns the exit code. Slow imports wait until the screen shows a line."""
+    """Trains a model with `config`; returns the exit code. Slow imports are deferred until a status line is shown."""
     from lmtrain.run.start import start
 
     if config.budget.chosen is not None:

@@ -1,4 +1,4 @@
-"""Which rate and which micro-batch: `python -m lmtrain.tune [overrides]`; `tune.apply=true` trains with them."""
+"""Finds learning rate and micro-batch size: `python -m lmtrain.tune [overrides]`; tune.apply=true trains with them."""
 
 import sys
 

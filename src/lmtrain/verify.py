@@ -1,4 +1,4 @@
-"""Proves exact resume on your own config and machine: `python -m lmtrain.verify [overrides]`."""
+"""Verifies exact resume on the user's own config and machine: `python -m lmtrain.verify [overrides]`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The model a run trains: built or loaded, its vocabulary grown by added tokens, quantised, with its adapter."""
+"""Builds the model that a run trains: loads it or draws it, extends its vocabulary, quantises it, adds its adapter."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,18 +17,20 @@ from lmtrain.models.build import build_model
 
 
 def build_trainable_model(config: Config, tokenizer: Any, in_files: bool = False) -> PreTrainedModel:
-    """The model of `config` with what is trained marked `requires_grad`; draws from the global generator if scratch.
+    """Builds the model of `config`, with `requires_grad` set on the parameters that are trained.
+
+    A model from scratch draws its weights from the global random generator.
 
     Args:
-        in_files: as of `build_model`.
+        in_files: as in `build_model`.
 
     Raises:
-        UserError: see `build_model`, `adapters.attach`, `split.check` and `context.check`.
+        UserError: see `build_model`, `lora.attach`, `memory_adapter.attach`, `split.check` and `context.check`.
     """
     memory_adapter.check_chosen(config)
     new_tokens = new_token_ids(config, tokenizer)
     t = config.trainer
-    to_host = t.strategy == "fsdp"  # whose ranks take their parts from there: a device need not hold the whole base
+    to_host = t.strategy == "fsdp"  # its ranks take their shards from host memory: no device holds the whole base
     loading = quantized.loading_options(config.peft, t.precision, t.accelerator, to_host=to_host)
     with quantized.quantising(config.peft, t.accelerator, to_host):
         model = build_model(
@@ -50,13 +52,13 @@ def build_trainable_model(config: Config, tokenizer: Any, in_files: bool = False
     if config.peft.method == "lora":
         from lmtrain.adapters import lora as adapters
 
-        assert isinstance(config.model, LoadedModelConfig)  # checked
+        assert isinstance(config.model, LoadedModelConfig)  # ensured by the config checks
         base = config.model.name_or_path or ""
         adapters.attach(model, config.peft, base, config.model.revision, new_tokens, config.seed)
     if config.memory.num_chapters is not None:
         memory_adapter.attach(model, config)
     if trains_base(config):
-        for parameter in base_parameters(model):  # beside what was added to it: the {name: base} of optimizer.groups
+        for parameter in base_parameters(model):  # the group {name: base} of optimizer.groups, trained with the adapter
             parameter.requires_grad_(True)
     if t.strategy == "fsdp_tp":
         split.check(model, t.fsdp.tensor_parallel_size)
@@ -66,7 +68,7 @@ def build_trainable_model(config: Config, tokenizer: Any, in_files: bool = False
 
 
 def new_token_ids(config: Config, tokenizer: Any) -> Sequence[int]:
-    """Ids of the tokens the model has not seen in pretraining: tokenizer.add_tokens, and those of peft.adapter."""
+    """Returns ids of tokens the model has not seen in pretraining: tokenizer.add_tokens, and those of peft.adapter."""
     ids = set(tokenizer.convert_tokens_to_ids(config.tokenizer.add_tokens or []))
     if config.peft.adapter:
         from lmtrain.adapters import lora as adapters
@@ -76,9 +78,10 @@ def new_token_ids(config: Config, tokenizer: Any) -> Sequence[int]:
 
 
 def starting_weights(config: Config, model: PreTrainedModel) -> dict[str, Any]:
-    """What the names of pretrained weights stand for.
+    """Returns identities of the weights named by model.name_or_path and peft.adapter.
 
-    A frozen base is read whole, since a checkpoint leaves it out, else some of the files: enough to tell models apart.
+    A frozen base's files are hashed in full, since checkpoints leave it out; otherwise samples of the files are hashed,
+    which is enough to tell models apart.
     """
     if not isinstance(config.model, LoadedModelConfig):
         return {"model.name_or_path": None, "peft.adapter": None}

@@ -1,8 +1,8 @@
-"""LoRA and its variants through peft: small trained matrices beside the frozen weights of a pretrained model, or merged
-into them.
+"""LoRA and its variants through peft: small trained matrices added to the frozen weights of a pretrained model, or
+merged into them.
 
-peft puts its layers into the transformers model in place, so the model stays what it was to everything else: same
-class, same `base_model`, parameters by name (`...q_proj.lora_A.default.weight`). `adapter_of(model)` finds the adapter.
+peft puts its layers into the transformers model in place, so the rest of the code sees the same model: same class, same
+`base_model`, more named parameters (`...q_proj.lora_A.default.weight`). `adapter_of(model)` returns the adapter.
 
 LoRA: Hu et al. 2021, arXiv:2106.09685; rsLoRA: arXiv:2312.03732; DoRA: arXiv:2402.09353; PiSSA: arXiv:2404.02948.
 """
@@ -40,30 +40,30 @@ from lmtrain.config.schema import PeftConfig
 from lmtrain.errors import UserError
 from lmtrain.models.scalar_head import auto_class, has_scalar_head
 
-# Beginnings that take A and B out of the base weight, which is then W - s B A.
+# Initializations that subtract the initial A and B from the base weight, which becomes W - s B A.
 _MOVES_BASE = ("pissa", "olora")
-SCALAR = "SEQ_CLS"  # peft's word for the task of a model with a scalar head
+SCALAR = "SEQ_CLS"  # peft's task type of a model with a scalar head
 
 
 def attach(
     model: PreTrainedModel, cfg: PeftConfig, base: str, revision: str | None, new_tokens: Sequence[int], seed: int
 ) -> Adapter | None:
-    """Freezes the model and puts the adapter of `cfg` into it; does nothing for peft.method=none.
+    """Freezes the model and attaches the adapter of `cfg` to it; does nothing for peft.method=none.
 
-    The adapter's own weights are fp32 and depend on `seed` alone; the global random generator is left as it was.
+    The adapter's weights are fp32 and depend on `seed` alone; the state of the global random generator is preserved.
 
     Args:
         base: hub name or folder of the model's weights, written into the adapter's config.
         new_tokens: ids whose embedding rows are trained and saved with the adapter.
 
     Raises:
-        UserError: targets that match nothing, an adapter that doesn't fit, tied embeddings adapted on one side.
+        UserError: targets match no module, an existing adapter doesn't fit, or LoRA is on one side of tied embeddings.
     """
     if cfg.method == "none":
         return None
     with torch.random.fork_rng([]), warnings.catch_warnings():
         torch.manual_seed(seed)
-        warnings.simplefilter("ignore", UserWarning)  # what they warn of is checked here, or done on purpose
+        warnings.simplefilter("ignore", UserWarning)  # the reported conditions are checked here, or intended
         peft = _continued(model, cfg, new_tokens) if cfg.adapter else _new(model, cfg, new_tokens)
     _refuse_tied_lora(model)
     _check_rows_are_trained(model, new_tokens)
@@ -76,13 +76,13 @@ def attach(
     config.base_model_name_or_path, config.revision = str(folder.absolute()) if folder.is_dir() else base, revision
     moved = str(config.init_lora_weights).startswith(_MOVES_BASE) and not cfg.adapter
     adapter = Adapter(peft, _lora_weights(model) if moved else {})
-    # Not through nn.Module: the adapter's parameters are the model's own and must not be listed twice.
+    # Set without nn.Module's __setattr__: the adapter's parameters are the model's and must not be registered twice.
     model.__dict__[ATTRIBUTE] = adapter
     return adapter
 
 
 def task_of(model: PreTrainedModel) -> str:
-    """peft's word for the kind of model; of one with a scalar head peft trains a copy of the head, and saves it."""
+    """Returns peft's task type for the model; for one with a scalar head, peft trains and saves a copy of the head."""
     return SCALAR if has_scalar_head(model) else "CAUSAL_LM"
 
 
@@ -92,7 +92,7 @@ def _new(model: PreTrainedModel, cfg: PeftConfig, new_tokens: Sequence[int]) -> 
     _check_names_match(model, "peft.modules_to_save", also_trained)
     tables, keep_tied = _tables(model), False
     if _is_tied(model):
-        # A trained copy of a tied embedding stays tied, so that merging is exact; peft looks for the output's name.
+        # A trained copy of a tied embedding stays tied, so that merging is exact; peft needs the output layer's name.
         keep_tied = any(_matches(name, also_trained) for name in tables)
         also_trained += tables[1:] if keep_tied else []
         tables = tables[:1]
@@ -118,7 +118,7 @@ def _new(model: PreTrainedModel, cfg: PeftConfig, new_tokens: Sequence[int]) -> 
 
 
 def _continued(model: PreTrainedModel, cfg: PeftConfig, new_tokens: Sequence[int]) -> PeftModel:
-    """An existing adapter, loaded to be trained on."""
+    """Loads an existing adapter onto the model, to train it further."""
     name = str(cfg.adapter)
     try:
         config = StoredConfig.from_pretrained(name)
@@ -151,17 +151,17 @@ def _continued(model: PreTrainedModel, cfg: PeftConfig, new_tokens: Sequence[int
 
 
 def adapter_token_ids(name: str) -> list[int]:
-    """Ids of the tokens whose rows an existing adapter trained; empty where it has none or can't be read."""
+    """Returns ids of the tokens whose rows an existing adapter trains; none if it has none or can't be read."""
     try:
         rows = StoredConfig.from_pretrained(name).trainable_token_indices
-    except (OSError, ValueError, AttributeError):  # `attach` says what is wrong
+    except (OSError, ValueError, AttributeError):  # `attach` reports the error
         return []
     lists = rows.values() if isinstance(rows, dict) else [rows or []]
     return sorted({token for ids in lists for token in ids})
 
 
 def _check_names_match(model: PreTrainedModel, key: str, names: Any) -> None:
-    """peft takes a list of which only some names match; a name that matches nothing is a mistake."""
+    """Raises UserError if a name matches no module; peft accepts a list of which only some names match."""
     modules = [name for name, _ in model.named_modules() if name]
     if names == "all-linear":
         return
@@ -190,14 +190,17 @@ def _is_tied(model: PreTrainedModel) -> bool:
 
 
 def _tables(model: PreTrainedModel) -> list[str]:
-    """Names of the modules with a row per token: input embedding, output embedding where there is one."""
+    """Returns the names of the modules with a row per token: the input and, if there is one, the output embedding."""
     names = {id(module): name for name, module in model.named_modules()}
     tables = (model.get_input_embeddings(), model.get_output_embeddings())
     return [names[id(table)] for table in tables if table is not None]
 
 
 def _refuse_tied_lora(model: PreTrainedModel) -> None:
-    """LoRA on one side of a tied embedding can't be merged, and on a DoRA head the loss would miss it."""
+    """Raises UserError for LoRA on tied embeddings, which can't be merged, and for DoRA on the output layer.
+
+    The loss is computed without DoRA's normalization of the output layer (see `blocks.output_head`).
+    """
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     adapted = [hasattr(m, "lora_A") for m in (head, embedding)]
     if any(adapted) and getattr(model.config.get_text_config(), "tie_word_embeddings", False):
@@ -213,7 +216,7 @@ def _refuse_tied_lora(model: PreTrainedModel) -> None:
 
 
 def _check_rows_are_trained(model: PreTrainedModel, new_tokens: Sequence[int]) -> None:
-    """An adapter with new tokens but frozen rows would train on noise and lose it when loaded."""
+    """Raises UserError if rows of new tokens are frozen: they would be random in training, and lost on loading."""
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
         if module is None or hasattr(module, "modules_to_save"):
             continue
@@ -232,9 +235,9 @@ def _lora_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def exported(adapter: Adapter, dtype: torch.dtype) -> tuple[dict[str, Tensor], LoraConfig]:
-    """(weights by peft's names, config) of an adapter that works on the untouched base.
+    """Returns (weights by peft's names, config) of the adapter in a form that applies to the original base.
 
-    One whose beginning B0 A0 was taken out of the base becomes one of twice the rank, `B A - B0 A0 = [B, -B0] [A; A0]`.
+    If the initial B0 A0 was subtracted from the base, the rank doubles: `B A - B0 A0 = [B, -B0] [A; A0]`.
     """
     config = copy.deepcopy(adapter.config)
     weights = get_peft_model_state_dict(adapter.peft, save_embedding_layers=False)
@@ -253,7 +256,7 @@ def exported(adapter: Adapter, dtype: torch.dtype) -> tuple[dict[str, Tensor], L
 
 
 def write_adapter(adapter: Adapter, folder: Path, dtype: torch.dtype) -> None:
-    """adapter_config.json and adapter_model.safetensors, as `PeftModel.from_pretrained` reads them."""
+    """Writes adapter_config.json and adapter_model.safetensors, as `PeftModel.from_pretrained` reads them."""
     weights, config = exported(adapter, dtype)
     folder.mkdir(parents=True)
     config.save_pretrained(folder)
@@ -261,12 +264,12 @@ def write_adapter(adapter: Adapter, folder: Path, dtype: torch.dtype) -> None:
 
 
 def gives_rewards(folder: Path) -> bool:
-    """Whether an adapter is of a model with a scalar head."""
+    """Returns whether the adapter in a folder belongs to a model with a scalar head."""
     return StoredConfig.from_pretrained(str(folder)).task_type == SCALAR
 
 
 def load_adapter(folder: Path, **options: Any) -> PreTrainedModel:
-    """An exported adapter on its base; `options` are those of from_pretrained."""
+    """Loads an exported adapter onto its base model; `options` are those of from_pretrained."""
     if gives_rewards(folder):
         return AutoPeftModelForSequenceClassification.from_pretrained(folder, num_labels=1, **options).get_base_model()
     return AutoPeftModelForCausalLM.from_pretrained(folder, **options).get_base_model()
@@ -277,16 +280,16 @@ def _first_line(error: Exception) -> str:
 
 
 def file_identity(name: str) -> str:
-    """SHA-256 of an adapter's weights in a folder; the name of one on the hub."""
+    """Returns 16 hex digits of the SHA-256 of an adapter's weights in a folder, or `name` for one on the hub."""
     file = Path(name).expanduser() / "adapter_model.safetensors"
     return hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file.is_file() else name
 
 
 @torch.no_grad()
 def merged(model: PreTrainedModel) -> PreTrainedModel:
-    """The base with the adapter added in fp32. A model that isn't quantised is itself merged: not to be trained on.
+    """Merges the adapter into the base in fp32; an unquantised model is changed in place and can't be trained further.
 
-    Added into 4-bit weights, the small update would be rounded away; so a quantised base is dequantised first.
+    A quantised base is dequantised first, since rounding 4-bit weights would lose the small update.
     """
     adapter = adapter_of(model)
     if adapter is None:
@@ -304,7 +307,7 @@ def merged(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _dequantized_twin(model: PreTrainedModel) -> PreTrainedModel:
-    """The frozen base, without LoRA, in fp32 on the CPU; a memory stays in it."""
+    """Returns a copy of the frozen base, without LoRA but with its memory, in fp32 on the CPU."""
     config = copy.deepcopy(model.config)
     del config.quantization_config
     twin = auto_class(has_scalar_head(model)).from_config(config, dtype=torch.float32)
@@ -322,7 +325,7 @@ def _dequantized_twin(model: PreTrainedModel) -> PreTrainedModel:
         state[plain] = quantized.dequantized(layers[owner]) if quantised else parameter.detach().cpu().float()
     own = twin.state_dict()
     twin.load_state_dict({name: state[name] for name in own if name in state}, strict=False)
-    if hasattr(model, "generation_config"):  # of a scalar head there is none
+    if hasattr(model, "generation_config"):  # models with a scalar head have none
         twin.generation_config = model.generation_config
     return twin
 

@@ -1,16 +1,16 @@
 """A bank of learned memory that a transformers decoder reads by routed cross-attention.
 
-The bank holds C chapters of S slots, each a key and a value. After chosen decoder layers a block routes every token to
-`top_k` chapters, attends to the slots of each of them, and adds the reads, weighted by the router, to the residual
+The bank has C chapters of S slots, each with a key and a value. After chosen decoder layers a block routes every token
+to `top_k` chapters, attends to the slots of each of them, and adds the results, weighted by the router, to the residual
 stream:
 
     x = norm(h);  p = softmax(W_r x);  o_c = attention(W_q x, K_c, V_c);  h + gate * W_o sum_{c in top k} w_c o_c
 
-The output gate starts at zero, so that a model with a new memory is the model without. A token sees nothing but its own
-hidden state and the bank: documents stay apart, and generation needs no cache.
+The output gate starts at zero, so that a new memory doesn't change the model's output. In the memory a token uses only
+its own hidden state and the bank: documents stay apart, and generation needs no cache.
 
 Large memories: Lample et al. 2019, arXiv:1907.05242. Routing: Fedus et al. 2021, arXiv:2101.03961. Zero gates: Alayrac
-et al. 2022, arXiv:2204.14198. This file needs torch alone, since exports carry a copy of it.
+et al. 2022, arXiv:2204.14198. This file imports only torch, since exports contain a copy of it.
 """
 
 from dataclasses import dataclass
@@ -21,29 +21,30 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 TILE = 64  # rows of one chapter that are multiplied at once
-# Of the first keys. Queries are near 1, so a token's scores differ by this much: it reads a few slots of a chapter.
-# With 1 it reads the mean of about 20, which is near zero and the same for all tokens, and learns much slower.
+# Standard deviation of the initial keys. Query components are near 1, so a token's scores have this deviation too: it
+# reads a few slots of a chapter. With 1 it would read the mean of about 20, which is near zero and the same for all
+# tokens, and learn much slower.
 KEY_STD = 3.0
 
 
 @dataclass(frozen=True)
 class MemorySettings:
-    """The shape of a memory; what config.json of an export holds under `memory`."""
+    """The settings of a memory, stored in an export's config.json under `memory`."""
 
     num_chapters: int
-    chapter_size: int  # slots of a chapter
+    chapter_size: int  # slots per chapter
     memory_dim: int  # width of a slot's key and value, over all heads
     num_heads: int
-    top_k: int  # chapters a token reads
-    layers: tuple[int, ...]  # after which decoder layers, counted from 0
+    top_k: int  # chapters that each token reads
+    layers: tuple[int, ...]  # decoder layers after which the memory is read, counted from 0
     router: str  # top_k, straight_through or soft
-    router_noise: float  # standard deviation of what is added to the router's logits in training
-    share_bank: bool  # one bank for all layers
+    router_noise: float  # standard deviation of the noise added to the router's logits in training
+    share_bank: bool  # whether all layers share one bank
     norm_eps: float = 1e-6
 
 
 class MemoryBank(nn.Module):
-    """`keys` and `values`, [C, H, S, d] each, with H heads of width d."""
+    """The memory's `keys` and `values`, [C, H, S, d] each, with H heads of width d."""
 
     def __init__(self, settings: MemorySettings) -> None:
         super().__init__()
@@ -54,7 +55,7 @@ class MemoryBank(nn.Module):
 
 
 class MemoryNorm(nn.Module):
-    """RMSNorm (Zhang and Sennrich 2019) computed in fp32 or fp64; returns its weight's dtype."""
+    """RMSNorm (Zhang and Sennrich 2019), computed in fp32 or fp64; the result has the weight's dtype."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -71,9 +72,9 @@ def at_least_fp32(x: Tensor) -> Tensor:
 
 
 class MemoryBlock(nn.Module):
-    """Reads a bank for each token of a decoder layer's output and adds the result to it."""
+    """A module that reads a bank for each token of a decoder layer's output, and adds the result to that output."""
 
-    keeps_router_logits = True  # those of the last forward, as `last_router_logits`, for the router's losses
+    keeps_router_logits = True  # the last forward's are stored in `last_router_logits`, for the router's losses
 
     def __init__(self, width: int, settings: MemorySettings, shared: MemoryBank | None) -> None:
         super().__init__()
@@ -87,7 +88,7 @@ class MemoryBlock(nn.Module):
         for layer in (self.router, self.query, self.output):
             nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
         self.own_bank = MemoryBank(settings) if shared is None else None
-        # A shared bank is the model's: listed here too, its parameters would be saved once a layer.
+        # A shared bank belongs to the model: registered here too, its parameters would be saved once per layer.
         self.__dict__["shared_bank"] = shared
 
     @property
@@ -95,7 +96,7 @@ class MemoryBlock(nn.Module):
         return self.own_bank if self.own_bank is not None else self.__dict__["shared_bank"]
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[B, T, D] to [B, T, D], in the same dtype."""
+        """Maps hidden states [B, T, D] to [B, T, D], in the same dtype."""
         if not self.enabled:
             return hidden
         s, bank = self.settings, self.bank
@@ -110,7 +111,7 @@ class MemoryBlock(nn.Module):
         return hidden + change.to(hidden.dtype).view_as(hidden)
 
     def route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """(chapters int64 [N, k], their weights fp32 [N, k]) from the router's logits [N, C]."""
+        """Returns (chapters int64 [N, k], their weights in at least fp32 [N, k]) for the router's logits [N, C]."""
         s = self.settings
         logits = at_least_fp32(logits)
         if self.training and s.router_noise:
@@ -118,25 +119,25 @@ class MemoryBlock(nn.Module):
         probabilities = torch.softmax(logits, dim=-1)
         chosen, chapters = probabilities.topk(s.top_k, dim=-1)
         weights = chosen / chosen.sum(-1, keepdim=True)
-        if s.router == "straight_through":  # the gradient of the probabilities, which a single chapter's weight lacks
+        if s.router == "straight_through":  # uses the probabilities' gradient: a single chapter's weight has none
             weights = chosen + (weights - chosen).detach()
         return chapters, weights
 
     def kept_bytes(self, tokens: int, itemsize: int) -> int:
-        """What is kept for the backward of `tokens` tokens: tiles of queries, keys, values and what they read."""
+        """Returns the bytes kept for the backward of `tokens` tokens: tiles of queries, keys, values and results."""
         s, pairs = self.settings, tokens * self.settings.top_k
         return 2 * tile_count(pairs, s.num_chapters) * (TILE + s.chapter_size) * s.memory_dim * itemsize
 
 
 def read_chapters(queries: Tensor, keys: Tensor, values: Tensor, chapters: Tensor) -> Tensor:
-    """What each query finds in each of its chapters: softmax(q K^T / sqrt(d)) V of that chapter alone.
+    """Computes each query's attention over each of its chapters: softmax(q K^T / sqrt(d)) V of that chapter alone.
 
-    Pairs of token and chapter are sorted by chapter and laid into tiles of one chapter each, so the cost grows with
-    N k S, not with the bank; every shape follows from the arguments' shapes, so nothing waits for a GPU.
+    Pairs of token and chapter are sorted by chapter and put into tiles of one chapter each, so the cost grows with
+    N k S, not with the bank. Every shape follows from the arguments' shapes, so the GPU is never synchronized.
 
     Args:
         queries: [N, H, d].
-        keys: [C, H, S, d], as `values`.
+        keys: [C, H, S, d].
         values: [C, H, S, d].
         chapters: [N, k] int64, from 0 to C - 1.
 
@@ -158,21 +159,21 @@ def read_chapters(queries: Tensor, keys: Tensor, values: Tensor, chapters: Tenso
 
 
 def tiles(chapters: Tensor, num_chapters: int) -> tuple[Tensor, Tensor]:
-    """Rows sorted by chapter and laid into tiles of TILE rows of one chapter each; some tiles stay empty.
+    """Assigns rows, sorted by chapter, to tiles of TILE rows of one chapter each; some tiles stay empty.
 
     Args:
-        chapters: [M] int64.
+        chapters: [M] int64, the chapter of each row.
 
-    Returns: (place of each row among all tiles' rows, [M] int64; chapter of each tile, [tiles] int64).
+    Returns: (index of each row among all tiles' rows, [M] int64; chapter of each tile, [tiles] int64).
     """
     rows = chapters.shape[0]
     count = tile_count(rows, num_chapters)
     index = torch.arange(num_chapters + 1, device=chapters.device)
     in_order, order = chapters.sort(stable=True)
     starts = torch.searchsorted(in_order, index)  # [C + 1], where each chapter's rows begin
-    ends_of_tiles = ((starts.diff() + TILE - 1) // TILE).cumsum(0)  # [C], in tiles
+    ends_of_tiles = ((starts.diff() + TILE - 1) // TILE).cumsum(0)  # [C], last tile + 1
     first_tile = F.pad(ends_of_tiles, (1, -1))
-    number = torch.arange(rows, device=chapters.device) - starts[in_order]  # of a row within its chapter
+    number = torch.arange(rows, device=chapters.device) - starts[in_order]  # index within its chapter
     place = torch.empty_like(order).scatter(0, order, first_tile[in_order] * TILE + number)
     each = torch.arange(count, device=chapters.device)
     return place, torch.searchsorted(ends_of_tiles, each, right=True).clamp(max=num_chapters - 1)
@@ -184,7 +185,10 @@ def tile_count(rows: int, num_chapters: int) -> int:
 
 
 def decoder_layers(model: Any) -> nn.ModuleList:
-    """The list of decoder layers of a transformers model: the first of as many modules as its config has layers."""
+    """Returns a transformers model's decoder layers: the first ModuleList of the length that the config says.
+
+    Raises ValueError if there is none.
+    """
     depth = model.config.get_text_config().num_hidden_layers
     lists = (m for m in model.base_model.modules() if isinstance(m, nn.ModuleList) and len(m) == depth)
     found = next(lists, None)
@@ -194,7 +198,7 @@ def decoder_layers(model: Any) -> nn.ModuleList:
 
 
 def attach_memory(model: Any, settings: MemorySettings) -> None:
-    """Puts a memory block after each layer of `settings.layers`: `<layer>.memory`, and a shared `memory_bank`."""
+    """Adds a memory block `<layer>.memory` after each layer of `settings.layers`, and `memory_bank` if it is shared."""
     layers = decoder_layers(model)
     shared = MemoryBank(settings) if settings.share_bank else None
     if shared is not None:
@@ -212,5 +216,5 @@ def _read_memory(layer: Any, _inputs: Any, output: Any) -> Any:
 
 
 def memory_blocks(model: nn.Module) -> list[MemoryBlock]:
-    """The model's memory blocks, in order; none where it has no memory."""
+    """Returns the model's memory blocks in order, an empty list if it has no memory."""
     return [module for module in model.modules() if isinstance(module, MemoryBlock)]

@@ -1,4 +1,4 @@
-"""A memory put into the model of a run: its settings from the config, its size, what is frozen, the first check."""
+"""Attaching a memory to a run's model: its settings from the config, its size, what is frozen, and a first check."""
 
 import contextlib
 import dataclasses
@@ -20,11 +20,11 @@ from lmtrain.models.blocks import evaluating, switched
 from lmtrain.models.feature import Feature
 from lmtrain.models.folder import is_exported
 
-BYTES = 16  # a trained fp32 number: itself, its gradient, AdamW's two moments
+BYTES = 16  # per trained fp32 parameter: its value, its gradient, AdamW's two moments
 
 
 class Memory(Feature):
-    """What the run says of its memory."""
+    """The feature of a run whose model has a memory."""
 
     def is_on(self, config: Config) -> bool:
         return config.memory.num_chapters is not None
@@ -34,15 +34,15 @@ class Memory(Feature):
 
 
 def attach(model: PreTrainedModel, config: Config) -> None:
-    """Puts the memory of `config.memory` into the model; with peft.method=memory all else is frozen.
+    """Attaches the memory of `config.memory` to the model; with peft.method=memory all else is frozen.
 
-    Its first values are those of the export that model.name_or_path names, else they depend on the seed alone; the
-    global random generator is left as it was.
+    Its initial values come from the export that model.name_or_path names, if that has a memory; otherwise they depend
+    on the seed alone. The state of the global random generator is preserved.
 
     Raises:
-        UserError: a layer that doesn't exist, a bank that doesn't fit, a model whose layers can't be found, an export's
-            memory of another shape.
-        RunError: the model with its new memory is not the model without.
+        UserError: a layer doesn't exist, a bank doesn't fit, the model's layers can't be found, or an export's memory
+            has another shape.
+        RunError: the new memory changes the model's output.
     """
     settings = settings_of(config.memory, model)
     exported = _exported(config.model)
@@ -66,7 +66,7 @@ def attach(model: PreTrainedModel, config: Config) -> None:
 
 
 def check_chosen(config: Config) -> None:
-    """Raises UserError where the pretrained model has a memory and the run has none, which would drop it."""
+    """Raises UserError if the pretrained model has a memory and the run has none, which would drop it."""
     exported = _exported(config.model)
     if exported is not None and config.memory.num_chapters is None:
         raise UserError(
@@ -76,7 +76,7 @@ def check_chosen(config: Config) -> None:
 
 
 def _exported(model: ModelConfig) -> Path | None:
-    """The folder of the pretrained model where that has a memory."""
+    """Returns the folder of the pretrained model if it has a memory, else None."""
     if not isinstance(model, LoadedModelConfig) or not model.name_or_path:
         return None
     folder = Path(model.name_or_path)
@@ -84,7 +84,7 @@ def _exported(model: ModelConfig) -> Path | None:
 
 
 def _check_same(wanted: MemorySettings, there: MemorySettings, folder: Path) -> None:
-    # Noise is of training alone, all else of what the model computes.
+    # Router noise affects training only; all other settings determine what the model computes.
     for field in dataclasses.fields(MemorySettings):
         new, old = getattr(wanted, field.name), getattr(there, field.name)
         if new != old and field.name != "router_noise":
@@ -96,10 +96,10 @@ def _check_same(wanted: MemorySettings, there: MemorySettings, folder: Path) -> 
 
 
 def settings_of(cfg: MemoryConfig, model: PreTrainedModel) -> MemorySettings:
-    """The memory's shape for this model.
+    """Returns the memory settings for this model, with layer numbers and top_k resolved.
 
     Raises:
-        UserError: a layer that doesn't exist, a model whose layers can't be found.
+        UserError: a layer doesn't exist, or the model's layers can't be found.
     """
     try:
         depth = len(decoder_layers(model))
@@ -131,7 +131,7 @@ def _check_size(s: MemorySettings, model: PreTrainedModel, accelerator: str) -> 
 
 @torch.no_grad()
 def check_start(model: PreTrainedModel) -> None:
-    """Raises RunError unless the model with its new memory computes, bit for bit, what it does without."""
+    """Raises RunError unless the model with its new memory gives bit for bit the same output as without it."""
     if model.device.type == "meta":
         return
     ids = torch.arange(8, device=model.device).remainder(model.config.get_text_config().vocab_size)[None]
@@ -144,7 +144,7 @@ def check_start(model: PreTrainedModel) -> None:
 
 
 def memory_of(model: nn.Module) -> MemorySettings | None:
-    """The shape of the model's memory; None where it has none."""
+    """Returns the settings of the model's memory, or None if it has none."""
     blocks = memory_blocks(model)
     return blocks[0].settings if blocks else None
 
@@ -154,17 +154,17 @@ def reads_memory(model: nn.Module) -> bool:
 
 
 def has_been_trained(model: nn.Module) -> bool:
-    """Whether an output gate is not at its beginning, zero."""
+    """Returns whether any output gate differs from its initial value, zero."""
     return any(bool(block.gate.any()) for block in memory_blocks(model))
 
 
 def without_memory(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Within it the model reads no memory."""
+    """Disables the model's memory within the context."""
     return switched(memory_blocks(model), "enabled", False)
 
 
 def describe_memory(s: MemorySettings) -> str:
-    """One line for the plan."""
+    """Describes the memory in one line, for the plan."""
     chosen = "all chapters" if s.router == "soft" else f"{s.top_k} chapters a token ({s.router})"
     banks = "one bank" if s.share_bank else f"{len(s.layers)} banks"
     return (

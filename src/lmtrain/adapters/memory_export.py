@@ -1,7 +1,7 @@
-"""A model with a memory as a Hugging Face folder: its weights, its config, and a modeling file that needs no lmtrain.
+"""Export of a model with a memory as a Hugging Face folder: weights, config, and a modeling file without lmtrain.
 
-transformers reads the folder with trust_remote_code=True, running modeling_memory.py; lmtrain reads it without running
-anything from it.
+transformers loads the folder with trust_remote_code=True, which runs modeling_memory.py; lmtrain loads it without
+running code from the folder.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ class MemoryForCausalLM({model}):
 
 
 def check_exportable(model: PreTrainedModel) -> None:
-    """Raises UserError unless the model's class is one of transformers' own, which a modeling file can name."""
+    """Raises UserError unless the model's class is one of transformers' own, which the modeling file can import."""
     name = type(model).__name__.removeprefix("FSDP")
     if MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model.config.model_type) != name:
         raise UserError(
@@ -63,7 +63,7 @@ def check_exportable(model: PreTrainedModel) -> None:
 
 
 def modeling_file(config: PreTrainedConfig) -> str:
-    """The text of modeling_memory.py for a base of this config: the very code that trained it, and two classes."""
+    """Returns the text of modeling_memory.py for this base config: the source of `memory`, and two classes."""
     names = {"config": type(config).__name__, "model": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]}
     code = inspect.getsource(memory)
     imports = f"from torch import Tensor, nn\nfrom transformers import {names['config']}, {names['model']}\n"
@@ -75,8 +75,8 @@ def write(model: PreTrainedModel, settings: MemorySettings, state: dict[str, tor
     """Writes weights, config.json and modeling_memory.py.
 
     Args:
-        model: of transformers, with its memory in it and no other adapter.
-        state: its weights as they are to be stored, tied ones once.
+        model: a transformers model with a memory and no other adapter.
+        state: the weights to store, tied ones once.
     """
     check_exportable(model)
     model.save_pretrained(folder, state_dict=state)
@@ -96,10 +96,10 @@ def write(model: PreTrainedModel, settings: MemorySettings, state: dict[str, tor
 
 
 def settings_in(folder: Path) -> MemorySettings:
-    """The shape of the memory in a folder that `write` made.
+    """Returns the settings of the memory in a folder that `write` made.
 
     Raises:
-        UserError: its base is none of transformers', or its memory has other fields.
+        UserError: the base is not one of transformers' models, or the memory's fields are not those of MemorySettings.
     """
     _, written = written_config(folder)
     try:
@@ -110,10 +110,10 @@ def settings_in(folder: Path) -> MemorySettings:
 
 @torch.no_grad()
 def load_memory(model: PreTrainedModel, folder: Path) -> None:
-    """Puts the values of an exported memory into the memory of `model`, attached with the same shape.
+    """Copies the weights of an exported memory into the memory of `model`, which has the same shape.
 
     Raises:
-        UserError: the folder's weights lack some of them.
+        UserError: the folder lacks some of these weights.
     """
     new = {name: p for name, p in model.named_parameters() if ".memory." in name or ".memory_bank." in name}
     for file in sorted(folder.expanduser().glob("*.safetensors")):
@@ -125,10 +125,10 @@ def load_memory(model: PreTrainedModel, folder: Path) -> None:
 
 
 def load(folder: Path, **options: Any) -> PreTrainedModel:
-    """The model of a folder that `write` made, by lmtrain's own code; `options` are those of from_pretrained.
+    """Loads the model of a folder that `write` made, with lmtrain's own code; `options` are those of from_pretrained.
 
     Raises:
-        UserError: its base is none of transformers', or its memory has other fields.
+        UserError: see `settings_in`.
     """
     base, _ = written_config(folder)
     settings = settings_in(folder)

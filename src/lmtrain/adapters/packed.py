@@ -1,7 +1,7 @@
-"""4-bit layers of bitsandbytes whose packed weights and scales are parameters: what FSDP shards and gathers by block.
+"""4-bit layers of bitsandbytes whose packed weights and scales are parameters, so that FSDP shards and gathers them.
 
-bitsandbytes keeps the scales beside its parameter, where FSDP doesn't see them: each rank would hold all of them, up to
-an eighth of the packed weights. The few tensors a layer needs besides (a rank holds all of them) are buffers.
+bitsandbytes keeps the scales in an attribute of its parameter, where FSDP doesn't see them: each rank would hold all of
+them, up to an eighth of the packed weights. The few other tensors of a layer are buffers, replicated on every rank.
 """
 
 import contextlib
@@ -13,31 +13,31 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-if TYPE_CHECKING:  # an extra: each function imports what it needs
+if TYPE_CHECKING:  # an optional dependency, which each function imports when needed
     from bitsandbytes.functional import QuantState
     from bitsandbytes.nn import Params4bit
 
 
 class Form(NamedTuple):
-    """What a layer's tensors don't say about how they were packed."""
+    """The parameters of a layer's quantisation that its tensors don't contain."""
 
     shape: torch.Size  # [out, in]
-    blocksize: int  # weights with one scale
+    blocksize: int  # number of weights that share a scale
     quant_type: str
-    dtype: torch.dtype  # of the weights before, and of dequantised ones
-    scale_blocksize: int = 0  # scales with one scale, where they are quantised as well (double quantisation)
+    dtype: torch.dtype  # of the weights before quantisation, and of dequantised ones
+    scale_blocksize: int = 0  # number of scales that share a scale with double quantisation; 0 without
     scale_dtype: torch.dtype = torch.float32
 
 
 class Packed(nn.Module):
-    """What makes a Linear4bit put its weight together from parts, at each use (see `_packed_linear`).
+    """A mixin for Linear4bit that assembles the weight from its parts at each use (see `_packed_linear`).
 
-    All are bytes, also those of numbers in fp32: FSDP's mixed precision and bf16-true would cast these.
+    All parts are stored as bytes, even fp32 numbers, which FSDP's mixed precision and bf16-true would cast otherwise.
 
-    packed: uint8 [out * in / 2, 1], two weights a byte.
-    scales: uint8 [bytes], a number a block: fp32, with double quantisation 8 bits.
-    tables: uint8 [bytes], of fp32 [16], what the 4 bits stand for; with double quantisation also [256], what the 8 bits
-        stand for, [blocks / 256], the scales' own scales, and [1], what was taken from the scales.
+    packed: uint8 [out * in / 2, 1], two weights per byte.
+    scales: uint8 [bytes], one number per block: fp32, or 8 bits with double quantisation.
+    tables: uint8 [bytes] of fp32 numbers: [16], the values of the 4-bit codes; with double quantisation also [256], the
+        values of the 8-bit codes, [blocks / 256], the scales of the scales, and [1], the offset of the scales.
     """
 
     form: Form
@@ -47,7 +47,7 @@ class Packed(nn.Module):
 
     @property
     def weight(self) -> Any:
-        """A view of the parts, so of what is gathered, as every other Linear4bit has it."""
+        """A Params4bit view of the parts, gathered ones included, in place of Linear4bit's own parameter."""
         from bitsandbytes.nn import Params4bit
 
         form = self.form
@@ -61,11 +61,11 @@ class Packed(nn.Module):
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name != "weight":  # which peft's DoRA reads, moves to the device it is on and puts back
+        if name != "weight":  # peft's DoRA reads the weight, moves it to its current device and assigns it again
             super().__setattr__(name, value)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)  # the parts as they are, and no weight
+        nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)  # saves the parts instead of the weight
 
     def _state(self) -> "QuantState":
         from bitsandbytes.functional import QuantState
@@ -89,7 +89,7 @@ def _packed_linear() -> type[nn.Module]:
 
 @contextlib.contextmanager
 def quantised_on(device: torch.device) -> Iterator[None]:
-    """Within it weights in host memory go to `device` to be quantised, one at a time, and come back."""
+    """Quantises weights that are in host memory on `device` within the context, one at a time, and moves them back."""
     from bitsandbytes.nn import Params4bit
 
     quantise = Params4bit._quantize
@@ -108,7 +108,7 @@ def quantised_on(device: torch.device) -> Iterator[None]:
 
 
 class BaseFormat(NamedTuple):
-    """What a rank that has no weights can't know: weights that are stored in 4 bits keep the files' dtypes."""
+    """What ranks without weights need to know about the base, which keeps the files' dtypes if those are 4-bit."""
 
     forms: list[Form]  # of each Linear4bit, in the order of the model's modules
     dtypes: list[torch.dtype]  # of each parameter that isn't packed
@@ -120,10 +120,10 @@ def format_of(model: nn.Module) -> BaseFormat:
 
 
 def take_apart(model: nn.Module, base: BaseFormat) -> None:
-    """Makes each Linear4bit a `Packed`, in place, on its device (also on the meta device).
+    """Converts each Linear4bit to a `Packed` layer, in place, on its device (also on the meta device).
 
     Args:
-        base: of the first rank, whose tensors all will have.
+        base: the format of the first rank's model, to which all ranks' parameters are converted.
     """
     others = [p for p in model.parameters() if p.is_floating_point()]
     for parameter, dtype in zip(others, base.dtypes, strict=True):
@@ -160,7 +160,7 @@ def _take_apart(layer: Any, form: Form) -> None:
 
 
 def pack_shapes(model: nn.Module) -> None:
-    """Gives bitsandbytes' layers of a model on the meta device the tensors that quantised ones have."""
+    """Replaces the weights of bitsandbytes layers on the meta device with ones shaped like quantised weights."""
     from bitsandbytes.nn import Int8Params, Linear4bit, Linear8bitLt
 
     layer: Any
@@ -180,7 +180,7 @@ def _packed_shape(layer: Any) -> "Params4bit":
     blocks = math.ceil(numbers / old.blocksize)
     outer = offset = None
     if old.compress_statistics:
-        offset = torch.zeros((), device="cpu")  # a state dict asks for its value
+        offset = torch.zeros((), device="cpu")  # building a state dict reads its value
         outer = QuantState(_meta(math.ceil(blocks / 256)), code=_meta(256), blocksize=256, dtype=torch.float32)
     state = QuantState(
         _meta(blocks, dtype=torch.float32 if outer is None else torch.uint8),
@@ -188,7 +188,7 @@ def _packed_shape(layer: Any) -> "Params4bit":
         code=_meta(16),
         blocksize=old.blocksize,
         quant_type=old.quant_type,
-        dtype=torch.float32,  # as weights are loaded
+        dtype=torch.float32,  # weights are loaded in fp32
         offset=offset,
         state2=outer,
     )

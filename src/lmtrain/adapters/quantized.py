@@ -1,4 +1,4 @@
-"""Frozen bases stored in 4 bits (Dettmers et al. 2023, arXiv:2305.14314) or 8 (2022, arXiv:2208.07339)."""
+"""Frozen base models quantised to 4 bits (Dettmers et al. 2023, arXiv:2305.14314) or 8 (2022, arXiv:2208.07339)."""
 
 import contextlib
 import functools
@@ -15,12 +15,12 @@ from lmtrain.errors import UserError
 
 
 def loading_options(cfg: PeftConfig, precision: str, accelerator: str, *, to_host: bool = False) -> dict[str, Any]:
-    """Arguments of `from_pretrained` that quantise while loading; none where peft.quantization is null.
+    """Returns arguments of `from_pretrained` that quantise while loading; none if peft.quantization is null.
 
     Args:
         precision: trainer.precision; 4-bit weights are multiplied in its compute dtype.
-        accelerator: cpu, cuda, ...: where quantised weights are put.
-        to_host: they are put into host memory, wherever they are quantised (see `quantising`).
+        accelerator: cpu, cuda, ...: the device for quantised weights.
+        to_host: puts quantised weights into host memory, wherever they are quantised (see `quantising`).
     """
     if cfg.quantization is None:
         return {}
@@ -49,7 +49,10 @@ def _device(accelerator: str) -> str:
 
 
 def quantising(cfg: PeftConfig, accelerator: str, to_host: bool) -> contextlib.AbstractContextManager[None]:
-    """Within it a GPU quantises weights of 4 bits that are put into host memory: a CPU takes a minute for a billion."""
+    """Returns a context in which a GPU does the 4-bit quantisation of weights for host memory.
+
+    A CPU takes a minute per billion weights.
+    """
     if cfg.quantization is None or not to_host or _device(accelerator) == "cpu":
         return contextlib.nullcontext()
     from lmtrain.adapters.packed import quantised_on
@@ -58,10 +61,10 @@ def quantising(cfg: PeftConfig, accelerator: str, to_host: bool) -> contextlib.A
 
 
 def quantise_shapes(model: PreTrainedModel, loading: dict[str, Any]) -> None:
-    """Makes a model on the meta device what loading its weights would have made it: layers of bitsandbytes.
+    """Converts a model on the meta device to bitsandbytes layers, as loading its weights would have.
 
     Args:
-        loading: as `loading_options`. Without a quantisation, the one that the model's config.json says counts.
+        loading: from `loading_options`; without a quantisation in it, that of the model's config.json applies.
     """
     stored = getattr(model.config, "quantization_config", None)
     config = loading.get("quantization_config") or stored
@@ -79,7 +82,7 @@ def quantise_shapes(model: PreTrainedModel, loading: dict[str, Any]) -> None:
 
 
 def check_shared_out(model: PreTrainedModel, strategy: str) -> None:
-    """Raises UserError where weights that the files hold quantised can't be shared out by trainer.strategy."""
+    """Raises UserError if the files' weights are quantised in a way that trainer.strategy can't shard."""
     stored = getattr(model.config, "quantization_config", None)
     if stored is None or strategy not in SHARING:
         return
@@ -93,18 +96,18 @@ def check_shared_out(model: PreTrainedModel, strategy: str) -> None:
 
 
 def _method(config: Any) -> Any:
-    method = _said(config, "quant_method")  # what config.json calls so, or a member of an enumeration
+    method = _said(config, "quant_method")  # the string of config.json, or a member of an enumeration
     return getattr(method, "value", method)
 
 
 def _said(config: Any, name: str) -> Any:
-    """A field of a quantization_config, which is a dict as config.json has it, an object once it was used."""
+    """Returns a field of a quantization_config, which is a dict if read from config.json, and an object after use."""
     return config.get(name) if isinstance(config, dict) else getattr(config, name, None)
 
 
 @functools.cache
 def multiplies_int8() -> bool:
-    """Whether 8-bit matrix products on this CPU, as bitsandbytes makes them, are exact."""
+    """Returns whether 8-bit matrix products on this CPU, as bitsandbytes computes them, are exact."""
     largest = torch.full((16, 64), 127, dtype=torch.int8)
     return bool((torch._int_mm(largest, largest.t()) == 64 * 127 * 127).all())
 
@@ -127,8 +130,9 @@ def _require_bitsandbytes(quantization: str) -> None:
 def make_trainable_on_cpu(model: nn.Module) -> None:
     """Keeps 4-bit layers differentiable on CPUs with AVX512-BF16.
 
-    There, bitsandbytes repacks a layer's weights at its first forward without gradients, after which the layer gives
-    its input no gradient any more: one validation would end all learning. (Widths that don't divide by 64 fail in it.)
+    There, bitsandbytes repacks a layer's weights at its first forward without gradients, after which the layer passes
+    no gradient to its input: training would stop learning after one validation. (Repacking also fails for widths that
+    64 does not divide.)
     """
     module: Any
     for module in model.modules():
@@ -141,7 +145,7 @@ def is_quantized(model: PreTrainedModel) -> bool:
 
 
 def dequantized(module: nn.Module) -> Tensor:
-    """The fp32 weight, [out, in] on the CPU, that a bitsandbytes layer multiplies with."""
+    """Returns the fp32 weight, [out, in] on the CPU, that a bitsandbytes layer multiplies with."""
     from peft.utils.integrations import dequantize_bnb_weight
 
     weight = dequantize_bnb_weight(module.weight, state=getattr(module, "state", None))

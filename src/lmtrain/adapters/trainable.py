@@ -1,6 +1,6 @@
-"""Which parameters a checkpoint holds when some are frozen, and how the frozen ones are identified.
+"""Which parameters a checkpoint holds if some are frozen, and how the frozen ones are identified.
 
-peft is not imported here: it takes seconds, and every objective needs this file.
+peft is not imported here, since that takes seconds and every objective imports this file.
 """
 
 import hashlib
@@ -26,16 +26,16 @@ from lmtrain.models.weight_files import some_of
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
 
-NAME = "default"  # peft's name of the adapter, part of its parameters' names
+NAME = "default"  # peft's name for the adapter, which is part of its parameters' names
 ATTRIBUTE = "lmtrain_adapter"
 
 
 @dataclass
 class Adapter:
-    """What belongs to a model with peft's layers in it."""
+    """The adapter of a model that has peft's layers in it."""
 
     peft: "PeftModel"  # wraps the model
-    start: dict[str, Tensor]  # A and B that were taken out of the base (PiSSA, OLoRA), by parameter name; else empty
+    start: dict[str, Tensor]  # initial A and B subtracted from the base (PiSSA, OLoRA), by parameter name; else empty
 
     @property
     def config(self) -> "LoraConfig":
@@ -43,28 +43,28 @@ class Adapter:
 
 
 def adapter_of(model: nn.Module) -> Adapter | None:
-    """The adapter that `adapters.attach` put into the model."""
+    """Returns the adapter that `lora.attach` put into the model, or None."""
     return model.__dict__.get(ATTRIBUTE)
 
 
 @contextmanager
 def disabled(model: nn.Module) -> Iterator[None]:
-    """Within it the model is its frozen base, without LoRA and memory: a reference model at no cost in memory.
+    """Disables LoRA and memory within the context, so that the model is its base: a reference model without a copy.
 
     Raises:
-        UserError: the adapter moved the base's weights.
+        UserError: the adapter's initialization changed the base's weights.
     """
     adapter = adapter_of(model)
     if adapter is not None and adapter.start:
         raise UserError("the base can't be had from this model: peft.init_weights=pissa or olora moved its weights")
     layers: list[Any] = [m for m in model.modules() if hasattr(m, "_disable_adapters")]
-    # Not peft's disable_adapter: it also freezes the adapter for the while, which a sharded model would not forget.
+    # Not peft's disable_adapter, which also freezes the adapter temporarily; a sharded model would keep it frozen.
     with switched(layers, "_disable_adapters", True), switched(memory_blocks(model), "enabled", False):
         yield
 
 
 def describe_adapter(adapter: Adapter, cfg: PeftConfig) -> str:
-    """One line for the plan."""
+    """Describes the adapter in one line, for the plan."""
     config = adapter.config
     kinds = [word for word, on in (("rsLoRA", config.use_rslora), ("DoRA", config.use_dora)) if on]
     words = f"{' + '.join(kinds) or 'LoRA'} r={config.r}, alpha={config.lora_alpha:g}, dropout={config.lora_dropout:g}"
@@ -74,7 +74,7 @@ def describe_adapter(adapter: Adapter, cfg: PeftConfig) -> str:
 
 
 def trainable_names(module: nn.Module) -> set[str] | None:
-    """Names of the trained parameters; None where nothing is frozen, so that a checkpoint holds everything."""
+    """Returns the names of the trained parameters, or None if nothing is frozen and checkpoints hold everything."""
     parameters = list(module.named_parameters(remove_duplicate=False))
     if all(p.requires_grad for _, p in parameters):
         return None
@@ -82,19 +82,22 @@ def trainable_names(module: nn.Module) -> set[str] | None:
 
 
 def base_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Those of the model that an adapter or a memory was put into, without what stands in for some of them."""
+    """Yields the base model's parameters, without LoRA, memory, trained copies of modules, and replaced originals."""
     others = (*ADDED, "modules_to_save", ".original_module.")
     return (p for n, p in model.named_parameters() if not any(part in n for part in others))
 
 
 def without_frozen(module: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict of `module` without what is frozen: that can be had again, and may be a thousand times as large."""
+    """Returns `state` without the frozen tensors of `module`, which can be reloaded and may be 1,000 times as large."""
     names = trainable_names(module)
     return state if names is None else {name: tensor for name, tensor in state.items() if name in names}
 
 
 def check_weights(module: nn.Module, saved: Mapping[str, Any]) -> None:
-    """Raises UserError unless a checkpoint holds exactly the parameters that `module` trains, in their shapes."""
+    """Raises UserError unless a checkpoint holds the parameters that `module` trains, and no others if some are frozen.
+
+    Their shapes must match as well.
+    """
     names = trainable_names(module)
     if names is None or names == saved.keys():
         return _check_shapes(module, saved)
@@ -110,7 +113,7 @@ def check_weights(module: nn.Module, saved: Mapping[str, Any]) -> None:
 
 
 def _check_shapes(module: nn.Module, saved: Mapping[str, Any]) -> None:
-    """Raises UserError for the first of the checkpoint's tensors that has not its parameter's shape, or lacks."""
+    """Raises UserError for the first parameter whose tensor in the checkpoint is missing or has another shape."""
     whole = trainable_names(module) is None
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if name not in saved:
@@ -127,10 +130,10 @@ def _check_shapes(module: nn.Module, saved: Mapping[str, Any]) -> None:
 
 
 def base_identity(model: PreTrainedModel, name_or_path: str, whole: Facts | None) -> str:
-    """What pretrained weights are: a hub commit, or a SHA-256 of a folder's weight files, wherever it lies.
+    """Returns a hub commit, or 16 hex digits of a SHA-256 of a folder's weight files, which doesn't depend on its path.
 
     Args:
-        whole: all of the files are read, and remembered there until they change. None: their sizes and some blocks.
+        whole: cache of the files' full hashes, valid until a file changes. None: hashes sizes and some blocks only.
     """
     path = Path(name_or_path).expanduser()
     if not path.is_dir():
@@ -144,10 +147,12 @@ def base_identity(model: PreTrainedModel, name_or_path: str, whole: Facts | None
 
 @torch.no_grad()
 def restore_start(model: PreTrainedModel, start: dict[str, Tensor]) -> None:
-    """Makes the base the one `start` was taken out of: another machine's decomposition differs in the last bits.
+    """Changes the base to the one from which `start` was subtracted, if this run's `Adapter.start` differs.
+
+    The decomposition (PiSSA, OLoRA) gives other last bits on another machine.
 
     Args:
-        start: as `Adapter.start` of the run that wrote the checkpoint.
+        start: `Adapter.start` of the run that wrote the checkpoint.
     """
     adapter = adapter_of(model)
     if adapter is None or not start or all(torch.equal(start[n], t) for n, t in adapter.start.items()):
@@ -160,4 +165,4 @@ def restore_start(model: PreTrainedModel, start: dict[str, Tensor]) -> None:
             change = layer.scaling[NAME] * (change.T if layer.fan_in_fan_out else change)
             weight = layer.get_base_layer().weight
             weight += like(change.to(weight.dtype).to(weight.device), weight)
-    adapter.start = {name: tensor.clone() for name, tensor in start.items()}  # these may be a checkpoint's, mapped
+    adapter.start = {name: tensor.clone() for name, tensor in start.items()}  # may be memory-mapped from a checkpoint

@@ -1,7 +1,7 @@
-"""An exponential moving average of the weights: what is validated and exported, while training goes on from its own.
+"""An exponential moving average of the weights, which is validated and exported; training continues without it.
 
-Formula and steps are those of Lightning's EMAWeightAveraging. That one saves the average in place of the weights; here
-a checkpoint's weights are those training goes on from, and the average is kept beside them, in trainer.pt.
+The formula and the averaged steps are those of Lightning's EMAWeightAveraging. That one saves the average in place of
+the weights; here a checkpoint holds the weights that training continues from, and the average in trainer.pt.
 """
 
 import contextlib
@@ -18,29 +18,29 @@ from lmtrain.config.schema import EmaConfig
 
 
 class WeightAverage(pl.Callback):
-    """Averages the trained parameters, in fp32 or wider, on their device. Every rank keeps the same average."""
+    """A callback that averages the trained parameters in fp32 or wider on their device, identically on every rank."""
 
     def __init__(self, cfg: EmaConfig) -> None:
         self.cfg = cfg
         self._mix: Any = get_ema_multi_avg_fn(cfg.decay)
         self._average: dict[str, Tensor] = {}  # by parameter name; empty until the first update
-        self._before: dict[str, Tensor] = {}  # the model's own values while it validates outside of training
+        self._before: dict[str, Tensor] = {}  # the unaveraged weights during a validation outside of training
 
     def state_dict(self) -> dict[str, Any]:
         return {"average": self._average}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._average = {name: tensor.clone() for name, tensor in state_dict["average"].items()}  # those may be mapped
+        self._average = {name: tensor.clone() for name, tensor in state_dict["average"].items()}  # can be memory-mapped
 
     @torch.no_grad()
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
-        step = trainer.global_step - 1  # counted from 0, as Lightning's does
+        step = trainer.global_step - 1  # counted from 0, as Lightning's average does
         if step < self.cfg.update_starting_at_step or step % self.cfg.update_every_n_steps != 0:
             return
         trained = _trained(pl_module)
         now = {name: p.detach().to(torch.promote_types(p.dtype, torch.float32)) for name, p in trained.items()}
         if self._average:
-            # A checkpoint's average is read into host memory.
+            # An average loaded from a checkpoint is in host memory.
             self._average = {name: tensor.to(trained[name].device) for name, tensor in self._average.items()}
             self._mix(list(self._average.values()), list(now.values()), None)
         else:
@@ -48,7 +48,7 @@ class WeightAverage(pl.Callback):
 
     @contextlib.contextmanager
     def in_place(self, module: nn.Module) -> Iterator[None]:
-        """Within it the model has the average, once there is one."""
+        """Replaces the model's weights by the average within the context, if there is one already."""
         before = self._put(module)
         try:
             yield
@@ -57,13 +57,13 @@ class WeightAverage(pl.Callback):
 
     @torch.no_grad()
     def _put(self, module: nn.Module) -> dict[str, Tensor]:
-        """Gives the model the average; returns copies of the values it had."""
+        """Copies the average into the model; returns copies of the previous values."""
         before = {name: p.detach().clone() for name, p in _trained(module).items() if name in self._average}
         _set(module, self._average)
         return before
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.state.fn == TrainerFn.VALIDATING:  # while training, the Validation callback says when
+        if trainer.state.fn == TrainerFn.VALIDATING:  # during training the Validation callback does this
             self._before = self._put(pl_module)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -71,7 +71,7 @@ class WeightAverage(pl.Callback):
             _set(pl_module, self._before)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """All checkpoints are made: what is exported is the average."""
+        """Copies the average into the model for the export, now that all checkpoints are written."""
         self._put(pl_module)
 
 
@@ -81,7 +81,7 @@ def _trained(module: nn.Module) -> dict[str, nn.Parameter]:
 
 @torch.no_grad()
 def _set(module: nn.Module, values: dict[str, Tensor]) -> None:
-    """Copies the values into the parameters of their names."""
+    """Copies each value into the parameter with its name."""
     parameters = dict(module.named_parameters()) if values else {}
     for name, value in values.items():
         parameters[name].copy_(value)

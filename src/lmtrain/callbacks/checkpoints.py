@@ -1,9 +1,9 @@
-"""When to save and what to keep.
+"""A callback that decides when to save checkpoints and which ones to keep.
 
-Every n optimizer steps, after the last, and after a validation that is the best so far: always after that step's
-validation, so that its score stands in the checkpoint's manifest and the best one is found by reading manifests.
-A run that stops elsewhere (a signal, early stopping) leaves an interim checkpoint: it stays until there is a newer one
-and never takes another's place, so that an interrupted run ends with the checkpoints of one that was not touched.
+It saves every n optimizer steps, after the last step, and after a validation with the best score so far: always after
+that step's validation, so that its manifest holds the score and the best checkpoint is found by reading manifests.
+A run that stops at another step (a signal, early stopping) leaves an interim checkpoint: it is kept until there is a
+newer one and never displaces another, so that an interrupted run ends with the checkpoints of an uninterrupted one.
 """
 
 from pathlib import Path
@@ -21,7 +21,7 @@ from lmtrain.errors import RunError
 
 
 class Checkpoints(Checkpoint):
-    """A Lightning Checkpoint, so it runs after the callbacks whose state it saves."""
+    """A Lightning Checkpoint callback, since Lightning runs those after the callbacks whose state they save."""
 
     def __init__(
         self,
@@ -37,16 +37,16 @@ class Checkpoints(Checkpoint):
         """
         Args:
             scored_on: names the rows that cfg.monitor is measured on, see `val_sets.scored_on`.
-            mode: by which scores are ranked, see `build.ranking`; None is cfg.mode.
+            mode: how scores are ranked, see `build.ranking`; None means cfg.mode.
         """
         self.folder, self.metrics, self.cfg, self.scored_on = folder, metrics, cfg, scored_on
         self.mode = mode or cfg.mode
         self.every_n_steps, self.total_steps = every_n_steps, total_steps
         self.interim = False
-        self.tokenizer: dict[str, str] = {}  # the hashes of the files of the run's tokenizer/
+        self.tokenizer: dict[str, str] = {}  # hashes of the files in the run's tokenizer/
 
     def due(self, trainer: pl.Trainer) -> bool:
-        """Whether to save now; the same on all ranks, who may see the folder in different states."""
+        """Returns whether to save now; rank 0 decides about scores, as ranks may see the folder in different states."""
         step = trainer.global_step
         if step == self.total_steps or (self.every_n_steps is not None and step % self.every_n_steps == 0):
             return True
@@ -55,7 +55,7 @@ class Checkpoints(Checkpoint):
         return trainer.strategy.broadcast(trainer.is_global_zero and self._best_so_far(step, io_of(trainer)))
 
     def _score(self, step: int) -> float | None:
-        """The monitored value of this step's validation, or None if it was not validated."""
+        """Returns the monitored value of this step's validation, or None if the step was not validated."""
         val = self.metrics.last_val
         if val.get("step") != step:
             return None
@@ -69,20 +69,20 @@ class Checkpoints(Checkpoint):
     def _best_so_far(self, step: int, io: FolderCheckpointIO) -> bool:
         score = self._score(step)
         with self.metrics.clock.pause():
-            io.wait()  # one in flight has no manifest yet
+            io.wait()  # a checkpoint still being written has no manifest
         earlier = retention.scores(self.folder, self.cfg.monitor, self.scored_on)
         return retention.best_of([*earlier, (step, score)], self.mode) == step
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """A run killed between its last save and what follows has no later save that would do it."""
+        """Hashes the tokenizer; prunes checkpoints, in case the run was killed between its last save and pruning."""
         self.tokenizer = file_hashes(self.folder.parent / "tokenizer")
         if trainer.is_global_zero:
             self.prune()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """A validation that was owed has just been made: its checkpoint gets the score.
+        """Adds the scores of an overdue validation, made just now, to the manifest of its checkpoint.
 
-        Its files stay as they are, so a run that is killed now begins with that validation again.
+        Its other files don't change, so a run that is killed now starts with that validation again.
         """
         path, found = self.folder / store.name_of(trainer.global_step), self._metrics_of(trainer.global_step)
         interim = not self.due(trainer)
@@ -109,23 +109,23 @@ class Checkpoints(Checkpoint):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        # They go into the manifest.
+        # These entries go into the manifest.
         checkpoint["metrics"], checkpoint["interim"] = self._metrics_of(trainer.global_step), self.interim
         checkpoint["scored_on"], checkpoint["tokenizer"] = self.scored_on, self.tokenizer
 
     def _metrics_of(self, step: int) -> dict[str, Any]:
-        """The scores of this very step, if it was validated."""
+        """Returns the scores of exactly this step, or {} if it was not validated."""
         val = self.metrics.last_val
         return {k: v for k, v in val.items() if k != "step"} if val.get("step") == step else {}
 
     def prune(self) -> None:
-        """Removes what retention does not keep, by scanning the folder: nothing is remembered, nothing can be stale."""
+        """Removes checkpoints that retention does not keep and updates `last` and `best`, from a fresh folder scan."""
         found = {store.step_of(path): path for path in retention.manifests(self.folder)}
         if not found:
             return
         scores, cfg = retention.scores(self.folder, self.cfg.monitor, self.scored_on), self.cfg
         keep = retention.to_keep(scores, cfg.keep_last, cfg.keep_best, cfg.keep_every, self.mode) | {max(found)}
-        for rows in retention.scored_on_others(self.folder, self.scored_on):  # the best of each, which may be asked for
+        for rows in retention.scored_on_others(self.folder, self.scored_on):  # keep the best of each
             keep |= retention.to_keep(
                 retention.scores(self.folder, cfg.monitor, rows), 0, cfg.keep_best, None, self.mode
             )
@@ -138,7 +138,7 @@ class Checkpoints(Checkpoint):
 
 
 def io_of(trainer: pl.Trainer) -> FolderCheckpointIO:
-    """What writes the run's checkpoints."""
+    """Returns the object that writes the run's checkpoints."""
     io = trainer.strategy.checkpoint_io
     assert isinstance(io, FolderCheckpointIO)
     return io

@@ -1,6 +1,6 @@
-"""Lightning's callbacks that can't do here what they are for, and why; and one that has to be told more.
+"""Lightning callbacks that are refused because they can't work here, with reasons; and an adapted ThroughputMonitor.
 
-docs/lightning.md says what the others do.
+docs/lightning.md describes the others.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ Count = Callable[[Any], int]
 
 
 def _micro_batches(batch: Any) -> list[Any]:
-    """Those of a training step; a validation's batch is one."""
+    """Returns the micro-batches of a training batch; a validation batch is a single one."""
     return batch.get("micro_batches", [batch])
 
 
@@ -50,23 +50,23 @@ def tokens_of(batch: Any) -> int:
 
 
 class ThroughputMonitor(theirs.ThroughputMonitor):
-    """Takes the place of Lightning's in callbacks.extra."""
+    """Lightning's ThroughputMonitor for batches of micro-batches; replaces the original in callbacks.extra."""
 
     def __init__(self, batch_size_fn: Count = rows_of, length_fn: Count = tokens_of, **kwargs: Any) -> None:
         super().__init__(batch_size_fn, length_fn, **kwargs)
 
     def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if RunningStage.TRAINING in self._t0s:  # else before the first step: nothing was measured yet
+        if RunningStage.TRAINING in self._t0s:  # false before the first step: nothing measured yet
             super().on_validation_end(trainer, *_)
 
 
 _THROUGHPUT = f"{__name__}.ThroughputMonitor"
-INSTEAD = {  # fitted to a batch of here
+INSTEAD = {  # adapted to lmtrain's batches
     "lightning.pytorch.callbacks.ThroughputMonitor": _THROUGHPUT,
     "lightning.pytorch.callbacks.throughput_monitor.ThroughputMonitor": _THROUGHPUT,
 }
 
 
 def fitted(entry: dict[str, Any]) -> dict[str, Any]:
-    """An entry of callbacks.extra; for a callback of Lightning's that has to be told something, the one that is."""
+    """Returns an entry of callbacks.extra; a Lightning callback is replaced by its adapted version, if any."""
     return {**entry, "_target_": INSTEAD.get(entry["_target_"], entry["_target_"])}

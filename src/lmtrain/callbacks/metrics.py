@@ -1,4 +1,4 @@
-"""Numbers of the run: measured at each logged step and each validation, and put into its record (records.py).
+"""Metrics of the run, measured at each logged step and each validation, and put into its record (records.py).
 
 Values stay on the device until a row is due, so a step that is not logged never waits for the GPU.
 """
@@ -19,7 +19,7 @@ from lmtrain.objectives.base import Objective
 from lmtrain.objectives.parts import RECOMPUTED, Definition
 from lmtrain.strategies import lightning_private
 
-# Fields that depend on the machine's speed: the rest of a resumed run's rows equals the uninterrupted run's.
+# Fields that depend on the machine: the others are equal in the rows of a resumed and an uninterrupted run.
 TIME_FIELDS = (
     *("tokens_per_s", "samples_per_s", "step_ms", "data_wait_ms", "mfu", "memory_gib"),
     *("host_memory_gib", "gpu_utilization", "gpu_watts", "time"),
@@ -72,12 +72,12 @@ DERIVED = {
 
 
 def without_times(row: Row) -> Row:
-    """The row without TIME_FIELDS: what two equal runs must share."""
+    """Returns the row without TIME_FIELDS: what two equal runs must share."""
     return {key: value for key, value in row.items() if key not in TIME_FIELDS}
 
 
 class Clock:
-    """Time spent training since the last row, without validations, saves and samples, and the time waited for data."""
+    """Measures training time since the last row, without validations, saves and samples, and the wait for data."""
 
     def __init__(self) -> None:
         self.restart()
@@ -98,7 +98,7 @@ class Clock:
 
 
 class Metrics(pl.Callback):
-    """Measures, and says which step's record is open; `listeners` (the progress bar) get every row at once."""
+    """A callback that measures and opens each step's record; `listeners` (the progress bar) get each row at once."""
 
     def __init__(
         self,
@@ -112,8 +112,8 @@ class Metrics(pl.Callback):
     ) -> None:
         """
         Args:
-            numbers: what else of a step is recorded.
-            flops_per_token: of the last of so many steps.
+            numbers: computes further numbers of a step's record.
+            flops_per_token: maps a number of steps to the FLOPs per token in the last of them.
         """
         self.records, self.log_every_n_steps = records, log_every_n_steps
         self.numbers = numbers
@@ -122,7 +122,7 @@ class Metrics(pl.Callback):
         self.listeners: list[Callable[[Row], None]] = []
         self.tokens_seen = torch.zeros((), dtype=torch.int64)
         self.tokens_logged = 0
-        self.last_train: Row = {}  # train/... of the step logged last, and which one that was
+        self.last_train: Row = {}  # train/... and the number of the last logged step
         self.last_val: Row = {}
         self.train_seconds, self.train_tokens = 0.0, 0
         self._trained_until = 0.0  # training time on the clock when the last batch ended
@@ -133,7 +133,7 @@ class Metrics(pl.Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.tokens_seen = torch.tensor(state_dict["tokens_seen"])
-        self.last_train = dict(state_dict.get("last_train", {}))  # earlier versions kept none
+        self.last_train = dict(state_dict.get("last_train", {}))  # earlier versions did not save it
         self.last_val = dict(state_dict["last_val"])
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -151,7 +151,7 @@ class Metrics(pl.Callback):
         assert isinstance(pl_module, Objective)
         self.records.begin(trainer.global_step + 1, trainer.is_global_zero)
         lightning_private.hide_logged(trainer, True)
-        pl_module.set_rate(trainer.global_step)  # before the callbacks that look at it now
+        pl_module.set_rate(trainer.global_step)  # before callbacks read the learning rate
         self.clock.data_wait += self.clock.elapsed() - self._trained_until
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
@@ -201,11 +201,11 @@ class Metrics(pl.Callback):
         self.records.validating = True
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.last_val |= self.records.logged_in_validation()  # a checkpoint may be the best by one of them
+        self.last_val |= self.records.logged_in_validation()  # checkpoint.monitor may be one of them
         self.clock.paused += time.perf_counter() - self._val_start
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.records.validating = True  # records are of the training: a test returns its numbers
+        self.records.validating = True  # records cover training: a test returns its metrics
 
     def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.records.forget_validation()
@@ -213,11 +213,11 @@ class Metrics(pl.Callback):
     def log_validation(
         self, trainer: pl.Trainer, module: Objective, means: dict[str, dict[str, float]], scores: dict[str, float]
     ) -> Row:
-        """Adds perplexity and bits per byte, where the loss is one to make them of, and emits the row.
+        """Emits and returns the row of a validation, with perplexity and bits per byte if the loss is an NLL.
 
         Args:
-            means: of each set that is validated on, by its name; of the validation split by ''.
-            scores: of answers to rows of the validation split.
+            means: the means of each validation set, by its name; '' is the validation split.
+            scores: the text metrics of answers to rows of the validation split.
         """
         row: Row = {"step": trainer.global_step, "tokens_seen": int(self.tokens_seen)}
         for name, numbers in means.items():
@@ -240,7 +240,7 @@ class Metrics(pl.Callback):
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         assert isinstance(pl_module, Objective)
-        pl_module.logs_itself = True  # under another Trainer
+        pl_module.logs_itself = True  # for use under another Trainer
         self.records.close()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -248,27 +248,27 @@ class Metrics(pl.Callback):
 
 
 class WriteRecords(pl.Callback):
-    """Writes the step's record once all callbacks have logged, before the checkpoint that counts it."""
+    """A callback that writes the step's record once all others have logged, before the checkpoint, which counts it."""
 
     def __init__(self, records: Records) -> None:
         self.records = records
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.records.write(trainer.is_global_zero)  # of a validation that was owed, or made before training
+        self.records.write(trainer.is_global_zero)  # of an overdue validation, or one before training
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if trainer.accumulate_grad_batches != 1:  # Lightning would count steps otherwise
+        if trainer.accumulate_grad_batches != 1:  # Lightning's step count would be wrong
             raise RunError(
                 f"a callback has set trainer.accumulate_grad_batches={trainer.accumulate_grad_batches}: a batch is a "
                 f"whole optimizer step here. data.global_batch_size says how many rows it has, data.micro_batch_size "
                 f"how many are computed at once"
             )
-        if self.records.holds(validation=False):  # Lightning itself would hand them over after the checkpoint
+        if self.records.holds(validation=False):  # Lightning itself passes them on after the checkpoint
             self.records.log_metrics(lightning_private.logged_at_step(trainer))
         assert isinstance(pl_module, Objective)
-        if trainer.global_step == pl_module.total_steps:  # the epoch, which is the run, ends here
+        if trainer.global_step == pl_module.total_steps:  # the only epoch, which is the run, ends here
             lightning_private.hide_logged(trainer, False)
             self.records.log_metrics(lightning_private.logged_over_epoch(trainer))
         self.records.close_step(trainer.is_global_zero)
@@ -280,7 +280,7 @@ class WriteRecords(pl.Callback):
 
 
 def derived(loss: float, bytes_per_token: float | None) -> dict[str, float]:
-    """perplexity = exp(loss) and bits_per_byte = loss / ln 2 / (UTF-8 bytes per token of the split)."""
+    """Returns perplexity = exp(loss) and bits_per_byte = loss / ln 2 / (UTF-8 bytes per token of the split)."""
     row = {"perplexity": float(torch.tensor(loss, dtype=torch.float64).exp())}
     if bytes_per_token:
         row["bits_per_byte"] = loss / 0.6931471805599453 / bytes_per_token

@@ -32,33 +32,33 @@ _SHOWN = (  # (key of a row, label, format)
     ("tokens_per_s", "tok/s", "{:,.0f}"),
     ("mfu", "mfu", "{:.1%}"),
 )
-LINES = 7  # of a run in a log, besides those of validations
-_SECONDS_BETWEEN_UPDATES = 0.2  # of the bar's position; the eye sees no more and the step pays less
+LINES = 7  # lines of a run in a log, not counting validations
+_SECONDS_BETWEEN_UPDATES = 0.2  # of the bar's position; more would not be visible, but slow down steps
 
 
 def parts(row: Row) -> list[str]:
-    """The row's main numbers, the most important first."""
+    """Returns the row's main numbers as text, the most important first."""
     return [f"{label} {form.format(row[key])}" for key, label, form in _SHOWN if row.get(key) is not None]
 
 
 def describe(row: Row) -> str:
-    """The row's main numbers on one line."""
+    """Returns the row's main numbers on one line."""
     return "  ".join(parts(row))
 
 
 def duration(seconds: float) -> str:
-    """3725 -> '1:02:05'."""
+    """Formats a duration: 3725 -> '1:02:05'."""
     minutes, rest = divmod(int(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
 class Numbers(ProgressColumn):
-    """As many of the latest numbers, then the time that has passed, as the screen is wide beside what always stands."""
+    """A column with as many of the latest numbers, then the elapsed time, as fit beside the fixed columns."""
 
     def __init__(self, console: Console, latest: Row, total_steps: int) -> None:
         super().__init__(Column(no_wrap=True))
         self.console, self.latest = console, latest
-        # A word, the least bar, step/total, percentage, "left", its time, and the spaces between.
+        # Width of the fixed columns: a word, the smallest bar, step/total, percentage, "left", its time, and spaces.
         self.always = len("validate") + 8 + 2 * len(str(total_steps)) + 1 + len("100%") + len("left 0:00:00") + 6
 
     def render(self, task: Task) -> Text:
@@ -72,7 +72,7 @@ class Numbers(ProgressColumn):
 
 
 class RichBar(pl.Callback):
-    """A single bar: step, percentage and time left; where there is room loss, validation loss, learning rate, ..."""
+    """A single bar with step, percentage and time left; if there is room, loss, validation loss, learning rate, ..."""
 
     def __init__(self, console: Console, total_steps: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.console, self.total_steps, self.clock = console, total_steps, clock
@@ -84,7 +84,7 @@ class RichBar(pl.Callback):
 
     def listen(self, row: Row) -> None:
         self.latest.update(row)
-        if "val/loss" in row and self.progress is not None:  # stays above the bar
+        if "val/loss" in row and self.progress is not None:  # this line remains above the bar
             step = f"step {row['step']:>{len(str(self.total_steps))}}"
             numbers = describe({**self.latest, "lr": None, "tokens_per_s": None, "mfu": None})
             self.console.print(f"{step}  {numbers}", soft_wrap=True, highlight=False)
@@ -130,7 +130,7 @@ class RichBar(pl.Callback):
             self.val = None
 
     def _stop(self) -> None:
-        self.on_validation_end()  # a run that is interrupted while it validates leaves one bar
+        self.on_validation_end()  # so that a run interrupted in a validation leaves one bar
         if self.progress is not None:
             self.progress.stop()
             self.progress = None
@@ -145,13 +145,13 @@ class RichBar(pl.Callback):
 
 
 class PlainLines(pl.Callback):
-    """A line now and then, one per validation and one at the end: for logs, pipes and notebooks."""
+    """Progress lines at intervals, after each validation and at the end: for logs, pipes and notebooks."""
 
     def __init__(self, console: Console, total_steps: int, every_seconds: float) -> None:
         self.console, self.total_steps, self.every_seconds = console, total_steps, every_seconds
         self.latest: Row = {}
         self._printed, self._began, self._first, self._last = -math.inf, time.perf_counter(), 0, 0
-        self._timed: tuple[int, float] | None = None  # the first row's step and time: code is compiled before it
+        self._timed: tuple[int, float] | None = None  # step and time of the first row, after compilation
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._began, self._first = time.perf_counter(), trainer.global_step
@@ -169,7 +169,7 @@ class PlainLines(pl.Callback):
             self._print(step, time.perf_counter() - self._began)
 
     def _print(self, step: int, elapsed: float) -> None:
-        """The latest numbers; those of a validation once."""
+        """Prints the latest numbers; those of a validation only once."""
         self._printed, self._last = elapsed, step
         named = f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}"
         self.console.print(
@@ -178,18 +178,18 @@ class PlainLines(pl.Callback):
         self.latest = {key: value for key, value in self.latest.items() if not key.startswith("val/")}
 
     def _pause(self, step: int, seconds: float) -> float:
-        """Seconds between lines: as asked for, and more in a run of which that would be more than LINES."""
+        """Returns the seconds between lines: `every_seconds`, or more so that the run prints at most LINES lines."""
         if self.every_seconds == 0:
             return 0.0
         return max(self.every_seconds, self._step_seconds(step, seconds) * (self.total_steps - self._first) / LINES)
 
     def _step_seconds(self, step: int, seconds: float) -> float:
-        """The mean time of a step since the first row; 0.0 at that row."""
+        """Returns the mean time of a step since the first row, or 0.0 at that row."""
         first, then = self._timed or (step, seconds)
         return (seconds - then) / (step - first) if step > first else 0.0
 
     def _times(self, step: int, seconds: float) -> str:
-        """How long it has trained, and at this rate will."""
+        """Describes the elapsed time and, at the current rate, the time left."""
         each = self._step_seconds(step, seconds)
         left = f", {duration(each * (self.total_steps - step))} left" if each > 0 or step == self.total_steps else ""
         return f"{duration(seconds)} elapsed{left}"

@@ -1,8 +1,8 @@
-"""The one way numbers leave a run: a record per logged step and per validation, to metrics.jsonl and every logger.
+"""Records of metrics: one per logged step and one per validation, written to metrics.jsonl and every logger.
 
-`Records` is a Lightning logger. What the run itself measures, what a module or a callback logs with Lightning's
-`self.log`, and what is handed to any logger's `log_metrics` goes into the record of the step that is being made. A
-record is written whole, before that step's checkpoint, so a resumed run neither repeats nor loses one.
+All metrics of a run go through `Records`, a Lightning logger. What the run itself measures, what a module or callback
+logs with Lightning's `self.log`, and what is passed to any logger's `log_metrics` goes into the record of the current
+step. A record is written as a whole, before that step's checkpoint, so a resumed run neither repeats nor loses one.
 """
 
 import contextlib
@@ -25,11 +25,11 @@ Row = dict[str, Any]
 
 
 class Joined:
-    """Mixin for a Lightning logger of a run: it gets whole records, and what is logged to it joins the record."""
+    """Mixin for a run's Lightning loggers: they get whole records, and values logged to them join the record."""
 
     records: "Records"
-    sent: Mapping[str, set[int]] = MappingProxyType({})  # steps by name that are there already and can't be taken back
-    _last: tuple[int, frozenset[str]] = (-1, frozenset())  # the step written last and its names
+    sent: Mapping[str, set[int]] = MappingProxyType({})  # steps already sent, by metric; they can't be withdrawn
+    _last: tuple[int, frozenset[str]] = (-1, frozenset())  # the last step written and its names
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         self.records.log_metrics(metrics, step)
@@ -37,7 +37,7 @@ class Joined:
     def write_record(self, row: Row, validation: bool) -> None:
         """Hands a record's numbers to the logger's own log_metrics; called on rank 0 only."""
         (last, names), step = self._last, row["step"]
-        known = names if step == last else frozenset()  # tokens_seen: no curve has a step twice
+        known = names if step == last else frozenset()  # such as tokens_seen: one value per step and curve
         numbers = {k: v for k, v in row.items() if k not in ("step", *known) and isinstance(v, int | float)}
         numbers = {k: v for k, v in numbers.items() if step not in self.sent.get(k, ())}
         self._last = (step, known | numbers.keys())
@@ -45,76 +45,76 @@ class Joined:
             super().log_metrics(numbers, step=step)  # type: ignore[misc]
 
     def log_texts(self, columns: list[str], rows: list[list[str]]) -> None:
-        """Adds rows to the table of samples, where the logger has tables."""
+        """Adds rows to the table of samples, if the logger supports tables."""
 
     def open_run(self, after: int, tell: Callable[[str], None]) -> None:
-        """Opens files and connections; the run goes on after the step `after`."""
+        """Opens files and connections; the run continues after step `after`."""
         _ = self.experiment  # type: ignore[attr-defined]
 
     def note_sent(self, rows: list[Row]) -> None:
-        """Sets `sent`, where the tracker can't take back what earlier processes sent; `rows`: what they logged."""
+        """Sets `sent` if the tracker can't withdraw what earlier processes sent; `rows` holds what they logged."""
 
     def finalize(self, status: str = "success") -> None:
-        """What a tracker can't do at the end is said, and no more: the run is trained."""
+        """Finalizes the tracker; a failure is only reported, since the run is already trained."""
         if self in self.records.joined:
             with self.records.outliving(self):
                 super().finalize(status)  # type: ignore[misc]
 
 
 class Records(Logger):
-    """Writes metrics.jsonl. Every rank collects, rank 0 writes."""
+    """The logger that writes metrics.jsonl. Every rank collects values, rank 0 writes them."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.path = path
         self.joined: list[Joined] = []  # the loggers that get each record
-        self.rows = 0  # in the file; of a resumed run, what it was cut back to
-        self.step: int | None = None  # whose record is open; None: training has not started
-        self.validating = False  # what is logged now belongs to the record of a validation
+        self.rows = 0  # rows in the file; of a resumed run, after truncation
+        self.step: int | None = None  # the step whose record is open; None before training
+        self.validating = False  # whether logged values belong to the record of a validation
         self._own: dict[bool, Row] = {}  # the run's own numbers, of training (False) and of a validation (True)
-        self._logged: dict[bool, Row] = {False: {}, True: {}}  # what was logged besides
+        self._logged: dict[bool, Row] = {False: {}, True: {}}  # other logged values, likewise
         self._written: set[str] | None = None  # names in the step's record, once it is written
         self._before_end: set[str] = set()  # names in the last step's record
-        self._repeats = False  # between the start of a resumed training and its first step
+        self._repeats = False  # true from the start of a resumed training to its first step
         self._told: set[str] = set()
         self._file: TextIO | None = None
 
     def start(self, step: int) -> None:
-        """Training starts after `step` steps. What a resumed one logs before its first step was logged by the first."""
+        """Starts after `step` steps; on resume, values logged before the first step are dropped as repetitions."""
         self.step, self._written, self._repeats = step, None, step > 0
 
     def begin(self, step: int, write: bool) -> None:
-        """Opens the record of a step, the first being 1."""
+        """Writes pending values and opens the record of a step, counted from 1."""
         self.write(write)
         self.step, self._written, self._repeats = step, None, False
 
     def put(self, row: Row, validation: bool) -> None:
-        """The run's own numbers of the step, or of its validation."""
+        """Sets the run's own numbers of the step, or of its validation."""
         self._own[validation] = row
 
     def add(self, row: Row) -> None:
-        """More of the run's own values of a logged step; lists of numbers stay in metrics.jsonl alone."""
+        """Adds to the run's own values of a logged step; lists of numbers are written to metrics.jsonl only."""
         self._own[False] |= row
 
     def holds(self, validation: bool) -> bool:
-        """Whether the run's own numbers of the step, or of its validation, wait to be written."""
+        """Returns whether the run's own numbers of the step, or of its validation, are waiting to be written."""
         return validation in self._own
 
     def logged_in_validation(self) -> Row:
-        """What was logged in this step's validation besides the run's own numbers."""
+        """Returns what was logged in this step's validation besides the run's own numbers."""
         return dict(self._logged[True])
 
     def forget_validation(self) -> None:
-        """An interrupted validation is made again; one outside of training has no record."""
+        """Discards the record of a validation that was interrupted (it is repeated) or ran outside of training."""
         self.validating = False
         self._own.pop(True, None)
         self._logged[True] = {}
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Adds to the open record, whatever `step` says: Lightning counts from 0, records count steps that are done.
+        """Adds to the open record; ignores `step`, since Lightning counts from 0 and records count completed steps.
 
         Raises:
-            RunError: a value is not a single number; training has not started.
+            RunError: a value is not a single number, or training has not started.
         """
         values = {name: number(name, value) for name, value in metrics.items() if name != "epoch"}
         if self.validating:
@@ -131,7 +131,7 @@ class Records(Logger):
             self._tell(late, "was logged after its step's record: log it in training_step or in a callback")
 
     def write(self, rank_zero: bool) -> None:
-        """Writes what has gathered: the step's record, then its validation's."""
+        """Writes the collected values: the step's record, then that of its validation."""
         for validation in (False, True):
             own, logged = self._own.pop(validation, {}), self._logged[validation]
             self._logged[validation] = {}
@@ -143,13 +143,13 @@ class Records(Logger):
                 self._append(row, validation)
 
     def close_step(self, rank_zero: bool) -> None:
-        """Writes the step's record; what is logged to it from here on comes too late."""
+        """Writes the step's record; values logged for the step after this are only reported as too late."""
         names = {*self._own.get(False, {}), *self._logged[False]}
         self.write(rank_zero)
         self._written = names
 
     def abandon(self, rank_zero: bool) -> None:
-        """Training failed: writes what is of a step or a validation that was finished."""
+        """Writes, after training has failed, the record of a step or validation that was completed; closes the file."""
         for validation in (False, True):
             if validation not in self._own:
                 self._logged[validation] = {}
@@ -157,11 +157,11 @@ class Records(Logger):
         self.close()
 
     def reopen(self) -> None:
-        """The last step's record is written; Lightning is about to log what it gathered over the epoch."""
+        """Reopens the last step's record, already written, for the values that Lightning logs over the epoch."""
         self._before_end, self._written = self._written or set(), None
 
     def end(self, rank_zero: bool, whole: bool) -> None:
-        """Writes what is known since `reopen`, where the `whole` epoch was trained and not a part of it."""
+        """Writes pending values; those logged since `reopen` only if the `whole` epoch was trained, not just a part."""
         if not whole:
             self._logged[False] = {}
         self._logged[False] = {k: v for k, v in self._logged[False].items() if k not in self._before_end}
@@ -180,7 +180,7 @@ class Records(Logger):
 
     @contextlib.contextmanager
     def outliving(self, logger: Joined) -> Iterator[None]:
-        """Within it a failure of a tracker (its server, its disk) is said once, and the run goes on without it."""
+        """Reports a failure of the tracker (its server, its disk) in the context; the run continues without it."""
         try:
             yield
         except Exception as error:  # trackers' errors share no base class
@@ -201,9 +201,9 @@ class Records(Logger):
             self._file.close()
             self._file = None
 
-    # What Lightning asks of a logger besides.
+    # The rest of Lightning's logger interface.
     def log_hyperparams(self, *_: Any, **__: Any) -> None:
-        """config.yaml holds them."""
+        """Does nothing: config.yaml holds the hyperparameters."""
 
     @property
     def experiment(self) -> "Records":
@@ -223,7 +223,7 @@ class Records(Logger):
 
 
 def number(name: str, value: Any) -> int | float:
-    """The value as a Python number; RunError where it is not a single one."""
+    """Returns the value as a Python number; raises RunError if it is not a single number."""
     if isinstance(value, torch.Tensor):
         if value.numel() == 1 and not value.is_complex():
             return value.item()

@@ -1,4 +1,4 @@
-"""What people see of rollouts: completions with their rewards, rewards that fail, steps that teach nothing."""
+"""Reports on rollouts: completions with their rewards, failing rewards, and steps without a learning signal."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from lmtrain.terminal import visible
 
 
 class Rollouts(pl.Callback):
-    """Reads `objective.rollout`, rank 0's part of the step's completions, after each step."""
+    """A callback that reads `objective.rollout`, this rank's part of the step's completions, after each step."""
 
     def __init__(
         self, records: Records, samples: Path, kept: Path | None, warn_after_steps: int | None, console: Console
@@ -27,12 +27,12 @@ class Rollouts(pl.Callback):
         """
         Args:
             samples: the run's samples.jsonl.
-            kept: the folder that whole rollouts are written to; None: they aren't.
+            kept: the folder that whole rollouts are written to; None: they are not written.
         """
         self.records, self.samples, self.kept, self.console = records, samples, kept, console
         self.warn_after_steps = warn_after_steps
         self.idle_steps, self.warned = 0, False
-        self.told: list[str] = []  # failures
+        self.told: list[str] = []  # kinds of failures already reported
 
     def state_dict(self) -> dict[str, Any]:
         return {"idle_steps": self.idle_steps, "warned": self.warned, "told": list(self.told)}
@@ -95,7 +95,7 @@ class Rollouts(pl.Callback):
 
 
 def chosen(groups: list[Group], step: int) -> list[tuple[str, Group, int]]:
-    """The completions of a rollout with the highest and the lowest reward, and one at random, the same in every run."""
+    """Returns the completions with the highest and lowest reward, and one at random that is the same in every run."""
     each = [(group, i) for group in groups for i in range(len(group.texts))]
     scored = [(group, i) for group, i in each if group.rewards[i] == group.rewards[i]] or each
     best = max(scored, key=lambda at: float(at[0].rewards[at[1]]))
@@ -105,23 +105,23 @@ def chosen(groups: list[Group], step: int) -> list[tuple[str, Group, int]]:
 
 
 def number(value: Any) -> float | None:
-    """None for NaN, which JSON has not."""
+    """Returns the value as a float, or None for NaN, which JSON does not have."""
     return float(value) if value == value else None
 
 
 def shown_prompt(group: Group) -> str:
-    """The prompt in words: of messages the last user's."""
+    """Returns the prompt as text; of messages, the last one by the user."""
     columns = group.prompt.columns
     prompt = next((columns[name] for name in ("prompt", "question", "instruction", "messages") if name in columns), "")
     if isinstance(prompt, str):
         return prompt
-    users = ("user", "human")  # what follows the last of theirs is the answer that the data has
+    users = ("user", "human")  # messages after the last of theirs are the data's answer
     turns = [turn for turn in prompt if isinstance(turn, dict) and turn.get("role", turn.get("from")) in users]
     return str(turns[-1].get("content") or turns[-1].get("value") or "") if turns else ""
 
 
 def keep(groups: list[Group], path: Path) -> None:
-    """Writes a rollout as a Parquet file, a row for each completion."""
+    """Writes a rollout as a Parquet file with one row per completion."""
     import pyarrow
     from pyarrow import parquet
 

@@ -1,4 +1,4 @@
-"""How routers spread their choices, in the record of each logged step; a word about one that sends all the same way."""
+"""Router usage in the record of each logged step, and warnings about routers that send all tokens the same way."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from lmtrain.distributed.devices import total
 from lmtrain.objectives.base import Objective
 from lmtrain.objectives.parts import RECOMPUTED, Definition
 
-MOST = 64  # numbers of a record: where there are more choices, neighbouring ones are counted together
+MOST = 64  # numbers in a record at most: with more choices, neighbouring ones are counted together
 CHOICES = {"memory": "chapters", "router": "experts"}
 _SHARES = Definition(
     "list of thousandths",
@@ -24,13 +24,13 @@ USE = {f"router/{choices}": _SHARES for choices in CHOICES.values()}
 
 
 class Routing(pl.Callback):
-    """Counts, on the device, for how many steps in a row each router has made no more choices than one token makes."""
+    """A callback that counts, on the device, successive steps in which a router used no more choices than one token."""
 
     def __init__(self, records: Records, warn_after_steps: int | None, memory_noise: float | None) -> None:
         """
         Args:
             warn_after_steps: router.warn_after_steps; None: no warning.
-            memory_noise: memory.router_noise, for the warning's words.
+            memory_noise: memory.router_noise, quoted in the warning.
         """
         self.records, self.warn_after_steps, self.memory_noise = records, warn_after_steps, memory_noise
         self.in_a_row: dict[str, Tensor] = {}  # steps, int64 [routers], by kind of router
@@ -58,7 +58,7 @@ class Routing(pl.Callback):
             self.warn(pl_module, trainer.global_step)
 
     def warn(self, module: Objective, step: int) -> None:
-        """Says once of each router that it has collapsed, and what helps."""
+        """Warns once about each router that has collapsed, and says what helps."""
         limit, losses = self.warn_after_steps, module.model.router_losses
         for kind, steps in self.in_a_row.items():
             for number, count in enumerate(steps.tolist()):
@@ -75,7 +75,7 @@ class Routing(pl.Callback):
 
 
 def use(chosen: Tensor) -> list[int]:
-    """Thousandths of all choices that fell on each, over all routers, from [routers, C]; at most MOST numbers."""
+    """Returns each choice's share in thousandths, over all routers, from counts [routers, C]; at most MOST values."""
     shares = chosen.double().sum(0)
     bins = min(MOST, shares.shape[0])
     number = torch.arange(shares.shape[0], device=shares.device) * bins // shares.shape[0]

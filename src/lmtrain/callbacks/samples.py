@@ -1,4 +1,4 @@
-"""Text the model writes while it trains: shown, logged, kept in samples.jsonl, scored where there are references."""
+"""Text samples from training: printed, logged, written to samples.jsonl, and scored if there are references."""
 
 import json
 import os
@@ -24,9 +24,9 @@ from lmtrain.terminal import visible
 
 
 class Samples(pl.Callback):
-    """At every n-th validation: continues each prompt, with a seed of its own so training is not disturbed.
+    """A callback that continues each prompt at every n-th validation, with its own seed so as not to affect training.
 
-    What is compared with a reference is written greedily: the same weights give the same answers and scores.
+    Text that is compared with a reference is decoded greedily: the same weights give the same answers and scores.
     """
 
     def __init__(
@@ -43,13 +43,13 @@ class Samples(pl.Callback):
     ) -> None:
         """
         Args:
-            early: a step at which to write texts besides, long before the first validation (on one device).
+            early: an additional step at which to generate samples, long before the first validation (on one device).
         """
         self.path, self.tokenizer, self.prompts, self.end_ids = path, tokenizer, prompts, end_ids
         self.cfg, self.console, self.seed = cfg, console, seed
         self.text_metrics, self.early = text_metrics, early
         self.validations = 0
-        self.texts: list[str] = []  # of this validation
+        self.texts: list[str] = []  # generated in this validation
 
     def state_dict(self) -> dict[str, Any]:
         return {"validations": self.validations}
@@ -58,15 +58,15 @@ class Samples(pl.Callback):
         self.validations = state_dict["validations"]
 
     def write(self, trainer: pl.Trainer, module: Objective) -> dict[str, float]:
-        """Writes the texts, if it is time to, and returns their scores; every rank must call it at each validation."""
+        """Generates the texts if they are due and returns their scores; every rank must call it at each validation."""
         self.texts = []
         if (
             trainer.global_step > 0 and trainer.state.fn == TrainerFn.FITTING
-        ):  # the validation before training is not counted, and always has its texts
+        ):  # the validation before training is not counted, and always generates samples
             self.validations += 1
         if self.validations % self.cfg.every_n_validations != 0:
             return {}
-        if sharding.is_sharded(module.model):  # a text needs all ranks
+        if sharding.is_sharded(module.model):  # generation needs all ranks
             with sharding.root_gathered(module.model):
                 self.texts = [self._continue(module, prompt, True) for prompt in self.prompts]
         else:
@@ -137,6 +137,6 @@ class Samples(pl.Callback):
 
 
 def _on_a_line(text: str, characters: int = 160) -> str:
-    """The beginning of a text, for a log; samples.jsonl has all of it."""
+    """Returns the beginning of a text on one line, for a log; samples.jsonl has all of it."""
     words = " ".join(text.split())
     return words if len(words) <= characters else f"{words[:characters]}..."

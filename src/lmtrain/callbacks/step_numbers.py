@@ -1,4 +1,4 @@
-"""Numbers of a step's record besides losses: tokens of each source, what has grown, memory and a GPU's load."""
+"""Numbers in a step's record besides losses: tokens per source, growing sizes, memory and GPU load."""
 
 import functools
 import importlib.util
@@ -30,10 +30,10 @@ GROWN = {
 
 
 class StepNumbers:
-    """Called with a number of steps taken, gives {"tokens_seen/<source>", "row_length", "step_rows"}.
+    """A callable that maps a number of steps taken to {"tokens_seen/<source>", "row_length", "step_rows"}.
 
-    The tokens that each source of a mixture has given until then; the tokens of a row, and the rows of data.seq_len, of
-    the last of these steps, where they grow.
+    These are the tokens from each source of a mixture so far and, if they grow, the tokens of a row and the rows of
+    data.seq_len in the last of these steps.
     """
 
     def __init__(self, data: DataConfig, rows: Rows, max_epochs: int | None) -> None:
@@ -55,15 +55,15 @@ class StepNumbers:
         return found
 
     def row_length(self, steps: int) -> int:
-        """Tokens of a row in the last of so many steps."""
+        """Returns the tokens of a row in the last of `steps` steps."""
         return self.lengths.at(steps - 1)
 
     def rows_of_last(self, last: int, steps: int) -> int:
-        """Rows of data.seq_len in the `last` of so many steps."""
+        """Returns the number of rows of data.seq_len in the last `last` of `steps` steps."""
         return self._rows_before(steps) - self._rows_before(steps - last)
 
     def _rows_before(self, steps: int) -> int:
-        """The last step of a run by epochs may be short."""
+        """Returns the rows before a step; the last step of a run limited by epochs may be short."""
         return int(min(self.sizes.before(steps), self.all_rows))
 
 
@@ -79,9 +79,9 @@ _PAGES = Path("/proc/self/statm")
 
 
 def machine_numbers(device: torch.device) -> dict[str, float]:
-    """host_memory_gib: resident, of this process. On CUDA gpu_utilization (0 to 1) and gpu_watts, with nvidia-ml-py.
+    """Returns host_memory_gib (resident); on CUDA with nvidia-ml-py also gpu_utilization (0 to 1) and gpu_watts.
 
-    What NVML can't read on this device (parts of a GPU under MIG, virtual GPUs) is left out, and that is said once.
+    Values that NVML can't read on this device (MIG partitions, virtual GPUs) are left out, which is reported once.
     """
     numbers = {"host_memory_gib": round(resident_bytes() / 2**30, 3)}
     if device.type == "cuda" and has_nvml():
@@ -89,7 +89,7 @@ def machine_numbers(device: torch.device) -> dict[str, float]:
             try:
                 if name not in _unread:
                     numbers[name] = read(device)
-            except Exception as error:  # NVML's share no base class with torch's
+            except Exception as error:  # NVML's errors share no base class with torch's
                 _unread.add(name)
                 terminal.console().print(f"note: {name} is left out of the records: {first_line(error)}")
     return numbers
@@ -99,22 +99,22 @@ _NVML: dict[str, Callable[[torch.device], float]] = {
     "gpu_utilization": lambda device: torch.cuda.utilization(device) / 100,
     "gpu_watts": lambda device: torch.cuda.power_draw(device) / 1000,
 }
-_unread: set[str] = set()  # what this process has failed to read
+_unread: set[str] = set()  # names that this process failed to read
 
 
 @functools.cache
 def has_nvml() -> bool:
-    """Whether the package that reads NVML is installed."""
+    """Returns whether the package that reads NVML is installed."""
     return importlib.util.find_spec("pynvml") is not None
 
 
 def resident_bytes() -> int:
-    """Now on Linux; elsewhere the most there was."""
+    """Returns this process's resident memory: the current value on Linux, elsewhere the peak."""
     if _PAGES.exists():
         return int(_PAGES.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return peak_resident_bytes()
 
 
 def peak_resident_bytes() -> int:
-    """The most this process held; the system counts KiB, macOS bytes."""
+    """Returns this process's peak resident memory in bytes; the system reports KiB, macOS bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

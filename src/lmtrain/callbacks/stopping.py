@@ -1,8 +1,8 @@
-"""What ends a run before its last step: a request to stop, too many bad steps in a row, the end of a trial.
+"""Callbacks that end a run before its last step: on a stop request, after too many bad steps, at a trial's end.
 
-A signal or the time limit asks, the next step boundary saves, and the run ends with exit 75. Ranks agree on stopping in
-the all-reduce that counts the step's tokens (objectives/base.py), so no rank stops alone and no extra collective is
-paid; within a validation they ask each other about once a second. A second signal ends the process at once
+After a signal or the time limit, the run saves at the next step boundary and exits with code 75. Ranks agree on
+stopping in the all-reduce that counts the step's tokens (objectives/base.py), so no rank stops alone and no extra
+collective is needed; within a validation they vote about once a second. A second signal ends the process at once
 (stop_signals.py); the last complete checkpoint stays.
 """
 
@@ -20,21 +20,21 @@ from lmtrain.errors import RunError
 from lmtrain.objectives.base import Objective
 from lmtrain.optim.schedules import Smoothed
 
-_VOTE_SECONDS = 1.0  # how often ranks agree within a validation: a collective in which hosts wait for their devices
+_VOTE_SECONDS = 1.0  # time between votes in a validation: a collective in which hosts wait for their devices
 
 
 class ValidationInterrupted(Exception):
-    """Raised between two validation batches when a stop was asked for; the validation is owed to the resumed run."""
+    """Raised between two validation batches after a stop request; the resumed run makes the validation."""
 
 
 class Vote:
-    """Whether any rank wants to leave a validation, asked after the same batches on all of them."""
+    """A vote among ranks on leaving a validation, held after the same batches on all of them."""
 
     def __init__(self) -> None:
         self.began, self.batches, self.every = time.monotonic(), 0, 1
 
     def after_batch(self, wants: bool, device: torch.device) -> bool:
-        """Every rank calls it after each batch. Most calls return False at once."""
+        """Returns whether any rank wants to stop; all call it after each batch. Most calls return False at once."""
         self.batches += 1
         if self.batches < self.every:
             return False
@@ -48,7 +48,7 @@ class Vote:
 
 
 class Preemption(pl.Callback):
-    """Ends training, or a validation, once all ranks know of a request to stop."""
+    """A callback that ends training, or a validation, once all ranks know of a stop request."""
 
     def __init__(self, stop: StopRequest) -> None:
         self.stop = stop
@@ -56,14 +56,14 @@ class Preemption(pl.Callback):
         self.interrupted_validation = False
         self._vote = Vote()
 
-    # Not earlier: until the devices hold the model there is nothing to save, and a signal ends the process.
+    # Not earlier: before the model is on the devices there is nothing to save, and a signal may end the process.
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.stop.signals.listen()
         if not trainer.is_global_zero:
-            self.stop.deadline = None  # the first rank's clock is the run's: it tells the others, and the user
+            self.stop.deadline = None  # only rank 0 checks the time limit; it tells the others and the user
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # In the validation that was owed, or before a stream had its first rows: the checkpoint, if any, is there.
+        # Stopped in an overdue validation or before the first rows of a stream: any checkpoint is already written.
         if self.stop.agreed:
             self._end(trainer)
 
@@ -80,7 +80,7 @@ class Preemption(pl.Callback):
         self._vote = Vote()
 
     def on_validation_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
-        if not self.stop.signals.listens:  # no training to save
+        if not self.stop.signals.listens:  # not training: nothing to save
             return
         asked = self.stop.asked()
         if trainer.world_size > 1:
@@ -90,12 +90,15 @@ class Preemption(pl.Callback):
             raise ValidationInterrupted
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not self.stopped:  # else until summary.json says how the run ended: session.py closes them
+        if not self.stopped:  # else session.py closes them once summary.json is written
             self.stop.signals.close()
 
 
 class BadSteps(pl.Callback):
-    """Looks at the guard each step on a CPU, with each logged row on a GPU (reading it waits for the device)."""
+    """A callback that ends a run with too many bad steps in a row.
+
+    It checks the guard at each step on a CPU, and at logged steps on a GPU, since reading it waits for the device.
+    """
 
     def __init__(self, folder: Path, max_bad_steps: int, log_every_n_steps: int) -> None:
         self.folder, self.max_bad_steps, self.log_every_n_steps = folder, max_bad_steps, log_every_n_steps
@@ -109,10 +112,10 @@ class BadSteps(pl.Callback):
             self.give_up(trainer, pl_module, total, in_a_row, start)
 
     def give_up(self, trainer: pl.Trainer, module: Objective, total: int, in_a_row: int, start: int) -> None:
-        """Writes the first bad step's batch and raises. The weights are still those before it."""
+        """Saves the first bad step's worst micro-batch and raises RunError. The weights are still those before it."""
         assert trainer.train_dataloader is not None
         dataset = trainer.train_dataloader.dataset
-        batch = dataset[start]  # order is a pure function of the step: the same batch again
+        batch = dataset[start]  # the same batch: order is a pure function of the step
         losses = self.micro_batch_losses(module, batch["micro_batches"])
         worst = next((i for i, loss in enumerate(losses) if not loss < float("inf")), losses.index(max(losses)))
         name = f"bad_step_{start:08d}"
@@ -129,7 +132,7 @@ class BadSteps(pl.Callback):
         )
 
     def micro_batch_losses(self, module: Objective, micro_batches: list[dict[str, torch.Tensor]]) -> list[float]:
-        """Each micro-batch's mean loss, computed in the precision it was trained in."""
+        """Returns each micro-batch's mean loss, computed in the training precision."""
         losses = []
         precision: Any = module.trainer.precision_plugin
         with torch.no_grad(), precision.forward_context():
@@ -140,15 +143,15 @@ class BadSteps(pl.Callback):
 
 
 class EndsEarly(pl.Callback):
-    """Writes {"step", "lr", "loss", "time"} of each step to `path`, and ends the run before anything is validated or
-    saved.
+    """A callback that writes {"step", "lr", "loss", "time"} of each step to `path`, and ends the run before it
+    validates or saves.
 
     Args:
-        path: JSON lines, written by the first rank.
+        path: a file of JSON lines, written by rank 0.
         steps: the last step.
-        diverged: ends once the smoothed loss is above this many times its least, or no number; None: never.
-        smoothing: of the loss, as in `Smoothed`.
-        seconds: ends so long after the first step, once `fewest` steps are done; None: after `steps` only.
+        diverged: ends the run if the smoothed loss exceeds its minimum by this factor, or is not finite; None: never.
+        smoothing: the smoothing factor of the loss, as in `Smoothed`.
+        seconds: ends the run this long after the first step, once `fewest` steps are done; None: after `steps` only.
     """
 
     def __init__(
@@ -174,7 +177,7 @@ class EndsEarly(pl.Callback):
                 file.write(json.dumps({"step": step, "lr": numbers["lr"], "loss": loss, "time": time.time()}) + "\n")
         if step >= self.steps or self._has_diverged(loss) or self._has_taken_long(step):
             trainer.should_stop = True
-            raise StopIteration  # what Lightning's loop ends at; the callbacks that save come after this one
+            raise StopIteration  # ends Lightning's loop; the callbacks that save come after this one
 
     def _has_taken_long(self, step: int) -> bool:
         if self.first_step is None:

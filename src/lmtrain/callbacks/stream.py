@@ -1,4 +1,4 @@
-"""Keeps the rows of a stream ahead of training: starts what reads it, removes what was consumed, saves its place."""
+"""Feeds a run from a stream: starts its reader, removes consumed rows, and saves the position in checkpoints."""
 
 import shutil
 from typing import Any
@@ -12,22 +12,22 @@ from lmtrain.distributed import process_group as world
 from lmtrain.distributed.stop_signals import StopRequest
 from lmtrain.errors import ReadError, UserError
 
-_LOOK_SECONDS = 0.2  # how often a wait for data looks whether the run was asked to stop
+_LOOK_SECONDS = 0.2  # how often a wait for data checks for a stop request
 
 
 class FeedStream(pl.Callback):
-    """The first rank reads the stream, for all; a checkpoint holds where the window of its next step begins.
+    """A callback in which rank 0 reads the stream for all; checkpoints hold where the window of the next step begins.
 
-    Before each step the rows of that and of the one after it are on disk: where a stream breaks off, ranks have rows
-    left for the step in which they agree to stop.
+    Before each step, the rows of that step and of the next are on disk: if the stream breaks off, the ranks still have
+    rows for the step in which they agree to stop.
     """
 
     def __init__(self, head: Head, rows: StreamRows, stop: StopRequest, total_steps: int, patience: float) -> None:
-        """patience: seconds for which reading is tried again where it fails."""
+        """`patience` is the number of seconds for which a failing read is retried."""
         self.head, self.rows, self.stop, self.total_steps = head, rows, stop, total_steps
         self.patience = patience
-        self.step = 0  # the next
-        self.place: dict[str, Any] | None = None  # of a checkpoint: window, place
+        self.step = 0  # the next step
+        self.place: dict[str, Any] | None = None  # from a checkpoint, with the keys window and place
         self.producer: Producer | None = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -40,13 +40,13 @@ class FeedStream(pl.Callback):
         self.place = dict(state_dict)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """All ranks wait for the first rows, and meet what keeps the first one from reading them."""
+        """Waits on all ranks for the first rows; an error of rank 0 in reading them is raised on all ranks."""
         self.step = trainer.global_step
         if not world.from_first(self._begin):
-            self.stop.agreed = True  # before a step was made: Preemption ends the run
+            self.stop.agreed = True  # before the first step: Preemption ends the run
 
     def _begin(self) -> bool:
-        """Whether the first rows are there; False where the run was asked to stop before they were."""
+        """Starts reading; returns whether the first rows are there, or False if a stop was requested before."""
         assert self.rows.folder is not None
         window, place = self._where_to_begin()
         self.producer = Producer(self.head, self.rows.ring, self.rows.folder, window, place, self.patience)
@@ -83,9 +83,9 @@ class FeedStream(pl.Callback):
             )
 
     def _wait(self) -> bool:
-        """Waits for the rows of the next two steps; False where the run was asked to stop before they were there.
+        """Waits for the rows of the next two steps; returns False if a stop was requested before they were there.
 
-        Raises what ended the stream before them.
+        Raises the error that ended the stream, if it ended before them.
         """
         assert self.producer is not None
         window = self.rows.ring.window_after(min(self.step + 1, self.total_steps - 1))
@@ -100,7 +100,7 @@ class FeedStream(pl.Callback):
         self.on_train_end(trainer, pl_module)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Removes the ring, also where nothing has filled it: loader workers wait for rows as long as it is there."""
+        """Stops reading and removes the ring, even an empty one: loader workers wait for rows as long as it exists."""
         if self.producer is not None:
             self.producer.stop()
         if trainer.is_global_zero:

@@ -1,8 +1,7 @@
-"""Makes a run end with its budget of time: looks at the clock now and then and changes the number of steps.
+"""Makes a run end when its time budget is used up: checks the clock regularly and adjusts the number of steps.
 
-The learning rate's schedule spans the steps that the run has, so it ends with the time, too. A checkpoint holds the
-number of steps as it was and the time that was used; a resumed run goes on from both. `Forecast` says early where it
-will end.
+The learning rate schedule spans the current number of steps, so it also ends with the budget. A checkpoint holds that
+number and the time used so far; a resumed run continues from both. `Forecast` predicts the final loss early.
 """
 
 import time
@@ -18,21 +17,21 @@ from lmtrain.models import dial
 from lmtrain.objectives.base import Objective
 from lmtrain.optim.schedules import lr_factor
 
-ENDING_S = 4.0  # the last checkpoint, the export and the report
-_FORWARD = 0.4  # of a training step's time a token: what a token of validation takes
-ENDLESS = 2**40  # steps: more than any loader of a run with a budget will be asked for
-_WARM, _FIRST = 3, 12  # steps: from the first on they are timed, at the second they are counted again
-_LOOKS = 12  # and then after this part of the time that is left
-_RANKS_ASK = 10  # steps between the first rank's answers to the others
-_WORTH_SAYING = 0.3  # share by which the length has to change before a line says so
+ENDING_S = 4.0  # reserved for the last checkpoint, the export and the report
+_FORWARD = 0.4  # time per token of validation, relative to training
+ENDLESS = 2**40  # steps: more than a run with a budget can ever ask its data loader for
+_WARM, _FIRST = 3, 12  # steps: timing starts after the first number, the length is first adjusted after the second
+_LOOKS = 12  # then it is adjusted whenever 1/12 of the remaining time has passed
+_RANKS_ASK = 10  # steps between broadcasts of rank 0's decision
+_WORTH_SAYING = 0.3  # relative change of the length above which a line is printed
 
 SCORE = "val/bits_per_byte"
-_FEWEST = 3  # validations at the full rate
-_FULL = 0.9  # of the peak: the clock may have made the run shorter since its validations were spread
+_FEWEST = 3  # validations at full learning rate that a forecast needs
+_FULL = 0.9  # of the peak rate, not all: the run may have become shorter since its validations were scheduled
 
 
 def steps_of_validation(rows: int, global_batch_size: int) -> float:
-    """The training steps that take as long as a validation of so many rows, whose tokens only go forward."""
+    """Returns how many training steps take as long as a validation of `rows` rows, which needs no backward pass."""
     return _FORWARD * rows / global_batch_size
 
 
@@ -50,24 +49,24 @@ class TimeBudget(pl.Callback):
     ) -> None:
         """
         Args:
-            seconds: of the whole run, the time before this process's training included.
-            began: when this process's command was given, a time.time().
-            at_most: steps that the run has however much time there is.
-            validate_every: steps between validations; None: after the last step alone.
-            validation_steps: the training steps that a validation is expected to take as long as, until one was timed.
-            parts: all whose `total_steps` has to be told of another length, besides Trainer and objective.
+            seconds: the budget of the whole run, including the time before this process's training.
+            began: when this process's command was given, as time.time().
+            at_most: the maximum number of steps, however much time there is.
+            validate_every: steps between validations; None: only after the last step.
+            validation_steps: the expected time of a validation in training steps, used until one has been timed.
+            parts: objects besides Trainer and objective whose `total_steps` is updated when the length changes.
         """
         self.seconds, self.began, self.console = seconds, began, console
         self.at_most = at_most
         self.validate_every, self.validation_steps, self.parts = validate_every, validation_steps, parts
-        self.spent = 0.0  # seconds of earlier processes
+        self.spent = 0.0  # seconds used by earlier processes
         self.validation: float | None = None  # seconds of the last validation
-        # Since the clock was looked at: the step, the time, seconds of validations; and how long until the next look.
+        # The step and time of the last adjustment, seconds of validations since then, seconds until the next one.
         self._from, self._since, self._paused, self._pause = 0, 0.0, 0.0, 0.0
         self._start, self._said = 0, 0
 
     def used(self) -> float:
-        """Seconds of the budget that are used up."""
+        """Returns the seconds of the budget that are used up."""
         return self.spent + time.time() - self.began
 
     def state_dict(self) -> dict[str, Any]:
@@ -95,18 +94,18 @@ class TimeBudget(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
         assert isinstance(pl_module, Objective)
         done = trainer.global_step - self._start
-        if done == _WARM:  # in the first steps memory is taken
+        if done == _WARM:  # the first steps also allocate memory
             self._begin_window(trainer.global_step)
         alone = trainer.world_size == 1
         if done < _FIRST or trainer.global_step >= pl_module.total_steps or not (alone or done % _RANKS_ASK == 0):
             return
         steps = self._look(trainer.global_step, first=done == _FIRST)
-        steps = steps if alone else trainer.strategy.broadcast(steps)  # the first rank's clock is the run's
+        steps = steps if alone else trainer.strategy.broadcast(steps)  # rank 0's clock decides
         if steps is not None:
             self.set_length(trainer, pl_module, steps)
 
     def _look(self, step: int, first: bool) -> int | None:
-        """The length of the run by the clock, where it is time to look at it."""
+        """Returns the number of steps that fits the budget, or None if it is too early for another adjustment."""
         seconds = time.perf_counter() - self._since
         if not first and seconds < self._pause:
             return None
@@ -123,7 +122,7 @@ class TimeBudget(pl.Callback):
         return steps
 
     def set_length(self, trainer: pl.Trainer, module: Objective, steps: int) -> None:
-        """Tells all that know the run's length of another."""
+        """Sets the number of steps in all objects that depend on it."""
         for part in self.parts:
             part.total_steps = steps
         module.total_steps = module.schedule_steps = steps
@@ -131,36 +130,36 @@ class TimeBudget(pl.Callback):
 
 
 class Forecast(pl.Callback):
-    """Says early which loss a run of model=dial, whose curves models/dial.py was fitted to, will end at."""
+    """A callback that predicts the final loss of a run of model=dial early, from the fit in models/dial.py."""
 
     def __init__(
         self, metrics: Metrics, schedule: WarmupStableDecayConfig, minutes: float, at_most: float, console: Console
     ) -> None:
         """
         Args:
-            minutes: of the budget.
-            at_most: steps of a run that the law holds for, which ends before the model memorizes the text.
+            minutes: the time budget.
+            at_most: the most steps for which the fit is valid: with more the model memorizes the text.
         """
         self.metrics, self.schedule, self.minutes, self.console = metrics, schedule, minutes, console
         self.at_most = at_most
         self.scores: list[tuple[int, float]] = []  # (step, bits per byte)
-        self.made: dict[str, float] | None = None  # of summary.json
+        self.made: dict[str, float] | None = None  # the forecast, as in summary.json
 
     def state_dict(self) -> dict[str, Any]:
         return {"minutes": self.minutes, "scores": [list(score) for score in self.scores], "made": self.made}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.scores = [(step, bits) for step, bits in state_dict["scores"]]
-        if state_dict["minutes"] == self.minutes:  # a larger budget is another run's length
+        if state_dict["minutes"] == self.minutes:  # with another budget the run has another length
             self.made = state_dict["made"]
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert isinstance(pl_module, Objective)
         step, bits, steps = trainer.global_step, self.metrics.last_val.get(SCORE), pl_module.total_steps
         if bits is None or step == 0 or self.made is not None or lr_factor(self.schedule, step, steps) < _FULL:
-            return  # said already, in the warmup, or where the rate falls
+            return  # forecast already made, or the learning rate is warming up or decaying
         self.scores.append((step, bits))
-        # The clock changes the number of steps after the validations were spread: what counts is where they stand now.
+        # The number of steps may change after validations were scheduled, so this compares with the current number.
         if len(self.scores) >= _FEWEST and step >= dial.READ_AT[-1] * steps and steps <= self.at_most:
             self._say(step, steps)
 

@@ -1,10 +1,10 @@
-"""When to validate: every n optimizer steps and after the last, before that step's checkpoint is written.
+"""Callbacks that validate every n optimizer steps and after the last, before that step's checkpoint is written.
 
-Before the first step too, if trainer.val_before_training asks: what the untrained or pretrained model can do. That is
-only looked at: it is no score for early stopping and makes no checkpoint.
+With trainer.val_before_training also before the first step, to show what the untrained or pretrained model can do. That
+validation is informational: early stopping ignores its score and it triggers no checkpoint.
 
-Lightning's own trigger can't validate after a last step that does not divide, and a resumed run forgets a validation
-that was due; so this callback runs Lightning's validation loop itself (all validation hooks fire as usual).
+Lightning's own trigger can't validate after a last step that is not a multiple of n, and a resumed run forgets a
+validation that was due; so `Validation` runs Lightning's validation loop itself (all validation hooks fire as usual).
 """
 
 import contextlib
@@ -50,7 +50,7 @@ class Validation(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         trainer.fit_loop.epoch_loop.max_steps = self.total_steps  # see resume.let_last_validation_run
-        owed = self.due(trainer.global_step)  # saved between its step and its validation
+        owed = self.due(trainer.global_step)  # the checkpoint was saved between its step and its validation
         if owed or (self.before_training and trainer.global_step == 0):
             self._run(trainer, pl_module)
 
@@ -68,7 +68,7 @@ class Validation(pl.Callback):
                 with self.average.in_place(module) if self.average is not None else contextlib.nullcontext():
                     loop.run()
                 self.last_step = trainer.global_step
-            except ValidationInterrupted:  # owed: the resumed run begins with it
+            except ValidationInterrupted:  # the resumed run starts with it
                 self.metrics.records.forget_validation()
         self.metrics.records.validating = False
 
@@ -83,7 +83,7 @@ class Validation(pl.Callback):
 
 
 class EarlyStopping(LightningEarlyStopping):
-    """Lightning's, blind to the validation before the first step; on other rows than before, it waits again."""
+    """Lightning's EarlyStopping, but it ignores the validation before the first step and restarts on other rows."""
 
     def __init__(self, *args: Any, scored_on: str | None = None, **kwargs: Any) -> None:
         """

@@ -1,4 +1,4 @@
-"""Lightning's CheckpointIO over the store: writes its checkpoint dict to a folder, at once or in the background."""
+"""A CheckpointIO plugin for Lightning that uses the checkpoint store, saving synchronously or in the background."""
 
 import threading
 from collections.abc import Callable
@@ -12,16 +12,16 @@ from lmtrain.checkpoints.store import load, publish, remove
 
 
 class HostCopies:
-    """Copies of a checkpoint's tensors in host memory that is kept from save to save, page-locked where there is a GPU.
+    """Reusable host-memory buffers for copies of a checkpoint's tensors, page-locked where CUDA is available.
 
-    A GPU copies into page-locked memory several times faster, and all tensors without a wait between them.
+    A GPU copies into page-locked memory several times faster, and copies all tensors without waiting between them.
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[Any, list[torch.Tensor]] = {}  # by shape and dtype
+        self._buffers: dict[Any, list[torch.Tensor]] = {}  # keyed by shape and dtype
 
     def take(self, tree: Any) -> Any:
-        """`tree` with copies for tensors; they hold until the next call. Tied weights stay one tensor."""
+        """Returns `tree` with tensors replaced by host copies, valid until the next call. Tied weights stay tied."""
         taken: dict[Any, int] = {}
         copies: dict[Any, torch.Tensor] = {}
 
@@ -35,7 +35,7 @@ class HostCopies:
 
         copied = torch.utils._pytree.tree_map_only(torch.Tensor, copy, tree)
         if any(device.type == "cuda" for _, _, device, *_ in copies):
-            torch.cuda.synchronize()  # before the next step changes what is copied
+            torch.cuda.synchronize()  # before the next step changes the tensors being copied
         return copied
 
     def _buffer(self, kind: tuple[torch.Size, torch.dtype], number: int) -> torch.Tensor:
@@ -47,10 +47,11 @@ class HostCopies:
 
 
 class FolderCheckpointIO(CheckpointIO):
-    """Lightning's checkpoint dict to and from a folder.
+    """A CheckpointIO that stores Lightning's checkpoint dict as a folder.
 
-    With `background`, a save copies the tensors to host memory and returns; a thread writes. The next save, and the end
-    of training, wait for it and raise its error. `published` is called after each checkpoint is in place.
+    With `background`, a save copies the tensors to host memory and returns while a thread writes the files. The next
+    save and the end of training wait for that thread and raise its error. `published` is called once a checkpoint is
+    in place.
     """
 
     def __init__(self, background: bool = False) -> None:
@@ -74,9 +75,9 @@ class FolderCheckpointIO(CheckpointIO):
         """Writes this rank's part of a checkpoint.
 
         Args:
-            prepare: returns the job that writes it, which says whether it published the checkpoint; None where there is
-                nothing to do. It is given what copies tensors to host memory (HostCopies.take) where training goes on
-                while the job runs.
+            prepare: returns the job that writes this rank's part, or None if there is nothing to write. The job returns
+                whether it published the checkpoint. `prepare` is called with HostCopies.take, to copy tensors to host
+                memory, if training continues while the job runs, else with None.
         """
         self.wait()
         job = prepare(self._host_copies.take if self.background else None)
@@ -84,7 +85,7 @@ class FolderCheckpointIO(CheckpointIO):
             self._run(lambda: self.published() if job() else None)
 
     def _run(self, write: Callable[[], None]) -> None:
-        """Writes at once, or in a thread while training goes on."""
+        """Calls `write` now or, with `background`, in a thread while training continues."""
         if not self.background:
             write()
             return
@@ -94,11 +95,11 @@ class FolderCheckpointIO(CheckpointIO):
     def _write_in_thread(self, write: Callable[[], None]) -> None:
         try:
             write()
-        except BaseException as error:  # raised where the training thread waits
+        except BaseException as error:  # `wait` raises it again in the training thread
             self._error = error
 
     def wait(self) -> None:
-        """Waits for a save in flight; raises its error."""
+        """Waits for the save in progress, if any, and raises its error."""
         if self._writer is not None:
             self._writer.join()
             self._writer = None

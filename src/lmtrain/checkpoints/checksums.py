@@ -1,4 +1,4 @@
-"""Compares bytes of a checkpoint with their checksums: in threads, and with several ranks on all of them."""
+"""Verification of a checkpoint's files against their checksums, in several threads and on all ranks."""
 
 import hashlib
 import os
@@ -10,11 +10,11 @@ from typing import Any, NamedTuple, TypeVar
 from lmtrain.distributed import process_group as world
 
 T = TypeVar("T")
-_READERS = 16  # threads of a process: SHA-256 takes 1 to 2 GB/s each, and Python waits for none
+_READERS = 16  # threads per process: each hashes 1 to 2 GB/s with SHA-256, which releases Python's lock
 
 
 class CheckedPart(NamedTuple):
-    """Bytes of a file and the SHA-256 that a manifest says they have."""
+    """A range of bytes of a file, and the SHA-256 that the manifest records for it."""
 
     file: Path
     offset: int
@@ -26,19 +26,20 @@ Compare = Callable[[Sequence[CheckedPart]], CheckedPart | None]
 
 
 def first_wrong(parts: Sequence[CheckedPart]) -> CheckedPart | None:
-    """The first part whose bytes are others; OSError where they can't be read."""
+    """Returns the first part whose bytes don't match its SHA-256, or None. Raises OSError if a file can't be read."""
     with ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1)) as pool:
         right = pool.map(lambda part: sha256(part.file, part.offset, part.bytes) == part.sha256, parts)
         return next((part for part, is_right in zip(parts, right, strict=True) if not is_right), None)
 
 
 def helped_by_ranks(find: Callable[[Compare], T]) -> T:
-    """What `find` gives on rank 0, on every rank. It is called with a `first_wrong` that all ranks work on.
+    """Calls `find` on rank 0, with a `first_wrong` whose work all ranks share, and returns its result on every rank.
 
-    Each rank reads every n-th of the parts. What a rank can't read, on a disk of another node say, rank 0 does.
+    Each rank reads every n-th part. Rank 0 reads the parts that another rank can't read, for example because they are
+    on the disk of another node.
 
     Raises:
-        UserError, RunError, OSError: of `find`, on all ranks.
+        UserError, RunError, OSError: raised by `find`, on all ranks.
     """
     if world.rank() > 0:
         while (parts := world.gathered(None)[0]) is not None:
@@ -61,7 +62,7 @@ def _shared(parts: Sequence[CheckedPart]) -> CheckedPart | None:
 
 
 def _of_this_rank(parts: Sequence[CheckedPart]) -> tuple[CheckedPart | None, list[CheckedPart]]:
-    """The first wrong one among this rank's parts, and those that it could not read."""
+    """Checks this rank's parts; returns the first wrong one, if any, and the parts to be read by rank 0 instead."""
     mine = list(parts[world.rank() :: world.size()])
     try:
         return first_wrong(mine), []
@@ -70,7 +71,7 @@ def _of_this_rank(parts: Sequence[CheckedPart]) -> tuple[CheckedPart | None, lis
 
 
 def gap(file: Path, ranges: list[dict[str, Any]]) -> str | None:
-    """Where a file was not written, of one that was written in these ranges; None if nowhere."""
+    """Describes the first gap in a file that was written in these ranges, or a wrong size; None if it is complete."""
     end = 0
     for part in sorted(ranges, key=lambda part: part["offset"]):
         if part["offset"] != end:
@@ -80,7 +81,7 @@ def gap(file: Path, ranges: list[dict[str, Any]]) -> str | None:
 
 
 def sha256(file: Path, offset: int, count: int) -> str:
-    """The SHA-256 of some bytes of a file."""
+    """Returns the SHA-256, as hexadecimal digits, of `count` bytes of a file from `offset` on."""
     digest = hashlib.sha256()
     with file.open("rb") as handle:
         handle.seek(offset)

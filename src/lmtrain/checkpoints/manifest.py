@@ -1,12 +1,12 @@
-"""manifest.json of a checkpoint: its step, its scores, its files, and a hash of all that.
+"""The manifest.json of a checkpoint: its step, scores and files, and a hash of all of these.
 
-The hash is of the content, not of the text: whatever changes no value changes nothing. A manifest without one is taken
-as it is, where its checkpoint says that it is of a version that wrote none (`_before_hashes`).
+The hash covers the parsed content, not the text, so reformatting the file does not invalidate it. A manifest without a
+hash is accepted only if its checkpoint was written by a version that wrote no hashes (`_before_hashes`).
 
-    version   of this format: 2; manifests with a hash and without it are of version 1
+    version   of this format: 2; a manifest with a hash but no version is of version 1
     step, metrics, interim, files
-    scored_on, tokenizer    since version 2: what the scores are of (data/val_identity.py), and the hashes of the run's
-              tokenizer/ (data/tokenizers.py)
+    scored_on, tokenizer    since version 2: the validation rows that the scores were measured on (data/val_sets.py),
+              and the hashes of the files in the run's tokenizer/ (data/tokenizers.py)
 """
 
 import hashlib
@@ -21,12 +21,12 @@ from lmtrain.files import NotRegular, read_regular, write_atomic
 NAME = "manifest.json"
 VERSION = 2
 _HASH, _VERSION = "sha256", "version"
-_FILE = re.compile(r"[\w.-]{1,200}", re.ASCII)  # the name of a file of a checkpoint's folder
+_FILE = re.compile(r"[\w.-]{1,200}", re.ASCII)  # valid names of files in a checkpoint folder
 _REQUIRED, _KNOWN = {"step", "metrics", "files"}, {"step", "metrics", "files", "interim"}
 
 
 class Damaged(RunError):
-    """A checkpoint that is not as it was written; `what` says in which way."""
+    """Error for a checkpoint that differs from what was written; `what` describes the damage."""
 
     def __init__(self, checkpoint: Path, what: str) -> None:
         super().__init__(f"the checkpoint {checkpoint} is damaged ({what})")
@@ -34,7 +34,7 @@ class Damaged(RunError):
 
 
 def unreadable(path: Path, error: OSError) -> RunError:
-    """The error of a disk that does not give what may well be there: no damage, so nothing is passed over for it."""
+    """Returns the error for a failed read, which is no sign of damage: no other checkpoint may be used instead."""
     return RunError(
         f"cannot read {path}: {reason(error)}. That does not mean that it is damaged, so nothing was changed and no "
         f"other checkpoint was taken: repair the disk or the permissions, then give the same command again"
@@ -42,17 +42,17 @@ def unreadable(path: Path, error: OSError) -> RunError:
 
 
 def write(checkpoint: Path, content: dict[str, Any]) -> None:
-    """Writes `content` (see the module), the version and a hash of all, atomically."""
+    """Writes `content` (see the module docstring), the format version and a hash of both, atomically."""
     plain = json.loads(json.dumps({_VERSION: VERSION, **content}))
     write_atomic(checkpoint / NAME, json.dumps({**plain, _HASH: _hash(plain)}, indent=2))
 
 
 def read(checkpoint: Path) -> dict[str, Any]:
-    """The content that `write` was given, `verified` beside it: False of one that has no hash.
+    """Returns the content that was given to `write`, plus `verified`: False if the manifest has no hash.
 
     Raises:
-        Damaged: it is missing, or not what was written.
-        RunError: the disk does not give it.
+        Damaged: the manifest is missing, or differs from what was written.
+        RunError: the file can't be read from the disk.
     """
     try:
         text = read_regular(checkpoint / NAME)
@@ -79,13 +79,13 @@ def read(checkpoint: Path) -> dict[str, Any]:
 
 
 def _before_hashes(checkpoint: Path) -> bool:
-    """Whether trainer.pt is of a version whose manifests had no hash: its fingerprint was not one of keys yet."""
+    """Returns whether trainer.pt is of a version whose manifests had no hash: its fingerprint has no `keys` entry."""
     import torch
 
     try:
         state = torch.load(checkpoint / "trainer.pt", map_location="cpu", weights_only=True, mmap=True)
         return "keys" not in state["fingerprint"]
-    except Exception:  # whatever a file that is none raises: then nothing says that it is of such a version
+    except Exception:  # a damaged file may raise anything, and is no evidence of such a version
         return False
 
 
@@ -94,7 +94,7 @@ def _hash(content: dict[str, Any]) -> str:
 
 
 def _problem(content: Any) -> str | None:
-    """What is wrong with a manifest that is JSON; None if nothing is."""
+    """Returns what is wrong with a parsed manifest, or None if it is valid."""
     if not isinstance(content, dict):
         return "is not a JSON object"
     rest = {key: value for key, value in content.items() if key != _HASH}
@@ -117,7 +117,7 @@ def _problem(content: Any) -> str | None:
 
 
 def _is_entry(name: str, entry: Any) -> bool:
-    """Whether it describes a file of the checkpoint's folder: whole, or in parts that several ranks wrote."""
+    """Returns whether an entry describes a file of the checkpoint: whole, or in parts that several ranks wrote."""
     if not _FILE.fullmatch(name) or not isinstance(entry, dict) or type(entry.get("bytes")) is not int:
         return False
     if "parts" not in entry:

@@ -1,4 +1,4 @@
-"""Which checkpoints are kept, by step and score, and what the links `last` and `best` point at."""
+"""The choice of checkpoints to keep, by step and score, and the links `last` and `best` to them."""
 
 import contextlib
 import math
@@ -13,7 +13,7 @@ Scores = list[tuple[int, float | None]]  # (step, validation score if that step 
 
 
 def manifests(folder: Path) -> dict[Path, dict[str, Any]]:
-    """Each checkpoint's manifest, oldest first. One that can't be read neither counts nor is removed."""
+    """Returns the manifest of each checkpoint, oldest first. Unreadable ones are left out: not counted, not removed."""
     found = {}
     for path in scan(folder):
         with contextlib.suppress(RunError):
@@ -22,10 +22,10 @@ def manifests(folder: Path) -> dict[Path, dict[str, Any]]:
 
 
 def scores(folder: Path, monitor: str, scored_on: str | None = None) -> Scores:
-    """Each checkpoint's step and its value of `monitor`, None where it is of other validation rows than `scored_on`.
+    """Returns each checkpoint's step and its value of `monitor`, or None if measured on rows other than `scored_on`.
 
-    Checkpoints of earlier versions don't say what rows; they are compared. Interim ones, which a run left alone would
-    not have made, are not among them.
+    Checkpoints of earlier versions don't record their validation rows; their scores count. Interim checkpoints, which
+    an uninterrupted run would not have written, are left out.
     """
     found = {step_of(path): content for path, content in manifests(folder).items() if not content.get("interim", False)}
     alike = lambda content: scored_on is None or content.get("scored_on", scored_on) == scored_on  # noqa: E731
@@ -33,7 +33,7 @@ def scores(folder: Path, monitor: str, scored_on: str | None = None) -> Scores:
 
 
 def scored_on_others(folder: Path, scored_on: str | None) -> dict[str, list[int]]:
-    """The steps whose scores are of other validation rows than these, by the name of those rows."""
+    """Returns the steps whose scores were measured on other validation rows than these, by the name of those rows."""
     found: dict[str, list[int]] = {}
     for path, content in manifests(folder).items():
         theirs = content.get("scored_on")
@@ -42,11 +42,11 @@ def scored_on_others(folder: Path, scored_on: str | None) -> dict[str, list[int]
     return found
 
 
-LAST = "last"  # a mode: of checkpoints with a score the newest is the best
+LAST = "last"  # the mode in which the newest checkpoint with a score is the best
 
 
 def _ranked(scores: Scores, mode: str) -> list[int]:
-    """Steps with a finite score, best first by `mode` (min, max or LAST); of equal ones the earlier."""
+    """Returns the steps with a finite score, best first by `mode` (min, max or LAST); ties go to the earlier step."""
     if mode == LAST:
         return [step for step, score in sorted(scores, reverse=True) if score is not None and math.isfinite(score)]
     sign = 1 if mode == "min" else -1
@@ -55,23 +55,23 @@ def _ranked(scores: Scores, mode: str) -> list[int]:
 
 
 def best_of(scores: Scores, mode: str) -> int | None:
-    """The best step, or None if none has a score."""
+    """Returns the best step, or None if no step has a finite score."""
     return next(iter(_ranked(scores, mode)), None)
 
 
 def to_keep(scores: Scores, last: int, best: int, every: int | None, mode: str) -> set[int]:
-    """The steps whose checkpoints stay: the newest `last`, the best `best`, each that divides by `every`."""
+    """Returns the steps to keep: the newest `last`, the best `best`, and those divisible by `every`."""
     steps = sorted(step for step, _ in scores)
     keep = set(steps[max(0, len(steps) - last) :]) | set(_ranked(scores, mode)[:best])
     return keep | {step for step in steps if every and step % every == 0}
 
 
 def link(folder: Path, name: str, target: Path) -> None:
-    """Points the relative link checkpoints/<name> at a checkpoint, replacing an older one atomically."""
+    """Points the relative symlink checkpoints/<name> at a checkpoint, replacing an older link atomically."""
     temporary = folder / f"{name}.tmp{os.getpid()}"
     try:
         temporary.unlink(missing_ok=True)
         os.symlink(target.name, temporary)
         os.replace(temporary, folder / name)
     except OSError:
-        temporary.unlink(missing_ok=True)  # a file system without links: summary.json names them as well
+        temporary.unlink(missing_ok=True)  # the file system has no symlinks; summary.json names them too

@@ -1,8 +1,9 @@
-"""Sharded writing: every rank writes its shard of model.safetensors and optimizer.safetensors at the same time.
+"""Sharded writing: every rank writes its shards into model.safetensors and optimizer.safetensors at the same time.
 
-The files are the ones a single process would write, so any number of devices reads them, and no rank ever holds a whole
-model. Format: https://github.com/huggingface/safetensors#format
-Ranks need no collective to finish: each leaves a note of what it wrote, and rank 0 publishes when all notes are there.
+The files don't depend on the number of ranks that write them, so any number of devices can read them, and no rank ever
+holds a whole model. Format: https://github.com/huggingface/safetensors#format
+Ranks need no collective to finish: each writes a note, a small JSON file that lists what it wrote, and rank 0 publishes
+the checkpoint once all notes exist.
 """
 
 import hashlib
@@ -24,7 +25,7 @@ from lmtrain.distributed import process_group as world
 from lmtrain.errors import RunError, reason
 from lmtrain.files import write_atomic
 
-_POLL_SECONDS, _PATIENCE_SECONDS = 0.02, 1800.0  # the second is what collectives wait, too
+_POLL_SECONDS, _PATIENCE_SECONDS = 0.02, 1800.0  # the second: the default of trainer.rank_timeout
 DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -40,28 +41,28 @@ DTYPES = {
 
 
 class FilePiece(NamedTuple):
-    """Bytes that this rank writes."""
+    """A range of bytes of a file that this rank writes."""
 
-    offset: int  # in the file
-    values: Tensor  # contiguous, of any device
+    offset: int  # in the file, in bytes
+    values: Tensor  # contiguous, on any device
 
 
 class Layout(NamedTuple):
-    """Where each tensor lies in the file; the same on every rank."""
+    """The position of each tensor in the file; the same on every rank."""
 
     header: bytes
-    offsets: dict[str, int]  # of each tensor's first byte, from the file's beginning
+    offsets: dict[str, int]  # of each tensor's first byte, from the start of the file
     size: int  # of the whole file
 
 
 def prepare(checkpoint: dict[str, Any], path: Path, take: Callable[[Any], Any] | None) -> Callable[[], bool] | None:
-    """The job that writes this rank's part and says whether it published the checkpoint; None where `path` is whole.
+    """Returns the job that writes this rank's part, or None if `path` already holds a good checkpoint.
 
-    Every rank must call it.
+    The job returns whether it published the checkpoint. Every rank must call this function.
 
     Args:
-        checkpoint: Lightning's, whose `state_dict` and `optimizer_states` hold sharded tensors.
-        take: copies the tensors of a tree to host memory, where training goes on while the job runs; None: not needed.
+        checkpoint: Lightning's checkpoint dict, whose `state_dict` and `optimizer_states` hold sharded tensors.
+        take: copies the tensors of a tree to host memory, if training continues while the job runs; else None.
     """
     rank, ranks = world.rank(), world.size()
     optimizers, states = _without_tensors(checkpoint["optimizer_states"])
@@ -91,7 +92,7 @@ def prepare(checkpoint: dict[str, Any], path: Path, take: Callable[[Any], Any] |
 
 
 def _without_tensors(optimizer_states: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-    """The optimizers' states without their tensors, and these, by `<optimizer>.<parameter>.<name>`."""
+    """Returns the optimizer states without their tensors, and the tensors by `<optimizer>.<parameter>.<name>`."""
     plain: list[dict[str, Any]] = []
     tensors: dict[str, Tensor] = {}
     for number, saved in enumerate(optimizer_states):
@@ -105,7 +106,7 @@ def _without_tensors(optimizer_states: list[dict[str, Any]]) -> tuple[list[dict[
 
 
 def _create(path: Path, temporary: Path, layouts: dict[str, Layout]) -> bool:
-    """Makes room for the checkpoint; False where a good one is there already, which is never overwritten."""
+    """Creates the files at full size; returns False if `path` holds a good checkpoint, which is never overwritten."""
     if path.exists() and store.damage(path) is None:
         return False
     with store.explained(path, temporary):
@@ -113,7 +114,7 @@ def _create(path: Path, temporary: Path, layouts: dict[str, Layout]) -> bool:
         temporary.mkdir(parents=True)
         for name, layout in layouts.items():
             with (temporary / name).open("wb") as file:
-                file.truncate(layout.size)  # so that every rank can write at once
+                file.truncate(layout.size)  # so that all ranks can write at the same time
     return True
 
 
@@ -122,7 +123,7 @@ def _note(temporary: Path, rank: int) -> Path:
 
 
 def _write(temporary: Path, found: dict[str, list[FilePiece]], rank: int) -> None:
-    """Writes this rank's pieces, then its note, which says so or what went wrong."""
+    """Writes this rank's pieces, then its note, which lists them or holds the error."""
     try:
         written: Any = {name: write_pieces(temporary / name, pieces) for name, pieces in found.items()}
     except OSError as error:
@@ -132,7 +133,7 @@ def _write(temporary: Path, found: dict[str, list[FilePiece]], rank: int) -> Non
 
 
 def _gather(temporary: Path, ranks: int) -> list[dict[str, Any]]:
-    """All ranks' notes, as soon as they are there; removes them."""
+    """Waits for the notes of all ranks, removes and returns them. Raises RunError if one is late or holds an error."""
     notes: list[dict[str, Any]] = []
     deadline = time.monotonic() + _PATIENCE_SECONDS
     for rank in range(ranks):
@@ -149,17 +150,17 @@ def _gather(temporary: Path, ranks: int) -> list[dict[str, Any]]:
 
 
 def lay_out(tensors: dict[str, Tensor]) -> Layout:
-    """The file of `tensors` (whole or sharded), from their names, shapes and dtypes alone."""
+    """Computes the file layout of `tensors` (full or sharded) from their names, shapes and dtypes alone."""
     entries: dict[str, Any] = {}
     same: dict[str, str] = {}
     first: dict[int, str] = {}
     end = 0
-    for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):  # so that all are aligned
+    for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):  # aligns all
         if id(tensor) in first:
             same[name] = first[id(tensor)]
             continue
         first[id(tensor)] = name
-        begin, end = end, end + tensor.numel() * tensor.element_size()  # a DTensor's numel is of the whole
+        begin, end = end, end + tensor.numel() * tensor.element_size()  # numel of the full tensor
         entries[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps({"__metadata__": {"format": "pt", store.SAME: json.dumps(same)}, **entries}).encode()
     text += b" " * (-len(text) % 8)
@@ -169,9 +170,9 @@ def lay_out(tensors: dict[str, Tensor]) -> Layout:
 
 
 def pieces(tensors: dict[str, Tensor], layout: Layout, rank: int) -> list[FilePiece]:
-    """What this rank writes: the header and whole tensors on rank 0, of sharded ones each rank its rows.
+    """Returns what this rank writes: its rows of sharded tensors and, on rank 0, the header and all unsharded tensors.
 
-    Every rank must call it with the same names: tensors in parts that are no rows are gathered.
+    Every rank must call it with the same names, because tensors that are not sharded by rows are gathered.
     """
     header = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
     found = [FilePiece(0, header)] if rank == 0 else []
@@ -185,16 +186,16 @@ def pieces(tensors: dict[str, Tensor], layout: Layout, rank: int) -> list[FilePi
 
 
 def _rows(tensor: DTensor, offset: int) -> list[FilePiece]:
-    """This rank's rows; parts that are columns are gathered first, and rows that several ranks have are shared out."""
+    """Returns the rows that this rank writes. Shards that aren't rows are gathered; replicated rows are divided up."""
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     assert coordinate is not None
     by_rows = [placement if getattr(placement, "dim", None) == 0 else Replicate() for placement in tensor.placements]
     gathered = by_rows != list(tensor.placements)
     local = (tensor.redistribute(placements=by_rows) if gathered else tensor).to_local()
     if 0 not in mesh.mesh:
-        return []  # these ranks have a copy of what the mesh with rank 0 has
+        return []  # another replica, and the mesh that contains rank 0 writes
     start, rows = 0, tensor.shape[0] if tensor.ndim else 1
-    # FSDP cuts what tensor parallelism has left, and says so by another class than Shard.
+    # Tensor parallelism (Shard) cuts first; FSDP cuts each rank's part further, with a placement of another class.
     cuts = sorted(range(mesh.ndim), key=lambda dim: type(by_rows[dim]) is not Shard)
     held = [dim for dim in cuts if not isinstance(by_rows[dim], Replicate)]
     for dim in held:
@@ -210,14 +211,14 @@ def _rows(tensor: DTensor, offset: int) -> list[FilePiece]:
 
 
 def _cut(rows: int, parts: int, index: int) -> tuple[int, int]:
-    """(first row, number of rows) of a part, as torch.chunk cuts."""
+    """Returns (first row, number of rows) of part `index`, cut as torch.chunk does."""
     size = -(-rows // parts)
     begin = min(rows, size * index)
     return begin, min(rows, begin + size) - begin
 
 
 def write_pieces(file: Path, found: list[FilePiece]) -> list[dict[str, Any]]:
-    """Writes this rank's pieces and syncs them; returns {offset, bytes, sha256} of each."""
+    """Writes this rank's pieces and syncs the file; returns {offset, bytes, sha256} of each piece."""
     ranges = []
     with file.open("r+b") as handle:
         for offset, values in found:

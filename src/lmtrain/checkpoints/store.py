@@ -1,10 +1,10 @@
 """Checkpoints: folders `step_00000500` that are complete or absent, found by scanning.
 
-Written under a temporary name beside their place, synced, renamed; a manifest written last lists every file with its
-size and SHA-256, and its own, so a damaged one is seen: it is passed over and set aside, never removed. Two files:
-model.pt (weights) and trainer.pt (optimizer, progress, callbacks). Both hold plain containers and tensors only and are
-loaded with weights_only=True. Ranks that write together (trainer.fsdp.sharded_checkpoint) write the tensors into
-model.safetensors and optimizer.safetensors instead.
+A checkpoint is written under a temporary name in the same folder, synced, and renamed. Its manifest, written last,
+lists every file with its size and SHA-256 and holds a hash of itself, so damage is detected: a damaged checkpoint is
+skipped and set aside, never removed. There are two files: model.pt (weights) and trainer.pt (optimizer, progress,
+callbacks). Both hold only plain containers and tensors and are loaded with weights_only=True. Ranks that write together
+(trainer.fsdp.sharded_checkpoint) write the tensors into model.safetensors and optimizer.safetensors instead.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from lmtrain.errors import RunError, UserError, first_line, reason
 from lmtrain.files import aside, fsync
 
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
-SAME = "same tensor"  # metadata of these: names that stand for a tensor written under another (tied weights)
+SAME = "same tensor"  # metadata key of both: maps the names of tied weights to the name that is written
 _NAME = re.compile(r"step_(\d{8,})")
 
 
@@ -45,7 +45,7 @@ def step_of(path: Path) -> int:
 
 
 def scan(folder: Path) -> list[Path]:
-    """All checkpoints of a run by step, oldest first; temporary ones and those set aside are not among them."""
+    """Returns all checkpoints of a run, oldest step first, without temporary ones and those set aside."""
     try:
         return sorted((p for p in folder.iterdir() if _NAME.fullmatch(p.name) and not p.is_symlink()), key=step_of)
     except (FileNotFoundError, NotADirectoryError):
@@ -55,27 +55,27 @@ def scan(folder: Path) -> list[Path]:
 
 
 def sweep(folder: Path) -> None:
-    """Removes what writers that died left behind."""
+    """Removes the temporary files and folders of writers that died."""
     for leftover in folder.glob("*.tmp*"):
         folder_itself = leftover.is_dir() and not leftover.is_symlink()
         shutil.rmtree(leftover, ignore_errors=True) if folder_itself else leftover.unlink(missing_ok=True)
 
 
 def damage(path: Path, compare: checksums.Compare = checksums.first_wrong) -> str | None:
-    """What is wrong with a checkpoint, or None if every file is as its manifest says, and the manifest as its hash.
+    """Returns what is wrong with a checkpoint, or None if its files match its manifest, and the manifest its hash.
 
     Args:
-        compare: reads the files, once nothing that needs no reading is wrong with them.
+        compare: verifies the contents of the files; called only after all checks that don't read them have passed.
 
     Raises:
-        RunError: the disk fails to give a file, which is not damage.
+        RunError: a file can't be read from the disk, which does not count as damage.
     """
     try:
         content = manifest.read(path)
         if _NAME.fullmatch(path.name) and content["step"] != step_of(path):
             return f"it is the checkpoint of step {content['step']}"
         files = {path / name: expected for name, expected in content["files"].items()}
-        problems = (_wrong_size(file, expected) for file, expected in files.items())  # which takes no reading
+        problems = (_wrong_size(file, expected) for file, expected in files.items())  # reads no contents
         return next(filter(None, problems), None) or _wrong_content(files, compare)
     except manifest.Damaged as damaged:
         return damaged.what
@@ -84,7 +84,7 @@ def damage(path: Path, compare: checksums.Compare = checksums.first_wrong) -> st
 
 
 def _wrong_size(file: Path, expected: dict[str, Any]) -> str | None:
-    """What is wrong with a file that needs no reading, by its entry in the manifest."""
+    """Returns what is wrong with a file, compared with its manifest entry without reading it, or None."""
     try:
         found = file.stat()
     except FileNotFoundError:
@@ -97,7 +97,7 @@ def _wrong_size(file: Path, expected: dict[str, Any]) -> str | None:
 
 
 def _wrong_content(files: dict[Path, dict[str, Any]], compare: checksums.Compare) -> str | None:
-    """The first file, or part of one, whose bytes are not those of its checksum."""
+    """Returns a message about the first file, or part of a file, that does not match its checksum, or None."""
     parts = [
         checksums.CheckedPart(file, part.get("offset", 0), part["bytes"], part["sha256"])
         for file, expected in files.items()
@@ -113,10 +113,10 @@ def _wrong_content(files: dict[Path, dict[str, Any]], compare: checksums.Compare
 def newest_complete(
     folder: Path, tell: Callable[[str], None] = print, compare: checksums.Compare = checksums.first_wrong
 ) -> Path | None:
-    """The newest undamaged checkpoint, None where there is no checkpoint; `tell` gets each that is passed over.
+    """Returns the newest undamaged checkpoint, or None if there are no checkpoints; reports skipped ones to `tell`.
 
     Raises:
-        UserError: there are checkpoints, and all are damaged.
+        UserError: there are checkpoints, but all are damaged.
     """
     damaged: dict[str, str] = {}
     for path in reversed(scan(folder)):
@@ -137,7 +137,7 @@ def newest_complete(
 
 
 def set_aside(path: Path) -> Path:
-    """Renames a damaged checkpoint to step_00000500.damaged, which no run reads; the user may still repair it."""
+    """Renames a damaged checkpoint to step_00000500.damaged, which no run reads but the user may still repair."""
     kept = aside(path)
     try:
         os.rename(path, kept)
@@ -151,12 +151,12 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def add_metrics(path: Path, metrics: dict[str, float], interim: bool, scored_on: str | None = None) -> bool:
-    """Writes scores into the manifest of a checkpoint that has none; returns whether it did."""
+    """Adds scores to the manifest of a checkpoint that has none; returns whether it did."""
     content = manifest.read(path)
     if content["metrics"]:
         return False
     del content["verified"]
-    interim = interim and content.get("interim", False)  # one that was due when it was made stays so
+    interim = interim and content.get("interim", False)  # one that was due when written stays regular
     rows = {"scored_on": scored_on} if scored_on is not None else {}
     manifest.write(path, {**content, "metrics": metrics, "interim": interim, **rows})
     return True
@@ -164,12 +164,12 @@ def add_metrics(path: Path, metrics: dict[str, float], interim: bool, scored_on:
 
 @contextlib.contextmanager
 def _sigchld_waits() -> Iterator[None]:
-    """Handles a SIGCHLD that arrives within after it: torch's handler, for dead workers, raises in whatever line runs.
+    """Defers a SIGCHLD until the block ends: torch's handler for dead workers raises in whatever line is running.
 
-    Within torch.save that would leave a zip writer behind which aborts the process as it is collected.
+    Raised inside torch.save, the error would leave a zip writer behind that aborts the process when it is collected.
     """
     handler = signal.getsignal(signal.SIGCHLD)
-    if not callable(handler) or threading.current_thread() is not threading.main_thread():  # handlers run in that one
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():  # only it runs handlers
         yield
         return
     waiting: list[tuple[int, FrameType | None]] = []
@@ -183,7 +183,7 @@ def _sigchld_waits() -> Iterator[None]:
 
 
 def write(file: Path, content: Any) -> dict[str, Any]:
-    """Writes a file of a checkpoint and syncs it; returns its entry in the manifest."""
+    """Writes a file of a checkpoint and syncs it; returns its entry for the manifest."""
     with _sigchld_waits(), file.open("wb") as handle:
         torch.save(content, handle)
         handle.flush()
@@ -193,7 +193,7 @@ def write(file: Path, content: Any) -> dict[str, Any]:
 
 
 def load_weights(path: Path, mmap: bool = False) -> dict[str, torch.Tensor]:
-    """The model's state dict of a checkpoint, on the CPU; with `mmap` nothing is read before it is used."""
+    """Returns the model's state dict of a checkpoint, on the CPU; with `mmap`, tensors are read only when used."""
     if (path / MODEL).exists():
         return read_tensors(path / MODEL)
     weights = _unpickle(path / "model.pt", mmap)
@@ -204,7 +204,7 @@ def load_weights(path: Path, mmap: bool = False) -> dict[str, torch.Tensor]:
 
 
 def load_trainer_state(path: Path) -> dict[str, Any]:
-    """trainer.pt of a checkpoint, all but the weights; its tensors are mapped, not read."""
+    """Returns the content of a checkpoint's trainer.pt, which holds no weights; its tensors are mapped, not read."""
     state = _unpickle(path / "trainer.pt", mmap=True)
     if "callbacks" not in state or "fingerprint" not in state:
         raise UserError(f"{path / 'trainer.pt'} is not of a checkpoint that lmtrain has written; take another one")
@@ -212,7 +212,7 @@ def load_trainer_state(path: Path) -> dict[str, Any]:
 
 
 def load(path: Path, mmap: bool = False) -> dict[str, Any]:
-    """Lightning's checkpoint dict."""
+    """Returns Lightning's checkpoint dict from a checkpoint's files; with `mmap`, tensors are read only when used."""
     checkpoint = _unpickle(path / "trainer.pt", mmap)
     if (path / OPTIMIZER).exists():
         for name, tensor in read_tensors(path / OPTIMIZER).items():
@@ -223,7 +223,7 @@ def load(path: Path, mmap: bool = False) -> dict[str, Any]:
 
 
 def _unpickle(file: Path, mmap: bool) -> dict[str, Any]:
-    """A dict of plain containers and tensors; whatever else a pickle holds is refused, not run."""
+    """Loads a dict of plain containers and tensors; anything else in a pickle is refused (UserError), never run."""
     try:
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
@@ -236,7 +236,7 @@ def _unpickle(file: Path, mmap: bool) -> dict[str, Any]:
 
 
 def read_tensors(file: Path) -> dict[str, torch.Tensor]:
-    """The whole tensors, mapped: nothing is read before it is used."""
+    """Returns the tensors of a safetensors file, memory-mapped: nothing is read before it is used."""
     try:
         with safe_open(file, framework="pt") as handle:
             tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
@@ -254,10 +254,10 @@ def _not_tensors(file: Path, error: Exception) -> str:
 
 
 def publish(checkpoint: dict[str, Any], path: Path) -> None:
-    """Writes a checkpoint so that `path` is complete or absent.
+    """Writes a checkpoint so that `path` is either complete or absent.
 
     Raises:
-        RunError: the disk is full or was removed; what was there before is untouched.
+        RunError: the disk is full or was removed; earlier checkpoints are untouched.
     """
     if path.exists() and damage(path) is None:
         return  # the same step of the same run: a good checkpoint is never overwritten
@@ -274,12 +274,12 @@ def publish(checkpoint: dict[str, Any], path: Path) -> None:
 
 
 def put_in_place(checkpoint: dict[str, Any], files: dict[str, Any], temporary: Path, path: Path) -> None:
-    """Writes the manifest of a checkpoint whose `files` are all in `temporary`, and gives it its name."""
+    """Writes the manifest of a checkpoint whose `files` are all in `temporary`, and renames that folder to `path`."""
     about = {"metrics": checkpoint.get("metrics", {}), "interim": checkpoint.get("interim", False)}
     about |= {name: checkpoint[name] for name in ("scored_on", "tokenizer") if checkpoint.get(name) is not None}
     manifest.write(temporary, {"step": checkpoint["global_step"], **about, "files": files})
     fsync(temporary)
-    if path.exists():  # damaged
+    if path.exists():  # known to be damaged
         set_aside(path)
     os.rename(temporary, path)
     fsync(path.parent)
@@ -287,14 +287,14 @@ def put_in_place(checkpoint: dict[str, Any], files: dict[str, Any], temporary: P
 
 @contextlib.contextmanager
 def explained(path: Path, temporary: Path | None) -> Iterator[None]:
-    """Says what to do where writing the checkpoint `path` fails, and removes `temporary`."""
+    """Turns failures to write the checkpoint `path` into a RunError that says what to do, and removes `temporary`."""
     try:
         yield
     except (OSError, RuntimeError, RunError) as error:  # torch.save reports a failed write as RuntimeError
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
         if "DataLoader worker" in str(error):
-            raise  # torch tells of a dead worker in whatever code is running then
+            raise  # torch reports a dead worker in whatever code is running at the time
         raise RunError(
             f"cannot write the checkpoint {path}: {reason(error)}; the ones before it are untouched. Free space "
             f"there, or set checkpoint.keep_last lower, then run the same command with run.resume=auto"
@@ -302,7 +302,7 @@ def explained(path: Path, temporary: Path | None) -> Iterator[None]:
 
 
 def remove(path: Path) -> None:
-    """Renamed first: a removal that is cut short leaves nothing that looks complete."""
+    """Removes a checkpoint. It is renamed first, so that an interrupted removal leaves nothing that looks complete."""
     doomed = path.with_name(f"{path.name}.tmp{os.getpid()}")
     os.rename(path, doomed)
     shutil.rmtree(doomed, ignore_errors=True)

@@ -1,31 +1,31 @@
-"""Aliases: what another project's name for a setting is here, under whatever section it is typed. See aliases.txt."""
+"""Aliases: maps other projects' names for settings, in any section, to lmtrain's keys. The table is aliases.txt."""
 
 import configparser
 import difflib
 from collections.abc import Collection
 from pathlib import Path
 
-_TABLES = configparser.ConfigParser(delimiters=("->",), interpolation=None)  # refuses a name that stands twice
+_TABLES = configparser.ConfigParser(delimiters=("->",), interpolation=None)  # raises for duplicate names
 _TABLES.read_string(Path(__file__).with_suffix(".txt").read_text(encoding="utf-8"))
 NEIGHBOURS, OPTIONS, WITHOUT, HYDRA_FLAGS, LIGHTNING, VERBS = (
     dict(_TABLES[name]) for name in ("keys", "options", "without", "hydra_flags", "lightning", "verbs")
 )
 
-# Sections of other projects, or ours, under which a word of the table keeps its meaning: data.block_size.
+# Sections of lmtrain or other projects in which a name of the table keeps its meaning: data.block_size.
 _SECTIONS = (
     "trainer", "data", "datamodule", "dataset", "model", "optimizer", "optim", "scheduler", "schedule",
     "lr_scheduler", "train", "training", "training_args", "args", "config", "run", "eval", "checkpoint",
     "logger", "lora", "lora_config", "peft", "peft_config", "generate", "export", "objective", "module",
     "litmodule", "tokenizer", "callbacks", "model_checkpoint", "early_stopping",
 )  # fmt: skip
-_AMBIGUOUS = ("name", "num_samples", "rank", "start", "tokens", "adapter", "project")  # mean other things in a section
+_AMBIGUOUS = ("name", "num_samples", "rank", "start", "tokens", "adapter", "project")  # ambiguous within sections
 
 
 def used_here(key: str, valid: Collection[str]) -> str | None:
-    """Our key, group or option for a neighbour's; case and dashes don't count. None where it is not a word of theirs.
+    """Returns lmtrain's key, group or option for another project's name, ignoring case and dashes; None if unknown.
 
     Args:
-        valid: our keys, for those of which only the section has another name (datamodule.path).
+        valid: lmtrain's keys, to resolve names of which only the section differs (datamodule.path).
     """
     key = key.lower().replace("-", "_")
     head, _, rest = key.partition(".")
@@ -41,7 +41,7 @@ def used_here(key: str, valid: Collection[str]) -> str | None:
 
 
 def misspelt(key: str, valid: Collection[str]) -> str | None:
-    """The neighbour's word that a key is nearly written as; None where one of our keys is at least as near."""
+    """Returns another project's name that `key` nearly matches; None if one of lmtrain's keys is at least as close."""
     *sections, last = key.lower().replace("-", "_").split(".")
     if not all(part in _SECTIONS for part in sections):
         return None
@@ -52,14 +52,14 @@ def misspelt(key: str, valid: Collection[str]) -> str | None:
 
 
 def absent(key: str) -> str | None:
-    """Why nothing here answers to a word of a neighbour's, or None."""
+    """Returns why lmtrain has no equivalent of another project's setting, or what replaces it; None if unknown."""
     *sections, last = key.lower().replace("-", "_").split(".")
     if not all(part in _SECTIONS for part in sections):
         return None
     return WITHOUT.get(last, f"here it is {LIGHTNING[last]}" if last in LIGHTNING and last not in NEIGHBOURS else None)
 
 
-_ALIKE = (  # keys whose values other projects write the same way
+_ALIKE = (  # keys whose values have the same meaning in other projects
     "optimizer.lr", "optimizer.weight_decay", "schedule.warmup_steps", "schedule.warmup_ratio", "data.seq_len",
     "data.micro_batch_size", "trainer.max_steps", "trainer.max_epochs", "trainer.gradient_clip_val", "peft.r",
     "peft.alpha", "peft.dropout", "model.num_hidden_layers", "model.num_attention_heads", "model.hidden_size",
@@ -68,7 +68,7 @@ _ALIKE = (  # keys whose values other projects write the same way
     "trainer.devices", "trainer.num_nodes",
     "generate.prompt", "generate.max_new_tokens", "generate.temperature", "objective.beta", "run.root",
 )  # fmt: skip
-_SWITCHES = {  # what a switch of theirs that is on is here
+_SWITCHES = {  # boolean setting of another project -> lmtrain's override if it is true
     "bf16": "trainer.precision=bf16-mixed", "fp16": "trainer.precision=16-mixed", "compile": "trainer.compile=true",
     "torch_compile": "trainer.compile=true", "gradient_checkpointing": "trainer.activation_checkpointing=true",
     "activation_checkpointing": "trainer.activation_checkpointing=true", "resume": "run.resume=auto",
@@ -78,10 +78,10 @@ _SWITCHES = {  # what a switch of theirs that is on is here
 
 
 def with_value(name: str, here: str, value: object) -> str:
-    """What `name: value` of another project is here: key=value where the value means the same, else the key alone.
+    """Translates another project's `name: value`: key=value if the value means the same, else the key alone.
 
     Args:
-        here: as of `used_here`.
+        here: lmtrain's key, as returned by `used_here`.
     """
     key, _, rest = here.partition(" ")
     if key == "model.name_or_path" and isinstance(value, str) and value:

@@ -1,7 +1,7 @@
-"""The rows of a step: how they are laid out over devices and micro-batches, and how they grow. Imports no torch.
+"""Batch layout: the split of a global batch over devices and micro-batches, and its growth. Imports no torch.
 
-The length of rows and the rows of a step grow in steps of a line from the first value to the last (Li et al. 2022, "The
-Stability-Efficiency Dilemma"), rounded down to a few values that divide the last one: compiled code sees few shapes.
+The row length and the number of rows per step grow linearly with the step from a first to a last value (Li et al. 2022,
+"The Stability-Efficiency Dilemma"), rounded down to a few divisors of the last value, so compiled code sees few shapes.
 """
 
 import bisect
@@ -16,7 +16,7 @@ from lmtrain.errors import UserError
 
 @dataclass(frozen=True)
 class BatchSplit:
-    """How a global batch is laid out: rows = parts x accumulation x micro_batch_size."""
+    """The split of a global batch: rows = parts x accumulation x micro_batch_size."""
 
     global_batch_size: int
     micro_batch_size: int
@@ -39,10 +39,10 @@ class BatchSplit:
 
 
 def split_over(config: Config, processes: int) -> BatchSplit:
-    """How a global batch is laid out over so many processes, whose number is known by now.
+    """Returns the split of a global batch over `processes` ranks; trainer.devices must be a number, not auto.
 
     Raises:
-        UserError: see `batch_split`; devices that don't form whole tensor-parallel groups.
+        UserError: see `batch_split`; or the devices don't form whole tensor-parallel or context-parallel groups.
     """
     check_devices(config.trainer)
     together = ranks_per_part(config.trainer)
@@ -50,7 +50,7 @@ def split_over(config: Config, processes: int) -> BatchSplit:
 
 
 def batch_split(global_batch_size: int, micro_batch_size: int, parts: int, devices_per_part: int = 1) -> BatchSplit:
-    """The split of a global batch; UserError with the nearest one that works where it doesn't divide."""
+    """Returns the split of a global batch; raises UserError, suggesting the nearest valid sizes, if there is none."""
     unit = micro_batch_size * parts
     if global_batch_size % unit == 0:
         return BatchSplit(global_batch_size, micro_batch_size, parts, devices_per_part)
@@ -70,7 +70,7 @@ def batch_split(global_batch_size: int, micro_batch_size: int, parts: int, devic
 
 @dataclass(frozen=True)
 class Stages:
-    """A number above 0 for each step: values[i] from step starts[i] on; the first starts at step 0."""
+    """A positive integer per step: values[i] from step starts[i] on, where starts[0] is 0."""
 
     starts: tuple[int, ...]
     values: tuple[int, ...]
@@ -81,16 +81,16 @@ class Stages:
 
     @classmethod
     def growing(cls, first: int, last: int, steps: int) -> "Stages":
-        """Stages that grow from `first` at step 0 to `last` at step `steps`; `first` divides `last`.
+        """Returns stages that grow from `first` at step 0 to `last` at step `steps`; `first` must divide `last`.
 
-        Between them stand multiples of `first` that divide `last`, each at least twice the one before.
+        The values between them are multiples of `first` that divide `last`, each at least twice the one before.
         """
         values = [first]
         for value in range(2 * first, last, first):
             if last % value == 0 and value >= 2 * values[-1]:
                 values.append(value)
         values.append(last)
-        # The line reaches a value at this share of the steps; the first step at or after that has it.
+        # A value is used from the first step at or after the point where the linear growth reaches it.
         return cls(tuple(-(-steps * (v - first) // (last - first)) for v in values), tuple(values))
 
     @property
@@ -98,32 +98,32 @@ class Stages:
         return self.values[-1]
 
     def at(self, step: int) -> int:
-        """The number of a step."""
+        """Returns the value at a step."""
         return self.values[bisect.bisect_right(self.starts, step) - 1]
 
     def before(self, step: int) -> int:
-        """The sum of the numbers of the steps 0 .. step - 1."""
+        """Returns the sum of the values of the steps 0 to step - 1."""
         ends = [*self.starts[1:], step]
         return sum(v * max(0, min(e, step) - s) for s, e, v in zip(self.starts, ends, self.values, strict=True))
 
     def step_of(self, item: int) -> int:
-        """The step that item `item` falls in, where each step takes as many items as its number says."""
+        """Returns the step that consumes item `item` (from 0), if each step consumes as many items as its value."""
         firsts = [self.before(start) for start in self.starts]
         stage = bisect.bisect_right(firsts, item) - 1
         return self.starts[stage] + (item - firsts[stage]) // self.values[stage]
 
     def steps_for(self, items: int) -> int:
-        """The fewest steps that take so many items."""
+        """Returns the smallest number of steps that consume `items` items."""
         return self.step_of(items - 1) + 1 if items > 0 else 0
 
     def in_words(self) -> str:
-        """'64, 128 from step 100 on, 256 from step 300 on'."""
+        """Describes the stages, as in '64, 128 from step 100 on, 256 from step 300 on'."""
         first, *later = zip(self.starts, self.values, strict=True)
         return ", ".join([f"{first[1]:,}", *(f"{value:,} from step {start:,} on" for start, value in later)])
 
 
 def step_sizes(data: DataConfig) -> Stages:
-    """The rows of each optimizer step."""
+    """Returns the number of rows in each optimizer step."""
     start, steps = data.batch_warmup.start_size, data.batch_warmup.steps
     if start is None or steps is None:
         return Stages.constant(data.global_batch_size)
@@ -131,7 +131,7 @@ def step_sizes(data: DataConfig) -> Stages:
 
 
 def row_lengths(data: DataConfig) -> Stages | None:
-    """The tokens of a row in each optimizer step; None where it is always data.seq_len."""
+    """Returns the row length in tokens for each optimizer step; None if it is always data.seq_len."""
     c = data.curriculum
     if c.by != "length" or c.start_length is None or c.steps is None:
         return None
@@ -139,7 +139,7 @@ def row_lengths(data: DataConfig) -> Stages | None:
 
 
 def check_growth(c: Config) -> None:
-    """Raises UserError for values that no row or step can grow by."""
+    """Raises UserError for invalid settings of data.curriculum (row length) or data.batch_warmup (rows per step)."""
     d = c.data
     if d.curriculum.by == "length":
         _check_lengths(d)
@@ -178,7 +178,7 @@ def _check_lengths(d: DataConfig) -> None:
 
 
 def _check_divides(key: str, first: int, of: str, last: int) -> None:
-    """Raises UserError where `first` is not a smaller divisor of `last`."""
+    """Raises UserError unless `first` is a divisor of `last` and smaller than it."""
     if first < last and last % first == 0:
         return
     if last == 1:
@@ -189,7 +189,7 @@ def _check_divides(key: str, first: int, of: str, last: int) -> None:
 
 
 def check_reached(c: Config, total_steps: int) -> None:
-    """Raises UserError where the run ends before its rows or steps have grown up; a fast_dev_run may."""
+    """Raises UserError if the run ends before rows or steps reach their final size; a fast_dev_run is exempt."""
     if c.trainer.fast_dev_run:
         return
     found = {"data.curriculum.steps": row_lengths(c.data), "data.batch_warmup.steps": step_sizes(c.data)}
@@ -202,13 +202,13 @@ def check_reached(c: Config, total_steps: int) -> None:
 
 
 def rate_factor(sizes: Stages, scaling: str, step: int) -> float:
-    """What a data.batch_warmup.lr_scaling multiplies the learning rate of a step by."""
+    """Returns the factor on the learning rate of a step for a value of data.batch_warmup.lr_scaling."""
     power = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[scaling]
     return float((sizes.at(step) / sizes.last) ** power)
 
 
 def horizon(max_steps: int | None, max_epochs: int | None, rows: int, sizes: Stages) -> int:
-    """Optimizer steps of the whole run: the first reached of max_steps and max_epochs; the last may be shorter."""
+    """Returns the optimizer steps of the run, limited by max_steps and max_epochs; the last may have fewer rows."""
     by_epochs = None if max_epochs is None else sizes.steps_for(rows * max_epochs)
     steps = min(s for s in (max_steps, by_epochs) if s is not None)
     if steps < 1:

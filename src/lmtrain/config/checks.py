@@ -1,4 +1,4 @@
-"""Rules between keys of the config; constraints on one key stand with it in schema.py. Imports no torch."""
+"""Rules between keys of the config; constraints on single keys are in schema.py. Imports no torch."""
 
 import dataclasses
 import re
@@ -14,12 +14,12 @@ from lmtrain.config.strategies import check_strategy, spell_out
 from lmtrain.config.targets import check_allowed, check_names
 from lmtrain.errors import UserError
 
-# Those of text_metrics.NAMED, which imports torch; bertscore:<encoder> beside them.
+# The names in text_metrics.NAMED, a module that imports torch; bertscore:<encoder> is accepted as well.
 TEXT_METRICS = ("bleu", "rouge", "rouge1", "rouge2", "exact_match")
 
 
 def check_values(c: Config) -> None:
-    """Raises UserError for the first value that is not among its choices, out of its range, or unsafe."""
+    """Raises UserError for the first value that is out of range, not among its choices, unsafe, or inconsistent."""
     _check_trainer(c)
     check_constraints(c)
     _check_budget(c)
@@ -75,10 +75,11 @@ def _check_run(c: Config) -> None:
 
 
 def _settle_cooldown(c: Config, checkpoint: str) -> None:
-    """Sets what run.cooldown_from stands for: the rate falls from the checkpoint's step to the end of this run.
+    """Applies run.cooldown_from: the learning rate decays from the checkpoint's step to the end of this run.
 
     Raises:
-        UserError: a schedule that has no decay of its own, a checkpoint that names no step, a run that ends before it.
+        UserError: the schedule has no decay phase, the checkpoint's name has no step, run.resume is set as well, or
+            the run ends before that step.
     """
     key, name = f"run.cooldown_from={checkpoint}", re.split(r"[/\\]", checkpoint.rstrip("/\\"))[-1]
     named = re.fullmatch(r"step_(\d{8,})", name)
@@ -95,7 +96,7 @@ def _settle_cooldown(c: Config, checkpoint: str) -> None:
 
 
 def _check_schedule(schedule: ScheduleConfig) -> None:
-    """Raises UserError where the warmup is said twice."""
+    """Raises UserError if the warmup is set twice, or set for range_test, which has none."""
     steps, ratio = schedule.warmup_steps, schedule.warmup_ratio
     if steps is not None and ratio is not None:
         raise UserError(
@@ -107,10 +108,10 @@ def _check_schedule(schedule: ScheduleConfig) -> None:
 
 
 def _check_positions(c: Config) -> None:
-    """Also checked when the model is built; here before any data is prepared."""
+    """Raises UserError if rows exceed the model's positions. Model building checks it too, but after preparing data."""
     positions = c.model.max_position_embeddings
     if c.objective.rows != c.data.rows:
-        return  # data for another objective: that is said where the data is opened
+        return  # data for another objective, which is reported when the data is opened
     if c.model.init == "scratch" and positions is not None and c.data.seq_len > positions >= 1:
         raise UserError(
             f"data.seq_len={c.data.seq_len} exceeds model.max_position_embeddings={positions}: lower the first or "
@@ -147,7 +148,7 @@ def _check_peft(c: Config) -> None:
 
 
 def _check_names(c: Config) -> None:
-    """Names that have to be given."""
+    """Raises UserError for required keys without a value."""
     check_pretrained_name(c.model.init, getattr(c.model, "name_or_path", None))
     if c.data.rows == "text" and not c.data.text_column:
         raise UserError(f"data.text_column={c.data.text_column}: a name or a list of names, [a,b], is needed")
@@ -158,7 +159,7 @@ def _check_names(c: Config) -> None:
 
 
 def check_pretrained_name(init: str | None, name: str | None) -> None:
-    """Asked first of all: other keys of such a model follow from its name."""
+    """Raises UserError if a pretrained model has no name. Checked first, since other keys follow from the name."""
     if init == "pretrained" and not name:
         raise UserError("model.init=pretrained needs a model: set model.name_or_path to a hub name or a folder")
 
@@ -210,7 +211,7 @@ def _check_targets(c: Config) -> None:
 
 
 def _check_source(source: str, allow_target: list[str]) -> None:
-    """UserError for a class that is of no opened package: of the known ones lmtrain alone has a source, made sums."""
+    """Raises UserError unless a data source's class is lmtrain's synthetic sums or in a package of run.allow_target."""
     check_allowed("data.source", source, allow_target)
     if not any(source.startswith(f"{package}.") for package in (*allow_target, "lmtrain.data.sources.sums")):
         raise UserError(
@@ -219,7 +220,7 @@ def _check_source(source: str, allow_target: list[str]) -> None:
 
 
 def _check_metrics(key: str, metrics: list[Any]) -> None:
-    """UserError for a name that is none of the text metrics."""
+    """Raises UserError for a name that is not a text metric."""
     for metric in metrics:
         if metric == "bertscore" or metric == "bertscore:":
             raise UserError(f"{key}: bertscore needs an encoder, {key}=['bertscore:roberta-large'] or a folder")
@@ -228,7 +229,7 @@ def _check_metrics(key: str, metrics: list[Any]) -> None:
 
 
 def time_limit_seconds(text: str | None) -> float | None:
-    """SLURM's forms as seconds: minutes, MM:SS, HH:MM:SS, days-HH, days-HH:MM, days-HH:MM:SS."""
+    """Parses SLURM's time formats into seconds: minutes, MM:SS, HH:MM:SS, days-HH, days-HH:MM, days-HH:MM:SS."""
     if text is None:
         return None
     if re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", text) is None:
@@ -243,13 +244,13 @@ def time_limit_seconds(text: str | None) -> float | None:
 
 
 def leave_out_ring(data: DataConfig) -> None:
-    """Without a stream no key of its ring shapes anything: a checkpoint is not to be compared by them."""
+    """Nulls the ring_* keys if data is not streamed through a ring, so that checkpoints are not compared by them."""
     if data.ring_bytes is None:
         data.ring_shard_tokens = data.ring_window = data.ring_val_tokens = data.ring_patience = None
 
 
 def _check_stream(c: Config) -> None:
-    """Raises UserError for the first setting that makes no sense with data.ring_bytes."""
+    """Raises UserError for the first setting that is incompatible with data.ring_bytes."""
     d, t = c.data, c.trainer
     if d.ring_bytes is None:
         return
@@ -289,7 +290,7 @@ def _check_stream(c: Config) -> None:
 
 
 def _check_memory(c: Config) -> None:
-    """Raises UserError where keys of the memory don't go together, or with the method of training."""
+    """Raises UserError if keys of the memory are incompatible with each other or with other settings."""
     m, method = c.memory, c.peft.method
     if m.num_chapters is None:
         if method == "memory":
@@ -323,13 +324,13 @@ def _check_memory(c: Config) -> None:
 
 
 def trains_base(c: Config) -> bool:
-    """Whether an entry {name: base} of optimizer.groups asks for the base to be trained beside memory and adapter."""
+    """Returns whether optimizer.groups has an entry {name: base}, which trains the base besides memory and adapter."""
     named = any(entry.get("name") == "base" and not entry.get("pattern") for entry in c.optimizer.groups)
     return named and c.peft.method != "none"
 
 
 def _check_base(c: Config) -> None:
-    """Raises UserError where the base is to be trained and can't be, or would be left out of the export."""
+    """Raises UserError if the base is to be trained but is quantized or would be missing from the export."""
     if not trains_base(c):
         return
     if c.memory.num_chapters is None:
@@ -345,7 +346,7 @@ def _check_base(c: Config) -> None:
 
 
 def _check_router(c: Config) -> None:
-    """Raises UserError where the routers' losses can't be those of whole steps."""
+    """Raises UserError if router losses can't be computed over whole steps (router.scope=step)."""
     if c.router.scope == "step" and not isinstance(c.objective, CausalLMConfig):
         raise UserError(
             f"router.scope=step with objective={c.objective.name}: only causal_lm and sft read each micro-batch "
@@ -365,7 +366,7 @@ def _check_memory_layers(layers: object) -> None:
 
 
 def chosen_layers(layers: object, depth: int) -> tuple[int, ...]:
-    """The numbers, counted from 0, of the decoder layers that memory.layers names in a model of `depth` layers.
+    """Returns the indices (from 0) of the decoder layers that memory.layers selects in a model with `depth` layers.
 
     Raises:
         UserError: there is no such layer.

@@ -1,4 +1,4 @@
-"""Composes the config, checks it and holds the rules that tie fields together. Imports neither torch nor lightning."""
+"""Composes, checks, saves and loads the config. Imports neither torch nor lightning."""
 
 import dataclasses
 import functools
@@ -33,9 +33,9 @@ from lmtrain.files import read_regular
 def compose(
     overrides: list[str], config_dir: str | None = None, config_name: str = "config", *, for_sweep: bool = False
 ) -> DictConfig:
-    """The config tree for these overrides; a wrong one raises UserError naming the nearest valid key or option.
+    """Composes the config for these overrides; a wrong one raises UserError naming the nearest valid key or option.
 
-    For a sweep it holds Hydra's own node too, and the keys that only a sweep reads are let through.
+    With `for_sweep` the config includes Hydra's own node, and keys that only a sweep reads are accepted.
     """
     return settled(overrides, config_dir, config_name, for_sweep=for_sweep)[0]
 
@@ -43,7 +43,7 @@ def compose(
 def settled(
     overrides: list[str], config_dir: str | None = None, config_name: str = "config", *, for_sweep: bool = False
 ) -> tuple[DictConfig, list[str]]:
-    """As `compose`; and the overrides that it is composed of, with the option of `data` that a bare data.path chose."""
+    """Returns the result of `compose` and the overrides used, including the option of `data` chosen by data.path."""
     folders, search = folders_of(config_dir, config_name)
     typed_words, overrides = overrides, effect.with_model_named(overrides, folders)
     is_named = overrides != typed_words
@@ -88,7 +88,10 @@ def settled(
 def _hydra_composed(
     overrides: list[str], folders: list[Path], search: list[str], config_name: str, for_sweep: bool
 ) -> tuple[DictConfig, list[str], UserError | None]:
-    """What Hydra composes, of which overrides, and what is wrong with it unless a reader of data.path is chosen."""
+    """Returns Hydra's composed config, the overrides used, and the error to raise unless data.path selects a reader.
+
+    With an error, the config is composed without the other keys of `data`; see `_without_keys_of_reader`.
+    """
     again = lambda kept: hydra_compose(config_name, overrides=[*search, *kept])  # noqa: E731
     with hydra_over(folders):
         try:
@@ -98,10 +101,10 @@ def _hydra_composed(
             raise UserError(explain.unreadable(error.override)) from None
         except MissingConfigException as error:
             raise UserError(explain.missing_config(error, folders, overrides)) from None
-        # Of a folder of the user's, such as a run's.
+        # Raised by invalid files in a user's folder, such as a run folder.
         except (yaml.YAMLError, UnicodeDecodeError, RecursionError, TypeError) as error:
             raise UserError(f"a config can't be read: {_one_line(error)}") from None
-        # Hydra raises ValueError where a group is set to a number or null.
+        # Hydra raises ValueError if a group is set to a number or null.
         except (ConfigCompositionException, HydraException, OmegaConfBaseException, ValueError) as error:
             refused = UserError(explain.refused(error, folders, overrides, again))
             without = _without_keys_of_reader(overrides, again)
@@ -112,9 +115,9 @@ def _hydra_composed(
 
 
 def _without_keys_of_reader(overrides: list[str], again: Callable[[list[str]], DictConfig]) -> DictConfig | None:
-    """The config without the keys of `data` that stand beside a bare data.path, whose reader may be what has them.
+    """Composes the config without the typed keys of `data` other than data.path, which only its reader may define.
 
-    None where data.path chooses no reader, or something else was wrong.
+    Returns None if data.path chooses no reader or the remaining overrides are invalid too.
     """
     typed = typed_keys(overrides)
     if "data.path" not in typed or "data" in typed:
@@ -128,13 +131,13 @@ def _without_keys_of_reader(overrides: list[str], again: Callable[[list[str]], D
 def _check_model_name(
     overrides: list[str], folders: list[Path], compose_model: Callable[[list[str]], DictConfig]
 ) -> None:
-    """Raises UserError where model.name is set to another than that of the model chosen; of one's own class it is free.
+    """Raises UserError if model.name differs from the name of the chosen model, unless the model is a custom class.
 
-    The name is only shown: whoever sets it meant an option of `model`, or a model of the hub.
+    The name is only displayed, so setting it usually means that an option of `model` or a hub model was intended.
 
     Args:
-        folders: of options.
-        compose_model: the section that some overrides make.
+        folders: the folders with config groups and their options.
+        compose_model: composes the section `model` for a list of overrides.
     """
     typed = [o.partition("=")[2].strip("'\"") for o in overrides if o.lstrip("+").startswith("model.name=")]
     if not typed:
@@ -155,14 +158,14 @@ def _check_model_name(
 
 
 def _refuse_gone(composed: DictConfig, overrides: list[str]) -> None:
-    """Raises UserError for a key that only a config.yaml of an earlier version may still have (`sections.complete`)."""
+    """Raises UserError for a typed key that only the config.yaml of an earlier version may have (sections.GONE)."""
     for key in sections.GONE:
         if key in typed_keys(overrides) and "_target_" not in composed[key.partition(".")[0]]:
             raise UserError(explain.unknown_key(key, ()))
 
 
 def _leave_to_replaced(composed: DictConfig, typed_words: list[str]) -> None:
-    """Takes away the keys that an experiment has set for an option of these groups that a typed one has replaced."""
+    """Deletes keys that an experiment set for an option of model, objective, ... that a typed option has replaced."""
     typed = typed_keys(typed_words)
     objectives = {name: options for name, (_, options) in OBJECTIVES.items()}
     groups: dict[str, tuple[str, dict[str, type[Any]]]] = {
@@ -182,14 +185,14 @@ def _leave_to_replaced(composed: DictConfig, typed_words: list[str]) -> None:
 
 
 def _complete_own_optimizer(composed: DictConfig) -> None:
-    """Adds what every optimizer has to a yaml of your own that holds a class and its arguments alone."""
+    """Adds the keys of every optimizer to a user's config that contains only a class and its arguments."""
     if composed.optimizer.get("_target_") is not None:
         base = OmegaConf.load(conf_dir() / "optimizer" / "base.yaml")
         composed.optimizer = OmegaConf.merge(base, {"name": "custom"}, composed.optimizer)
 
 
 def _one_warmup(composed: DictConfig, overrides: list[str]) -> None:
-    """Steps and ratio are two ways to say one thing: setting one on the command line takes the other's default away."""
+    """Nulls the default of one of warmup_steps and warmup_ratio if only the other is set on the command line."""
     steps, ratio = (f"schedule.warmup_{k}" in typed_keys(overrides) for k in ("steps", "ratio"))
     if steps and not ratio:
         composed.schedule.warmup_ratio = None
@@ -198,7 +201,7 @@ def _one_warmup(composed: DictConfig, overrides: list[str]) -> None:
 
 
 def _switched_on(composed: DictConfig, overrides: list[str]) -> None:
-    """Setting a key of early stopping or of the average on the command line turns it on, unless it is turned off."""
+    """Enables early stopping or EMA if one of its keys is set on the command line, unless `enabled` is set too."""
     named = typed_keys(overrides)
     for section in ("early_stopping", "ema"):
         prefix = f"callbacks.{section}."
@@ -207,33 +210,33 @@ def _switched_on(composed: DictConfig, overrides: list[str]) -> None:
 
 
 def _as_much_as_typed(composed: DictConfig, overrides: list[str]) -> None:
-    """A typed data.val_fraction is what is held out, of little data too."""
+    """Sets data.min_val_rows to 0 if data.val_fraction is typed, so that it is exact for small data as well."""
     named = typed_keys(overrides)
     if "data.val_fraction" in named and "data.min_val_rows" not in named:
         composed.data.min_val_rows = 0
 
 
 def to_yaml(composed: DictConfig) -> str:
-    """The composed tree as plain YAML, interpolations resolved but for what is read of the environment."""
+    """Returns the composed config as YAML with interpolations resolved, except those that read the environment."""
     kept = environment.note(composed)
     tree = environment.unresolved(OmegaConf.to_container(composed, resolve=True), kept, environment.as_written)
     return OmegaConf.to_yaml(OmegaConf.create(tree))
 
 
 def check(composed: DictConfig | Mapping[str, Any]) -> Config:
-    """The typed config, every rule applied; UserError says which key is wrong and what would be right.
+    """Returns the typed config after all checks; raises UserError naming the wrong key and a valid value.
 
     Args:
-        composed: what `compose` gives, or plain values, in which nothing is resolved.
+        composed: the result of `compose`, or plain values, in which interpolations are not resolved.
     """
-    # Resolved once: what a text holds then is not resolved again.
+    # Interpolations are resolved only once; `${` in the resulting texts is escaped.
     plain, kept = composed, dict[str, environment.Reading]()
     if isinstance(composed, DictConfig):
         plain, kept = interpolations.resolved(composed), environment.note(composed)
     tree = OmegaConf.create(interpolations.escaped(plain))
     assert isinstance(tree, DictConfig)
     init, name = (OmegaConf.select(tree, f"model.{key}") for key in ("init", "name_or_path"))
-    check_pretrained_name(init, name)  # before data.seq_len, which such a model doesn't bring
+    check_pretrained_name(init, name)  # before data.seq_len, for which such a model has no default
     sections.complete(tree)
     found = sections.classes(tree)
     try:
@@ -250,7 +253,7 @@ def check(composed: DictConfig | Mapping[str, Any]) -> Config:
     vars(config)["kept"] = environment.typed(kept, dataclasses.asdict(config))
     check_values(config)
     if config.data.rows == "text" and config.data.packing == "concat":
-        config.data.packing = None  # what it has always meant there
+        config.data.packing = None  # the default, which means concat for text
     leave_out_ring(config.data)
     apply_fast_dev_run(config)
     batch_split(config.data.global_batch_size, config.data.micro_batch_size, parts=1)
@@ -258,13 +261,13 @@ def check(composed: DictConfig | Mapping[str, Any]) -> Config:
 
 
 def _defaults_of(groups: set[str]) -> dict[str, Any]:
-    """The defaults of these groups of conf/: the config.yaml of an earlier version lacks the keys that came later."""
+    """Returns the defaults of these groups in conf/, for keys that the config.yaml of an earlier version lacks."""
     files = {group: conf_dir() / group / "default.yaml" for group in groups}
     return {g: yaml.safe_load(f.read_text(encoding="utf-8")) for g, f in files.items() if f.is_file()}
 
 
 def apply_fast_dev_run(config: Config) -> None:
-    """Makes of trainer.fast_dev_run, true or a number of steps, the keys that mean it here."""
+    """Sets the keys that implement trainer.fast_dev_run, which is true (one step) or a number of steps."""
     steps = int(config.trainer.fast_dev_run)
     if steps < 1:
         return
@@ -275,14 +278,14 @@ def apply_fast_dev_run(config: Config) -> None:
 
 
 def _one_line(error: Exception) -> str:
-    """What a YAML error says, over several lines with the place in the file."""
+    """Returns an error's message on one line; YAML errors span several."""
     return " ".join(str(error).split())
 
 
 def to_plain(config: Config, show: Callable[[str], str] = secrets.shown) -> dict[str, Any]:
-    """The config as plain containers; fields without a meaning for a variant are left out.
+    """Returns the config as plain containers, without optional fields that are None.
 
-    What was read of the environment is not resolved, and every other text is as `show` gives it: without secrets.
+    Values from the environment stay unresolved; `show` is applied to every other text and by default hides secrets.
     """
     plain = dataclasses.asdict(config)
     for section in ("objective", "model", "data", "tokenizer", "peft", "memory", "optimizer", "schedule"):
@@ -292,7 +295,7 @@ def to_plain(config: Config, show: Callable[[str], str] = secrets.shown) -> dict
 
 
 def dump(config: Config) -> str:
-    """config.yaml's text: plain YAML, enough to run again with `--config-dir <run> run.dir=<another>`."""
+    """Returns the text of config.yaml: plain YAML that can be run again with `--config-dir <run> run.dir=<another>`."""
     return yaml.safe_dump(to_plain(config, environment.as_written), sort_keys=False, allow_unicode=True)
 
 
@@ -306,7 +309,7 @@ def _text_of(path: Path) -> str:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """What a run's config.yaml holds, as plain values; what it would read of the environment stays as it is written."""
+    """Reads a run's config.yaml as plain values; interpolations that read the environment are kept as text."""
     tree = undumped(_text_of(path), str(path))
     try:
         return interpolations.resolved(environment.as_text(tree))
@@ -315,7 +318,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def undumped(text: str, where: str) -> DictConfig:
-    """What `dump` has written, to be checked; UserError begins with `where`."""
+    """Parses text written by `dump`, without checking the config; raises UserError prefixed with `where`."""
     tree = safe_yaml.parse(text, where)
     if not isinstance(tree, dict):
         raise UserError(f"{where} can't be read: it holds no keys")
@@ -326,14 +329,14 @@ def undumped(text: str, where: str) -> DictConfig:
 
 
 def load(path: Path, grants: trust.Grants, *, own: bool = False) -> Config:
-    """The config a run was started with.
+    """Loads and checks the config a run was started with.
 
     Args:
-        grants: what the user has opened (trust.py); the file itself opens nothing.
-        own: this process, or its parent, has written it, so what it reads of the environment the user has asked for.
+        grants: what the user has granted (trust.py); the file itself grants nothing.
+        own: whether this process or its parent wrote the file, so that the user has asked for what it reads.
 
     Raises:
-        UserError: it can't be read, is wrong, or asks for more than these.
+        UserError: the file can't be read, is invalid, or needs more than `grants`.
     """
     tree = undumped(_text_of(path), str(path))
     if not own:

@@ -1,4 +1,4 @@
-"""The files that a config is composed of: where they are looked for, which section each fills, what each says of a key.
+"""The YAML files that a config is composed of: search folders, the section each file fills, the keys each file sets.
 
 Imports no torch.
 """
@@ -22,13 +22,13 @@ from lmtrain.errors import UserError
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """A file of the composition and the section that it fills ('' is the root)."""
+    """A file of the composition, and the section (Hydra's package) that it fills; '' is the root."""
 
     path: Path
     package: str
 
     def way_to(self, key: str) -> list[str]:
-        """The names that lead to a dotted key in this file; none where it fills another section."""
+        """Returns the path to a dotted key within this file; empty if the file fills another section."""
         if not self.package:
             return key.split(".")
         inside = key.removeprefix(f"{self.package}.")
@@ -36,10 +36,10 @@ class ConfigFile:
 
 
 def folders_of(config_dir: str | None, config_name: str) -> tuple[list[Path], list[str]]:
-    """Where configs are looked for, first the root's folder; and the override that tells Hydra of the others.
+    """Returns the folders searched for configs, that of the root config first, and the Hydra override for the others.
 
-    A `config_dir` adds options to lmtrain's own; if it has a <config_name>.yaml, as a run's folder has, that is the
-    root.
+    A `config_dir` adds options to lmtrain's own. If it contains <config_name>.yaml, as a run folder does, that file is
+    the root config.
     """
     if config_dir is not None and not Path(config_dir).is_dir():
         raise UserError(f"--config-dir {config_dir}: no such folder")
@@ -52,19 +52,19 @@ def folders_of(config_dir: str | None, config_name: str) -> tuple[list[Path], li
 
 
 def options_of(group: str, folders: Iterable[Path]) -> list[str]:
-    """The options of a group in these folders, sorted; `base` is what options share."""
+    """Returns the sorted options of a config group in these folders, without `base`, on which options are based."""
     return sorted({f.stem for d in folders for f in (d / group).glob("*.yaml") if f.stem != "base"})
 
 
 @contextmanager
 def hydra_over(folders: Sequence[Path]) -> Iterator[Any]:
-    """Hydra with the first of these folders as its root; an override tells it of the others."""
+    """Yields Hydra, initialized with the first of these folders as its root; an override has to name the others."""
     with initialize_config_dir(config_dir=str(folders[0]), version_base="1.3", job_name="lmtrain"):
         yield GlobalHydra.instance().hydra
 
 
 def composed_files(overrides: Sequence[str], config_dir: str | None, config_name: str) -> list[ConfigFile]:
-    """The files that are composed, in order: of two that set a key, the later one wins."""
+    """Returns the files that are composed, in order of increasing precedence."""
     folders, search = folders_of(config_dir, config_name)
     with hydra_over(folders) as hydra:
         found = hydra.config_loader.compute_defaults_list(config_name, [*search, *overrides], RunMode.RUN).defaults
@@ -78,12 +78,12 @@ def composed_files(overrides: Sequence[str], config_dir: str | None, config_name
 
 
 def file_of(key: str, value: Any, composed: Sequence[ConfigFile]) -> Path | None:
-    """The file that gives a key (a place in a list is a number) its unresolved value; None where none says so."""
+    """Returns the file that sets a key (list indices are numbers) to this unresolved value, or None."""
     return next((file.path for file in reversed(composed) if _value_in(file, key) == value), None)
 
 
 def _value_in(file: ConfigFile, key: str) -> Any:
-    """What a file of the composition has for a key; None where it says nothing of it."""
+    """Returns the unresolved value that a file sets for a key, or None if it doesn't set it."""
     way = file.way_to(key)
     if not way:
         return None
@@ -101,19 +101,19 @@ def _value_in(file: ConfigFile, key: str) -> Any:
 
 @dataclass(frozen=True)
 class Origin:
-    """One place that sets a key."""
+    """A place, in a file or on the command line, where a key is set."""
 
-    where: str  # a file, or the command line
+    where: str  # the file, or "the command line"
     line: int | None
-    text: str  # the value as it is written there
-    comment: str  # what the file says about the key
+    text: str  # the value as written there
+    comment: str  # the file's comment on the key
 
     def __str__(self) -> str:
         return self.where if self.line is None else f"{self.where}, line {self.line}"
 
 
 def origins(key: str, composed: Sequence[ConfigFile], overrides: Sequence[str]) -> list[Origin]:
-    """All places that set `key`, the one that wins last."""
+    """Returns all places that set `key`, in order of increasing precedence."""
     found = [o for file in composed for o in _in_file(key, file)]
     if key in typed_keys(overrides):
         found.append(Origin("the command line", None, typed_keys(overrides)[key], ""))
@@ -140,7 +140,7 @@ def _in_file(key: str, file: ConfigFile) -> Iterator[Origin]:
 
 
 def _comment(lines: list[str], line: int) -> str:
-    """What stands behind the value, or above it."""
+    """Returns the comment behind the value or, if there is none, the comment lines above it."""
     _, sign, behind = lines[line].partition(" # ")
     if sign:
         return behind.strip()

@@ -1,9 +1,10 @@
-"""Annotations of schema fields: what a key shapes, who reads it when, constraints on its value. Imports no torch.
+"""Annotations of schema fields: what a key affects, which commands read it, constraints. Imports no torch.
 
     seq_len: Annotated[int, TRAJECTORY, at_least(1)]
     generate: Annotated[GenerateConfig, ReadBy(("generate",))]
 
-A constraint is called with the key and its value and raises UserError; null passes, where the type allows it.
+A constraint is called with a key and its value and raises UserError if the value is invalid. Null is valid wherever the
+type allows it.
 """
 
 import enum
@@ -19,25 +20,25 @@ Constraint = Callable[[str, Any], None]
 
 
 class Shapes(enum.Enum):
-    """What a key has an effect on, and so what happens when it is changed."""
+    """What a key affects, which decides what happens when it is changed."""
 
-    PREPARED = "prepared"  # the tokens on disk: another folder; on resume the tokens themselves are compared
-    MODEL = "model"  # the model and what its forward computes: another reference, and refused on resume
+    PREPARED = "prepared"  # the tokens on disk: a change uses another folder; on resume the tokens are compared
+    MODEL = "model"  # the model and its forward: a change needs another reference and is refused on resume
     TRAJECTORY = "trajectory"  # what is learned: refused on resume
-    RATE = "rate"  # how fast and how long: the user's right on resume, reported
-    MACHINE = "machine"  # where and how the same is computed: may change on resume, reported
-    VALIDATION = "validation"  # what is validated on: may change on resume, reported; scores before are not compared
-    SHOWN = "shown"  # nothing that is learned: what people see, where files lie, what is kept
+    RATE = "rate"  # learning rate and run length: may change on resume, reported
+    MACHINE = "machine"  # where and how the same result is computed: may change on resume, reported
+    VALIDATION = "validation"  # the validation data: may change on resume, reported; old scores are not compared
+    SHOWN = "shown"  # nothing that is learned: output, file locations, which files are kept
 
 
 PREPARED, MODEL, TRAJECTORY, RATE, MACHINE, VALIDATION, SHOWN = Shapes
 
 
 class Mark(enum.Enum):
-    """More about a key."""
+    """Additional properties of a key."""
 
-    CONTENT = "content"  # it names something (a file, a model): what that holds is compared, not its name
-    TRAINING = "training"  # only training reads it, or what stands in this section
+    CONTENT = "content"  # the key names something (a file, a model) whose content is compared instead of the name
+    TRAINING = "training"  # only training reads this key, or the keys of this section
 
 
 CONTENT, TRAINING = Mark
@@ -45,21 +46,21 @@ CONTENT, TRAINING = Mark
 
 @dataclass(frozen=True)
 class ReadWhere:
-    """A key or section that is read only where `holds(config)`; typed elsewhere, it is refused."""
+    """A mark on a key or section that is read only if `holds(config)`; otherwise typing the key is refused."""
 
     holds: Callable[[Any], bool]
-    instead: str  # what makes it hold: 'set trainer.strategy=deepspeed'
+    instead: str  # how to meet the condition: 'set trainer.strategy=deepspeed'
 
 
 @dataclass(frozen=True)
 class ReadBy:
-    """A key or section that only these verbs read, of those that compose a run's config."""
+    """A mark on a key or section that only these commands read, among those that compose a run's config."""
 
     verbs: tuple[str, ...]
 
 
 def choice(*options: str) -> Constraint:
-    """One of these; for keys that are not text otherwise (true, a number), a text has to be one of them."""
+    """Returns a constraint that accepts only these texts; values that are not text (true, a number) pass."""
 
     def check(key: str, value: Any) -> None:
         if isinstance(value, str) and value not in options:
@@ -73,7 +74,7 @@ _PART = r"[A-Za-z0-9_+][A-Za-z0-9._+-]*"
 
 
 def name_of_file(key: str, value: Any) -> None:
-    """A name that stays in its folder and can be typed as an override."""
+    """Raises UserError unless the value is null or a file name, without folders, that needs no quotes."""
     if value is not None and not re.fullmatch(_PART, str(value)):
         raise UserError(
             f"{key}={value!r}: use letters (a-z, A-Z), digits, '.', '_', '-' and '+' only, not '.' or '-' at its start"
@@ -81,7 +82,7 @@ def name_of_file(key: str, value: Any) -> None:
 
 
 def name_of_folder(key: str, value: Any) -> None:
-    """Accepts what `name_of_file` does, with folders of such names before it."""
+    """Raises UserError unless the value is null or a relative path whose parts pass `name_of_file`."""
     if value is not None and not re.fullmatch(rf"{_PART}(/{_PART})*", str(value)):
         raise UserError(
             f"{key}={value!r}: use letters (a-z, A-Z), digits, '.', '_', '-', '+' and '/' only, no part "
@@ -95,7 +96,7 @@ def not_empty(key: str, value: Any) -> None:
 
 
 def choice_or_class(*options: str) -> Constraint:
-    """One of these, or the path of a class, which has a dot in it."""
+    """Returns a constraint that accepts one of these names, or the dotted path of a class."""
     known = choice(*options, "package.module.Class")
     return lambda key, value: None if "." in str(value) else known(key, value)
 
@@ -123,7 +124,7 @@ up_to_one = _number(lambda value: 0 <= value <= 1, "a share from 0 to 1")
 
 
 def representable(key: str, value: Any) -> None:
-    """What every value has to be: of numbers finite ones, whole ones of 64 bits; text without a NUL character."""
+    """Raises UserError for values no key may have: infinite or NaN, integers beyond 64 bits, text with a NUL."""
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     for one in inside:
         representable(key, one)
@@ -136,7 +137,7 @@ def representable(key: str, value: Any) -> None:
 
 
 def name_or_names(key: str, value: Any) -> None:
-    """One text or a list of them, which a type can't express."""
+    """Raises UserError unless the value is null, a text or a list of texts, which OmegaConf's types can't express."""
     names = [value] if isinstance(value, str) else value
     if names is not None and (not isinstance(names, list) or not all(isinstance(name, str) for name in names)):
         raise UserError(f"{key}={value}: a name or a list of names, [a,b], is needed")

@@ -1,4 +1,4 @@
-"""lmtrain's own defaults: where conf/ lies, and what `lmtrain VERB --help` says of a verb out of it."""
+"""lmtrain's default configs: the location of conf/, and the help on a command's own keys generated from it."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from lmtrain.errors import UserError
 
 
 def conf_dir() -> Path:
-    """The folder of default configs: inside the package once installed, at the top of a checkout."""
+    """Returns the folder of default configs: inside an installed package, or at the top of a checkout."""
     package = Path(__file__).resolve().parents[1]
     for folder in (package / "conf", package.parents[1] / "conf"):
         if (folder / "config.yaml").is_file():
@@ -38,7 +38,7 @@ _RUN_DIR = ("export", "generate")
 
 
 def own_keys(verb: str, conf: Path) -> list[tuple[str, str]]:
-    """(key=default, what it is) of the verb's own section; empty where it has none."""
+    """Returns (key=default, description) for each key of the command's own section; empty if it has none."""
     file = conf / verb / "default.yaml"
     if not file.is_file():
         return []
@@ -48,7 +48,7 @@ def own_keys(verb: str, conf: Path) -> list[tuple[str, str]]:
 
 
 def verb_help(verb: str, conf: Path) -> str:
-    """Its own keys and examples, each part with an empty line before it; '' where there is neither."""
+    """Returns help on the command's own keys and examples, each part after an empty line; '' if there is neither."""
     keys = own_keys(verb, conf)
     width = max((len(key) for key, _ in keys), default=0)
     lines = ["", "its own keys:", *(f"  {key:<{width}}  {about}".rstrip() for key, about in keys)] if keys else []

@@ -1,6 +1,6 @@
-"""What typed words come to: keys that nothing reads are refused, a bare data.path and a model's name choose options.
+"""Effects of typed overrides: unread keys are refused; a bare data.path and a model name choose config options.
 
-A key set to its default anyway is let through: it says what happens. Imports no torch.
+An unread key that is set to its default value is accepted, since it states what happens anyway. Imports no torch.
 """
 
 import json
@@ -21,31 +21,31 @@ from lmtrain.config.schema import Config
 from lmtrain.config.trust import CLOSED
 from lmtrain.errors import UserError
 
-# Set in a sweep's trials ("1") and a pipeline's stages ("stage"): what has no effect in one may have it in another, and
-# they don't all print what they have in common.
+# Environment variable set in the trials of a sweep ("1") and the stages of a pipeline ("stage"). They accept keys
+# without effect, since a key may have an effect in other trials or stages, and don't repeat output they share.
 TRIAL = "LMTRAIN_TRIAL"
 
-ROW = 1024  # tokens of a row of a pretrained model that was named alone, if it takes so many
+ROW = 1024  # default data.seq_len, in tokens, with model=<name or folder>; less if the model has fewer positions
 _ABSENT = object()
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
-# The option of `data` that reads a file with this suffix as text.
+# File suffix -> the option of `data` that reads it.
 _READ_AS = {
     ".txt": "text", ".text": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "jsonl",
     ".tsv": "jsonl", ".parquet": "parquet", ".arrow": "parquet", ".md": "text", ".rst": "text",
 }  # fmt: skip
-_RECORDS = {"conversations": "chat_jsonl", "pairs": "preference_jsonl"}  # options of `data`, by what the rows are
+_RECORDS = {"conversations": "chat_jsonl", "pairs": "preference_jsonl"}  # kind of rows -> option of `data`
 
 
-# One command line serves them all; generate and export take all but a few keys from the run.
+# Commands that share one set of keys; generate and export take all but a few keys from the run's own config.
 _OF_RUNS = ("train", "prepare", "inspect", "tune", "verify", "estimate")
 _OF_EXPORTS = ("generate", "export")
 
 
 def without_effect(verb: str, overrides: Sequence[str], config: Config, default: Callable[[str], Any]) -> list[str]:
-    """A message for each typed key that nothing reads, in the order typed.
+    """Returns a message for each typed key that nothing reads and that differs from its default, in typed order.
 
     Args:
-        default: the value of a key where it is not typed.
+        default: returns the value that a key has if it is not typed.
     """
     messages = []
     for key in typed_keys(overrides):
@@ -57,7 +57,7 @@ def without_effect(verb: str, overrides: Sequence[str], config: Config, default:
 
 
 def refuse(verb: str, overrides: Sequence[str], config: Config, default: Callable[[str], Any]) -> None:
-    """Raises UserError for the first typed key that nothing reads."""
+    """Raises UserError for the first key reported by `without_effect`, except in sweep trials and pipeline stages."""
     if os.environ.get(TRIAL):
         return
     for message in without_effect(verb, overrides, config, default):
@@ -89,18 +89,18 @@ def _value(config: Any, key: str) -> Any:
 
 
 def default_in(tree: DictConfig) -> Callable[[str], Any]:
-    """The values of a composed config without the command line, as `without_effect` asks for them."""
+    """Returns a function that looks up a dotted key in a composed config, for `default` of `without_effect`."""
     return lambda key: OmegaConf.select(tree, key, default=_ABSENT)
 
 
 def suffix_of(path: str) -> str:
-    """The suffix that tells what a file, or the files of a glob, hold; '' where none does."""
+    """Returns the lower-case suffix of a file, glob or URL, ignoring a compression suffix; '' if there is none."""
     name = Path(re.sub(r"\?.*", "", path) if path.startswith(("http://", "https://")) else path)
     return (Path(name.stem) if name.suffix.lower() in _COMPRESSED else name).suffix.lower()
 
 
 def _suffix_there(path: str) -> str:
-    """As `suffix_of`; of a folder, the first known one in it."""
+    """Returns `suffix_of` a path; for a folder, that of its first file with a known suffix (.md and .rst last)."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         return suffix_of(path)
@@ -112,15 +112,15 @@ def _suffix_there(path: str) -> str:
 
 
 def with_model_named(overrides: Sequence[str], folders: Sequence[Path]) -> list[str]:
-    """The overrides, with `model=` and a folder or a hub name as model=pretrained and its name_or_path.
+    """Returns the overrides with `model=<folder or hub name>` replaced by model=pretrained and model.name_or_path.
 
-    A run's folder stands for its export. Options of `model` stay what they are.
+    A run folder is replaced by the folder of its export. The names of options of `model` are left unchanged.
 
     Args:
-        folders: of options.
+        folders: the folders with config groups and their options.
 
     Raises:
-        UserError: the name is a path, and there is no such folder; or a run's, which has exported nothing.
+        UserError: the folder does not exist or holds no model, or the name has not the form owner/model.
     """
     found = list[str]()
     for override in overrides:
@@ -139,7 +139,7 @@ def _is_a_models_name(name: str, folders: Sequence[Path]) -> bool:
 
 
 def _weights_of(name: str) -> str:
-    """A hub name as it is, a folder's path; of a run the folder of its export."""
+    """Returns a hub name unchanged, or the path of a model folder; for a run folder, that of its export."""
     path = Path(name).expanduser()
     if not path.is_dir():
         if name.startswith((".", "/", "~")) or name.count("/") != 1:
@@ -156,7 +156,7 @@ def _weights_of(name: str) -> str:
 
 
 def positions_of(name_or_path: str) -> int | None:
-    """How many tokens a model in a folder takes, by its config.json; None where it is on the hub or that lacks it."""
+    """Returns the maximum sequence length in the config.json of a model folder; None for hub names or if missing."""
     try:
         found = json.loads((Path(name_or_path) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -166,14 +166,14 @@ def positions_of(name_or_path: str) -> int | None:
 
 
 def inferred_source(overrides: Sequence[str], tree: DictConfig, folders: Sequence[Path]) -> str | None:
-    """The option of `data` that reads a typed data.path where none was chosen, or None.
+    """Returns the option of `data` that reads a typed data.path, or None if an option was chosen or no path typed.
 
     Args:
-        tree: the composed config, of which no file opens anything that was not typed (trust.py).
-        folders: of options.
+        tree: the composed config, which has passed `trust.refuse_unasked`.
+        folders: the folders with config groups and their options.
 
     Raises:
-        UserError: the path doesn't tell.
+        UserError: the path does not show which kind of data it holds.
     """
     typed = typed_keys(overrides)
     path = OmegaConf.select(tree, "data.path")
@@ -192,16 +192,16 @@ def inferred_source(overrides: Sequence[str], tree: DictConfig, folders: Sequenc
     return records or option
 
 
-EPOCHS = {"text": 20, "rows": 3}  # at most, of a file of the user's where no length is typed: more rarely helps
+EPOCHS = {"text": 20, "rows": 3}  # maximum over a user's file if no run length is typed; more epochs rarely help
 _LENGTHS = ("trainer.max_steps", "trainer.max_epochs", "trainer.overfit_batches", "trainer.fast_dev_run", "experiment",
             "debug", "data.streaming", "data.ring_bytes")  # fmt: skip
 
 
 def epochs_at_most(overrides: Sequence[str], option: str) -> list[str]:
-    """The override that ends a run on a user's file after some epochs, where nothing typed says how long it is.
+    """Returns the override that limits a run on a user's file to EPOCHS; none if the run length was typed.
 
     Args:
-        option: of `data`, that reads the file.
+        option: the option of `data` that reads the file.
     """
     if {*_LENGTHS, "budget.tokens", "budget.flops"} & typed_keys(overrides).keys():
         return []
@@ -209,11 +209,11 @@ def epochs_at_most(overrides: Sequence[str], option: str) -> list[str]:
 
 
 def option_holding(rows: str, folders: Sequence[Path]) -> str | None:
-    """The option of `data` that reads a user's file of such rows: chat_jsonl for conversations. None for text.
+    """Returns the option of `data` that reads a file of these rows (chat_jsonl for conversations); None for text.
 
     Args:
-        rows: as of ObjectiveConfig.rows.
-        folders: of options.
+        rows: as in ObjectiveConfig.rows.
+        folders: the folders with config groups and their options.
     """
     if "." not in rows:
         return _RECORDS.get(rows)
@@ -223,10 +223,10 @@ def option_holding(rows: str, folders: Sequence[Path]) -> str | None:
 
 
 def for_text(overrides: Sequence[str], objective: Callable[[list[str]], str]) -> list[str]:
-    """The overrides, with data=mixture as the option that mixes text with objective=causal_lm.
+    """Returns the overrides with data=mixture replaced by data=text_mixture if the objective is causal_lm.
 
     Args:
-        objective: its name, where only these overrides of groups are made.
+        objective: returns the name of the objective that a list of group overrides selects.
     """
     if "data=mixture" not in overrides:
         return list(overrides)
@@ -236,10 +236,10 @@ def for_text(overrides: Sequence[str], objective: Callable[[list[str]], str]) ->
 
 
 def inference_note(overrides: Sequence[str], config: Config, proposed: str = "") -> list[str]:
-    """What the plan says where a name chose the model, or a path the reader.
+    """Returns the plan's notes on choices that were inferred: the model, the run length, the reader of data.path.
 
     Args:
-        proposed: what was made of a file that was named alone.
+        proposed: the note on a data file that was named as a bare word, or ''.
     """
     typed = typed_keys(overrides)
     notes = [proposed] if proposed else []
@@ -248,7 +248,7 @@ def inference_note(overrides: Sequence[str], config: Config, proposed: str = "")
         notes.append(
             f"model={typed['model']} trains {weights} further, in rows of {config.data.seq_len:,} tokens (data.seq_len)"
         )
-    chosen = config.budget.chosen is None and config.trainer.max_epochs in EPOCHS.values()  # and not the budget
+    chosen = config.budget.chosen is None and config.trainer.max_epochs in EPOCHS.values()  # not chosen by the budget
     if typed.get("trainer.max_epochs") is None and chosen and "data" not in typed:
         notes.append(_ends(config))
     if proposed or "data.path" not in typed or {"data", "data.source", "experiment"} & typed.keys():
@@ -271,7 +271,7 @@ def _ends(config: Config) -> str:
 
 
 def check_suffix(overrides: Sequence[str]) -> None:
-    """Raises UserError for data=jsonl data.path=x.txt, which would be read as the suffix says and not as typed."""
+    """Raises UserError if data and the suffix of data.path disagree (data=jsonl data.path=x.txt): the suffix wins."""
     typed = typed_keys(overrides)
     option, path = typed.get("data", ""), typed.get("data.path", "").strip("'\"")
     held = _READ_AS.get(suffix_of(path))

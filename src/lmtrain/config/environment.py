@@ -1,10 +1,10 @@
-"""What a config reads of the environment, `${oc.env:NAME}`: who may, and how it is kept out of what is written.
+"""Environment variables in configs, `${oc.env:NAME}`: who may read them, and how their values are kept out of files.
 
-A config's value is used by the run as it was resolved at the start; everything that is written, logged or shown has the
-text it was resolved from, so that a config.yaml holds no secret and reads the environment again when a run begins.
+A run uses the values resolved at its start. Everything that is written, logged or shown has the unresolved text
+instead, so that a config.yaml contains no secret and reads the environment again whenever a run begins.
 
-A file from somebody else could send what it reads to a server of its choice. Only the command line (or Python), the
-files of conf/ and files that the user vouches for (`trust`) may read the environment. Imports no torch.
+An untrusted file could send what it reads to any server. Only the command line (or Python), the files of conf/ and
+files that the user trusts (`trust`) may read the environment. Imports no torch.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from lmtrain.config.override_text import flat, leaves, quoted
 from lmtrain.errors import UserError
 from lmtrain.terminal import visible
 
-OPEN = {"LMTRAIN_CACHE"}  # variables that conf/ itself reads: anyone may, and their values are written as any other
+OPEN = {"LMTRAIN_CACHE"}  # variables read by conf/ itself: any file may read them, and their values are not hidden
 
 _trusted: set[Path] = set()
 _told: set[Path] = set()
@@ -37,34 +37,34 @@ _told: set[Path] = set()
 
 @dataclass(frozen=True)
 class Reading:
-    """A value of a config that comes from the environment, by whatever resolvers."""
+    """A config value that depends on environment variables, through any resolver."""
 
-    text: str  # as it is written, to be resolved again
+    text: str  # the unresolved text, which is written to files
     value: Any
-    names: tuple[str, ...]  # of the variables
+    names: tuple[str, ...]  # the variables it reads
 
 
 def trust(files: Iterable[Path | str]) -> None:
-    """These files, and no others, may read the environment from now on, as the command line may."""
+    """Sets the files that may read the environment like the command line, replacing those set before."""
     _trusted.clear()
     _trusted.update(Path(file).expanduser().resolve() for file in files)
 
 
 def flags() -> list[str]:
-    """Flags that tell a process that lmtrain starts which files the user vouches for."""
+    """Returns the --trust flags that pass the trusted files on to a process started by lmtrain."""
     return [word for file in sorted(_trusted) for word in ("--trust", str(file))]
 
 
 def is_trusted(file: Path) -> bool:
-    """Whether the user vouches for a file; lmtrain's own are trusted."""
+    """Returns whether the user trusts a file; lmtrain's own are always trusted."""
     resolved = file.resolve()
     return resolved in _trusted or resolved.is_relative_to(conf_dir().resolve())
 
 
 def readings(tree: DictConfig) -> dict[str, Reading]:
-    """Dotted key (a place in a list is a number) to what it reads, of all values that the environment decides.
+    """Maps the dotted keys (list indices are numbers) of all values that depend on the environment to their Readings.
 
-    A value that can't be resolved, and would not have read anything, is left to who resolves the config.
+    A value that can't be resolved and reads no variable is left out; resolving the whole config reports the error.
     """
     found: dict[str, Reading] = {}
     with _recording() as names:
@@ -80,7 +80,7 @@ def readings(tree: DictConfig) -> dict[str, Reading]:
 
 @contextlib.contextmanager
 def _recording() -> Iterator[list[str]]:
-    """The names that `oc.env` is asked for within it."""
+    """Yields a list that collects the variable names passed to the resolver `oc.env` within the context."""
     names: list[str] = []
 
     def env(key: str, default: Any = oc._DEFAULT_MARKER_) -> str | None:
@@ -95,7 +95,7 @@ def _recording() -> Iterator[list[str]]:
 
 
 def _interpolations(node: Any, key: str = "") -> Iterator[tuple[str, Node]]:
-    """All values below `node` that are written with `${...}`."""
+    """Yields the dotted key and node of every interpolation `${...}` below `node`."""
     if isinstance(node, Node) and node._is_interpolation():
         yield key, node
     elif isinstance(node, Container) and not node._is_missing() and not node._is_none():
@@ -105,7 +105,7 @@ def _interpolations(node: Any, key: str = "") -> Iterator[tuple[str, Node]]:
 
 
 def resolved(node: Node) -> Any:
-    """The value of a node, which may be an interpolation, as plain containers."""
+    """Returns the resolved value of a node, which may be an interpolation, as plain containers."""
     found = node._dereference_node()
     if isinstance(found, DictConfig | ListConfig):
         return OmegaConf.to_container(found, resolve=True)
@@ -113,16 +113,16 @@ def resolved(node: Node) -> Any:
 
 
 def as_written(text: str) -> str:
-    """A text for config.yaml: it is read back as it is, and hidden values are read from the environment."""
+    """Escapes a text for config.yaml, from which it is read back unchanged; secrets become `${oc.env:NAME}`."""
     if not secrets.names_in(text):
         return escaped(text)
-    # A backslash before an interpolation would escape it, at the end it is no more than itself.
+    # A backslash before an interpolation would escape it and has to be doubled; at the end of the text it must not be.
     written = secrets.hide(text, lambda piece: re.sub(r"(\\+)$", r"\1\1", escaped(piece)))
     return written.removesuffix("\\" * (len(text) - len(text.rstrip("\\"))))
 
 
 def note(tree: DictConfig) -> dict[str, Reading]:
-    """`readings`, whose variables are hidden from now on; but the names of folders are on the disk already."""
+    """Returns `readings` and hides their variables from now on, except those in folder names, which are on disk."""
     found = readings(tree)
     for key, reading in found.items():
         if not key.startswith(("run.", "run_dir", "sweep.", "evaluate.dir", "evaluate.name", "hydra.")):
@@ -132,13 +132,13 @@ def note(tree: DictConfig) -> dict[str, Reading]:
 
 
 def typed(found: Mapping[str, Reading], plain: Mapping[str, Any]) -> dict[str, Reading]:
-    """The readings of a config with the values that its types have made of them."""
+    """Returns the readings with their values converted to the types of the schema, taken from `plain`."""
     values = dict(flat(dict(plain)))
     return {key: replace(reading, value=values.get(key, reading.value)) for key, reading in found.items()}
 
 
 def unresolved(tree: Any, kept: Mapping[str, Reading], show: Callable[[str], str], key: str = "") -> Any:
-    """A copy of plain containers with what was read as it is written, and `show` applied to every other text."""
+    """Copies plain containers, with environment values replaced by their text and `show` applied to other texts."""
     if key in kept and kept[key].value == tree:
         return kept[key].text
     if isinstance(tree, dict):
@@ -149,12 +149,12 @@ def unresolved(tree: Any, kept: Mapping[str, Reading], show: Callable[[str], str
 
 
 def written(key: str, value: Any, kept: Mapping[str, Reading]) -> Any:
-    """The value of a key as config.yaml has it."""
+    """Returns the value of a key as it is written to config.yaml."""
     return unresolved(value, kept, as_written, key)
 
 
 def hashed(key: str, value: Any, kept: Mapping[str, Reading]) -> Any:
-    """The value of a key for a checkpoint: a text that the environment decides is told from others by its hash."""
+    """Returns the value of a key for a checkpoint; text from the environment is replaced by its source and a hash."""
     texts = {
         name: replace(reading, text=f"{reading.text} (sha256 {secrets.digest(reading.value)})")
         for name, reading in kept.items()
@@ -164,7 +164,7 @@ def hashed(key: str, value: Any, kept: Mapping[str, Reading]) -> Any:
 
 
 def in_full(plain: Mapping[str, Any], kept: Mapping[str, Reading]) -> list[str]:
-    """A word on each value of a config that holds a secret of the environment, typed and not read from there."""
+    """Returns a note for each config value that contains a secret environment variable's value as literal text."""
     return [
         f"{key} holds the value of the environment variable {name}: files, pages and loggers get "
         f"${{oc.env:{name}}} in its place; written so on the command line too, between single quotes, it stays out of "
@@ -176,11 +176,11 @@ def in_full(plain: Mapping[str, Any], kept: Mapping[str, Reading]) -> list[str]:
 
 
 def refuse(tree: DictConfig, overrides: Sequence[str], composed: Callable[[], Sequence[ConfigFile]]) -> None:
-    """Raises UserError where a file that nobody vouches for reads the environment.
+    """Raises UserError if an untrusted file reads the environment.
 
     Args:
-        tree: what the files and the overrides were composed to.
-        composed: the files, in order.
+        tree: the config composed of the files and the overrides.
+        composed: returns the files, in order of increasing precedence.
     """
     found = readings(tree)
     typed = leaves(overrides) if found else {}
@@ -193,7 +193,7 @@ def refuse(tree: DictConfig, overrides: Sequence[str], composed: Callable[[], Se
 
 
 def refuse_words(tree: DictConfig, written: Sequence[str], typed: Sequence[str], file: Path) -> None:
-    """Raises UserError where overrides that stand in a file, as those of a pipeline do, read the environment."""
+    """Raises UserError if overrides in an untrusted file, such as a pipeline, read the environment."""
     if is_trusted(file):
         return
     for key, reading in readings(tree).items():
@@ -211,7 +211,7 @@ def _refusal(key: str, reading: Reading, file: str) -> str:
 
 
 def without_reading(tree: DictConfig, file: Path) -> DictConfig:
-    """A run's config.yaml; what would read the environment stays text where nobody vouches for the file."""
+    """Returns a run's config.yaml; if it is untrusted, its environment interpolations become text, with a note."""
     found = {} if is_trusted(file) else readings(tree)
     if not found:
         return tree
@@ -227,7 +227,7 @@ def without_reading(tree: DictConfig, file: Path) -> DictConfig:
 
 
 def as_text(tree: DictConfig) -> DictConfig:
-    """A config in which what would read the environment is text."""
+    """Returns a config in which values that would read the environment are literal text."""
     found = readings(tree)
     if not found:
         return tree

@@ -1,4 +1,4 @@
-"""Explains a rejected override: the nearest valid key, the word used here for a neighbour's, the options of a group."""
+"""Explains rejected overrides: the nearest valid key, lmtrain's name for another project's, the options of a group."""
 
 import difflib
 import re
@@ -19,7 +19,7 @@ from lmtrain.errors import UserError
 
 
 def flatten(tree: Mapping[Any, Any], prefix: str = "") -> Iterable[str]:
-    """All dotted keys of a nested mapping, inner nodes included."""
+    """Yields all dotted keys of a nested mapping, including inner nodes."""
     for key, value in tree.items():
         yield f"{prefix}{key}"
         if isinstance(value, Mapping):
@@ -27,14 +27,14 @@ def flatten(tree: Mapping[Any, Any], prefix: str = "") -> Iterable[str]:
 
 
 def unknown_key(key: str, valid: Iterable[str], value: Any = None) -> str:
-    """The message for a key that isn't there, with the nearest one that is.
+    """Returns the message for a key that doesn't exist, with lmtrain's equivalent or the nearest valid key.
 
     Args:
-        value: what it was set to, which the answer repeats where it means the same.
+        value: the value it was set to, which is repeated in the suggestion if it means the same there.
     """
     valid = list(valid)
     argument = key.removeprefix("trainer.")
-    if argument != key and argument in LIGHTNING:  # Lightning's
+    if argument != key and argument in LIGHTNING:  # an argument of Lightning's Trainer
         return f"there is no key {key!r}; here it is {LIGHTNING[argument]} (docs/lightning.md)"
     here, why = used_here(key, valid), absent(key)
     if why is not None:
@@ -60,12 +60,15 @@ def unknown_key(key: str, valid: Iterable[str], value: Any = None) -> str:
     return f"there is no key {key!r}; --cfg prints every key with its default"
 
 
-OPEN = ("model.extra",)  # nodes to which a user may add keys of their own
+OPEN = ("model.extra",)  # nodes to which a user may add any key
 
 
 def _nearest(key: str, valid: list[str]) -> list[str]:
-    """At most three keys that look like it: those whose last word is nearly its own (optimizer.warmup_step), where no
-    key ends in that very word; the most similar one, those with the same last word, other similar ones."""
+    """Returns at most three valid keys similar to `key`.
+
+    The order is: keys whose last part is nearly that of `key` (optimizer.warmup_step), if no key has the same last
+    part; the most similar key; keys with the same last part; other similar keys.
+    """
     parents = [key.rsplit(".", n)[0] for n in range(1, key.count(".") + 1)]
     if any(parent in OPEN for parent in parents):
         return []
@@ -81,7 +84,7 @@ def _nearest(key: str, valid: list[str]) -> list[str]:
 
 
 def other_variant(key: str, folders: Iterable[Path]) -> str | None:
-    """The message for a key that other options of its group have (optimizer.momentum with optimizer=adamw), or None."""
+    """Returns the message for a key of other options of its group (optimizer.momentum with adamw), or None."""
     group, *path = key.split(".")
     options = []
     for file in sorted(f for d in folders for f in (d / group).glob("*.yaml") if f.stem != "base"):
@@ -99,7 +102,7 @@ _ABSENT = object()
 
 
 def unknown_option(group: str, option: str, folders: Iterable[Path]) -> str:
-    """The message for `group=option` where no such yaml exists."""
+    """Returns the message for `group=option` if the group has no such option."""
     known = options_of(group, folders)
     plain = option.lower().replace("-", "_")
     near = [f"{group}={name}" for name in difflib.get_close_matches(plain, known, n=1)]
@@ -113,7 +116,7 @@ def unknown_option(group: str, option: str, folders: Iterable[Path]) -> str:
 
 
 def missing_config(error: MissingConfigException, folders: list[Path], overrides: list[str]) -> str:
-    """The message for a yaml that Hydra did not find."""
+    """Returns the message for a YAML file that Hydra did not find."""
     missing = error.missing_cfg_file or ""
     for override in overrides:
         group, _, option = override.lstrip("+").partition("=")
@@ -128,8 +131,8 @@ def missing_config(error: MissingConfigException, folders: list[Path], overrides
 
 
 def unreadable(override: str) -> str:
-    """The message for an argument that Hydra's grammar rejects."""
-    override = override.removeprefix("++")  # which `to_hydra` may have added
+    """Returns the message for an argument that Hydra's grammar rejects."""
+    override = override.removeprefix("++")  # may have been added by `to_hydra`
     key, equals, value = override.partition("=")
     if not equals:
         return f"cannot read {override!r}: write key=value or group=option; a value that holds spaces needs quotes"
@@ -146,11 +149,11 @@ def unreadable(override: str) -> str:
 
 
 def unknown_flags(unknown: Sequence[str], argv: Sequence[str], verb: str) -> str:
-    """The message for --something, as other programs write their settings; of several, the command they mean.
+    """Returns the message for settings typed as flags (--lr 1e-4); for several, with the equivalent command.
 
     Args:
-        unknown: those that lmtrain lacks, as typed.
-        argv: all that was typed; an unknown flag's value may follow it.
+        unknown: the arguments that lmtrain doesn't know, as typed.
+        argv: all arguments, since the value of an unknown flag may follow it.
     """
     flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
     hydras = next((f"{flag} is not an option: {HYDRA_FLAGS[flag]}" for flag in flags if flag in HYDRA_FLAGS), None)
@@ -185,14 +188,14 @@ def unknown_flags(unknown: Sequence[str], argv: Sequence[str], verb: str) -> str
 
 
 def _as_command(settings: Sequence[str]) -> str:
-    """Settings side by side, with the options that some go with."""
+    """Joins settings into the arguments of a command, preceded by the options that some of them need."""
     bare = [re.sub(r" \(.*\)", "", setting) for setting in settings]
     needed = [match[1] for setting in settings if (match := re.search(r"\(with ([\w/]+=\w+)", setting))]
     return " ".join(dict.fromkeys([*needed, *bare]))
 
 
 def _setting(key: str, value: str | None) -> str:
-    """key=value for a flag of another program; key=... where its value is not ours."""
+    """Returns key=value for a flag of another program, or key=... if the value doesn't mean the same in lmtrain."""
     here = used_here(key, ()) or key
     found = with_value(key, here, value)
     name, _, rest = found.partition(" ")
@@ -203,7 +206,7 @@ def _setting(key: str, value: str | None) -> str:
 
 
 def refuse_sweep_keys(overrides: list[str]) -> None:
-    """Raises UserError for hydra.* and sweep.* on a single run, where they would be ignored without a word."""
+    """Raises UserError for hydra.* and sweep.* in a single run, which would silently ignore them."""
     for override in overrides:
         key = override.lstrip("+~").partition("=")[0]
         if key.startswith(("hydra.", "hydra/", "sweep.")) or (key == "sweep" and "=" in override):
@@ -214,7 +217,7 @@ def refuse_sweep_keys(overrides: list[str]) -> None:
 
 
 def refuse_deleted_groups(overrides: list[str], folders: list[Path]) -> None:
-    """Raises UserError for ~group: every group has an option, and where it can be off that has a name."""
+    """Raises UserError for ~group: every group needs an option, and groups that can be off have the option none."""
     for override in overrides:
         group = override[1:].partition("=")[0]
         if override.startswith("~") and any((d / group).is_dir() for d in folders):
@@ -226,10 +229,10 @@ def refuse_deleted_groups(overrides: list[str], folders: list[Path]) -> None:
 def refused(
     error: Exception, folders: list[Path], overrides: list[str], compose: Callable[[list[str]], DictConfig]
 ) -> str:
-    """The message for overrides that parse but cannot be applied: names the first such one.
+    """Returns the message for overrides that parse but cannot be applied; it names the first of them.
 
     Args:
-        compose: composes the config with some of the overrides.
+        compose: composes the config with a subset of the overrides.
     """
     groups = {g.name for d in folders for g in d.iterdir() if g.is_dir()}
     parsed = [OverridesParser.create().parse_override(text) for text in overrides]
@@ -247,7 +250,7 @@ def refused(
             return f"{key}: this config is a run's own and offers no options: set single keys, {key}.<key>=<value>"
     try:
         base = compose([o.input_line or "" for o in parsed if o.key_or_group in groups])
-    except (HydraException, OmegaConfBaseException, ValueError):  # the choices don't go together: Hydra says why
+    except (HydraException, OmegaConfBaseException, ValueError):  # the options are incompatible: use Hydra's message
         return _on_one_line(error)
     for override in parsed:
         key = override.key_or_group
@@ -261,7 +264,7 @@ def refused(
 
 
 def _wrong_value(override: Override, groups: set[str], folders: list[Path]) -> str | None:
-    """The message for several values outside of a sweep, and for a value that can't name an option of a group."""
+    """Returns the message for several values outside a sweep or a value that can't name an option; else None."""
     group = override.key_or_group
     if override.is_sweep_override():
         key, _, value = (override.input_line or "").partition("=")
@@ -283,7 +286,7 @@ def _on_one_line(error: Exception) -> str:
     return "; ".join(line.strip().rstrip(".") for line in text.splitlines() if line.strip())
 
 
-_WANTED = {  # what omegaconf's message says -> what is needed
+_WANTED = {  # part of OmegaConf's message -> what is needed
     "to Integer": "a whole number is needed",
     "to Float": "a number is needed",
     "not a valid bool": "true or false is needed",
@@ -296,14 +299,14 @@ _WANTED = {  # what omegaconf's message says -> what is needed
 }
 
 
-_SHARES = {  # Lightning takes a share of these
+_SHARES = {  # keys for which Lightning also accepts a fraction
     "trainer.val_check_interval": "it counts optimizer steps, not a share of an epoch (250: every 250 steps)",
     "trainer.limit_val_batches": "it counts micro-batches, not a share of the split (null: all of it)",
 }
 
 
 def wrong_type(error: OmegaConfBaseException, tree: Any, valid: Iterable[str]) -> str:
-    """The message for a value that the schema refuses; `valid` are all keys."""
+    """Returns the message for a value that the schema rejects; `valid` are all keys."""
     key, message = str(getattr(error, "full_key", None) or ""), str(error).strip().split("\n")[0]
     if "not in '" in message:
         return unknown_key(key, valid)
@@ -314,7 +317,7 @@ def wrong_type(error: OmegaConfBaseException, tree: Any, valid: Iterable[str]) -
         why = " (a pretrained model brings none; 1024 is usual)" if pretrained else ""
         return f"{key} has no value here: set {key}=...{why}"
     wanted = next((words for part, words in _WANTED.items() if part in message), None)
-    if not key:  # omegaconf doesn't know where: an entry of a list of mappings
+    if not key:  # OmegaConf gives no key for an entry of a list of mappings
         return f"an entry of callbacks.extra or optimizer.groups: {wanted or message}"
     if wanted is None:
         return f"{key}: {message}"

@@ -1,12 +1,12 @@
-"""What a resumed run must share with its beginning: the settings that decide what is learned, and what files held.
+"""The fingerprint of a run: settings and file contents that decide what is learned and may not change on resume.
 
-A fingerprint is plain containers in every checkpoint:
-  keys      the values of all keys of the config that shape the model or the trajectory
-  contents  what was found behind names and settings: the tokens ("data"), the tokenizer, the model's architecture, the
-            frozen base, an adapter's first weights, the reference
+Every checkpoint stores the fingerprint as plain containers:
+  keys      the values of all config keys that shape the model or the training trajectory
+  contents  hashes or descriptions of what names and settings refer to: the tokens ("data"), the tokenizer, the model's
+            architecture, the frozen base, an adapter's initial weights, the reference
   earlier   some contents in the form that checkpoints of earlier versions hold
-The checkpoint of one device is that of many: where and how a run is computed is not part of it. That may change on
-resume, and is read from the run's config.yaml.
+A checkpoint is independent of the number of devices, so the fingerprint leaves out where and how a run is computed.
+Those settings may change on resume; their previous values are read from the run's config.yaml.
 """
 
 import difflib
@@ -26,25 +26,25 @@ Fingerprint = dict[str, dict[str, Any]]
 
 
 def fingerprint(config: Config, contents: dict[str, Any], earlier: dict[str, Any]) -> Fingerprint:
-    """See the module; `config` has its `auto` values resolved."""
+    """Builds a run's fingerprint (see the module); the `auto` values of `config` must be resolved."""
     found = values(config, MODEL, TRAJECTORY, by_content=False)
     keys = {k: environment.hashed(k, v, config.kept) for k, v in found.items()}
     return json.loads(json.dumps({"keys": keys, "contents": contents, "earlier": earlier}, default=str))
 
 
 def short_hash(value: Any) -> str:
-    """16 digits of the SHA-256 of a value as JSON."""
+    """Returns the first 16 hex digits of the SHA-256 of a value serialized as JSON with sorted keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def of_model(config: Config) -> dict[str, Any]:
-    """The keys that the model's forward depends on, besides what its name stands for."""
+    """Returns the config values that the model's forward depends on, except those compared by content."""
     return values(config, MODEL, by_content=False)
 
 
 @dataclass
 class Difference:
-    """An entry that differs from the checkpoint's; `because` are keys that explain it, with both values."""
+    """A fingerprint entry that differs from the checkpoint's; `because` maps keys that explain it to both values."""
 
     name: str
     then: Any
@@ -59,14 +59,14 @@ class Difference:
         return self.name in allowed or bool(self.because and all(key in allowed for key in self.because))
 
 
-FEATURE = "feature."  # contents that a checkpoint has only while the feature is on
+FEATURE = "feature."  # prefix of contents that a checkpoint has only if the feature is enabled
 
 
 def changes(theirs: dict[str, Any], ours: Fingerprint, before: dict[str, Any], config: Config) -> list[Difference]:
-    """What makes `ours` another run than `theirs`, that of a checkpoint of any version.
+    """Returns the differences between a checkpoint's fingerprint (`theirs`, of any version) and this run's (`ours`).
 
     Args:
-        before: the config the run was last started with, as `read_config` gives it.
+        before: the config the run was last started with, as returned by `read_config`.
     """
     known = theirs if "keys" in theirs else of_earlier_version(theirs)
     now = ours["contents"] if known is theirs else {**ours["contents"], **ours["earlier"]}
@@ -85,11 +85,11 @@ def changes(theirs: dict[str, Any], ours: Fingerprint, before: dict[str, Any], c
 def _content(
     name: str, then: Any, now: Any, keys: list[Difference], before: dict[str, Any], config: Config
 ) -> list[Difference]:
-    """The change of a content; none where changed keys say it already."""
+    """Returns the difference of one content entry; empty if the differing `keys` already explain it."""
     if name == "model":
         if any(change.name.startswith("model.") or _shapes(change.name, config) is MODEL for change in keys):
             return []
-        if isinstance(then, dict):  # the architecture: the fields that differ
+        if isinstance(then, dict):  # the architecture: report only the fields that differ
             fields = [k for k in {**then, **now} if then.get(k) != now.get(k)]
             then, now = {k: then.get(k) for k in fields}, {k: now.get(k) for k in fields}
     section = name.split(".")[0]
@@ -105,7 +105,7 @@ def _shapes(name: str, config: Config) -> Any:
 
 
 def not_compared(theirs: dict[str, Any], ours: Fingerprint, config: Config) -> list[str]:
-    """Keys of ours, set to something, that a checkpoint says nothing about."""
+    """Returns the keys of `ours` that are set and read but have no recorded value in the checkpoint."""
     known = theirs if "keys" in theirs else of_earlier_version(theirs)
     told = {name.split(".")[0] for name, value in known["contents"].items() if value is not None}
     return [
@@ -114,13 +114,13 @@ def not_compared(theirs: dict[str, Any], ours: Fingerprint, config: Config) -> l
         if name not in known["keys"]
         and value is not None
         and not (_shapes(name, config) is MODEL and name.split(".")[0] in told)
-        and unread(name, config) is None  # else it shapes nothing
-        and not name.endswith("._target_")  # which class it is, its section's name tells in checkpoints without it
+        and unread(name, config) is None  # an unread key has no effect
+        and not name.endswith("._target_")  # checkpoints without it identify the class by the section's `name`
     ]
 
 
 def of_earlier_version(theirs: dict[str, Any]) -> Fingerprint:
-    """The fingerprint of a checkpoint whose entries were not named by keys."""
+    """Converts the fingerprint of an earlier version, whose entries were not named by config keys."""
     contents = {"data", "tokenizer", "model", "model.base", "peft", "reference"}
     found: Fingerprint = {
         "keys": {k: v for k, v in theirs.items() if k not in contents},
@@ -140,7 +140,7 @@ def of_earlier_version(theirs: dict[str, Any]) -> Fingerprint:
 
 
 def read_config(tree: Any, config: Config) -> dict[str, Any]:
-    """What a config.yaml of any version has for the keys of `config`; those it knows nothing of are left out."""
+    """Returns the values that a config.yaml of any version has for the keys of `config`; unknown keys are left out."""
     found = {}
     for key in keys_in(config):
         *path, last = key.name.split(".")
@@ -153,13 +153,13 @@ def read_config(tree: Any, config: Config) -> dict[str, Any]:
 
 
 def changed_since(before: dict[str, Any], config: Config) -> list[str]:
-    """What may change on resume and has, in words."""
+    """Describes the changed values of keys that may change on resume, as "key old -> new"."""
     now = {k: environment.written(k, v, config.kept) for k, v in values(config, RATE, MACHINE, VALIDATION).items()}
     return [f"{key} {before[key]} -> {now[key]}" for key in now if key in before and before[key] != now[key]]
 
 
 def check_names(allowed: list[str], ours: Fingerprint, config: Config) -> None:
-    """Raises UserError for a name in run.allow_change that is neither a key nor a content."""
+    """Raises UserError for a name in run.allow_change that is neither a config key nor an entry of `contents`."""
     known = [*ours["contents"], *(key.name for key in keys_in(config))]
     for name in allowed:
         if name not in known:

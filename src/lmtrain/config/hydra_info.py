@@ -1,4 +1,4 @@
-"""What Hydra itself can tell of a composition, `--info`, and the words a shell offers for Tab, `-sc query=...`."""
+"""Hydra's own information about a composition (`--info`) and shell completion (`-sc query=...`)."""
 
 import itertools
 from collections.abc import Iterable
@@ -17,25 +17,25 @@ _TAKES_A_VALUE = ("--config-dir", "-cd", "--config-name", "-cn", "--prompt", "--
 
 
 def show(what: str, overrides: list[str], config_dir: str | None, config_name: str) -> None:
-    """Prints Hydra's own --info: where configs come from and in which order they are laid over each other."""
-    compose(overrides, config_dir, config_name)  # what is wrong is said in lmtrain's words
+    """Prints Hydra's own --info: where configs come from and in which order they are merged."""
+    compose(overrides, config_dir, config_name)  # reports mistakes with lmtrain's own messages
     folders, search = folders_of(config_dir, config_name)
     with hydra_over(folders) as hydra:
         hydra.show_info(what, config_name, [*search, *overrides])
 
 
 def candidates(line: str, verbs: Iterable[str], flags: Iterable[str]) -> list[str]:
-    """What can stand where `line` ends: a verb, a flag, a group's option, a key, a file.
+    """Returns the completions of the last word of `line`: verbs, flags, options of groups, keys or files.
 
     Args:
-        line: what is typed up to the cursor: `lmtrain VERB ...` or `python -m lmtrain.VERB ...`.
+        line: the command line up to the cursor: `lmtrain VERB ...` or `python -m lmtrain.VERB ...`.
     """
     words = line.split()
     word = "" if line.endswith(" ") or not words else words.pop()
     if Path(words[0]).name.startswith("python") if words else False:
         if words[1:] == ["-m"]:
             return [name for name in (f"lmtrain.{verb}" for verb in verbs) if name.startswith(word)]
-        words = words[2:]  # lmtrain.VERB stands for `lmtrain VERB`
+        words = words[2:]  # lmtrain.VERB is treated as `lmtrain VERB`
         words[:1] = ["lmtrain", *(w.removeprefix("lmtrain.") for w in words[:1])]
     if len(words) < 2:
         return [verb for verb in verbs if verb.startswith(word)]
@@ -49,7 +49,7 @@ def candidates(line: str, verbs: Iterable[str], flags: Iterable[str]) -> list[st
 
 
 def _of_hydra(words: list[str], word: str) -> list[str]:
-    """Groups, their options and keys; nothing where what is typed before is wrong."""
+    """Returns Hydra's completions (groups, options, keys) of `word`; none if the words before it don't compose."""
     given = dict(itertools.pairwise(words))
     config_dir = given.get("--config-dir", given.get("-cd"))
     config_name = given.get("--config-name", given.get("-cn", "config"))
@@ -67,7 +67,7 @@ def _of_hydra(words: list[str], word: str) -> list[str]:
 
 
 def _hidden(name: str) -> bool:
-    """Hydra's own settings, and the yamls that others are built on."""
+    """Returns whether a completion is not offered: Hydra's own settings, and options that others are based on."""
     return name.startswith("hydra") or name.partition("=")[2] in ("base", "common")
 
 
@@ -110,14 +110,14 @@ _UNINSTALL = {
 
 
 def shell_code(asked: str, query: str) -> str:
-    """What `-sc install=bash` prints, to be evaluated by that shell, and `-sc uninstall=bash`.
+    """Returns the shell code that installs or removes completion, to be evaluated by the shell.
 
     Args:
-        asked: `install` or `uninstall`, `=`, and bash, zsh or fish.
-        query: the command to which `=SHELL` is added, and which then prints the candidates for $COMP_LINE.
+        asked: install=SHELL or uninstall=SHELL, where SHELL is bash, zsh or fish.
+        query: the command that prints the completions of $COMP_LINE once `=SHELL` is appended to it.
 
     Raises:
-        UserError: something else is asked.
+        UserError: `asked` has another form.
     """
     what, _, shell = asked.partition("=")
     if what not in ("install", "uninstall") or shell not in _INSTALL:

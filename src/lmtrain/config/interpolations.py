@@ -1,4 +1,4 @@
-"""`${...}` in configs: resolved once, by few resolvers, into plain values that nothing resolves again. No torch."""
+"""Interpolations `${...}` in configs: resolved exactly once, with few allowed resolvers. Imports no torch."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -10,15 +10,15 @@ from omegaconf.grammar_parser import parse
 
 from lmtrain.errors import UserError
 
-# Those that make a config of a text (oc.create, oc.decode) are not among them: what a config says stands in the config.
+# Resolvers that parse text into config (oc.create, oc.decode) are not allowed: a config must be readable as written.
 RESOLVERS = ("oc.env", "oc.select", "oc.dict.keys", "oc.dict.values", "now", "power_law")
 
 
 def power_law(value: float, at: float, base: float, exponent: float, multiple: float = 0) -> float | int:
-    """`value` x (`at` / `base`) ** `exponent`: what a setting is at another depth, width or size.
+    """Scales a setting to another depth, width or size: `value` x (`at` / `base`) ** `exponent`.
 
     Args:
-        multiple: the result is rounded to a multiple of it, at least one; 0 leaves it as it is, to four digits.
+        multiple: the result is rounded to a multiple of it, at least one; 0 rounds to four significant digits.
 
     Raises:
         ValueError: `at` or `base` is not above 0, or the result is too large.
@@ -35,10 +35,10 @@ OmegaConf.register_new_resolver("power_law", power_law, replace=True)
 
 
 def resolved(tree: DictConfig) -> dict[str, Any]:
-    """The plain values of a config; `${` in them is text from now on.
+    """Returns the resolved plain values of a config; any `${` left in them is literal text.
 
     Raises:
-        UserError: an interpolation that can't be read or resolved, or another resolver; the message names the key.
+        UserError: an interpolation can't be parsed or resolved, or uses another resolver; the message names the key.
     """
     try:
         plain = OmegaConf.to_container(tree, resolve=False)
@@ -56,7 +56,7 @@ def resolved(tree: DictConfig) -> dict[str, Any]:
 
 
 def escaped(value: Any) -> Any:
-    """A copy of plain values that resolves to them: each `${` is written as text."""
+    """Returns a copy of plain values in which each `${` is escaped, so that resolving it gives the values back."""
     if isinstance(value, str):
         return re.sub(r"(\\*)\$\{", lambda found: 2 * found[1] + r"\${", value)
     if isinstance(value, Mapping):
@@ -65,7 +65,7 @@ def escaped(value: Any) -> Any:
 
 
 def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
-    """Key and text of all that may be interpolations."""
+    """Yields the key and text of every text that contains `${`."""
     if isinstance(value, str):
         if "${" in value:
             yield key, value
@@ -92,7 +92,7 @@ def _check(key: str, text: str) -> None:
 
 
 def _resolvers(node: Any) -> Iterator[str]:
-    """The names of the resolvers in a parsed text, as they are written."""
+    """Yields the names of the resolvers in a parsed text, as written."""
     if type(node).__name__ == "InterpolationResolverContext":
         yield node.resolverName().getText()
     for child in getattr(node, "children", None) or ():

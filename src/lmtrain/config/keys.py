@@ -1,7 +1,7 @@
-"""The keys of the config, read from the schema: what each shapes, its constraints, its value. Imports no torch.
+"""The keys of the config, read from the schema: what each affects, its constraints, its value. Imports no torch.
 
-Whatever has to know which keys shape something (the key of prepared data, the fingerprint of a checkpoint, the key of a
-precomputed reference) asks here.
+All code that selects keys by what they affect uses this module: the hash key of prepared data, the fingerprint of a
+checkpoint, the hash key of a precomputed reference.
 """
 
 import dataclasses
@@ -14,19 +14,19 @@ from lmtrain.config.constraints import CONTENT, Constraint, ReadWhere, Shapes, r
 
 @dataclass(frozen=True)
 class Key:
-    """A leaf of the schema."""
+    """A leaf of the schema: a key that holds a value, not a section."""
 
     name: str  # dotted: data.seq_len
     type: Any
     shapes: Shapes
     by_content: bool
-    may_be_absent: bool  # from a yaml it has no meaning for: then it is None
+    may_be_absent: bool  # may be left out of YAML for which it has no meaning; it is None then
     constraints: tuple[Constraint, ...]
 
 
 @functools.cache
 def _declared(section: type) -> dict[str, tuple[Any, ...]]:
-    """Type and annotations of each field of a config class."""
+    """Returns the type and annotations of each field of a config class."""
     hints = get_type_hints(section, include_extras=True).items()
     return {
         name: get_args(hint) if get_origin(hint) is Annotated else (hint,)
@@ -37,10 +37,10 @@ def _declared(section: type) -> dict[str, tuple[Any, ...]]:
 
 @functools.cache
 def keys_of(section: type, prefix: str = "") -> tuple[Key, ...]:
-    """All keys of a config class, those of its sections included.
+    """Returns all keys of a config class, including those of its sections.
 
     Raises:
-        TypeError: a field doesn't say what it shapes.
+        TypeError: a field is not annotated with exactly one member of Shapes.
     """
     found: list[Key] = []
     absent = {f.name for f in dataclasses.fields(section) if f.default is None}
@@ -61,7 +61,7 @@ def keys_of(section: type, prefix: str = "") -> tuple[Key, ...]:
 
 
 def keys_in(config: Any, prefix: str = "") -> list[Key]:
-    """All keys of a config (or one of its sections) as it is: sections may be of subclasses with more keys."""
+    """Returns all keys of a config object or section, including keys added by the subclasses of its sections."""
     own = {key.name: key for key in keys_of(type(config), prefix)}  # type: ignore[arg-type]
     found: list[Key] = []
     for field in dataclasses.fields(config):
@@ -71,7 +71,7 @@ def keys_in(config: Any, prefix: str = "") -> list[Key]:
 
 
 def annotations_of(name: str, config: Any) -> list[Any]:
-    """The annotations of a dotted key and of the sections that it stands in; its own come first."""
+    """Returns the annotations of a dotted key, followed by those of its enclosing sections, innermost first."""
     found: list[Any] = []
     for part in name.split("."):
         if not dataclasses.is_dataclass(config):
@@ -82,20 +82,20 @@ def annotations_of(name: str, config: Any) -> list[Any]:
 
 
 def unread(name: str, config: Any) -> ReadWhere | None:
-    """What a key waits for where nothing reads it with this config; None where it is read."""
+    """Returns the unmet condition under which a key would be read, or None if this config reads it."""
     rule = next((mark for mark in annotations_of(name, config) if isinstance(mark, ReadWhere)), None)
     return None if rule is None or rule.holds(config) else rule
 
 
 def value_of(config: Any, name: str) -> Any:
-    """The value of a dotted key."""
+    """Returns the value of a dotted key."""
     return functools.reduce(getattr, name.split("."), config)
 
 
 def values(config: Any, *shapes: Shapes, by_content: bool | None = None) -> dict[str, Any]:
-    """Dotted key to value of the keys of `config` (or one of its sections) that shape one of these.
+    """Maps each dotted key of `config` (or one of its sections) that affects one of `shapes` to its value.
 
-    by_content: only those that are compared by what they name (True), or only the others (False).
+    by_content: selects only keys that are compared by content (True), or only the others (False); None selects all.
     """
     return {
         key.name: value_of(config, key.name)
@@ -105,7 +105,7 @@ def values(config: Any, *shapes: Shapes, by_content: bool | None = None) -> dict
 
 
 def check_constraints(config: Any) -> None:
-    """Raises UserError for the first value that a constraint refuses, in the order of the schema."""
+    """Raises UserError for the first value, in the order of the schema, that violates a constraint."""
     for key in keys_in(config):
         value = value_of(config, key.name)
         for constraint in key.constraints:
@@ -114,7 +114,7 @@ def check_constraints(config: Any) -> None:
 
 
 def freeze(config: Any) -> None:
-    """Makes every section of a config read-only, in place. Setting a key then raises AttributeError."""
+    """Makes a config and its sections read-only, in place. Setting a key then raises AttributeError."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value):
@@ -125,10 +125,10 @@ def freeze(config: Any) -> None:
 
 @functools.cache
 def _read_only(section: type) -> type:
-    """A subclass of a config class whose instances can't be changed."""
+    """Returns a subclass of a config class with read-only instances."""
 
     def set_once(self: Any, name: str, value: Any) -> None:
-        if name in vars(self):  # not yet where dataclasses.replace makes another
+        if name in vars(self):  # absent while dataclasses.replace constructs a copy
             raise AttributeError(
                 f"{section.__name__}.{name} can't become {value!r}: the config was resolved and is what runs"
             )

@@ -1,7 +1,7 @@
-"""The keys of each choice of a section: objectives, models, optimizers, schedules; checked without torch.
+"""The keys of lmtrain's own objectives, models, optimizers and schedules, defined without importing torch.
 
-The options of any other objective or schedule stand beside its class, as its `Options`; a class of your own that is a
-model or an optimizer brings its arguments. sections.py chooses among them.
+Other objectives and schedules declare theirs as the `Options` of the class; custom models and optimizers use the
+arguments of the class. sections.py chooses among them.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from lmtrain.config.constraints import (
 from lmtrain.config.schema import Config, ModelConfig, ObjectiveConfig, OptimizerConfig, ScheduleConfig
 from lmtrain.errors import UserError
 
-# Those of losses.preferences.LOSSES, which imports torch.
+# The names in losses.preferences.LOSSES, a module that imports torch.
 PREFERENCE_LOSSES = ("sigmoid", "robust", "ipo", "hinge", "dpop", "kto_pair", "apo_zero", "apo_down", "simpo", "orpo")
 REFERENCES = ("auto", "frozen_copy", "adapter_off", "precomputed", "none")
 
@@ -73,7 +73,7 @@ class DPOConfig(ObjectiveConfig):
         return None
 
 
-# objective.name -> the class that trains it, and its options.
+# objective.name -> the path of the objective's class, and its options.
 OBJECTIVES: dict[str, tuple[str, type[ObjectiveConfig]]] = {
     "causal_lm": ("lmtrain.objectives.causal_lm.CausalLM", CausalLMConfig),
     "sft": ("lmtrain.objectives.sft.SFT", SFTConfig),
@@ -83,13 +83,13 @@ OBJECTIVES: dict[str, tuple[str, type[ObjectiveConfig]]] = {
 
 @dataclass(kw_only=True)
 class ScratchModelConfig(ModelConfig):
-    """A family of transformers with a shape; where a family lacks a setting, its key is null."""
+    """A transformers architecture trained from scratch; keys that the model family doesn't have are null."""
 
     family: Annotated[str | None, MODEL] = None  # a transformers model_type: gpt2, llama, qwen3, qwen3_moe
-    # The fields below are the transformers config's own names.
+    # The fields below are named as in transformers' configs.
     hidden_size: Annotated[int | None, MODEL] = None
     num_hidden_layers: Annotated[int | None, MODEL] = None
-    depth: Annotated[int | None, SHOWN] = None  # of model=dial; num_hidden_layers follows from it
+    depth: Annotated[int | None, SHOWN] = None  # model=dial only; num_hidden_layers follows from it
     num_attention_heads: Annotated[int | None, MODEL] = None
     num_key_value_heads: Annotated[int | None, MODEL] = None
     head_dim: Annotated[int | None, MODEL] = None
@@ -107,7 +107,7 @@ class ScratchModelConfig(ModelConfig):
 
 @dataclass(kw_only=True)
 class LoadedModelConfig(ModelConfig):
-    """Weights of the hub or of a folder, which bring their shape."""
+    """A pretrained model from the hub or a folder, which determines the architecture."""
 
     name_or_path: Annotated[str | None, MODEL, CONTENT] = None
     revision: Annotated[str | None, MODEL, CONTENT] = None
@@ -116,20 +116,20 @@ class LoadedModelConfig(ModelConfig):
 
 @dataclass(kw_only=True)
 class CustomModelConfig(ModelConfig):
-    """A class that `_target_` names, from scratch; the keys beside these are fields of its config class."""
+    """A custom class, named by `_target_`, trained from scratch; all other keys are fields of its config class."""
 
-    # What lmtrain reads of its config, under transformers' names: FLOPs, memory and the tiny copy depend on them.
+    # Fields that lmtrain reads from its config, under transformers' names: for FLOPs, memory and the tiny copy.
     NEEDED: ClassVar[tuple[str, ...]] = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 
     _target_: Annotated[str, MODEL]
 
 
-# model.init -> the keys of a model that no `_target_` names.
+# model.init -> the keys of a model without a `_target_`.
 MODELS: dict[str, type[ModelConfig]] = {"scratch": ScratchModelConfig, "pretrained": LoadedModelConfig}
 
 
 def over_layers(config: Config) -> str:
-    """router.over_layers, auto resolved: a loaded model's weight means what its authors meant by it."""
+    """Returns router.over_layers; auto is joint for a pretrained model, as its authors define the loss, else sum."""
     if config.router.over_layers != "auto":
         return config.router.over_layers
     return "joint" if isinstance(config.model, LoadedModelConfig) else "sum"
@@ -161,7 +161,7 @@ class AdafactorConfig(OptimizerConfig):
 
 @dataclass(kw_only=True)
 class MuonConfig(AdamWConfig):
-    """Keys of Muon, and of the AdamW that updates every parameter that is not a hidden matrix."""
+    """Keys of Muon, and of the AdamW that updates every parameter other than hidden matrices."""
 
     momentum: Annotated[float, TRAJECTORY]
     nesterov: Annotated[bool, TRAJECTORY]
@@ -169,7 +169,7 @@ class MuonConfig(AdamWConfig):
     adamw_pattern: Annotated[str, TRAJECTORY]
 
 
-# optimizer.name -> its keys; `optim.optimizers` builds them.
+# optimizer.name -> its keys; `optim.optimizers` builds the optimizer.
 OPTIMIZERS: dict[str, type[OptimizerConfig]] = {
     "adamw": AdamWConfig,
     "adamw_8bit": AdamW8bitConfig,
@@ -181,7 +181,7 @@ OPTIMIZERS: dict[str, type[OptimizerConfig]] = {
 
 @dataclass(kw_only=True)
 class ToFloorConfig(ScheduleConfig):
-    """Falls to a floor, which it reaches where the run ends."""
+    """A schedule that decays to a floor, reached at the end of the run."""
 
     min_lr_ratio: Annotated[float, RATE, up_to_one]
 
@@ -199,13 +199,13 @@ class PolynomialConfig(ToFloorConfig):
 @dataclass(kw_only=True)
 class WarmupStableDecayConfig(ToFloorConfig):
     decay_ratio: Annotated[float, RATE, above_zero, up_to_one]
-    decay_from: Annotated[int | None, RATE, not_negative] = None  # a step, in place of decay_ratio
+    decay_from: Annotated[int | None, RATE, not_negative] = None  # first step of the decay; overrides decay_ratio
     decay_shape: Annotated[str, RATE, choice("linear", "cosine", "sqrt")]
 
 
 @dataclass(kw_only=True)
 class RangeTestConfig(ScheduleConfig):
-    """Rises by one factor a step to the full rate, for `lmtrain.tune`."""
+    """A schedule that rises exponentially (by the same factor each step) to the full rate, for `lmtrain.tune`."""
 
     min_lr_ratio: Annotated[float, RATE, above_zero, up_to_one]
 
@@ -215,7 +215,7 @@ class InverseSqrtConfig(ScheduleConfig):
     timescale: Annotated[int, RATE, at_least(1)]
 
 
-# schedule.name -> its keys; `optim.schedules.lr_factor` computes them.
+# schedule.name -> its keys; `optim.schedules.lr_factor` computes the schedule.
 SCHEDULES: dict[str, type[ScheduleConfig]] = {
     "constant": ScheduleConfig,
     "linear": ToFloorConfig,

@@ -1,4 +1,4 @@
-"""Overrides as they are typed: their keys and values, and the quotes that Hydra's grammar wants. Imports no torch."""
+"""Parsing and quoting of overrides as users type them, for Hydra's override grammar. Imports no torch."""
 
 import functools
 import json
@@ -14,13 +14,13 @@ from lmtrain.config.sections import all_keys
 
 
 def to_hydra(override: str) -> str:
-    """An override with the quotes and plus signs that Hydra's grammar wants, where the schema tells what is meant.
+    """Returns an override with the quotes and plus signs that Hydra's grammar needs, inferred from the schema.
 
-    A text that doesn't parse is quoted, as are the entries of a list of texts; a mapping of a user's own keys, or one
-    of these, is added to the config.
+    Text that doesn't parse is quoted, as are the entries of a list of texts. A mapping with keys chosen by the user, or
+    a key of such a mapping, gets the prefix ++, which adds it to the config.
     """
     key, _, value = override.partition("=")
-    if key == "reward.parts":  # of an option whose keys are those of a class, which no schema has
+    if key == "reward.parts":  # the option's keys are arguments of a class and so not in the schema
         return f"++{override}"
     found = next((k for k in all_keys() if key == k.name or key.startswith(f"{k.name}.")), None)
     if found is None or not value:
@@ -37,11 +37,11 @@ def to_hydra(override: str) -> str:
         return override
     if "list[str]" in type_ and value.startswith("[") and value.endswith("]") and not re.search("[\"']", value):
         return f"{key}=[{','.join(quoted(entry.strip()) for entry in value[1:-1].split(','))}]"
-    is_text = found.type in (str, str | None) or ("://" in value and value[0] not in "'\"[{")  # an address of files
+    is_text = found.type in (str, str | None) or ("://" in value and value[0] not in "'\"[{")  # a URL of files
     return f"{key}={quoted(value)}" if is_text else override
 
 
-_PROSE = ("generate.prompt", "generate.system_prompt", "data.system_prompt")  # texts that no sweep tries
+_PROSE = ("generate.prompt", "generate.system_prompt", "data.system_prompt")  # text whose commas are not a sweep
 
 
 def _is_one_word(text: str) -> bool:
@@ -49,7 +49,7 @@ def _is_one_word(text: str) -> bool:
 
 
 def as_typed(key: str, text: str) -> str:
-    """The override that sets a key to this very text, whatever it holds."""
+    """Returns the override that sets a key to exactly this text; it is quoted and `${` is escaped."""
     return f"{key}={quoted(escaped(text))}"
 
 
@@ -66,10 +66,10 @@ def _parses(override: str) -> bool:
 
 
 def written(value: Any, other: Callable[[Any], str] = lambda value: quoted(escaped(str(value)))) -> str:
-    """A value as Hydra's grammar reads it back: texts between quotes, lists and mappings of values, numbers, null.
+    """Formats a value so that Hydra's grammar parses it back: quoted text, lists, mappings, numbers, booleans, null.
 
     Args:
-        other: writes texts and what else is not a number, truth value or null.
+        other: formats text and every other value that is not a container, number, boolean or null.
     """
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {written(inner, other)}" for key, inner in value.items()) + "}"
@@ -81,23 +81,23 @@ def written(value: Any, other: Callable[[Any], str] = lambda value: quoted(escap
 
 
 def bare_or_quoted(text: str) -> str:
-    """A text as a person would type it: between quotes only where Hydra's grammar wants them."""
+    """Returns the text as a user would type it: in quotes only if Hydra's grammar needs them."""
     return text if re.fullmatch(r"[\w/.+-]+", text, re.ASCII) else quoted(text)
 
 
 def quoted(text: str) -> str:
-    """A text between double quotes, as Hydra's grammar reads it back."""
+    """Returns the text in double quotes, escaped so that Hydra's grammar parses it back."""
     return '"' + re.sub(r'(\\*)("|$)', lambda m: 2 * m[1] + ('\\"' if m[2] else ""), text) + '"'
 
 
 def typed_keys(overrides: Sequence[str]) -> dict[str, str]:
-    """Dotted key to the text of its value, of overrides as they are typed."""
+    """Maps the dotted key of each override to the text of its value as typed; deletions (~key) are left out."""
     pairs = (o.lstrip("+").partition("=") for o in overrides if not o.startswith("~"))
     return {key: value for key, _, value in pairs}
 
 
 def leaves(overrides: Sequence[str]) -> dict[str, Any]:
-    """Dotted key to value, unresolved, of what overrides set."""
+    """Maps dotted keys to the unresolved values that overrides set, with nested containers flattened by `flat`."""
     found: dict[str, Any] = {}
     for override in OverridesParser.create().parse_overrides([to_hydra(o) for o in overrides]):
         if not override.is_delete() and not override.is_sweep_override():
@@ -106,7 +106,7 @@ def leaves(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted key (a place in a list is a number) and value of all that stands in plain containers, themselves first."""
+    """Yields the dotted key (list indices are numbers) and value of a container and of everything nested in it."""
     yield key, value
     pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for name, inner in pairs:

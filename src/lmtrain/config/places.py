@@ -1,9 +1,9 @@
-"""Where a config may have things written, and which addresses it may have opened. No torch.
+"""Restrictions on where untrusted configs may write and which URLs they may open. Imports no torch.
 
-Things are written below the run's folder, the cache, and what the user typed. A file from somebody else (an experiment
-of --config-dir, a run's config.yaml, a pipeline) could otherwise have a run, an evaluation or a callback write over any
-file of the user's. It may name local data and datasets of the hub, but no address (`https://`, `s3://`, `file://`,
-`zip://a::https://`), which could be that of a server inside the user's network.
+lmtrain writes below the run folder, the cache, and paths that the user typed. An untrusted file (an experiment in
+--config-dir, a run's config.yaml, a pipeline) could otherwise make a run, an evaluation or a callback overwrite any of
+the user's files. It may name local data and hub datasets, but no URL (`https://`, `s3://`, `file://`,
+`zip://a::https://`), which could refer to a server inside the user's network.
 """
 
 import os
@@ -19,23 +19,23 @@ from lmtrain.config.environment import is_trusted, resolved
 from lmtrain.config.override_text import leaves
 from lmtrain.errors import UserError
 
-_RUNS = ("run.dir", "run.root", "sweep.root")  # new folders are made there, and none that holds something else is taken
+_RUNS = ("run.dir", "run.root", "sweep.root")  # new folders are created there; folders with other content are not used
 _FILES = ("data.cache_dir", "evaluate.dir", "tune.dir", "inspect.html", "generate.out")
-_OBJECTS = ("callbacks.extra", "logger")  # what is built with arguments of its own
-_DATA = ("data.path", "data.val_path", "data.val_sets", "data.mixture", "data.source_options")  # what is read
-_NAMES_A_PLACE = re.compile(r"(dir|path|root|folder)s?$")  # of arguments: dirpath, save_dir, default_root_dir, ...
+_OBJECTS = ("callbacks.extra", "logger")  # objects built with arguments from the config
+_DATA = ("data.path", "data.val_path", "data.val_sets", "data.mixture", "data.source_options")  # data to read
+_NAMES_A_PLACE = re.compile(r"(dir|path|root|folder)s?$")  # argument names: dirpath, save_dir, ...
 _OUTSIDE = re.compile(r"^([/~]|file:)|(^|/)\.\.(/|$)")
-Asked = tuple[str, Any, str, Any]  # key, value, and the key whose unresolved value it comes from, with that
+Asked = tuple[str, Any, str, Any]  # key, value, and the key it comes from with its unresolved value
 
 
 def refuse(
     tree: DictConfig, overrides: Sequence[str], composed: Callable[[], Sequence[ConfigFile]], config_dir: str
 ) -> None:
-    """Raises UserError where a file of `config_dir` that nobody vouches for says where to write, or has an address.
+    """Raises UserError if an untrusted file of `config_dir` sets a place to write to, or a URL of data.
 
     Args:
-        tree: what the files and the overrides were composed to.
-        composed: the files, in order.
+        tree: the config composed of the files and the overrides.
+        composed: returns the files, in order of increasing precedence.
     """
     typed = leaves(overrides)
     for key, value, origin, written in asked(tree):
@@ -47,7 +47,7 @@ def refuse(
 
 
 def refuse_words(tree: DictConfig, words: Sequence[str], typed: Sequence[str], file: Path) -> None:
-    """Raises UserError where overrides that stand in a file, as those of a pipeline do, do so."""
+    """Raises UserError, as `refuse`, for overrides in an untrusted file such as a pipeline."""
     if is_trusted(file):
         return
     ours, theirs = leaves(typed), leaves(words)
@@ -58,8 +58,8 @@ def refuse_words(tree: DictConfig, words: Sequence[str], typed: Sequence[str], f
 
 
 def refuse_space(words: Sequence[str], file: Path) -> None:
-    """Raises UserError where values that a file has for the trials of a sweep do so."""
-    values = (pair for word in words for pair in leaves([word]).items())  # several of a key
+    """Raises UserError, as `refuse`, for values in an untrusted file for the trials of a sweep."""
+    values = (pair for word in words for pair in leaves([word]).items())  # a key may have several values
     for key, value in values if not is_trusted(file) else ():
         asks = key in (*_RUNS, *_FILES) or key.startswith((*_OBJECTS, *_DATA))
         if asks and isinstance(value, str) and _elsewhere(key, value, file.parent):
@@ -67,7 +67,7 @@ def refuse_space(words: Sequence[str], file: Path) -> None:
 
 
 def addresses(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Keys and values of a checked section `data` that are addresses."""
+    """Yields the key and value of each URL in a checked section `data`."""
     for key in _DATA:
         for inner, value, *_ in _walk(key, None, data.get(key.removeprefix("data.")), ("", None)):
             if "://" in value:
@@ -75,13 +75,13 @@ def addresses(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def refuse_addresses(data: Mapping[str, Any], file: Path) -> None:
-    """Raises UserError where this section of a run's config.yaml has addresses, and nobody vouches for the file."""
+    """Raises UserError if the section `data` of a run's config.yaml has URLs and the file is untrusted."""
     for key, value in addresses(data) if not is_trusted(file) else ():
         raise UserError(_refusal(key, value, str(file)))
 
 
 def asked(tree: DictConfig) -> Iterator[Asked]:
-    """All values of a config that may name a place to write to, or an address to read."""
+    """Yields all text values of a config that may name a place to write to or a URL to read."""
     for key in (*_RUNS, *_FILES, *_OBJECTS, *_DATA):
         section, _, name = key.rpartition(".")
         node: Any = OmegaConf.select(tree, section) if section else tree
@@ -103,7 +103,7 @@ def _walk(key: str, raw: Any, value: Any, origin: tuple[str, Any] | None = None)
 
 
 def _elsewhere(key: str, value: str, own: Path) -> bool:
-    """Whether a value names a place that only the user may choose; `own` is the folder of the file that says so."""
+    """Returns whether a value names a place that only the user may choose; `own` is the folder of the file."""
     name = key.rpartition(".")[2]
     if key.startswith(_DATA):
         return "://" in value
@@ -130,7 +130,7 @@ def _refusal(key: str, value: str, file: str) -> str:
 
 
 def outside(arguments: Any, roots: Sequence[Path], key: str = "") -> Iterator[tuple[str, Path]]:
-    """Names and values, in arguments of callbacks and loggers, of places that lie below none of `roots`."""
+    """Yields the name and path of each argument of callbacks and loggers that is a path below none of `roots`."""
     if isinstance(arguments, dict | list):
         for name, inner in arguments.items() if isinstance(arguments, dict) else enumerate(arguments):
             yield from outside(inner, roots, str(name))

@@ -1,8 +1,8 @@
-"""YAML that somebody else may have written, refused where reading it would do harm, or not what it says.
+"""Checks on untrusted YAML: refuses files that would be harmful to load or would not mean what they say.
 
-Hydra imports the package of a `pkg://` entry of hydra.searchpath, and omegaconf copies an alias of YAML wherever it
-stands, so that a file of one kilobyte can stand for a billion values. Both are refused before Hydra reads. PyYAML keeps
-the last of two values of a key; a key that stands twice is refused.
+Hydra imports the package of a `pkg://` entry of hydra.searchpath, and OmegaConf copies the target of a YAML alias to
+every use, so a file of one kilobyte can expand to a billion values. Both are refused before Hydra reads the file.
+PyYAML silently keeps the last of two values of a key; duplicate keys are refused.
 """
 
 import contextlib
@@ -20,17 +20,17 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lmtrain.errors import UserError
 
-VALUES = 100_000  # that the aliases of a file may stand for; the largest config has some hundreds in all
-_DEPTH = 3  # folders below a folder of configs in which groups are looked for
+VALUES = 100_000  # maximum number of values after aliases are expanded; the largest config has a few hundred
+_DEPTH = 3  # levels of subfolders of a config folder that are searched for groups
 _SEARCH_PATH = "hydra.searchpath"
 
 
 def check_folder(folder: Path, config_name: str) -> None:
-    """Raises UserError where a YAML file is a bomb, or where the root config has Hydra import something."""
+    """Raises UserError if a YAML file of the folder is an alias bomb, or if its root config makes Hydra import code."""
     for file in _files(folder):
         try:
             text = file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError):  # of those that are read, composing says so
+        except (OSError, UnicodeDecodeError):  # if the file is used, composing reports it
             continue
         digits = re.search(r"[0-9_]{4000}", text)
         if digits is not None:
@@ -41,43 +41,43 @@ def check_folder(folder: Path, config_name: str) -> None:
     if root.is_file():
         try:
             found = OmegaConf.select(OmegaConf.create(root.read_text(encoding="utf-8")), _SEARCH_PATH)
-        except (OSError, ValueError, RecursionError, yaml.YAMLError, OmegaConfBaseException):  # composing says so
+        except (OSError, ValueError, RecursionError, yaml.YAMLError, OmegaConfBaseException):  # reported by composing
             return
         check_search_path(found, f"{root}: {_SEARCH_PATH}")
 
 
 def check_words(overrides: list[str]) -> None:
-    """The same of what is typed, or stands in a pipeline."""
+    """Raises UserError for an override, typed or from a pipeline, of hydra.searchpath that makes Hydra import code."""
     for word in overrides:
         if word.lstrip("+").startswith(f"{_SEARCH_PATH}="):
-            with contextlib.suppress(HydraException):  # composing says so
+            with contextlib.suppress(HydraException):  # reported by composing
                 check_search_path(OverridesParser.create().parse_override(word).value(), _SEARCH_PATH)
 
 
 def check_search_path(found: Any, where: str) -> None:
-    """Raises UserError for an entry that is not a folder."""
+    """Raises UserError for an entry of a search path that is a URL other than file://."""
     for entry in found if OmegaConf.is_list(found) or isinstance(found, list) else [found] if found else []:
         if "://" in str(entry) and not str(entry).startswith("file://"):
             raise UserError(f"{where} has {entry}, which Hydra would import: name a folder, file:///path/to/configs")
 
 
 def check_text(text: str, where: str) -> None:
-    """Raises UserError for YAML whose aliases stand for more than VALUES values, or for what they stand in."""
+    """Raises UserError for YAML that expands to more than VALUES values, or whose aliases contain themselves."""
     if "&" not in text or "*" not in text:
         return
     try:
         node = yaml.compose(text, yaml.SafeLoader)
-    except (yaml.YAMLError, RecursionError):  # whoever reads it says so
+    except (yaml.YAMLError, RecursionError):  # reported when the text is parsed
         return
     if node is not None and _size(node, {}) > VALUES:
         raise UserError(f"{where} can't be read: its aliases (*) stand for over {VALUES:,} values, or for themselves")
 
 
 def _size(node: yaml.Node, known: dict[int, float]) -> float:
-    """Values that a node stands for, itself included; infinite for one that holds itself."""
+    """Returns how many values a node expands to, including itself; infinite if it contains itself."""
     if id(node) in known:
         return known[id(node)]
-    known[id(node)] = float("inf")  # until it is known
+    known[id(node)] = float("inf")  # found again below if the node contains itself
     parts: list[yaml.Node] = []
     if isinstance(node, yaml.MappingNode):
         parts = [part for pair in node.value for part in pair]
@@ -88,7 +88,7 @@ def _size(node: yaml.Node, known: dict[int, float]) -> float:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """The YAML files in which Hydra may look."""
+    """Yields the YAML files of a config folder that Hydra may read."""
     top = len(folder.parts)
     for place, below, names in os.walk(folder):
         if len(Path(place).parts) - top >= _DEPTH:
@@ -111,9 +111,9 @@ class _Loader(yaml.SafeLoader):
 
 
 def parse(text: str, where: str) -> Any:
-    """The plain values of a YAML text; UserError, which begins with `where`, for one that can't be read."""
+    """Returns the plain values of a YAML text; raises UserError, prefixed with `where`, if it can't be parsed."""
     check_text(text, where)
     try:
         return yaml.load(text, _Loader)  # a safe loader
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: of dates
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: invalid dates
         raise UserError(f"{where} can't be read: {' '.join(str(error).split())}") from None

@@ -1,11 +1,11 @@
-"""The typed config: every key a user can set, with its type, its constraint and what it shapes. Defaults: conf/.
+"""The typed config: every key a user can set, with its type, constraints and what it affects. Defaults are in conf/.
 
     seq_len: Annotated[int, TRAJECTORY, at_least(1)]
 
-What a key shapes (constraints.py) decides what happens when it is changed: another folder of prepared data, a refusal
-to resume, a word about it, nothing. A field without a default must stand in the yaml; one that defaults to None may be
-absent from yamls it has no meaning for (AdamW has no `momentum`), and setting it there is refused. `Any` marks what
-omegaconf can't express. Rules between fields are in checks.py.
+What a key affects (constraints.py) decides what happens when it is changed: another folder of prepared data, a refusal
+to resume, a note, or nothing. A field without a default must be in the YAML; one that defaults to None may be absent
+from a YAML for which it has no meaning (AdamW has no `momentum`), and setting it there is refused. `Any` marks types
+that OmegaConf can't express. Rules between fields are in checks.py.
 """
 
 from collections.abc import Mapping
@@ -47,36 +47,36 @@ class RunConfig:
     dir: Annotated[str | None, SHOWN]  # resolved to an absolute path before anything is written
     root: Annotated[str, SHOWN]
     resume: Annotated[str | None, SHOWN]  # none, auto or a checkpoint; None: auto for a named run, else none
-    cooldown_from: Annotated[str | None, SHOWN]  # a checkpoint of a run at its full rate, which falls from there
+    cooldown_from: Annotated[str | None, SHOWN]  # a checkpoint at the full learning rate, from which the decay starts
     allow_change: Annotated[list[str], SHOWN]  # fingerprint entries that may differ on resume
     schedule_on_resume: Annotated[str, RATE, choice("keep", "rescale")]
     quiet: Annotated[bool, SHOWN]
     time_limit: Annotated[str | None, SHOWN]  # HH:MM:SS, measured from the start of the process
-    allow_target: Annotated[list[str], SHOWN]  # package names whose classes `_target_` may name besides the known ones
+    allow_target: Annotated[list[str], SHOWN]  # packages, besides the known ones, whose classes `_target_` may name
 
 
 @dataclass(kw_only=True)
 class ObjectiveConfig:
-    """What every objective has. Each adds options of its own in a subclass: options.py, or beside a user's class."""
+    """The keys of every objective. Subclasses add options: those in options.py, or `Options` of a user's class."""
 
-    rows: ClassVar[str] = "text"  # what it trains on: text, conversations, pairs, or the path of a row format's class
-    scalar_head: ClassVar[bool] = False  # whether its model gives one number for a row instead of the next token
+    rows: ClassVar[str] = "text"  # the data it needs: text, conversations, pairs, or the path of a row format's class
+    scalar_head: ClassVar[bool] = False  # whether the model outputs one scalar per row instead of next-token logits
 
     name: Annotated[str, TRAJECTORY]
     _target_: Annotated[str, TRAJECTORY]
     loss_chunk_tokens: Annotated[int | str, MACHINE]
 
     def check(self, config: "Config") -> None:
-        """Raises UserError where keys don't go together; called when each has passed its own constraints."""
+        """Raises UserError for incompatible keys; called after each key has passed its own constraints."""
 
     def why_on_every_rank(self) -> str | None:
-        """Why each rank has to build the whole model; None where the first one's is enough."""
+        """Returns why every rank has to build the whole model; None if it is enough that rank 0 does."""
         return None
 
 
 @dataclass(kw_only=True)
 class ModelConfig:
-    """What every model has. options.py adds what one from scratch, a pretrained one and a class of your own have."""
+    """The keys of every model. options.py adds those of models from scratch, pretrained models and custom classes."""
 
     name: Annotated[str, SHOWN]
     init: Annotated[str, MODEL, choice("scratch", "pretrained")]
@@ -93,7 +93,7 @@ class ModelConfig:
 @dataclass(kw_only=True)
 class PeftConfig:
     method: Annotated[str, MODEL, choice("none", "lora", "memory")]
-    adapter: Annotated[str | None, MODEL, CONTENT] = None  # folder or hub name of an adapter to go on training
+    adapter: Annotated[str | None, MODEL, CONTENT] = None  # folder or hub name of an adapter to train further
     r: Annotated[int | None, MODEL, at_least(1)] = None
     alpha: Annotated[float | None, MODEL, at_least(1)] = None
     dropout: Annotated[float | None, TRAJECTORY, share] = None
@@ -123,7 +123,7 @@ class MemoryConfig:
 
 @dataclass(kw_only=True)
 class RouterConfig:
-    """Losses of routers, of a memory and of a mixture of experts."""
+    """Auxiliary losses of routers, of a memory or a mixture of experts."""
 
     load_balance: Annotated[float | None, TRAJECTORY, not_negative]  # None: the mixture's router_aux_loss_coef
     deviation: Annotated[float, TRAJECTORY, not_negative]
@@ -135,18 +135,18 @@ class RouterConfig:
 
 @dataclass(kw_only=True)
 class OptimizerConfig:
-    """What every optimizer has. options.py adds what each reads besides, a user's class its arguments."""
+    """The keys of every optimizer. options.py adds those of each optimizer, and a user's class adds its arguments."""
 
     name: Annotated[str, TRAJECTORY]
     lr: Annotated[float, RATE, not_negative]
     weight_decay: Annotated[float, RATE, not_negative]
     groups: Annotated[list[dict[str, Any]], TRAJECTORY]  # [{pattern, lr, weight_decay, name}], first match wins
-    _target_: Annotated[str | None, TRAJECTORY] = None  # a class in place of those that `name` knows
+    _target_: Annotated[str | None, TRAJECTORY] = None  # a custom class, instead of one chosen by `name`
 
 
 @dataclass(kw_only=True)
 class ScheduleConfig:
-    """What every schedule has. options.py adds what each reads besides, a user's class its `Options`."""
+    """The keys of every schedule. options.py adds those of each schedule, and a user's class adds its `Options`."""
 
     name: Annotated[str, RATE]
     _target_: Annotated[str | None, RATE] = None
@@ -185,7 +185,7 @@ class DeepSpeedConfig:
 
 @dataclass(kw_only=True)
 class TrainerConfig:
-    # Lightning's arguments that go straight to its Trainer, by its own names (docs/lightning.md has all).
+    # Up to inference_mode: arguments of Lightning's Trainer under its own names (docs/lightning.md lists all).
     fast_dev_run: Annotated[bool | int, SHOWN, not_negative]
     overfit_batches: Annotated[int, TRAJECTORY, not_negative]
     profiler: Annotated[str | None, SHOWN, choice("simple", "advanced", "pytorch")]
@@ -202,7 +202,7 @@ class TrainerConfig:
     strategy: Annotated[str, MACHINE, choice(*STRATEGIES)]
     fsdp: Annotated[FsdpConfig, _FSDP]
     deepspeed: Annotated[DeepSpeedConfig, _DEEPSPEED]
-    precision: Annotated[str, MODEL, choice(*PRECISIONS)]  # a reference is computed in it too
+    precision: Annotated[str, MODEL, choice(*PRECISIONS)]  # also used to compute a reference model
     fp8_recipe: Annotated[str, TRAJECTORY, choice(*FP8_RECIPES), _FP8]
     val_check_interval: Annotated[int | None, SHOWN, at_least(1), TRAINING]
     val_before_training: Annotated[bool, SHOWN]
@@ -232,7 +232,7 @@ class EarlyStoppingConfig:
 
 @dataclass(kw_only=True)
 class EmaConfig:
-    """An average of the weights; the names of its settings are those of Lightning's EMAWeightAveraging."""
+    """An exponential moving average of the weights; the keys are named as in Lightning's EMAWeightAveraging."""
 
     enabled: Annotated[bool, RATE]
     decay: Annotated[float, RATE, share]
@@ -247,8 +247,8 @@ class SamplesConfig:
     max_new_tokens: Annotated[int, SHOWN, at_least(1)]
     temperature: Annotated[float, SHOWN, not_negative]
     top_k: Annotated[int | None, SHOWN, at_least(1)]
-    rows: Annotated[int, SHOWN, not_negative]  # validation rows whose answers are written beside their references
-    metrics: Annotated[list[Any], SHOWN]  # bleu, rouge, exact_match, or {_target_: ...}, over those answers
+    rows: Annotated[int, SHOWN, not_negative]  # validation rows with generated answers shown beside their references
+    metrics: Annotated[list[Any], SHOWN]  # metrics of those answers: bleu, rouge, exact_match, or {_target_: ...}
 
 
 @dataclass(kw_only=True)
@@ -315,7 +315,7 @@ class InspectConfig:
     split: Annotated[str, SHOWN, choice("train", "val")]
     samples: Annotated[int, SHOWN, not_negative]
     tokens: Annotated[int, SHOWN, at_least(1)]
-    text: Annotated[str | None, SHOWN] = None  # shows what tokens read of a memory in its place
+    text: Annotated[str | None, SHOWN] = None  # if set, shows which memory chapters each token of this text reads
     html: Annotated[str | None, SHOWN]
 
 
@@ -371,7 +371,7 @@ class TuneConfig:
 
 @dataclass(kw_only=True)
 class BudgetConfig:
-    """At most one is set; trainer.max_steps is chosen by it."""
+    """The budget from which trainer.max_steps is chosen; at most one of the fields is set."""
 
     minutes: Annotated[float | None, SHOWN, above_zero]
     tokens: Annotated[float | None, SHOWN, above_zero]
@@ -379,7 +379,7 @@ class BudgetConfig:
 
     @property
     def chosen(self) -> str | None:
-        """The name of the one that is set."""
+        """The name of the field that is set, or None."""
         return next((name for name in BUDGETS if getattr(self, name) is not None), None)
 
 
@@ -393,8 +393,8 @@ class SweepConfig:
     root: Annotated[str, SHOWN]
     jobs: Annotated[int, SHOWN, at_least(1)]
     allow_failures: Annotated[bool, SHOWN]
-    space: Annotated[dict[str, Any], SHOWN]  # {a key: its values in Hydra's syntax for sweeps}
-    n_trials: Annotated[int | None, SHOWN] = None  # optuna only, as the rest
+    space: Annotated[dict[str, Any], SHOWN]  # {key: values in Hydra's sweep syntax}
+    n_trials: Annotated[int | None, SHOWN] = None  # this and the following keys: optuna only
     sampler: Annotated[str | None, SHOWN] = None  # tpe or random
     startup_trials: Annotated[int | None, SHOWN] = None
     seed: Annotated[int | None, SHOWN] = None
@@ -402,7 +402,7 @@ class SweepConfig:
 
 @dataclass(kw_only=True)
 class Config:
-    kept: ClassVar[Mapping[str, Any]] = {}  # of each config: what it reads of the environment (environment.Reading)
+    kept: ClassVar[Mapping[str, Any]] = {}  # set per config: values read from the environment (environment.Reading)
 
     run_dir: Annotated[str | None, SHOWN, ReadBy(("export", "generate", "inspect"))]
     seed: Annotated[int, TRAJECTORY, between(0, 2**32 - 1)]
@@ -435,4 +435,4 @@ class Config:
     debug: Annotated[dict[str, Any], SHOWN] = field(default_factory=dict)
 
 
-Objective, Schedule = ObjectiveConfig, ScheduleConfig  # earlier names, from which users' options may be derived
+Objective, Schedule = ObjectiveConfig, ScheduleConfig  # earlier names, kept for users' subclasses

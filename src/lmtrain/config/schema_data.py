@@ -1,4 +1,4 @@
-"""The part of the typed config that says where text and tokens come from; see schema.py."""
+"""The part of the typed config on data and tokenizers; see schema.py."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -27,29 +27,29 @@ from lmtrain.config.constraints import (
 
 @dataclass(kw_only=True)
 class CurriculumConfig:
-    """How long rows are while the run is young: see config/batch.py."""
+    """Growth of the row length at the start of a run: see config/batch.py."""
 
     by: Annotated[str | None, TRAJECTORY, choice("length")] = None  # None: no curriculum
     start_length: Annotated[int | None, TRAJECTORY, at_least(1)] = None
-    end_length: Annotated[int | None, SHOWN] = None  # None or data.seq_len, which it is
+    end_length: Annotated[int | None, SHOWN] = None  # None or equal to data.seq_len, the final length
     steps: Annotated[int | None, TRAJECTORY, at_least(1)] = None
 
 
 @dataclass(kw_only=True)
 class BatchWarmupConfig:
-    """How many rows a step has while the run is young: see config/batch.py."""
+    """Growth of the number of rows per step at the start of a run: see config/batch.py."""
 
-    start_size: Annotated[int | None, TRAJECTORY, at_least(1)] = None  # None: data.global_batch_size from the first on
+    start_size: Annotated[int | None, TRAJECTORY, at_least(1)] = None  # None: data.global_batch_size from step 0 on
     steps: Annotated[int | None, TRAJECTORY, at_least(1)] = None
     lr_scaling: Annotated[str, RATE, choice("none", "sqrt", "linear")] = "none"
 
 
 @dataclass(kw_only=True)
 class FillInTheMiddleConfig:
-    """Documents of text rearranged while they are read: see data/text/fim.py."""
+    """Rearrangement of text documents for fill-in-the-middle training: see data/text/fim.py."""
 
-    rate: Annotated[float, TRAJECTORY, up_to_one] = 0.0  # of documents
-    spm_rate: Annotated[float, TRAJECTORY, up_to_one] = 0.5  # of those
+    rate: Annotated[float, TRAJECTORY, up_to_one] = 0.0  # share of documents that are rearranged
+    spm_rate: Annotated[float, TRAJECTORY, up_to_one] = 0.5  # share of those in the order suffix, prefix, middle
     prefix_token: Annotated[str, TRAJECTORY] = "<|fim_prefix|>"
     suffix_token: Annotated[str, TRAJECTORY] = "<|fim_suffix|>"
     middle_token: Annotated[str, TRAJECTORY] = "<|fim_middle|>"
@@ -83,23 +83,23 @@ _REARRANGED = ReadWhere(lambda c: c.data.fim.rate > 0, "set data.fim.rate=0.5 to
 
 @dataclass(kw_only=True)
 class DataConfig:
-    _target_: Annotated[str | None, SHOWN] = None  # a LightningDataModule; None, in older configs: by the kind of rows
-    # text, conversations, pairs, or the path of a row format's class: what the rows are taken for
+    _target_: Annotated[str | None, SHOWN] = None  # a LightningDataModule; None (older configs): follows from `rows`
+    # How rows are interpreted: text, conversations, pairs, or the path of a row format's class.
     rows: Annotated[str, PREPARED, CONTENT]
     source: Annotated[str, PREPARED, choice_or_class("hub", "files", "python_stdlib", "bins", "mixture")]
     name: Annotated[str | None, PREPARED, _OF_HUB]
     config_name: Annotated[str | None, PREPARED, _OF_HUB]
     revision: Annotated[str | None, PREPARED, _OF_HUB]
-    path: Annotated[Any, PREPARED, CONTENT, name_or_names, _OF_FILES]  # a file, folder, glob or address, or a list
-    val_path: Annotated[Any, PREPARED, CONTENT, name_or_names]  # the same, held out for validation
+    path: Annotated[Any, PREPARED, CONTENT, name_or_names, _OF_FILES]  # a file, folder, glob or URL, or a list of them
+    val_path: Annotated[Any, PREPARED, CONTENT, name_or_names]  # as path, for the validation data
     format: Annotated[str, PREPARED, CONTENT, choice("auto", "text", "jsonl", "json", "csv", "tsv", "parquet", "arrow")]
     train_split: Annotated[str, PREPARED]
     val_split: Annotated[str | None, PREPARED]
     val_fraction: Annotated[float, PREPARED, share, _CUT_OFF]
-    # 0 in the config.yaml of earlier versions, which held out val_fraction of small data, too
+    # 0 for the config.yaml of earlier versions, which held out only val_fraction even of small data.
     min_val_rows: Annotated[int, PREPARED, CONTENT, not_negative, _CUT_OFF] = 0
     num_samples: Annotated[int | None, PREPARED, at_least(1)]
-    # arguments of a class that source names
+    # Arguments of the class that source names.
     source_options: Annotated[dict[str, Any] | None, PREPARED, _OF_CLASS] = None
     streaming: Annotated[bool, SHOWN, _IS_STREAM]
     num_proc: Annotated[int | None, SHOWN, at_least(1)]
@@ -110,56 +110,56 @@ class DataConfig:
     batch_warmup: Annotated[BatchWarmupConfig, _MORE_ROWS] = field(default_factory=BatchWarmupConfig)
     num_workers: Annotated[int, SHOWN, between(0, 512)]
     isolate_documents: Annotated[bool, TRAJECTORY]
-    # Validated on beside the validation split: {name: {path or name, ...}}, see data/val_sets.py.
+    # Additional validation sets: {name: {path or name, ...}}, see data/val_sets.py.
     val_sets: Annotated[dict[str, Any], VALIDATION] = field(default_factory=dict)
     val_train_rows: Annotated[int, VALIDATION, not_negative] = 0
     curriculum: Annotated[CurriculumConfig, _GROWING] = field(default_factory=CurriculumConfig)
-    # Text for pretraining only.
+    # Pretraining text only.
     fim: Annotated[FillInTheMiddleConfig, _REARRANGED] = field(default_factory=FillInTheMiddleConfig)
-    # a column or a list of columns, joined by column_separator
+    # A column or a list of columns, joined by column_separator.
     text_column: Annotated[Any, PREPARED, name_or_names] = None
     column_separator: Annotated[str | None, PREPARED] = None
     sample_by: Annotated[str | None, PREPARED, choice("document", "paragraph", "line")] = None
-    # rows are joined into one document until a row that matches this pattern
+    # Rows are joined into one document until a row matches this pattern.
     document_start: Annotated[str | None, PREPARED] = None
     min_length: Annotated[int | None, PREPARED, not_negative] = None
     dedup: Annotated[str | None, PREPARED, choice("exact", "near"), _OF_WHOLE_TEXT] = None  # see data/text/repeats.py
     append_eos: Annotated[bool | None, PREPARED] = None
     shard_tokens: Annotated[int | None, PREPARED, at_least(1)] = None
-    # A stream larger than the disk, see data/stream/.
+    # Streaming of data that is larger than the disk, see data/stream/.
     ring_bytes: Annotated[int | None, SHOWN, at_least(1)] = None
     ring_shard_tokens: Annotated[int | None, TRAJECTORY, at_least(1), _OF_RING] = None
     ring_window: Annotated[int | None, TRAJECTORY, at_least(1), _OF_RING] = None
     ring_val_tokens: Annotated[int | None, TRAJECTORY, at_least(1), _OF_RING] = None
     ring_patience: Annotated[float | None, SHOWN, not_negative, _OF_RING] = None
-    # None: the weights of a mixture of text are its shares, whatever the sources' sizes
+    # None: the weights of a text mixture are its sampling shares, independent of the sizes of the sources.
     mixture_temperature: Annotated[float | None, TRAJECTORY, above_zero] = None
     # [{path or name, config_name, train_split, weight}]
     mixture: Annotated[list[dict[str, Any]] | None, PREPARED, CONTENT] = None
-    # Conversations (sft) and preferences (dpo) only.
+    # Conversations (sft) and preference pairs (dpo, reward) only.
     conversation_format: Annotated[str | None, PREPARED] = None  # auto or one of data.conversations.FORMATS
-    # what a format's column is called in this data: {prompt: question}
+    # The format's column name -> the name in this data: {prompt: question}.
     columns: Annotated[dict[str, str] | None, PREPARED] = None
-    prompt_template: Annotated[str | None, PREPARED] = None  # text with {column} in it
+    prompt_template: Annotated[str | None, PREPARED] = None  # text with placeholders {column}
     response_template: Annotated[str | None, PREPARED] = None
-    system_prompt: Annotated[str | None, PREPARED] = None  # put before conversations that have none
-    # None: the tokenizer's own; a name of ours; a Jinja file
+    system_prompt: Annotated[str | None, PREPARED] = None  # added to conversations without one
+    # None: the tokenizer's own; the name of one of lmtrain's; or a Jinja file.
     chat_template: Annotated[str | None, PREPARED, CONTENT] = None
-    # special tokens written in a row's text are those tokens
+    # Special tokens spelled out in a row's text are encoded as special tokens.
     allow_special_text: Annotated[bool | None, PREPARED] = None
     train_on: Annotated[str | None, PREPARED, choice("assistant", "last_assistant", "completion", "all")] = None
     max_length: Annotated[int | None, PREPARED] = None
-    max_prompt_length: Annotated[int | None, PREPARED, at_least(1)] = None  # pairs
+    max_prompt_length: Annotated[int | None, PREPARED, at_least(1)] = None  # preference pairs only
     on_too_long: Annotated[
         str | None, PREPARED, choice("truncate_left", "truncate_right", "drop", "split", "raise")
     ] = None
     on_bad_row: Annotated[str | None, PREPARED, choice("raise", "skip")] = None
-    # conversations that begin with the assistant
+    # Handling of conversations that begin with an assistant turn.
     on_assistant_first: Annotated[str | None, PREPARED, choice("drop_turn", "skip", "raise")] = None
-    # share of rows without a trained token above which the run is refused
+    # The run is refused if a larger share of rows has no trained token.
     max_untrained: Annotated[float | None, SHOWN] = None
     ranking: Annotated[str | None, PREPARED, choice("best_worst", "all")] = None
-    share_prompts: Annotated[bool | None, MACHINE] = None  # dpo
+    share_prompts: Annotated[bool | None, MACHINE] = None  # preference pairs only
     packing: Annotated[
         str | None, TRAJECTORY, choice("off", "concat", "greedy", "first_fit", "best_fit_decreasing")
     ] = None

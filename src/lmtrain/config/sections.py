@@ -1,6 +1,7 @@
-"""Which dataclass types a section of the config: the options of the class that its `_target_` names.
+"""Chooses the dataclass that types each section of the config, by its name or the class that `_target_` names.
 
-Those of lmtrain's own classes are found without importing them; of any other class, the class itself says.
+The dataclasses of lmtrain's own classes are found without importing these classes; any other class is imported and
+declares its own.
 """
 
 import dataclasses
@@ -25,15 +26,15 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Keys that only a config.yaml of an earlier version may still have.
+# Removed keys, which only a config.yaml of an earlier version may still have.
 GONE = ("optimizer.fused", "data.curriculum.score", "data.curriculum.buckets", "data.curriculum.model")
 
 
 def classes(tree: DictConfig) -> dict[str, type[Any]]:
-    """The class of each section of `tree` that is not the schema's own.
+    """Returns the dataclass of each section of `tree` that is typed by its content rather than by the schema.
 
     Raises:
-        UserError: a `_target_` that is not allowed, can't be imported, or is nothing of its section's kind.
+        UserError: a `_target_` is not allowed, can't be imported, or is not of the kind that its section needs.
     """
     choose = {"objective": _objective, "model": _model, "optimizer": _optimizer, "schedule": _schedule}
     present = {name: tree.get(name) for name in choose}
@@ -44,7 +45,7 @@ def classes(tree: DictConfig) -> dict[str, type[Any]]:
 
 
 def schema_of(found: dict[str, type[Any]]) -> DictConfig:
-    """The structured config with these classes of sections: to be merged with a config, and not to be changed."""
+    """Returns the structured config with these dataclasses as sections. It is cached: merge it, don't modify it."""
     return _schema_of(tuple(found.items()))
 
 
@@ -57,7 +58,7 @@ def _schema_of(found: tuple[tuple[str, type[Any]], ...]) -> DictConfig:
 
 
 def _with_sections(node: DictConfig, options: type[Any]) -> DictConfig:
-    """Makes the sections of a structured config that have no default, which each merge would make anew."""
+    """Creates the sections of a structured config that have no default, so that merges need not create them again."""
     for name, kind in get_type_hints(options).items():
         if dataclasses.is_dataclass(kind) and OmegaConf.is_missing(node, name):
             node[name] = _with_sections(OmegaConf.structured(kind), kind)  # type: ignore[arg-type]
@@ -65,7 +66,7 @@ def _with_sections(node: DictConfig, options: type[Any]) -> DictConfig:
 
 
 def names_of(found: dict[str, type[Any]]) -> list[str]:
-    """All dotted keys of a config with these classes of sections, sections included."""
+    """Returns all dotted keys, including those of sections, of a config with these dataclasses as sections."""
     leaves = [key.name for key in keys_of(Config) if key.name.split(".")[0] not in found]
     leaves += [key.name for section, options in found.items() for key in keys_of(options, f"{section}.")]  # type: ignore[arg-type]
     nodes = [".".join(name.split(".")[:n]) for name in leaves for n in range(1, name.count(".") + 1)]
@@ -74,7 +75,7 @@ def names_of(found: dict[str, type[Any]]) -> list[str]:
 
 @functools.cache
 def all_keys() -> tuple[Key, ...]:
-    """The keys of the schema with those of all of lmtrain's own classes."""
+    """Returns the keys of the schema and of all of lmtrain's own objectives, models, optimizers and schedules."""
     own = [key for _, options in OBJECTIVES.values() for key in keys_of(options, "objective.")]  # type: ignore[arg-type]
     sections = {"model": (*MODELS.values(), CustomModelConfig), "optimizer": OPTIMIZERS.values(),
                 "schedule": SCHEDULES.values()}  # fmt: skip
@@ -83,10 +84,10 @@ def all_keys() -> tuple[Key, ...]:
 
 
 def rows_trained_on(tree: DictConfig) -> str:
-    """What the objective of a composed config trains on; see ObjectiveConfig.rows.
+    """Returns the kind of rows that the objective of a composed config trains on; see ObjectiveConfig.rows.
 
     Raises:
-        UserError: see `classes`.
+        UserError: as `classes`.
     """
     own = OBJECTIVES.get(str(tree.objective.get("name")))
     return (own[1] if own else _objective(tree.objective, _allowed(tree))).rows
@@ -110,7 +111,7 @@ def _objective(section: DictConfig, allow_target: list[str]) -> type[ObjectiveCo
 
 
 def _model(section: DictConfig, allow_target: list[str]) -> type[ModelConfig]:
-    """The keys of any model and, of a class that `_target_` names, those of its config class."""
+    """Returns the dataclass of `model`; with a `_target_` it has the typed arguments of the class's config as well."""
     init = section.get("init")
     if "_target_" not in section:
         choice(*MODELS)("model.init", str(init))
@@ -129,7 +130,7 @@ def _model(section: DictConfig, allow_target: list[str]) -> type[ModelConfig]:
 
 
 def _optimizer(section: DictConfig, allow_target: list[str]) -> type[OptimizerConfig]:
-    """The keys of any optimizer and the arguments of this one, which its class checks when it is built."""
+    """Returns the dataclass of `optimizer`; arguments of a custom class are checked only when it is built."""
     if "_target_" not in section:
         return _named("optimizer", section, OPTIMIZERS)
     _check_given("optimizer", section)
@@ -156,7 +157,12 @@ def _check_given(name: str, section: DictConfig) -> None:
 
 
 def _named(group: str, section: DictConfig, own: dict[str, type[T]]) -> type[T]:
-    """The class that `name` stands for; UserError where the section has another's keys, as `name` alone was changed."""
+    """Returns the dataclass for the section's `name`.
+
+    Raises:
+        UserError: the name is unknown, or only `name` was changed, so that keys of another option are present or keys
+            of this one are missing.
+    """
     name = str(section.get("name"))
     if name not in own:
         choice(*own, "custom")(f"{group}.name", name)
@@ -174,10 +180,10 @@ def _named(group: str, section: DictConfig, own: dict[str, type[T]]) -> type[T]:
 
 
 def options_beside(target: str, section: str, base: type[Any], allow_target: list[str]) -> type[Any]:
-    """The `Options` of a class: a dataclass derived from `base`, whose fields are declared as those of the schema.
+    """Returns the `Options` of a class: a dataclass derived from `base`, with fields declared as in the schema.
 
     Raises:
-        UserError: there is no such class, or what it has is none.
+        UserError: there is no such class, or its `Options` are missing or not such a dataclass.
     """
     options = getattr(class_named(target, section, allow_target), "Options", None)
     if not isinstance(options, type) or not issubclass(options, base):
@@ -193,7 +199,7 @@ def options_beside(target: str, section: str, base: type[Any], allow_target: lis
 
 
 def complete(tree: DictConfig) -> None:
-    """Adds the keys that a config.yaml of an earlier version doesn't have and others tell; takes out those it had."""
+    """Upgrades the config.yaml of an earlier version in place: adds keys that others imply, removes those in GONE."""
     objective, data = tree.get("objective"), tree.get("data")
     if isinstance(objective, DictConfig) and "_target_" not in objective and objective.get("name") in OBJECTIVES:
         objective["_target_"] = OBJECTIVES[objective.name][0]
@@ -207,19 +213,19 @@ def complete(tree: DictConfig) -> None:
         data["rows"] = "text" if is_text else "conversations" if is_chat else "pairs"
 
 
-# Types of arguments that are checked, by how they are written.
+# Types of model arguments that are checked, by their spelling in annotations; any other type accepts every value.
 PLAIN: dict[str, Any] = {
     "int": int, "float": float, "bool": bool, "str": str, "int | None": int | None, "float | None": float | None,
     "bool | None": bool | None, "str | None": str | None,
 }  # fmt: skip
-SET_BY_LMTRAIN = ("vocab_size", "max_position_embeddings", "dropout")  # from keys that every model has
+SET_BY_LMTRAIN = ("vocab_size", "max_position_embeddings", "dropout")  # derived from keys that every model has
 
 
 def model_class(target: str, allow_target: Sequence[str]) -> "type[PreTrainedModel]":
-    """The class that `target` names.
+    """Returns the model class that `target` names.
 
     Raises:
-        UserError: it is not allowed, can't be imported, is not a model that generates, or lacks what training needs.
+        UserError: it is not allowed, can't be imported, can't generate text, or lacks something that training needs.
     """
     from torch import nn
     from transformers import GenerationMixin, PreTrainedModel
@@ -246,15 +252,15 @@ def config_class_of(cls: "type[PreTrainedModel]") -> "type[PretrainedConfig] | N
 
 
 def fields_of(config: "type[PretrainedConfig]") -> set[str]:
-    """The fields of a config class, by all the names it has for them."""
+    """Returns the names of a config class's fields, including the aliases in its attribute_map."""
     return {*inspect.signature(config).parameters, *config.attribute_map}
 
 
 def model_arguments(target: str, names: Sequence[str], allow_target: Sequence[str]) -> dict[str, Any]:
-    """The type of each of these keys under `model`, which are arguments of the config class; Any where it says none.
+    """Returns the type of each of these keys of `model`, arguments of its config class; Any if it is not in PLAIN.
 
     Raises:
-        UserError: as of `model_class`; a key that the config class doesn't have.
+        UserError: as `model_class`; or the config class has no such field.
     """
     from transformers import PretrainedConfig
 

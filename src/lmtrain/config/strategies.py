@@ -1,6 +1,6 @@
-"""What goes with which strategy and precision, and the config of DeepSpeed. Imports neither torch nor lightning.
+"""Compatibility checks for strategies and precisions, and DeepSpeed's config. Imports neither torch nor lightning.
 
-DeepSpeed's config is made of the options in trainer.deepspeed, or it is a user's own file.
+DeepSpeed's config is built from the options in trainer.deepspeed or read from a user's file.
 """
 
 import json
@@ -13,17 +13,17 @@ from typing import Any
 from lmtrain.config.schema import FP8, Config, DeepSpeedConfig, TrainerConfig
 from lmtrain.errors import UserError
 
-SHARING = ("fsdp", "fsdp_tp", "deepspeed")  # a device holds a part of the model, of its gradients or of its state
-_NEITHER = ("fsdp_tp", "deepspeed")  # split layers in ways that fp8 and some objectives do not know
+SHARING = ("fsdp", "fsdp_tp", "deepspeed")  # shard parameters, gradients or optimizer state over the devices
+_NEITHER = ("fsdp_tp", "deepspeed")  # split layers in ways that fp8 and some objectives don't support
 
 
 def outside_fp8(precision: str) -> str:
-    """What all is computed in but the layers that trainer.precision=fp8 has in 8 bits; others are what they are."""
+    """Returns the precision of everything outside the fp8 layers: bf16-mixed for fp8, else `precision` itself."""
     return "bf16-mixed" if precision == FP8 else precision
 
 
 def check_fp8(c: Config) -> None:
-    """Raises UserError for a setting that trainer.precision=fp8 can't work with, or was never tried with."""
+    """Raises UserError for a setting that trainer.precision=fp8 doesn't support or has not been tested with."""
     if c.trainer.precision != FP8:
         return
     key, instead = "trainer.precision=fp8", "set trainer.precision=bf16-mixed"
@@ -45,13 +45,13 @@ def check_fp8(c: Config) -> None:
 
 
 def refuse_split_layers(strategy: str, why: str) -> None:
-    """Raises UserError, which says why, under the strategies that leave no way to whole layers."""
+    """Raises UserError with the reason `why` if the strategy splits layers (fsdp_tp, deepspeed)."""
     if strategy in _NEITHER:
         raise UserError(f"trainer.strategy={strategy}: {why}: set trainer.strategy=ddp or fsdp")
 
 
 def spell_out(t: TrainerConfig) -> None:
-    """Makes of Lightning's other names of strategies, deepspeed_stage_3_offload say, the keys that mean it here."""
+    """Replaces Lightning's compound strategy names, such as deepspeed_stage_3_offload, by the equivalent keys."""
     if t.strategy == "ddp_find_unused_parameters_false":
         t.strategy = "ddp"
     found = re.fullmatch(r"deepspeed_stage_([123])(_offload)?|deepspeed_stage_(3)_offload_(nvme)", t.strategy)
@@ -66,22 +66,22 @@ def spell_out(t: TrainerConfig) -> None:
 
 
 def ranks_per_part(t: TrainerConfig) -> int:
-    """How many ranks read the same rows: those of a tensor-parallel group, or of a context-parallel one."""
+    """Returns how many ranks read the same rows: the size of a tensor-parallel or context-parallel group."""
     return tensor_parallel(t) * context_parallel(t)
 
 
 def tensor_parallel(t: TrainerConfig) -> int:
-    """How many ranks share each layer."""
+    """Returns the tensor-parallel size: how many ranks share each layer."""
     return t.fsdp.tensor_parallel_size if t.strategy == "fsdp_tp" else 1
 
 
 def context_parallel(t: TrainerConfig) -> int:
-    """How many ranks share each row."""
+    """Returns the context-parallel size: how many ranks share each row."""
     return t.fsdp.context_parallel_size if t.strategy == "fsdp" else 1
 
 
 def check_strategy(c: Config) -> None:
-    """Raises UserError for the first setting that doesn't go with trainer.precision or strategy, with what does."""
+    """Raises UserError, with an alternative, for the first setting incompatible with trainer.precision or strategy."""
     check_fp8(c)
     strategy = c.trainer.strategy
     if strategy not in SHARING:
@@ -116,7 +116,10 @@ def check_strategy(c: Config) -> None:
 
 
 def _check_quantised(c: Config) -> None:
-    """A base of 4 bits is shared out by fsdp alone; one of 8 keeps state of a layer's last product beside it."""
+    """Raises UserError unless a quantized base can be sharded: only fsdp with a 4-bit base.
+
+    An int8 base keeps state of a layer's last matrix product beside the weights.
+    """
     strategy, stored = c.trainer.strategy, c.peft.quantization
     if strategy == "fsdp" and stored != "int8":
         return
@@ -135,7 +138,7 @@ def _check_quantised(c: Config) -> None:
 
 
 def check_devices(t: TrainerConfig) -> None:
-    """Raises UserError where the devices of a node (known by now) don't form whole groups that read the same rows."""
+    """Raises UserError if the tensor- or context-parallel size doesn't divide the devices of a node (not auto)."""
     size, devices = ranks_per_part(t), int(t.devices)
     if devices % size:
         splits_layers = t.strategy == "fsdp_tp"
@@ -151,7 +154,7 @@ def check_devices(t: TrainerConfig) -> None:
 
 
 def _check_tensor_parallel(c: Config) -> None:
-    """What the config alone tells; what the model's layers tell is in models/split.py."""
+    """Raises UserError if the config alone rules out tensor parallelism; models/split.py checks the model's layers."""
     size, key = c.trainer.fsdp.tensor_parallel_size, "trainer.strategy=fsdp_tp"
     if size < 2:
         raise UserError(f"trainer.fsdp.tensor_parallel_size={size} with {key}: 2 or more, or set trainer.strategy=fsdp")
@@ -169,7 +172,7 @@ def _check_tensor_parallel(c: Config) -> None:
 
 
 def _check_context_parallel(c: Config) -> None:
-    """What the config alone tells; what the model tells is in models/context.py."""
+    """Raises UserError if the config alone rules out context parallelism; models/context.py checks the model."""
     size, key = c.trainer.fsdp.context_parallel_size, "trainer.fsdp.context_parallel_size"
     if c.objective.name not in ("causal_lm", "sft"):
         raise UserError(
@@ -216,7 +219,7 @@ def _check_deepspeed(c: Config) -> None:
         raise UserError(f"trainer.spike_factor does not go with {key}, which can't leave out a step: set it to null")
 
 
-# What a file may say and the run's config says in its own words, which hold.
+# Fields of a user's DeepSpeed file that are ignored -> the config keys that take precedence.
 OVERRULED = {
     "train_batch_size": "data.global_batch_size", "train_micro_batch_size_per_gpu": "data.micro_batch_size",
     "gradient_accumulation_steps": "data.global_batch_size and data.micro_batch_size",
@@ -228,13 +231,13 @@ OVERRULED = {
 
 
 def engine_config(t: TrainerConfig) -> dict[str, Any]:
-    """What DeepSpeed's engine is told.
+    """Returns the config dict for DeepSpeed's engine.
 
     Args:
-        t: its `auto` values resolved.
+        t: the trainer's config, with its `auto` values resolved.
 
     Raises:
-        UserError: trainer.deepspeed.config can't be read, or holds what DeepSpeed does not know.
+        UserError: trainer.deepspeed.config can't be read, or holds values that DeepSpeed doesn't accept.
     """
     if t.deepspeed.config is not None:
         said = _read(t.deepspeed.config)
@@ -249,7 +252,7 @@ def engine_config(t: TrainerConfig) -> dict[str, Any]:
 
 
 def overruled(c: Config) -> list[str]:
-    """What trainer.deepspeed.config says and the run does otherwise, each with the key that holds."""
+    """Returns the ignored fields of trainer.deepspeed.config that differ from the run, with the keys used instead."""
     t = c.trainer
     if t.strategy != "deepspeed" or t.deepspeed.config is None:
         return []
@@ -267,7 +270,7 @@ def overruled(c: Config) -> list[str]:
 
 def _ours(t: TrainerConfig) -> dict[str, Any]:
     return {
-        "train_micro_batch_size_per_gpu": 1,  # for its throughput messages only: the loss is weighted by tokens here
+        "train_micro_batch_size_per_gpu": 1,  # for its throughput messages only: lmtrain weights the loss by tokens
         "gradient_accumulation_steps": 1,
         "gradient_clipping": t.gradient_clip_val or 0.0,
         "zero_allow_untested_optimizer": True,
@@ -277,12 +280,12 @@ def _ours(t: TrainerConfig) -> dict[str, Any]:
 
 
 def adopt_file(t: TrainerConfig) -> None:
-    """Puts what trainer.deepspeed.config says of stage and offload in the options' places, its path absolute.
+    """Copies stage and offload settings from trainer.deepspeed.config to the options, and makes its path absolute.
 
-    So the plan, the checks and config.yaml speak of what runs.
+    The plan, the checks and config.yaml then describe what actually runs.
 
     Raises:
-        UserError: see `engine_config` and `_check_options`; or parameters go to a folder that isn't there.
+        UserError: see `engine_config` and `_check_options`; or nvme_path is not a writable folder.
     """
     d = t.deepspeed
     if d.config is not None:
@@ -305,7 +308,7 @@ def adopt_file(t: TrainerConfig) -> None:
 
 
 def _check_options(d: DeepSpeedConfig) -> None:
-    """Raises UserError for options that don't go together."""
+    """Raises UserError for invalid or incompatible options."""
     if d.stage not in (1, 2, 3):
         raise UserError(f"trainer.deepspeed.stage={d.stage}: 1, 2 or 3 is needed")
     for name, place in (("offload_optimizer", d.offload_optimizer), ("offload_parameters", d.offload_parameters)):
@@ -318,7 +321,7 @@ def _check_options(d: DeepSpeedConfig) -> None:
 
 
 def check_frozen_copy(t: TrainerConfig) -> None:
-    """Raises UserError where a model's first values can't be put in the place of the trained ones."""
+    """Raises UserError if the initial parameters can't be swapped in for the trained ones (reference=frozen_copy)."""
     zero = engine_config(t)["zero_optimization"] if t.strategy == "deepspeed" else {}
     obstacles = []
     if _device(zero, "offload_param") == "nvme":
@@ -354,7 +357,7 @@ def _read(path: str) -> dict[str, Any]:
 
 
 def _autos(value: Any, name: str = "") -> Iterator[str]:
-    """Names of values left to transformers' Trainer."""
+    """Yields the dotted names of "auto" values, which only transformers' Trainer fills in."""
     if value == "auto":
         yield name
     if isinstance(value, dict):

@@ -1,15 +1,15 @@
-"""The one builder of what the config names: classes found by their names, checked, and only then called.
+"""Builds every object that the config names by `_target_`: finds the class, checks it, and only then calls it.
 
-`_target_` could name anything that can be imported, so a config from a stranger could run any code. What may be built
-is decided by what the thing is, once nothing in the config is left to be resolved:
+`_target_` could name anything that can be imported, so a config from an untrusted source could run any code. A target
+may be built only if, after all interpolations have been resolved:
 
-- its module lies in one of PLACES, or in a package that run.allow_target opens; no other is imported to find it;
-- it is a class that is defined there, not one that was imported from elsewhere, and no function;
-- it is of the kind that the key is for: a Callback, a Metric, an Optimizer, a class with a source's members, ...;
-- its arguments are plain values, used as they are, or nodes of their own: modules, metrics and callbacks by the same
-  rule, and any class of an opened package.
+- its module is in one of PLACES or in a package listed in run.allow_target; no other module is imported to find it;
+- it is a class defined there, not one imported from elsewhere, and not a function;
+- it is of the kind that the key needs: a Callback, a Metric, an Optimizer, a class with a source's members, ...;
+- its arguments are plain values, passed on unchanged, or nested targets: modules, metrics and callbacks by the same
+  rules, and any class of a package in run.allow_target.
 
-Nothing is constructed before all of it has passed. Imports no torch until something is looked for.
+Nothing is constructed before everything has passed these checks. Imports no torch until a target is looked up.
 """
 
 import contextlib
@@ -27,20 +27,20 @@ from typing import Any, TypeVar
 from lmtrain.errors import RunError, UserError
 from lmtrain.terminal import a_or_an
 
-KNOWN = ("lmtrain", "torch", "lightning", "transformers", "torchmetrics", "peft")  # packages open to everyone
-# The parts of them that hold classes to be named; other modules are not even imported.
+KNOWN = ("lmtrain", "torch", "lightning", "transformers", "torchmetrics", "peft")  # allowed without run.allow_target
+# The modules of these packages whose classes may be named; other modules of them are not even imported.
 PLACES = (
     "lmtrain.callbacks", "lmtrain.data", "lmtrain.objectives", "lmtrain.optim", "lmtrain.generation", "lmtrain.rewards",
     "lightning.pytorch.callbacks", "peft.optimizers", "torch.nn", "torch.optim", "torchmetrics.text",
     "torchmetrics.wrappers", "transformers.models", "transformers.optimization",
 )  # fmt: skip
-_NO_HOLDERS = ("_", "convert_", "test")  # how names of modules begin that are scripts, tests or somebody's private ones
+_NO_HOLDERS = ("_", "convert_", "test")  # prefixes of module names that mark private modules, scripts and tests
 SPECIAL = ("_target_", "_args_")
 T = TypeVar("T")
 
 
 def check_names(key: str, entry: Any, allow_target: Sequence[str]) -> None:
-    """Raises UserError where an entry, or a node in it, is nothing that may be built by its name; imports nothing."""
+    """Raises UserError if an entry, or a mapping nested in it, names a target that is not allowed; imports nothing."""
     if not isinstance(entry, dict) or not entry.get("_target_"):
         raise UserError(f"{key}: {entry} names no _target_ (package.module.Class)")
     for node in _nodes(entry):
@@ -57,7 +57,7 @@ def check_names(key: str, entry: Any, allow_target: Sequence[str]) -> None:
 
 
 def check_allowed(key: str, target: Any, allow_target: Sequence[str]) -> None:
-    """Raises UserError for a name outside the packages that are open to everyone and those in `allow_target`."""
+    """Raises UserError for a target that is not in KNOWN or `allow_target`, or is not a valid dotted path."""
     allowed = (*KNOWN, *allow_target)
     if not _is_in(str(target), allowed):
         raise UserError(
@@ -70,10 +70,10 @@ def check_allowed(key: str, target: Any, allow_target: Sequence[str]) -> None:
 
 
 def find_class(target: str, key: str, kind: type[T], allow_target: Sequence[str] = ()) -> type[T]:
-    """The class that `target` names, a subclass of `kind` that has all that `kind` leaves to its subclasses.
+    """Returns the class that `target` names, a subclass of `kind` without abstract methods.
 
     Raises:
-        UserError: a name that is not allowed, can't be imported or is no such class; a method that is missing.
+        UserError: the target is not allowed, can't be imported, is no such class, or lacks an abstract method.
     """
     cls = class_named(target, key, allow_target)
     if not issubclass(cls, kind):
@@ -85,23 +85,23 @@ def find_class(target: str, key: str, kind: type[T], allow_target: Sequence[str]
 
 
 def lacking(cls: type, members: Sequence[str]) -> list[str]:
-    """Those members that a class neither has nor declares with their type (`label: str`, where __init__ sets it)."""
+    """Returns the members that a class neither has nor annotates (`label: str`, if __init__ sets the attribute)."""
     declared = {name for base in cls.__mro__ for name in inspect.get_annotations(base)}
     return [name for name in members if not hasattr(cls, name) and name not in declared]
 
 
 def class_named(target: str, key: str, allow_target: Sequence[str]) -> type:
-    """The class that `target` names, imported but not called.
+    """Returns the class that `target` names, imported but not called.
 
     Raises:
-        UserError: it is not allowed, can't be imported, or is not a class that is defined where it may be.
+        UserError: it is not allowed, can't be imported, is not a class, or is defined in a module that is not allowed.
     """
     check_allowed(key, target, allow_target)
     name, attributes = _module_of(target, key, allow_target)
     try:
         found: Any = importlib.import_module(name)
         for attribute in attributes:
-            # A class's own attributes are looked up without running a descriptor or a metaclass.
+            # Attributes of a class are looked up without running descriptors or metaclass code.
             found = inspect.getattr_static(found, attribute) if isinstance(found, type) else getattr(found, attribute)
             if not isinstance(found, type):
                 break
@@ -119,10 +119,10 @@ def class_named(target: str, key: str, allow_target: Sequence[str]) -> type:
 
 
 def _module_of(target: str, key: str, allow_target: Sequence[str]) -> tuple[str, list[str]]:
-    """The longest beginning of `target` that is a module, found on disk without importing it, and what follows.
+    """Returns the longest prefix of `target` that is a module, located without importing it, and the remaining names.
 
     Raises:
-        UserError: there is no such package, or the module is none whose classes may be named.
+        UserError: there is no such package, `target` is itself a module, or its module is not allowed.
     """
     parts = target.split(".")
     try:
@@ -146,15 +146,15 @@ def _module_of(target: str, key: str, allow_target: Sequence[str]) -> tuple[str,
 
 
 def _folders(found: ModuleType | importlib.machinery.ModuleSpec | None) -> list[str]:
-    """Where the modules of a package lie; none of what is not a package."""
+    """Returns the folders that hold a package's modules; empty for anything that is not a package."""
     folders = getattr(found, "__path__", None) or getattr(found, "submodule_search_locations", None)
-    return list(folders) if isinstance(folders, Iterable) else []  # torch.classes makes up whatever it is asked for
+    return list(folders) if isinstance(folders, Iterable) else []  # torch.classes invents any attribute
 
 
 def _check_place(module: str, target: str, key: str, allow_target: Sequence[str]) -> None:
-    """Raises UserError for a module of a known package that may not be imported by a config."""
+    """Raises UserError for a module of a known package that a config may not import."""
     if _is_in(f"{module}.", allow_target) or any(f"{place}.".startswith(f"{module}.") for place in PLACES):
-        return  # the latter are packages that importing a place imports anyway
+        return  # parent packages of PLACES are imported with them anyway
     private = any(part.startswith(_NO_HOLDERS) for part in module.split("."))
     if private or not _is_in(f"{module}.", PLACES):
         places = ", ".join(place for place in PLACES if place.split(".")[0] == module.split(".")[0])
@@ -163,7 +163,7 @@ def _check_place(module: str, target: str, key: str, allow_target: Sequence[str]
 
 @contextlib.contextmanager
 def building(key: str, target: str) -> Iterator[None]:
-    """Within it, what a class that is not lmtrain's raises becomes a UserError that names it."""
+    """Converts exceptions raised in the context by a class outside lmtrain into a UserError that names the class."""
     try:
         yield
     except (UserError, RunError):
@@ -181,11 +181,11 @@ def _path(cls: type) -> str:
 
 @dataclass(frozen=True)
 class _Node:
-    """A class that has passed all checks, with its arguments, in which nodes stand for what they will be."""
+    """A class that has passed all checks, with its arguments; nested nodes are objects still to be built."""
 
     cls: type
     target: str
-    first: Sequence[Any]  # lmtrain's own
+    first: Sequence[Any]  # positional arguments that lmtrain adds
     positional: list[Any]
     named: dict[str, Any]
 
@@ -199,19 +199,19 @@ def build_target(
     first: Sequence[Any] = (),
     refused: Mapping[type, str] | None = None,
 ) -> Any:
-    """An object from {_target_: package.module.Class, ...arguments}; nodes in the arguments are built as well.
+    """Builds an object from {_target_: package.module.Class, ...arguments}, including targets nested in the arguments.
 
     Args:
-        entry: plain values, resolved; a text with `${` in it is handed over as that text.
-        key: the key of the config, for messages.
-        kind: the class that the key is for.
+        entry: plain, resolved values; text that contains `${` is passed on unchanged.
+        key: the config key, for messages.
+        kind: the class that the object must be an instance of.
         allow_target: run.allow_target.
-        first: positional arguments that lmtrain gives before those of the entry.
-        refused: classes that can't be used here, and why.
+        first: positional arguments that lmtrain passes before those of the entry.
+        refused: classes that can't be used here, with the reasons.
 
     Raises:
-        UserError: a name that is not allowed, can't be imported or is not a class of the right kind; arguments that
-            the class doesn't take; an exception of its constructor.
+        UserError: a target is not allowed, can't be imported or is not a class of the right kind; the class doesn't
+            accept the arguments; or its constructor raised an exception.
     """
     check_names(key, entry, allow_target)
     cls: type[Any] = find_class(str(entry["_target_"]), key, kind, allow_target)
@@ -222,7 +222,7 @@ def build_target(
 
 
 def _checked(value: Any, key: str, allow_target: Sequence[str]) -> Any:
-    """An argument with a _Node in place of each mapping that names a class."""
+    """Returns an argument in which each mapping with a `_target_` is checked and replaced by a _Node."""
     if isinstance(value, list):
         return [_checked(inner, key, allow_target) for inner in value]
     if not isinstance(value, dict):
@@ -244,7 +244,7 @@ def _node(
 
 
 def _made(value: Any, key: str) -> Any:
-    """What a checked argument stands for; the inner ones are built first."""
+    """Builds a checked argument: replaces each _Node by its object, the innermost first."""
     if isinstance(value, list):
         return [_made(inner, key) for inner in value]
     if isinstance(value, dict):
@@ -257,7 +257,7 @@ def _made(value: Any, key: str) -> Any:
 
 
 def _nodes(entry: Any) -> Iterator[dict[str, Any]]:
-    """All mappings in an entry, itself included."""
+    """Yields all mappings in an entry, including the entry itself."""
     if isinstance(entry, dict):
         yield entry
     for value in entry.values() if isinstance(entry, dict) else entry if isinstance(entry, list) else ():
@@ -280,10 +280,10 @@ def _check_argument(cls: type, key: str, allow_target: Sequence[str]) -> None:
 
 
 def check_arguments(cls: type, target: str, arguments: dict[str, Any], key: str, positional: int) -> None:
-    """Raises UserError for the first argument that the class doesn't take, or those that it lacks."""
+    """Raises UserError for the first argument that the class doesn't accept, or for required ones that are missing."""
     try:
         parameters = inspect.signature(cls).parameters.values()
-    except (TypeError, ValueError):  # some built in C tell nothing
+    except (TypeError, ValueError):  # some classes written in C have no signature
         return
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     takes = f"it takes {', '.join(names)}" if names else "it takes none"

@@ -1,8 +1,8 @@
-"""Keys that let code run which lmtrain doesn't bring. They count where the user types them, and in no file by itself.
+"""Keys that allow code from outside lmtrain to run. They take effect only if the user types them.
 
-A run's config.yaml, an experiment of --config-dir, a pipeline and a sweep may come from anybody. So what they say of
-these keys is refused unless the same is typed (on the command line, or in Python to `lmtrain.compose`), or the file
-that says it is named with `--trust FILE`. A process that lmtrain starts is given what was typed on its command line.
+A run's config.yaml, an experiment in --config-dir, a pipeline and a sweep may come from anybody. Their values of these
+keys are refused unless the same value is typed (on the command line, or in Python to `lmtrain.compose`), or the file is
+named with `--trust FILE`. Processes started by lmtrain get the typed values on their command line.
 """
 
 import json
@@ -17,40 +17,41 @@ from lmtrain.config.keys import value_of
 from lmtrain.config.override_text import bare_or_quoted, written
 from lmtrain.errors import UserError
 
-# Each with the value that opens nothing.
+# Each of these keys, with the value that grants nothing.
 CLOSED: dict[str, Any] = {
     "run.allow_target": [],
     "model.trust_remote_code": False,
     "tokenizer.trust_remote_code": False,
-    "evaluate.task_folder": None,  # its tasks name functions of Python files
+    "evaluate.task_folder": None,  # its tasks refer to functions in Python files
 }
-Grants = Mapping[str, Any]  # what is open: some of these keys to their values
+Grants = Mapping[str, Any]  # what the user has granted: keys of CLOSED, with their values
 
 
 def granted(config: Any) -> dict[str, Any]:
-    """What a checked config has open, all of which was typed."""
+    """Returns what a checked config grants, all of which the user has typed."""
     values = {key: value_of(config, key) for key in CLOSED}
     return {key: value for key, value in values.items() if value}
 
 
 def as_word(grants: Grants) -> str:
-    """The word that hands this to a process that lmtrain starts."""
+    """Encodes grants as a command-line argument for a process started by lmtrain."""
     return json.dumps(dict(grants))
 
 
 def of_words(words: Sequence[str]) -> Grants:
-    """From such a command line; nothing where there is no such word."""
+    """Decodes the argument made by `as_word`; no grants if there are no arguments."""
     found: Grants = json.loads(words[0]) if words else {}
     return found
 
 
 def refuse_unasked(tree: DictConfig, grants: Grants, where: str) -> None:
-    """Raises UserError where a config opens what was not typed, with all that would have to be; then fixes the values:
-    an interpolation can't become another one later.
+    """Raises UserError if a config grants something that was not typed, listing all overrides that would be needed.
+
+    Otherwise resolves these keys in place, so that no interpolation in them can change its value later.
 
     Args:
-        tree: a composed config, or what a run's config.yaml holds.
-        grants: what was typed.
+        tree: a composed config, or the content of a run's config.yaml.
+        grants: what the user has typed.
         where: the file or folder that the config comes from, for the message.
     """
     asked = {key: OmegaConf.select(tree, key) for key in CLOSED}
@@ -69,7 +70,7 @@ def refuse_unasked(tree: DictConfig, grants: Grants, where: str) -> None:
 
 
 def _file_of(where: str, keys: Iterable[str]) -> str:
-    """The yaml in the folder `where` that names one of the keys; else `where`."""
+    """Returns the first YAML file in the folder `where` that mentions one of the keys, or `where` itself."""
     names = [key.rpartition(".")[2] for key in keys]
     files = (file for file in sorted(Path(where).rglob("*.yaml")) if file.is_file()) if Path(where).is_dir() else ()
     found = (f for f in files if any(name in f.read_text(encoding="utf-8", errors="replace") for name in names))
@@ -80,12 +81,12 @@ def _within(key: str, value: Any, grants: Grants) -> bool:
     if key == "run.allow_target" and isinstance(value, list):
         return set(map(str, value)) <= set(map(str, grants.get(key, ())))
     if key == "tokenizer.trust_remote_code" and grants.get("model.trust_remote_code"):
-        return True  # conf/tokenizer/pretrained.yaml: what is true of the model is true of its tokenizer
+        return True  # conf/tokenizer/pretrained.yaml copies the model's value to its tokenizer
     return bool(grants.get(key) == value)
 
 
 def of_files(paths: Iterable[str]) -> list[str]:
-    """What the files named with --trust open, as overrides: as if it were typed.
+    """Returns what the files named with --trust grant, as overrides that count as typed.
 
     Raises:
         UserError: a file can't be read.
@@ -111,18 +112,18 @@ def _opened_by(path: Path) -> dict[str, Any]:
 
 
 def key_in(word: str) -> str | None:
-    """The key of these that an override sets."""
+    """Returns the key of CLOSED that an override sets, or None."""
     key = word.lstrip("+~").partition("=")[0]
     return key if key in CLOSED else None
 
 
 def of_typed(words: Iterable[str]) -> list[str]:
-    """Those of the typed overrides that open something."""
+    """Returns the overrides that set a key of CLOSED."""
     return [word for word in words if key_in(word)]
 
 
 def refuse_words(words: Iterable[str], typed: Iterable[str], where: str) -> None:
-    """Raises UserError for overrides in a file that open something, where the user types nothing of that key."""
+    """Raises UserError for an override in a file that sets a key of CLOSED which the user has not typed."""
     given = {key_in(word) for word in typed}
     for word in words:
         key = key_in(word)

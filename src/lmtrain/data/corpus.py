@@ -1,6 +1,6 @@
-"""The prepared data of a run: rows to train and validate on, and what is known about them.
+"""The prepared data of a run: training and validation rows, and what is known about them.
 
-Text becomes bins, a mixture of bins or a stream; everything else examples of a row format.
+Text becomes token bins, a mixture of bins or a stream; all other data becomes examples of a row format.
 """
 
 import math
@@ -39,7 +39,7 @@ from lmtrain.terminal import counted
 
 @runtime_checkable
 class PadsAnswers(Protocol):
-    """Rows that put several answers in one row of a micro-batch, and can be told to give each a row of its own."""
+    """Rows that pack several answers into one row of a micro-batch; `pad` switches to one padded answer per row."""
 
     def pad(self) -> None: ...
 
@@ -49,26 +49,26 @@ class PadsAnswers(Protocol):
 
 @dataclass(kw_only=True)
 class Corpus:
-    """Rows to train and validate on, and what is known about them."""
+    """Training and validation rows, and what is known about them."""
 
     tokenizer: Any
     folder: Path
-    fingerprint: str  # names the tokens themselves
+    fingerprint: str  # identifies the tokens themselves, independent of the folder
     train: Rows
     val: Rows | None
     epoch_tokens: int  # tokens of the training rows, without padding
-    words: list[str]  # for the plan
-    notes: list[str]  # what of the sources is not read, for the plan and inspect
+    words: list[str]  # lines about the data for the plan
+    notes: list[str]  # remarks on the sources (such as files not read), for the plan and inspect
     val_bytes_per_token: float | None = None
     questions: list[dict[str, Any]] = field(default_factory=list)  # prompt_ids, prompt, reference, chat
-    end_ids: list[int] | None = None  # that end an answer; None where data is text
-    splits: dict[str, Any] = field(default_factory=dict)  # what became of the rows of each
-    stream: Head | None = None  # where the training rows are a stream's
-    earlier_fingerprints: Callable[[], list[str]]  # what checkpoints of earlier versions call the tokens
+    end_ids: list[int] | None = None  # token ids that end an answer; None for text
+    splits: dict[str, Any] = field(default_factory=dict)  # counts of each split, by name
+    stream: Head | None = None  # set if the training rows come from a stream
+    earlier_fingerprints: Callable[[], list[str]]  # of these tokens in checkpoints of earlier versions
 
     @classmethod
     def of(cls, prepared: PreparedData, **facts: Any) -> "Corpus":
-        """What is known of a prepared folder, and the other `facts`, which count where both say something."""
+        """Builds a Corpus from a prepared folder; `facts` are further fields, which override those of the folder."""
         known = {
             "tokenizer": prepared.tokenizer,
             "folder": prepared.folder,
@@ -80,10 +80,10 @@ class Corpus:
         return cls(**(known | facts))
 
     def how_to_validate(self, data: DataConfig) -> str:
-        """What to set so that there is a validation split, where there is none."""
+        """Returns advice on which config keys to set in order to get a validation split."""
         if data.source == "bins":
             return "put a val.bin beside train.bin, or prepare the text again with data.val_fraction=0.01"
-        rows = self.splits["train"].get("rows")  # of conversations and pairs; text is cut anywhere
+        rows = self.splits["train"].get("rows")  # only conversations and pairs have it; text can be cut anywhere
         if rows == 1:
             return "data.val_path or data.val_split names one, for one row can't be shared out"
         share = 0.01 if rows is None else max(0.01, math.ceil(100 / rows) / 100)  # every (1 / share)-th row
@@ -91,14 +91,14 @@ class Corpus:
 
 
 def fit_to_model(config: Config, corpus: Corpus, unpacked_because: str | None, more: Sequence[Rows] = ()) -> None:
-    """Lays answers out one a row where the model can't keep several documents in a row apart, and says so.
+    """Switches to one padded answer per row if the model can't isolate packed documents, and says so in `corpus.words`.
 
     Args:
-        unpacked_because: why it can't; None where it can.
-        more: rows besides the corpus's own.
+        unpacked_because: the reason why the model can't isolate documents; None if it can.
+        more: further rows to switch, besides those of the corpus.
 
     Raises:
-        UserError: rows that hold several documents, for such a model.
+        UserError: the rows hold several isolated documents and can't be switched to padding.
     """
     if unpacked_because is None:
         return
@@ -118,9 +118,9 @@ def fit_to_model(config: Config, corpus: Corpus, unpacked_because: str | None, m
         )
 
 
-# What comes with lmtrain; data.rows names these, or the class of another row format by its path.
+# The row formats of lmtrain; data.rows is one of these names or the import path of another row format's class.
 ROW_FORMATS: dict[str, type[RowEncoder]] = {"conversations": ChatRows, "pairs": PairRowEncoder}
-_DATA_OF = {  # options of the group data that hold such rows
+_DATA_OF = {  # options of the config group `data` that provide each kind of rows
     "text": "data=text data.path=book.txt, data=wikitext, ...",
     "conversations": "data=chat_jsonl data.path=chats.jsonl, data=alpaca, ...",
     "pairs": "data=preference_jsonl data.path=pairs.jsonl, data=hh_rlhf, ...",
@@ -128,13 +128,13 @@ _DATA_OF = {  # options of the group data that hold such rows
 
 
 def build_corpus(config: Config) -> Corpus:
-    """Prepares the data of `config`, or finds it prepared; UserError where it doesn't fit the objective."""
+    """Prepares the data of `config` or opens it from the cache; raises UserError if it doesn't fit the objective."""
     check_rows(config)
     return prepare_corpus(config)
 
 
 def prepare_corpus(config: Config) -> Corpus:
-    """The same for any objective, whatever rows it trains on."""
+    """Prepares the data as `build_corpus` does, but for any objective: the kind of rows is not checked."""
     if config.data.rows != "text":
         return _examples(config, row_format(config))
     if config.data.ring_bytes is not None:
@@ -143,7 +143,7 @@ def prepare_corpus(config: Config) -> Corpus:
 
 
 def check_rows(config: Config) -> None:
-    """Raises UserError where the data holds another kind of rows than the objective trains on."""
+    """Raises UserError if the data holds a different kind of rows than the objective trains on."""
     objective, held = config.objective, config.data.rows
     if objective.rows == held:
         return
@@ -160,7 +160,7 @@ def check_rows(config: Config) -> None:
 
 
 def row_format(config: Config) -> type[RowEncoder]:
-    """The class that data.rows names; UserError where it can't be imported or lacks a method."""
+    """Returns the class that data.rows names; raises UserError if it can't be imported or lacks a method."""
     rows = config.data.rows
     if rows in ROW_FORMATS:
         return ROW_FORMATS[rows]
@@ -196,8 +196,8 @@ def _text(config: Config) -> Corpus:
 
 
 def _stream(config: Config) -> Corpus:
-    """Rows of a stream that a run reads ahead of training; the first tokens of it are the validation split."""
-    make_ring(config, "uint16")  # refuses what no vocabulary fits into before anything is read
+    """Builds a corpus that reads a stream ahead of training; the stream's first tokens are the validation split."""
+    make_ring(config, "uint16")  # before anything is read: reject settings that don't even fit the smallest dtype
     head = prepare_head(config.data, config.tokenizer)
     prepared = head.prepared
     val = prepared.bins("val")
@@ -223,7 +223,7 @@ def _windows(shards: list[Shard], config: Config, seed: int | None) -> Windows:
 
 
 def _text_rows(shards: list[Shard], config: Config, seed: int | None) -> tuple[Any, list[str]]:
-    """Windows, or by data.packing documents, whole where they fit; and in words how they are laid out."""
+    """Returns windows of text, or documents laid out by data.packing, and lines that describe their layout."""
     if config.data.packing is None:
         return _windows(shards, config, seed), []
     rows, words = example_rows(TextPieces(shards, config.data.seq_len), config, seed)
@@ -231,7 +231,7 @@ def _text_rows(shards: list[Shard], config: Config, seed: int | None) -> tuple[A
 
 
 def _mixture(config: Config) -> Corpus:
-    """Text of several sources: windows of all of them, one source after the other, and the order that mixes them."""
+    """Builds the corpus of a text mixture: windows of all sources, concatenated, and the order that mixes them."""
     if config.data.packing is not None:
         raise UserError(f"data.packing={config.data.packing}: documents of a mixture are concatenated; set it to null")
     prepared = prepare_mixture(config.data, config.tokenizer)
@@ -269,7 +269,7 @@ def _mixture(config: Config) -> Corpus:
 
 
 def _summed(splits: list[Any]) -> dict[str, Any]:
-    """Counts of several splits as of one; None where one has none."""
+    """Returns the sum of each count over several splits; None for a count that any of them lacks."""
     return {
         name: sum(s[name] for s in splits) if all(s[name] is not None for s in splits) else None
         for name in ("tokens", "documents", "bytes")
@@ -300,7 +300,7 @@ def _examples(config: Config, encoder: type[RowEncoder]) -> Corpus:
 
 
 def split_words(prepared: PreparedExamples) -> list[str]:
-    """What became of the rows, a line a split."""
+    """Returns lines for the plan that say what became of the rows of each split."""
     lines = []
     for name, counts in prepared.counts.items():
         lines += [*summary(name, Counts(**counts)), *(f"{name}: {line}" for line in remark_lines(Counts(**counts)))]

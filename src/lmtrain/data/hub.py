@@ -1,7 +1,7 @@
-"""Names and revisions of the Hugging Face Hub, with an unreachable hub found out in seconds.
+"""Looks up names and revisions on the Hugging Face Hub and detects an unreachable hub within seconds.
 
-`datasets` and `transformers` retry an unreachable hub for half a minute or more. So the commit that a name stands for
-is asked first, in one request without retries; it is also the identity of what is then loaded.
+`datasets` and `transformers` retry an unreachable hub for half a minute or more. Therefore the commit hash of a name is
+requested first, in one request without retries; the hash also identifies what is loaded afterwards.
 """
 
 import os
@@ -15,25 +15,25 @@ from lmtrain.errors import UserError
 
 
 class Unreachable(Exception):
-    """The hub gave no answer; the message is the reason."""
+    """The hub did not answer; the message is the reason."""
 
 
 def endpoint() -> str:
-    """Where the hub is asked for, HF_ENDPOINT or huggingface.co."""
+    """Returns the URL of the hub: HF_ENDPOINT, or huggingface.co by default."""
     return str(huggingface_hub.constants.ENDPOINT)
 
 
 def commit_of(kind: Literal["dataset", "tokenizer", "model"], name: str, revision: str | None) -> str:
-    """The commit hash that a dataset's, tokenizer's or model's name and revision stand for.
+    """Returns the commit hash that the name and revision of a dataset, tokenizer or model resolve to.
 
     Raises:
-        UserError: the hub answers that there is no such name or revision, or that it may not be read.
+        UserError: the hub answers that the name or revision doesn't exist or that access is denied.
         Unreachable: no answer within HF_HUB_ETAG_TIMEOUT seconds (10 unless set), or offline mode.
     """
     if revision and re.fullmatch(r"[0-9a-f]{40}", revision):
         return revision
     api = huggingface_hub.HfApi()
-    what = "model or tokenizer" if kind == "tokenizer" else kind  # a model's name is asked for its tokenizer first
+    what = "model or tokenizer" if kind == "tokenizer" else kind  # a model's name is looked up for its tokenizer first
     ask = api.dataset_info if kind == "dataset" else api.model_info
     try:
         info = ask(name, revision=revision, timeout=huggingface_hub.constants.HF_HUB_ETAG_TIMEOUT)
@@ -47,13 +47,13 @@ def commit_of(kind: Literal["dataset", "tokenizer", "model"], name: str, revisio
         raise UserError(
             f"{what} {name!r} doesn't exist on {endpoint()}, or is private (then set HF_TOKEN or run `hf auth login`)"
         ) from None
-    except Exception as error:  # the HTTP library behind huggingface_hub, and its errors, differ between versions
+    except Exception as error:  # versions of huggingface_hub differ in their HTTP library and thus in its errors
         raise Unreachable(first_line(error)) from None
     return str(info.sha)
 
 
 def explain_unreachable(kind: str, name: str, reason: str) -> str:
-    """The message for a name that is neither reachable nor cached."""
+    """Returns the error message for a name that can't be fetched and isn't cached."""
     instead = {
         "dataset": "other text with data=python_stdlib or data.path=<files>",
         "tokenizer": "tokenizer.name_or_path=<local folder>, or tokenizer=bpe (trained on the data) or tokenizer=bytes",

@@ -1,4 +1,4 @@
-"""Datasets whose items are whole optimizer steps (training) or micro-batches (validation), and their workers."""
+"""Datasets whose items are whole optimizer steps (training) or micro-batches (validation), and their loader workers."""
 
 import resource
 import signal
@@ -20,7 +20,7 @@ from lmtrain.errors import UserError
 
 
 def rows_of_step(rows: Rows, step: int, *, sizes: Stages, seed: int, max_epochs: int | None = None) -> np.ndarray:
-    """The (epoch, row) pairs of a step, int64 [n, 2]: see `order.stream_rows`; `sizes`: the rows of each step."""
+    """Returns a step's (epoch, row) pairs, int64 [n, 2] (see `order.stream_rows`); `sizes` has the rows per step."""
     mixture: Mixture | None = getattr(rows, "mixture", None)
     if mixture is not None:
         return mixture.step_rows(step, seed=seed, max_epochs=max_epochs)
@@ -29,7 +29,7 @@ def rows_of_step(rows: Rows, step: int, *, sizes: Stages, seed: int, max_epochs:
 
 
 class ChosenRows:
-    """Some of the rows, `chosen` int64 [n], the same in every epoch."""
+    """A fixed subset of rows, with indices `chosen`, int64 [n], the same in every epoch."""
 
     def __init__(self, rows: Rows, chosen: np.ndarray) -> None:
         self.rows, self.chosen = rows, chosen
@@ -48,32 +48,34 @@ class ChosenRows:
 
 
 def first_rows(rows: Rows, count: int) -> ChosenRows:
-    """The first `count` of some rows: few enough to be memorised."""
+    """Returns the first `count` rows, for overfitting: few enough for a model to memorize."""
     return ChosenRows(rows, np.arange(min(count, len(rows))))
 
 
 def spread_rows(rows: Rows, count: int) -> ChosenRows:
-    """`count` of some rows, evenly spread over them."""
+    """Returns `count` rows, evenly spaced over all rows."""
     count = min(count, len(rows))
     return ChosenRows(rows, np.arange(count) * len(rows) // max(1, count))
 
 
 def coupled(rows: Rows, chosen: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """(epoch, row, other row), int64 [n, 3], where the rows are `coupled`; else `chosen`, (epoch, row), as they are."""
+    """Returns (epoch, row, other row), int64 [n, 3], if the rows are `coupled`; else `chosen`, (epoch, row) pairs."""
     return np.column_stack([chosen, others]) if getattr(rows, "coupled", False) else chosen
 
 
 def validation_places(index: int, micro_batch_size: int, rank: int, world_size: int) -> np.ndarray:
-    """Which of the rows that are validated, counted from 0, are in a rank's `index`-th micro-batch; the last ones may
-    have fewer."""
+    """Returns a rank's `index`-th micro-batch as positions among the validated rows, counted from 0.
+
+    Positions past the last row are included; the caller drops them.
+    """
     span = micro_batch_size * world_size
     return np.arange(index * span, (index + 1) * span)[rank::world_size]
 
 
 class StepDataset(Dataset):
-    """Item s is this rank's share of optimizer step s: {"step": s, "rows": hash, "micro_batches": [...]}.
+    """A dataset whose item s is this rank's share of step s: {"step": s, "rows": hash, "micro_batches": [...]}.
 
-    `rows` is a checksum of the (epoch, row) pairs of the whole step, all ranks: equal when the same data was seen.
+    `rows` is a checksum of the (epoch, row) pairs of the whole step over all ranks: equal checksums mean equal data.
     """
 
     def __init__(
@@ -90,25 +92,25 @@ class StepDataset(Dataset):
     ) -> None:
         """
         Args:
-            sizes: rows of each step.
-            lengths: tokens of a row in each step, into which rows of text are cut; None leaves them whole.
+            sizes: number of rows in each step.
+            lengths: row length in tokens at each step, to which rows of text are cut; None leaves them whole.
         """
         self.rows, self.seed, self.max_epochs = rows, seed, max_epochs
         self.sizes, self.micro_batch_size, self.lengths = sizes, micro_batch_size, lengths
         self.rank, self.world_size = rank, world_size
 
     def row_ids(self, step: int) -> np.ndarray:
-        """(epoch, row) pairs of the whole step, all ranks: int64 [n, 2]."""
+        """Returns the (epoch, row) pairs of the whole step over all ranks, int64 [n, 2]."""
         return rows_of_step(self.rows, step, sizes=self.sizes, seed=self.seed, max_epochs=self.max_epochs)
 
     def by_length(self, chosen: np.ndarray) -> np.ndarray:
-        """A step's rows with near lengths together: its gradient is the same sum, and little of it is padding."""
+        """Sorts a step's rows by length, longest first: its gradient is the same sum, and less padding is needed."""
         lengths = getattr(self.rows, "lengths", None)
         return chosen if lengths is None else chosen[np.argsort(-lengths[chosen[:, 1]], kind="stable")]
 
     def shares(self, step: int, chosen: np.ndarray) -> list[np.ndarray]:
-        """This rank's micro-batches of a step's `row_ids`, as what `Rows.read` takes; some may be empty."""
-        # A last step of one row has no other: it takes that of the step before.
+        """Returns this rank's micro-batches of a step's `row_ids`, as arguments of `Rows.read`; some may be empty."""
+        # If a last step has a single row, its other row is the last row of the previous step.
         if len(chosen) == 1 and step > 0:
             others = self.row_ids(step - 1)[-1:, 1]
         else:
@@ -126,7 +128,7 @@ class StepDataset(Dataset):
 
 
 class StepSampler(Sampler[int]):
-    """Steps start .. total - 1. It reports the length `total`: Lightning counts a resumed run's batches from zero."""
+    """A sampler of steps start .. total - 1 with length `total`: Lightning counts a resumed run's batches from zero."""
 
     def __init__(self, start: int, total: int) -> None:
         self.start, self.total = start, total
@@ -139,15 +141,15 @@ class StepSampler(Sampler[int]):
 
 
 def seen_rows(rows: Rows, micro_batch_size: int, limit: int | None) -> int:
-    """How many of the validation rows are seen."""
+    """Returns how many of the validation rows are evaluated."""
     return len(rows) if limit is None else min(len(rows), limit * micro_batch_size)
 
 
 class ValidationDataset(Dataset):
-    """Item i is this rank's i-th micro-batch of the validation rows, each row once over all ranks.
+    """A dataset whose item i is this rank's i-th micro-batch of the validation rows; ranks share no rows.
 
-    `limit` counts micro-batches of one device: how many rows are seen does not depend on the number of ranks. They are
-    spread evenly over the split, the same at every validation.
+    `limit` counts micro-batches of one device, so the number of rows evaluated does not depend on the number of ranks.
+    These rows are spaced evenly over the split and are the same in every validation.
     """
 
     def __init__(self, rows: Rows, *, micro_batch_size: int, limit: int | None, rank: int, world_size: int) -> None:
@@ -160,7 +162,7 @@ class ValidationDataset(Dataset):
         return self.batches
 
     def share(self, index: int) -> np.ndarray:
-        """A micro-batch of this rank, as what `Rows.read` takes; of the last ones some may be empty."""
+        """Returns this rank's `index`-th micro-batch, as an argument of `Rows.read`; the last ones may be empty."""
         places = validation_places(index, self.micro_batch_size, self.rank, self.world_size)
         places = places[places < self.total]
         rows, others = (at % self.total * len(self.rows) // self.total for at in (places, places - 1))
@@ -172,12 +174,12 @@ class ValidationDataset(Dataset):
 
 
 def check_descriptors(workers: int) -> None:
-    """UserError where this process may not open as many files as loader workers take: they would wait for ever.
+    """Raises UserError if the limit of open files is too low for the loader workers, which would then hang forever.
 
-    The limit is raised as far as the system lets it be.
+    If the system allows it, the limit is raised instead.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = 64 + 16 * workers  # pipes and locks of each, and the tensors that are on their way
+    needed = 64 + 16 * workers  # pipes and locks of each worker, and tensors in transit
     if not workers or soft == resource.RLIM_INFINITY or soft >= needed:
         return
     if hard == resource.RLIM_INFINITY or hard >= needed:
@@ -190,9 +192,9 @@ def check_descriptors(workers: int) -> None:
 
 
 def start_worker(trains: int, _worker: int) -> None:
-    """Workers leave the signals that stop a run to the process `trains`, which saves first, and end with it.
+    """Makes a loader worker ignore stop signals and end with the process `trains`, which handles them by saving first.
 
-    Torch's own watch misses a parent that died before the worker had begun: such workers would stay for ever.
+    Torch's own watchdog misses a parent that died before the worker had started: such workers would never exit.
     """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)

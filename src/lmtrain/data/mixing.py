@@ -1,9 +1,9 @@
-"""Which rows of several sources make up step s: by their weights, to one row at every step, computed from the step.
+"""Chooses the rows of step s from several sources by their weights, exact to about one row at every step.
 
-The stream of rows is cut into stretches with constant shares: a new one begins where a weight changes and where a
-source has been seen as often as it may. Within a stretch the sources are halved again and again, and of the first n
-rows of a group the second half of it gets round(n * its share): so how many rows each source has given before any row,
-and which source a row comes from, follow from the row's number alone. Nothing is stored and nothing is copied.
+The stream of rows is divided into stretches with constant shares: a new stretch begins where a weight changes and where
+a source reaches its max_epochs. Within a stretch the list of sources is halved recursively; of the first n rows of a
+group of sources, its second half gets round(n * its share). Thus the number of rows that each source has given before
+any row, and the source of that row, follow from the row's number alone. Nothing is stored and nothing is copied.
 """
 
 import bisect
@@ -17,15 +17,15 @@ from lmtrain.config.batch import Stages
 from lmtrain.data.order import mix64, permute
 from lmtrain.errors import UserError
 
-_ENDLESS = 2**48  # rows; where a source is used up later than that, it is not
+_ENDLESS = 2**48  # rows; a source that lasts longer counts as never used up
 
 
 @dataclass(frozen=True)
 class MixtureSource:
-    """One source as the mixture sees it.
+    """One source of a mixture.
 
-    weights: by the optimizer step from which each holds, the first from step 0.
-    max_epochs: how often each of its rows is seen at most; None for as often as the shares ask.
+    weights: sampling weights by the optimizer step from which each holds; the first holds from step 0.
+    max_epochs: how often each of its rows is seen at most; None for no limit.
     """
 
     name: str
@@ -36,7 +36,7 @@ class MixtureSource:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Rows of the stream from `start` on, with constant shares; `before`: what each source gave before, int64 [S]."""
+    """Rows of the stream from `start` on with constant shares; `before`: rows each source gave earlier, int64 [S]."""
 
     start: int
     shares: tuple[float, ...]
@@ -44,23 +44,23 @@ class Stretch:
 
 
 class Mixture:
-    """The order of rows from several sources: share of a source = weight * rows ** (1 / temperature), normalised.
+    """The order of rows from several sources: share of a source = weight * rows ** (1 / temperature), normalized.
 
-    Rows are numbered over the sources one after the other. An epoch is as many rows as all of them hold together,
-    whatever their shares; each source has epochs of its own, every row once in each.
+    Rows are numbered over the concatenated sources. An epoch has as many rows as all sources together, whatever their
+    shares; each source also has epochs of its own, in each of which every row occurs once.
     """
 
     def __init__(self, sources: Sequence[MixtureSource], sizes: Stages, temperature: float | None) -> None:
         """
         Args:
-            sizes: rows of each step.
-            temperature: None, and weights alone are the shares.
+            sizes: number of rows in each step.
+            temperature: if None, the shares are the weights alone.
         """
         self.sources, self.step_sizes = list(sources), sizes
         self.sizes = [1.0 if temperature is None else source.rows ** (1 / temperature) for source in sources]
         self.first_row = np.cumsum([0, *(source.rows for source in sources)])
         self.changes = sorted({step for source in sources for step in source.weights})
-        self.end: int | None = None  # where every source that has a weight is used up
+        self.end: int | None = None  # position at which all sources with a weight are used up
         self.stretches = self._stretches()
 
     def _stretches(self) -> list[Stretch]:
@@ -85,11 +85,11 @@ class Mixture:
         return tuple(part / (sum(parts) or 1.0) for part in parts)
 
     def _limits(self) -> list[int]:
-        """Rows that each source may give in all."""
+        """Returns the total number of rows that each source may give."""
         return [_ENDLESS if s.max_epochs is None else math.floor(s.max_epochs * s.rows) for s in self.sources]
 
     def _used_up_after(self, shares: tuple[float, ...], before: np.ndarray) -> list[int]:
-        """After how many rows of a stretch each source that is in it has given all it may."""
+        """Returns for each source after how many rows of a stretch it is used up, _ENDLESS if it never is."""
         return [
             bisect.bisect_left(range(_ENDLESS), limit - int(before[s]), key=lambda n: int(split_evenly(n, shares)[s]))
             if share and limit < _ENDLESS else _ENDLESS
@@ -97,12 +97,12 @@ class Mixture:
         ]  # fmt: skip
 
     def rows_given(self, position: int) -> np.ndarray:
-        """How many of the first `position` rows of the stream came from each source, int64 [S]."""
+        """Returns how many of the first `position` rows of the stream came from each source, int64 [S]."""
         stretch = self.stretches[bisect.bisect_right(self.stretches, position, key=lambda s: s.start) - 1]
         return stretch.before + split_evenly(position - stretch.start, stretch.shares)
 
     def step_rows(self, step: int, *, seed: int, max_epochs: int | None = None) -> np.ndarray:
-        """The (epoch, row) pairs of a step, as `order.step_rows` gives them; the epoch is that of the row's source."""
+        """Returns the (epoch, row) pairs of a step, like `order.step_rows`; the epoch is that of the row's source."""
         first, stop = self.step_sizes.before(step), self.step_sizes.before(step + 1)
         stop = min(stop, _ENDLESS if self.end is None else self.end)
         if max_epochs is not None:
@@ -117,7 +117,7 @@ class Mixture:
         return np.concatenate(parts)
 
     def _rows(self, source: np.ndarray, index: np.ndarray, seed: int) -> np.ndarray:
-        """(epoch, row) of the index-th row that each source gives."""
+        """Returns the (epoch, row) of the index-th row that each source gives."""
         sizes = np.diff(self.first_row)[source]
         epoch, row = np.divmod(index, sizes)
         for s, e in np.unique(np.stack([source, epoch], axis=1), axis=0):
@@ -131,7 +131,7 @@ def weight_at(weights: dict[int, float], step: int) -> float:
 
 
 def check_weights(sources: Sequence[dict[int, float]]) -> None:
-    """Raises UserError where the weights of all sources are 0 from some step on."""
+    """Raises UserError if the weights of all sources are 0 from some step on."""
     for step in sorted({step for weights in sources for step in weights}):
         if not any(weight_at(weights, step) for weights in sources):
             raise UserError(
@@ -140,7 +140,7 @@ def check_weights(sources: Sequence[dict[int, float]]) -> None:
 
 
 def split_evenly(number: int, shares: Sequence[float]) -> np.ndarray:
-    """How many of the first `number` rows of a stretch each source gives, int64 [S]; they add up to `number`."""
+    """Returns how many of the first `number` rows of a stretch each source gives, int64 [S]; the sum is `number`."""
     if len(shares) == 1:
         return np.array([number], dtype=np.int64)
     half = len(shares) // 2
@@ -149,7 +149,7 @@ def split_evenly(number: int, shares: Sequence[float]) -> np.ndarray:
 
 
 def draw(number: np.ndarray, shares: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-    """The source of each row of a stretch, int64 [n], and how many rows of that source come before it, int64 [n]."""
+    """Returns the source of each row of a stretch, int64 [n], and how many rows of it come before, int64 [n]."""
     if len(shares) == 1:
         return np.zeros_like(number), number
     half = len(shares) // 2
@@ -163,6 +163,6 @@ def draw(number: np.ndarray, shares: Sequence[float]) -> tuple[np.ndarray, np.nd
 
 
 def _of_second_half(number: np.ndarray, shares: Sequence[float], half: int) -> np.ndarray:
-    """How many of the first rows of a group of sources come from its second half: its share of them, rounded."""
+    """Returns how many of a group's first `number` rows come from its second half: `number` * its share, rounded."""
     total = sum(shares)
     return np.floor(number * (sum(shares[half:]) / total if total else 0.0) + 0.5).astype(np.int64)

@@ -1,9 +1,9 @@
-"""LightningDataModules of text and token bins, and of rows of datasets: in a run, or with any LightningModule.
+"""LightningDataModules for text and token bins and for dataset rows, in a run or with any LightningModule.
 
     data = lmtrain.TextDataModule("text", path="book.txt", tokenizer="bytes", seq_len=256, batch_size=8)
     lightning.Trainer(max_steps=100).fit(your_module, datamodule=data)
 
-In a run a training batch is a whole optimizer step (`for_run`); alone it is one micro-batch.
+In a run, a training batch is a whole optimizer step (`for_run`); otherwise it is one micro-batch.
 """
 
 import functools
@@ -31,7 +31,7 @@ from lmtrain.errors import UserError
 
 
 class TokenDataModule(pl.LightningDataModule):
-    """Training and validation rows as Lightning loaders; batch sizes are rows, intervals optimizer steps."""
+    """Training and validation rows as Lightning data loaders; batch sizes are in rows, intervals in optimizer steps."""
 
     def __init__(
         self,
@@ -50,9 +50,9 @@ class TokenDataModule(pl.LightningDataModule):
     ) -> None:
         """
         Args:
-            sizes: rows of each step.
-            val_sets: validated on beside `val_rows`, each as a loader of its own.
-            lengths: tokens of a training row in each step, where they grow.
+            sizes: number of rows in each step.
+            val_sets: further validation sets, each with a loader of its own.
+            lengths: length of a training row in tokens at each step, if it grows.
         """
         super().__init__()
         self.train_rows, self.val_rows = train_rows, val_rows
@@ -60,17 +60,17 @@ class TokenDataModule(pl.LightningDataModule):
         self.sizes, self.micro_batch_size, self.lengths = sizes, micro_batch_size, lengths
         self.limit_val_batches, self.num_workers = limit_val_batches, num_workers
         own = {"": val_rows} if val_rows is not None else {}
-        self.val_sets: dict[str, Rows] = own | (val_sets or {})  # by name; the validation split has none
+        self.val_sets: dict[str, Rows] = own | (val_sets or {})  # by name; the validation split's name is empty
 
     def _loader(self, dataset: Dataset, sampler: Sampler[int] | None) -> DataLoader:
         return DataLoader(
             dataset,
-            batch_size=None,  # an item is a whole step already
+            batch_size=None,  # an item is already a whole step or micro-batch
             sampler=sampler,
             num_workers=self.num_workers,
             persistent_workers=False,
             pin_memory=torch.cuda.is_available(),
-            # A generator of its own: starting an iterator must not draw from the one that dropout uses.
+            # A separate generator: starting an iterator must not draw random numbers from the one that dropout uses.
             generator=torch.Generator().manual_seed(self.seed),
             worker_init_fn=functools.partial(start_worker, os.getpid()),
         )
@@ -93,14 +93,14 @@ class TokenDataModule(pl.LightningDataModule):
         return self._loader(dataset, StepSampler(trainer.global_step, self.total_steps))
 
     def val_dataloader(self) -> DataLoader | list[DataLoader]:
-        """A loader for each of `val_sets`, in their order."""
+        """Returns one loader for each of `val_sets`, in their order."""
         if self.trainer is None:
             return []
         loaders = [self._loader(self._validation(rows), None) for rows in self.val_sets.values()]
         return loaders[0] if len(loaders) == 1 else loaders
 
     def test_dataloader(self) -> DataLoader | list[DataLoader]:
-        """For Lightning's `trainer.test`: what is validated on, as data.val_path names it; `evaluate` has more."""
+        """Returns the validation loaders for `trainer.test`; data.val_path names the data. `evaluate` offers more."""
         return self.val_dataloader()
 
     def predict_dataloader(self) -> DataLoader | list[DataLoader]:
@@ -119,17 +119,16 @@ class TokenDataModule(pl.LightningDataModule):
 
 
 class CorpusDataModule(TokenDataModule):
-    """What `TextDataModule` and `ChatDataModule` share: rows that keywords name, for any LightningModule.
+    """The base class of `TextDataModule` and `ChatDataModule`: rows chosen by keywords, for any LightningModule.
 
-    `setup` prepares them. Batches are micro-batches, dicts of tensors: of text and conversations input_ids and labels,
-    int64 [batch_size, T], where labels[b, t] is the token that follows input_ids[b, t], or -100 where it is not
-    learned; what rows of other kinds have stands at `read` of their class. An epoch is every row once, in an order
-    of its own.
+    `setup` prepares the rows. Batches are micro-batches, dicts of tensors: for text and conversations input_ids and
+    labels, int64 [batch_size, T], where labels[b, t] is the token that follows input_ids[b, t], or -100 where it is not
+    learned; for other kinds of rows, see `read` of their class. An epoch sees every row once, in a new order.
     """
 
     is_text: ClassVar[bool]
-    config: Config | None = None  # None in a run, whose rows are prepared already
-    corpus: Corpus  # once `setup` was called: its tokenizer, folder, what became of the rows
+    config: Config | None = None  # None in a run, whose rows are already prepared
+    corpus: Corpus  # set by `setup`: the tokenizer, the folder, counts of the rows
 
     def __init__(
         self,
@@ -144,15 +143,15 @@ class CorpusDataModule(TokenDataModule):
     ) -> None:
         """
         Args:
-            data: an option of the group `data` (conf/data): text, bins, wikitext, chat_jsonl, alpaca, ...
-            tokenizer: an option of the group `tokenizer` (bytes, bpe, gpt2, ...), or a folder or a name of the hub.
-            seq_len: tokens of a row; of conversations that aren't packed, of the longest.
+            data: an option of the config group `data` (conf/data): text, bins, wikitext, chat_jsonl, alpaca, ...
+            tokenizer: an option of the group `tokenizer` (bytes, bpe, gpt2, ...), a folder, or a name on the hub.
+            seq_len: tokens per row; for conversations that aren't packed, the maximum.
             batch_size: rows of a micro-batch on each device.
-            seed: of the order of rows.
+            seed: seed of the row order.
             keys: any other keys of the group `data`: path, val_fraction, packing, chat_template, cache_dir, ...
 
         Raises:
-            UserError: a key or an option that isn't there, or data of another kind of rows.
+            UserError: a key or option doesn't exist, or the data holds another kind of rows.
         """
         config = _config_of(data, tokenizer, {"seq_len": seq_len, "micro_batch_size": batch_size,
                                               "global_batch_size": batch_size, **keys}, seed)  # fmt: skip
@@ -177,13 +176,13 @@ class CorpusDataModule(TokenDataModule):
 
     @classmethod
     def for_run(cls, train_rows: Rows, val_rows: Rows | None, **settings: Any) -> Self:
-        """The module of a run, whose rows are prepared already; `settings` are TokenDataModule's."""
+        """Builds the data module of a run, whose rows are already prepared; `settings` are those of TokenDataModule."""
         module = cls.__new__(cls)
         TokenDataModule.__init__(module, train_rows, val_rows, **settings)
         return module
 
     def setup(self, stage: str | None = None) -> None:
-        """Prepares the rows, or finds them prepared; several processes may call it at once."""
+        """Prepares the rows or opens them from the cache; several processes may call it at once."""
         if self.config is None or self.train_rows is not None:
             return
         parts = data_parallel(self.trainer).size if self.trainer is not None else 1
@@ -215,7 +214,7 @@ class ChatDataModule(CorpusDataModule):
 
 
 class _MicroBatches(Dataset):
-    """The only micro-batch of each step of a StepDataset."""
+    """The single micro-batch of each step of a StepDataset."""
 
     def __init__(self, steps: Dataset) -> None:
         self.steps = steps
@@ -226,7 +225,7 @@ class _MicroBatches(Dataset):
 
 
 class _EpochSampler(Sampler[int]):
-    """The steps of the Trainer's epoch, so that each epoch has an order of its own."""
+    """A sampler of the steps of the Trainer's current epoch, so that each epoch has its own order of rows."""
 
     def __init__(self, trainer: pl.Trainer, steps: int) -> None:
         self.trainer, self.steps = trainer, steps
@@ -240,10 +239,10 @@ class _EpochSampler(Sampler[int]):
 
 
 def module_class(config: Config) -> type[CorpusDataModule]:
-    """The class that data._target_ names; where an older config.yaml names none, by the kind of rows.
+    """Returns the class that data._target_ names; an older config.yaml without one gets the class for its kind of rows.
 
     Raises:
-        UserError: it is not allowed, can't be imported, or is no such class.
+        UserError: the class is not allowed, can't be imported, or is no CorpusDataModule.
     """
     if config.data._target_ is None:
         return TextDataModule if config.data.rows == "text" else ChatDataModule
@@ -258,6 +257,6 @@ def _config_of(data: str, tokenizer: str, keys: dict[str, Any], seed: int) -> Co
     else:
         words += ["tokenizer=hub", f"tokenizer.name_or_path={written(tokenizer)}"]
     rows = rules.compose(words).data.rows
-    # A config holds an objective, too: one that trains on such rows.
+    # A config must have an objective: choose one that trains on such rows.
     objective = next((name for name, (_, made) in OBJECTIVES.items() if made.rows == rows), "causal_lm")
     return rules.check(rules.compose([*words, f"objective={objective}"]))

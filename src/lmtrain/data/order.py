@@ -1,11 +1,11 @@
-"""Which rows make up optimizer step s: a pure function of (seed, step), so a run resumes by starting at step s.
+"""Chooses the rows of optimizer step s: a pure function of (seed, step), so a run resumes by starting at step s.
 
-The training stream is epoch after epoch, each epoch a permutation of all rows keyed by (seed, epoch). Step s takes
-the rows s * G .. s * G + G - 1 of that stream (G: global batch), whatever the number of devices; where the rows of a
-step grow (data.batch_warmup), it begins where the steps before it end. The last step of a run that ends by epochs takes
-what is left. Nothing is stored: the permutation is computed index by index (a Feistel
-network with cycle walking; Black and Rogaway 2002, "Ciphers with arbitrary finite domains"), so a corpus of a trillion
-tokens costs no memory.
+The training stream is a sequence of epochs, each a permutation of all rows keyed by (seed, epoch). Step s takes the
+rows s * G .. s * G + G - 1 of that stream (G: global batch size), whatever the number of devices; if the number of rows
+per step grows (data.batch_warmup), a step begins where the steps before it end. The last step of a run that is limited
+by epochs takes the rows that are left. Nothing is stored: the permutation is computed index by index (a Feistel network
+with cycle walking; Black and Rogaway 2002, "Ciphers with arbitrary finite domains"), so a corpus of a trillion tokens
+costs no memory.
 """
 
 from collections.abc import Sequence
@@ -21,12 +21,12 @@ MicroBatch = dict[str, torch.Tensor]
 
 
 class Rows(Protocol):
-    """What a corpus offers: a number of rows, a micro-batch from (epoch, row) pairs, a row that trains nothing.
+    """The rows of a corpus: their number, micro-batches read by (epoch, row) pairs, and a row that trains nothing.
 
-    Rows of different lengths, which are padded, also have `lengths`, int64 [rows]; rows of several sources of text
-    `mixture`, which says which of them make up a step. Rows whose loss compares them with others have `coupled` true:
-    they are read from (epoch, row, other row), the other being the one before in the step or, in validation, in all
-    that is validated; of the first it is the last.
+    Rows of different lengths, which are padded, also have `lengths`, int64 [rows]; rows of several text sources have
+    `mixture`, which chooses the rows of each step. Rows whose loss compares each row with another one have `coupled`
+    set to True: they are read by (epoch, row, other row). The other row is the previous one in the step or, in
+    validation, among all validated rows; for the first row it is the last one.
     """
 
     def __len__(self) -> int: ...
@@ -35,7 +35,7 @@ class Rows(Protocol):
 
 
 def mix64(*values: int) -> int:
-    """A well-mixed 64-bit hash of integers (splitmix64 finaliser, Steele et al. 2014, over each value in turn)."""
+    """Returns a well-mixed 64-bit hash of integers (splitmix64 finalizer, Steele et al. 2014, over each in turn)."""
     state = 0x9E3779B97F4A7C15
     for value in values:
         state = (state ^ (value & _MASK64)) * 0xBF58476D1CE4E5B9 & _MASK64
@@ -45,7 +45,7 @@ def mix64(*values: int) -> int:
 
 
 def _round(half: np.ndarray, key: int) -> np.ndarray:
-    """Feistel round function on uint64; wraps modulo 2**64."""
+    """Applies the Feistel round function to uint64 values; wraps modulo 2**64."""
     x = half ^ np.uint64(key)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -53,7 +53,7 @@ def _round(half: np.ndarray, key: int) -> np.ndarray:
 
 
 def permute(index: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
-    """The image of `index` (int64, each in [0, size)) under the epoch's permutation of range(size)."""
+    """Returns the image of `index` (int64, each in [0, size)) under the epoch's permutation of range(size)."""
     if size <= 1:
         return index.copy()
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
@@ -74,18 +74,18 @@ def permute(index: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def step_rows(step: int, *, rows: int, global_batch_size: int, seed: int, max_epochs: int | None = None) -> np.ndarray:
-    """The (epoch, row) pairs of global step `step`.
+    """Returns the (epoch, row) pairs of global step `step`.
 
     Returns:
-        int64 [n, 2]: column 0 the epoch, column 1 the row in [0, rows); n is global_batch_size, or fewer (at least 0)
-        in the last step of a run that ends after max_epochs.
+        int64 [n, 2]: column 0 is the epoch, column 1 the row in [0, rows); n is global_batch_size, or fewer (at least
+        0) in the last step of a run that ends after max_epochs.
     """
     first = step * global_batch_size
     return stream_rows(first, first + global_batch_size, rows=rows, seed=seed, max_epochs=max_epochs)
 
 
 def stream_rows(first: int, stop: int, *, rows: int, seed: int, max_epochs: int | None = None) -> np.ndarray:
-    """The (epoch, row) pairs at the places first .. stop - 1 of the stream, as `step_rows` gives them."""
+    """Returns the (epoch, row) pairs at positions first .. stop - 1 of the stream, in the format of `step_rows`."""
     if max_epochs is not None:
         stop = min(stop, rows * max_epochs)
     position = np.arange(first, max(stop, first), dtype=np.int64)
@@ -98,9 +98,9 @@ def stream_rows(first: int, stop: int, *, rows: int, seed: int, max_epochs: int 
 
 
 def rank_share(step_rows: np.ndarray, rank: int, world_size: int, micro_batch_size: int) -> list[np.ndarray]:
-    """This rank's micro-batches of a step, as row sets [<= micro_batch_size, 2].
+    """Returns this rank's micro-batches of a step, as arrays of rows [<= micro_batch_size, columns of step_rows].
 
-    Every rank gets the same number of micro-batches (FSDP hangs otherwise); on a short step some may be short or empty.
+    Every rank gets the same number of micro-batches (FSDP hangs otherwise); in a short step some may be short or empty.
     """
     mine = step_rows[rank::world_size]
     longest = -(-len(step_rows) // world_size)
@@ -109,18 +109,18 @@ def rank_share(step_rows: np.ndarray, rank: int, world_size: int, micro_batch_si
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:
-    """The seed of everything random inside a step (dropout), so that no generator state needs saving."""
+    """Returns the seed of everything random inside a step (dropout), so that no generator state needs saving."""
     return mix64(seed, 0x5EED, step, rank) >> 1  # 63 bits: torch takes a signed integer
 
 
 class Repeats:
-    """Sources one after the other, each row of a source as often as its weight says: 2 twice, 0.5 every second row.
+    """Concatenated sources, with each row of a source repeated by its weight: 2 for twice, 0.5 for every second row.
 
-    Nothing is copied: which stored row stands where is computed.
+    Nothing is copied: the stored row at each index is computed.
     """
 
     def __init__(self, counts: Sequence[int], weights: Sequence[Fraction]) -> None:
-        """counts: rows of each source as they are stored, one source after the other."""
+        """counts: number of stored rows of each source, in order."""
         self.parts = [weight.as_integer_ratio() for weight in weights]
         self.first_stored = np.cumsum([0, *counts], dtype=np.int64)
         self.first = np.cumsum([0, *(int(n * w) for n, w in zip(counts, weights, strict=True))], dtype=np.int64)
@@ -129,8 +129,8 @@ class Repeats:
         return int(self.first[-1])
 
     def stored(self, index: np.ndarray) -> np.ndarray:
-        """The stored row that is row `index`, int64, each in [0, len)."""
+        """Returns the stored rows for the row numbers `index`, int64, each in [0, len)."""
         source = np.searchsorted(self.first, index, side="right") - 1
         times, of = np.array(self.parts, dtype=np.int64)[source].T
-        # Of a source's first n rows int(n * weight) stand before row n: the last n for which that is at most `index`.
+        # A source's first n stored rows give int(n * weight) rows: find the last n for which that is at most `index`.
         return self.first_stored[source] + ((index - self.first[source] + 1) * of - 1) // times

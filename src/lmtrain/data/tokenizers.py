@@ -1,8 +1,8 @@
-"""Tokenizers: from the hub or a folder, or made here (a BPE trained on the corpus, raw bytes, characters).
+"""Tokenizers from the hub or a folder, or made here (a BPE trained on the corpus, raw bytes, characters).
 
-Those made here are fast tokenizers with `<|endoftext|>` as beginning and end of text and no padding token, so a saved
-one loads with AutoTokenizer. The same corpus gives the same tokenizer file, byte for byte. A run's copy is known by the
-hash of each file (`file_hashes`) and of the ids that it gives (`gives_ids_of`).
+Those made here are fast tokenizers with `<|endoftext|>` as beginning-of-text and end-of-text token and no padding
+token, so a saved one loads with AutoTokenizer. The same corpus gives the same tokenizer file, byte for byte. A run's
+copy is verified by the hash of each file (`file_hashes`) and of what decides its token ids (`gives_ids_of`).
 """
 
 import hashlib
@@ -27,17 +27,17 @@ from lmtrain.errors import UserError, first_line
 from lmtrain.files import open_regular, read_regular
 
 END_OF_TEXT = "<|endoftext|>"
-UNKNOWN = "<|unknown|>"  # characters alone need one: for prompts with a character the corpus never had
-# What a folder's identity is taken from.
+UNKNOWN = "<|unknown|>"  # for character tokenizers only: a prompt may hold a character that the corpus lacks
+# The files of a folder that make up its identity.
 _FILES = ("tokenizer*", "*.model", "vocab*", "merges*", "special_tokens*", "added_tokens*", "chat_template*")
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What names a tokenizer before it is there: the settings, what a name turned out to be, a label for people.
+    """The identity of a tokenizer before it is loaded: its settings, what the name resolved to, and a display label.
 
-    `resolved` is a commit or a digest; empty for tokenizers made from the corpus, None where the hub didn't answer
-    (`unreachable` says why).
+    `resolved` is a commit hash or a digest; it is empty for tokenizers made here, and None if the hub didn't answer
+    (`unreachable` gives the reason).
     """
 
     settings: dict[str, Any]
@@ -47,7 +47,7 @@ class Identity:
 
 
 def identity(cfg: TokenizerConfig) -> Identity:
-    """Raises UserError for a folder or a name that isn't there."""
+    """Returns the identity of the tokenizer that `cfg` names; raises UserError if a folder or name doesn't exist."""
     if cfg.kind == "bpe":
         shaping = ("kind", "vocab_size", "min_frequency", "train_characters")
         return Identity({key: getattr(cfg, key) for key in shaping}, "", f"bpe{cfg.vocab_size}")
@@ -74,7 +74,7 @@ def identity(cfg: TokenizerConfig) -> Identity:
 
 
 def _digest(paths: list[Path]) -> str:
-    """sha256 over the files' contents, in order; their names don't matter."""
+    """Returns the SHA-256 over the files' contents, in order; their names don't matter."""
     try:
         return hashlib.sha256("".join(_sha256(path) for path in paths).encode()).hexdigest()
     except OSError as error:
@@ -96,16 +96,16 @@ def load_or_train(
     named: Identity | None = None,
     watch: Callable[[Iterator[str]], Iterator[str]] = iter,
 ) -> PreTrainedTokenizerFast:
-    """The tokenizer that `cfg` names.
+    """Loads or trains the tokenizer that `cfg` names.
 
     Args:
         cfg: the tokenizer's config.
-        texts: gives the text of split "train" or "val", in stretches of any length; read only where it is needed.
-        named: `identity(cfg)`, where it is known already.
-        watch: is handed the text that a BPE is trained on, and hands it on: for a progress bar.
+        texts: returns the text of split "train" or "val", in pieces of any length; called only if the text is needed.
+        named: `identity(cfg)`, if it is already known.
+        watch: wraps the iterator of text that a BPE is trained on, for a progress bar.
 
     Raises:
-        UserError: a name that can't be fetched, a tokenizer without a fast version, or a vocabulary too small.
+        UserError: a name can't be fetched, a tokenizer has no fast version, or the vocabulary is too small.
     """
     if cfg.kind == "bpe":
         tokenizer = _wrap(_train_bpe(cfg, watch(_at_most(texts("train"), cfg.train_characters))))
@@ -121,24 +121,24 @@ def load_or_train(
 
 
 def load_folder(folder: Path) -> PreTrainedTokenizerFast:
-    """A tokenizer that `save` wrote; UserError where its files are none."""
+    """Loads a tokenizer that `save` wrote; raises UserError if the files can't be read as a tokenizer."""
     return read(folder, PreTrainedTokenizerFast)
 
 
 def read(folder: Path, cls: Any = AutoTokenizer) -> Any:
-    """The tokenizer of a folder, of a class of transformers.
+    """Loads the tokenizer of a folder with a class of transformers.
 
     Raises:
-        UserError: the files are no tokenizer's, or one that can't encode.
+        UserError: the files are not a tokenizer, or not one that can be used for text.
     """
     try:
         return usable(cls.from_pretrained(str(folder)))
-    except Exception as error:  # of JSON, transformers and tokenizers, which raises Exception itself
+    except Exception as error:  # from JSON, transformers or tokenizers, which raises Exception itself
         raise UserError(f"{folder} can't be read as a tokenizer: {first_line(error)}") from None
 
 
 def usable(tokenizer: Any) -> Any:
-    """The tokenizer itself; ValueError where its tokenizer_config.json made it something else."""
+    """Returns the tokenizer itself; raises ValueError if its tokenizer_config.json made it unusable for text."""
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise ValueError(f"tokenizer_class {type(tokenizer).__name__} is none that a language model reads text with")
     if not isinstance(tokenizer.model_max_length, int | float):
@@ -147,14 +147,14 @@ def usable(tokenizer: Any) -> Any:
 
 
 def save(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """save_pretrained, under the class name that every version of transformers knows, with a base's tokenizer.model."""
+    """Calls save_pretrained, with a class name that all versions of transformers know; adds tokenizer.model if any."""
     tokenizer.save_pretrained(str(folder))
     path = folder / "tokenizer_config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     # transformers 5 calls the class TokenizersBackend, which version 4 and programs built on it cannot load.
     if config.get("tokenizer_class") == "TokenizersBackend":
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
-    for key in ("is_local", "local_files_only"):  # where it was loaded from is not a property of it
+    for key in ("is_local", "local_files_only"):  # where a tokenizer was loaded from is not one of its properties
         config.pop(key, None)
     if _keep_sentencepiece(tokenizer, folder):
         added = tokenizer.added_tokens_decoder.items()
@@ -165,7 +165,7 @@ def save(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
 def _keep_sentencepiece(tokenizer: PreTrainedTokenizerFast, folder: Path) -> bool:
     """Copies the sentencepiece model that the tokenizer came with, if any: llama.cpp's converter needs it.
 
-    It holds none of the added tokens: the converter takes those from tokenizer_config.json.
+    That file lacks the added tokens; the converter takes them from tokenizer_config.json.
     """
     source = Path(getattr(tokenizer, "vocab_file", None) or "")
     if source.suffix != ".model" or not source.is_file():
@@ -176,9 +176,10 @@ def _keep_sentencepiece(tokenizer: PreTrainedTokenizerFast, folder: Path) -> boo
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerFast) -> str:
-    """sha256 of what decides token ids: normaliser, pre-tokenizer, model, post-processor, added tokens and their flags.
+    """Returns the SHA-256 of what decides token ids: normalizer, pre-tokenizer, model, post-processor, added tokens.
 
-    Truncation, padding, chat templates and decoding are left out: they may change without making ids wrong.
+    The flags of added tokens count too. Truncation, padding, chat templates and decoding are left out: they may change
+    without affecting the ids.
     """
     return ids_hash(json.loads(tokenizer.backend_tokenizer.to_str()))
 
@@ -188,7 +189,7 @@ def ids_hash(plain: dict[str, Any]) -> str:
 
 
 def plain_text_hash(tokenizer: PreTrainedTokenizerFast) -> str:
-    """The hash in folders and checkpoints of earlier versions: without post-processor and added tokens' flags."""
+    """Returns the hash that folders and checkpoints of earlier versions hold: without post-processor and flags."""
     return plain_hash(json.loads(tokenizer.backend_tokenizer.to_str()))
 
 
@@ -203,7 +204,7 @@ def _hash(matters: dict[str, Any]) -> str:
 
 
 def vocab_size(tokenizer: PreTrainedTokenizerFast) -> int:
-    """One more than the largest id the tokenizer can give."""
+    """Returns one more than the largest token id of the tokenizer."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
@@ -213,11 +214,11 @@ def _load(cfg: TokenizerConfig, named: Identity) -> PreTrainedTokenizerFast:
     is_folder, offline = folder.is_dir(), named.resolved is None
     place, options = str(folder) if is_folder else name, dict[str, Any]()
     if not is_folder:
-        # By the name of the revision, not its commit: only then is a copy found again without the hub.
+        # By the name of the revision, not its commit: a cached copy can be found offline only by that name.
         options = {"revision": cfg.revision, "local_files_only": offline}
     try:
         if not cfg.trust_remote_code and _has_fast_file(place, is_folder, options):
-            # Straight from tokenizer.json: model classes rebuild it by their own rules and may split text otherwise.
+            # Directly from tokenizer.json: model classes rebuild it by their own rules and may split text differently.
             return PreTrainedTokenizerFast.from_pretrained(place, **options)
         found = AutoTokenizer.from_pretrained(place, trust_remote_code=cfg.trust_remote_code, **options)
         tokenizer = usable(found)
@@ -256,7 +257,7 @@ def _wrap(backend: Backend, **special: str) -> PreTrainedTokenizerFast:
 
 
 def _train_bpe(cfg: TokenizerConfig, text: Iterator[str]) -> Backend:
-    """UserError where the vocabulary has no room for all bytes."""
+    """Trains a byte-level BPE; raises UserError if the vocabulary is too small for all bytes."""
     size, smallest = cfg.vocab_size or 0, len(training.ALPHABET) + 1
     if size < smallest:
         raise UserError(
@@ -267,7 +268,7 @@ def _train_bpe(cfg: TokenizerConfig, text: Iterator[str]) -> Backend:
 
 
 def _at_most(text: Iterator[str], characters: int | None) -> Iterator[str]:
-    """The first `characters` characters of a text."""
+    """Yields the first `characters` characters of a text, or all of it for None."""
     left = characters
     for part in text:
         if left is not None:
@@ -279,7 +280,7 @@ def _at_most(text: Iterator[str], characters: int | None) -> Iterator[str]:
 
 
 def _bytes() -> Backend:
-    """Id b is byte b, id 256 the end of text: a byte-level BPE without merges."""
+    """Builds a byte-level BPE without merges: id b is byte b, id 256 the end of text."""
     backend = Backend(models.BPE(vocab={LETTERS[byte]: byte for byte in range(256)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
@@ -288,10 +289,10 @@ def _bytes() -> Backend:
 
 
 def _characters(texts: Callable[[str], Iterator[str]]) -> Backend:
-    """One id for each character of the corpus, in code point order, then the end of text and the unknown character.
+    """Builds a tokenizer with one id per character of the corpus, in code point order, then unknown and end of text.
 
-    The validation text's characters are in it too, as in nanoGPT's: an unknown character in it would make its loss
-    mean something else. Only a prompt can hold one.
+    The characters of the validation text are included, as in nanoGPT: an unknown character in it would change what its
+    loss means. Only a prompt can hold an unknown character.
     """
     seen: set[str] = set()
     for name in ("train", "val"):
@@ -305,23 +306,23 @@ def _characters(texts: Callable[[str], Iterator[str]]) -> Backend:
 
 
 def numbers(size: int) -> PreTrainedTokenizerFast:
-    """Stands in for an unknown tokenizer of `size` ids: id 17 is written " 17", and read again from that."""
+    """Builds a stand-in for an unknown tokenizer of `size` ids: text is ids in decimal, separated by white space."""
     backend = Backend(models.WordLevel(vocab={str(i): i for i in range(size)}, unk_token="0"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False)
 
 
 def file_hashes(folder: Path) -> dict[str, str]:
-    """sha256 of each file of a saved tokenizer, by name; nothing where there is no such folder.
+    """Returns the SHA-256 of each file of a saved tokenizer, by name; empty if the folder doesn't exist.
 
     Raises:
-        OSError: one can't be read, or is a pipe or the like.
+        OSError: a file can't be read, or is not a regular file.
     """
     return {path.name: _sha256(path) for path in sorted(folder.iterdir())} if folder.is_dir() else {}
 
 
 def gives_ids_of(folder: Path, known: str) -> bool:
-    """Whether the tokenizer.json of a folder gives the ids of the tokenizer with this hash, of this version or another.
+    """Returns whether a folder's tokenizer.json gives the ids of the tokenizer with hash `known`, of any version.
 
     Raises:
         OSError, ValueError: it can't be read.

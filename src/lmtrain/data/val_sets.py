@@ -1,4 +1,4 @@
-"""Further sets to validate on, each with numbers of its own: data.val_sets, and fixed rows of the training data."""
+"""Further validation sets, each with metrics of its own: data.val_sets, and a fixed sample of the training rows."""
 
 import copy
 import dataclasses
@@ -19,23 +19,23 @@ from lmtrain.data.text.prepare import prepare
 from lmtrain.data.text.windows import Windows
 from lmtrain.errors import UserError
 
-TRAIN_ROWS = "train_rows"  # the name of the set of training rows
-# Keys of `data` that a set may have of its own; `split` is which split of a hub dataset it is.
+TRAIN_ROWS = "train_rows"  # the name of the validation set made of training rows
+# Keys of `data` that a set may override; `split` is the split of a hub dataset.
 KEYS = ("path", "name", "config_name", "revision", "split", "format", "text_column", "document_start", "num_samples",
         "conversation_format", "columns", "prompt_template", "response_template", "system_prompt")  # fmt: skip
 
 
 class ValSet(NamedTuple):
     rows: Rows
-    bytes_per_token: float | None  # of text
-    fingerprint: str  # names the tokens, as that of a Corpus
+    bytes_per_token: float | None  # None for data other than text
+    fingerprint: str  # identifies the tokens, like that of a Corpus
 
 
 def build_val_sets(config: Config, corpus: Corpus) -> dict[str, ValSet]:
-    """The sets of data.val_sets, tokenized as the run's own data, and the rows of data.val_train_rows.
+    """Builds the sets of data.val_sets, tokenized like the run's own data, and the set of data.val_train_rows.
 
     Raises:
-        UserError: a set's name or keys can't be, or its data is missing or empty.
+        UserError: a set's name or keys are invalid, or its data is missing or empty.
     """
     found = {}
     for name, keys in config.data.val_sets.items():
@@ -52,7 +52,7 @@ def build_val_sets(config: Config, corpus: Corpus) -> dict[str, ValSet]:
 
 
 def _as_written(rows: Rows) -> Rows:
-    """The rows with their documents as the validation split has them: not rearranged."""
+    """Returns the rows without fill-in-the-middle: documents stand in their original order, as in validation."""
     if isinstance(rows, Windows):
         rows = copy.copy(rows)
         rows.fim = None
@@ -71,7 +71,7 @@ def _check(name: str, keys: Any) -> None:
 
 
 def _data_of(data: DataConfig, keys: dict[str, Any]) -> DataConfig:
-    """The run's settings with a set's own source, all of which is prepared as if to be trained on."""
+    """Returns the run's data config with a set's own source, all of which is prepared as a training split."""
     keys = dict(keys)
     split = keys.pop("split", data.val_split or data.train_split)
     own = copy.deepcopy(data)
@@ -83,7 +83,7 @@ def _data_of(data: DataConfig, keys: dict[str, Any]) -> DataConfig:
 
 def _open(config: Config, data: DataConfig, corpus: Corpus) -> ValSet:
     tokenizer, trained = config.tokenizer, corpus.folder / "tokenizer"
-    if tokenizer.kind in ("bpe", "char"):  # made from the run's own data
+    if tokenizer.kind in ("bpe", "char"):  # such a tokenizer was made from the run's own data
         tokenizer = TokenizerConfig(kind="hub", name_or_path=str(trained))
     if data.rows == "text":
         prepared = prepare(data, tokenizer)
@@ -100,21 +100,21 @@ def _open(config: Config, data: DataConfig, corpus: Corpus) -> ValSet:
 
 
 def count(rows: Rows) -> int:
-    """How many rows of the data these are: of packed ones the examples in them."""
+    """Returns the number of rows of the data; packed rows count by the examples in them."""
     examples = getattr(rows, "examples", None)
     return len(rows) if examples is None else len(examples) // examples.group
 
 
 def measured_on(corpus: Corpus, val_sets: dict[str, ValSet], monitor: str) -> tuple[Rows | None, str]:
-    """The rows that `monitor` is measured on, and the fingerprint of their tokens."""
+    """Returns the rows that the metric `monitor` is measured on, and the fingerprint of their tokens."""
     set_ = val_sets.get(monitor.split("/")[1]) if monitor.count("/") > 1 else None
     return (corpus.val, corpus.fingerprint) if set_ is None else (set_.rows, set_.fingerprint)
 
 
 def scored_on(config: Config, corpus: Corpus, val_sets: dict[str, ValSet], monitor: str) -> str | None:
-    """Names the rows that `monitor` is measured on: only scores with the same name are compared.
+    """Returns a name for the rows that `monitor` is measured on: only scores with the same name are comparable.
 
-    None where nothing is validated.
+    It is None if there is no validation split.
     """
     rows, fingerprint = measured_on(corpus, val_sets, monitor)
     if rows is None:

@@ -1,4 +1,4 @@
-"""What `auto` means on this machine: accelerator, number of devices, precision, compile."""
+"""Device settings: what `auto` means on this machine (accelerator, devices, precision, compile); sums over ranks."""
 
 import importlib.util
 import os
@@ -17,7 +17,7 @@ from lmtrain.errors import UserError
 
 
 def resolve_auto(config: Config) -> None:
-    """Replaces what config.trainer leaves to this machine, or to a file, by what it is: config.yaml says what ran."""
+    """Resolves the `auto` values in config.trainer and reads its DeepSpeed file, so that config.yaml says what ran."""
     t = config.trainer
     if t.accelerator in ("auto", "gpu", "cuda"):
         if t.accelerator != "auto" and not torch.cuda.is_available():
@@ -34,7 +34,7 @@ def resolve_auto(config: Config) -> None:
     if t.precision == "auto":
         t.precision = best_precision(t.accelerator)
         if t.strategy in SHARING and t.precision == "16-mixed":
-            t.precision = "32-true"  # parts have no gradient scaler
+            t.precision = "32-true"  # sharded training has no gradient scaler
     if t.strategy == "deepspeed":
         adopt_file(t)
     obstacle = why_not_compiled(t)
@@ -52,7 +52,7 @@ def resolve_auto(config: Config) -> None:
 
 
 def why_not_used() -> str | None:
-    """Why a GPU that is there can't be used: its driver is older than torch's CUDA. None where nothing is known."""
+    """Returns why a GPU can't be used, if its driver is too old for torch's CUDA; None if no reason is known."""
     if torch.version.cuda is None or torch.cuda.is_available():
         return None
     try:
@@ -70,18 +70,18 @@ _LONG_MINUTES = 3  # on a CPU, compiling takes 10 to 30 s the first time and sav
 
 
 def _is_long(config: Config) -> bool:
-    """Whether a run on a CPU is known to train for longer than compiling takes."""
+    """Returns whether a run on a CPU is known to train long enough for compiling to pay off."""
     minutes = config.budget.minutes or 0
     return config.trainer.devices == 1 and minutes >= _LONG_MINUTES and gains_on_cpu(config)
 
 
 def gains_on_cpu(config: Config) -> bool:
-    """Whether compiled blocks are faster on a CPU: measured of Llama's and LFM2's shapes, not so of GPT-2's."""
+    """Returns whether compiled blocks are faster on a CPU: measured to be so for Llama and LFM2, but not for GPT-2."""
     return getattr(config.model, "family", None) != "gpt2"
 
 
 def why_not_compiled(t: TrainerConfig) -> str | None:
-    """What keeps blocks from being compiled under these settings and on this machine; None where nothing does."""
+    """Returns what prevents compiling blocks with these settings on this machine, or None."""
     if t.strategy == "deepspeed" and t.deepspeed.stage == 3:
         return "ZeRO-3 gathers parameters in the middle of a block, which takes its graph apart"
     if t.accelerator != "cuda":
@@ -100,20 +100,20 @@ def why_not_compiled(t: TrainerConfig) -> str | None:
 
 
 def best_precision(accelerator: str) -> str:
-    """bf16-mixed where the hardware multiplies bf16 natively, else 32-true (on CUDA without bf16: 16-mixed)."""
+    """Returns bf16-mixed if the hardware multiplies bf16 natively, else 32-true (on CUDA without bf16: 16-mixed)."""
     if accelerator == "cuda":
         return "bf16-mixed" if torch.cuda.is_bf16_supported(including_emulation=False) else "16-mixed"
     return "bf16-mixed" if accelerator == "cpu" and cpu_multiplies_bf16() else "32-true"
 
 
 def cpu_multiplies_bf16() -> bool:
-    """Whether this CPU has bf16 dot products (AVX512-BF16 or AMX)."""
+    """Returns whether this CPU has bf16 dot products (AVX512-BF16 or AMX)."""
     capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") or capabilities.get("amx"))
 
 
 def set_threads(num_threads: int | None, processes: int) -> None:
-    """CPU threads of this process: as asked, else this machine's cores shared out over its processes."""
+    """Sets the number of CPU threads of this process; by default, several processes divide the machine's cores."""
     if num_threads is None and processes > 1:
         num_threads = max(1, (os.cpu_count() or 1) // processes)
     if num_threads is not None:
@@ -121,12 +121,12 @@ def set_threads(num_threads: int | None, processes: int) -> None:
 
 
 def set_matmul_precision(t: TrainerConfig) -> None:
-    """What fp32 matrices are rounded to before a GPU multiplies them; a CPU always multiplies them as they are."""
+    """Sets what fp32 matrices are rounded to before a GPU multiplies them; a CPU never rounds them."""
     torch.set_float32_matmul_precision(t.float32_matmul_precision if t.accelerator == "cuda" else "highest")
 
 
 def device_name(accelerator: str) -> str:
-    """What people call the device."""
+    """Returns a human-readable name of the device."""
     if accelerator == "cuda":
         return torch.cuda.get_device_name(0)
     count = torch.get_num_threads()
@@ -134,16 +134,16 @@ def device_name(accelerator: str) -> str:
 
 
 class DataParallel(NamedTuple):
-    """Where a rank stands among those that read different rows."""
+    """The position of a rank among the ranks that read different rows."""
 
-    size: int  # parts that the rows of a step are split into
-    rank: int  # the part this rank reads
-    copies: int  # ranks that compute the same tokens of it
-    slices: int = 1  # ranks that share each of its rows, a slice of the tokens each
+    size: int  # number of parts that the rows of a step are split into
+    rank: int  # index of the part that this rank reads
+    copies: int  # number of ranks that compute the same tokens of that part
+    slices: int = 1  # number of ranks that share each row of that part, each holding a slice of the tokens
 
 
 def data_parallel(trainer: pl.Trainer) -> DataParallel:
-    """Neighbouring ranks form a group, as in the mesh of the strategy."""
+    """Returns the position of this rank. Neighbouring ranks form a group, as in the strategy's device mesh."""
     copies = getattr(trainer.strategy, "tensor_parallel_size", 1)
     slices = getattr(trainer.strategy, "context_parallel_size", 1)
     together = copies * slices
@@ -151,25 +151,26 @@ def data_parallel(trainer: pl.Trainer) -> DataParallel:
 
 
 def total(trainer: pl.Trainer, sums: Tensor) -> Tensor:
-    """Sums (floating point) over all rows from sums over each rank's; every rank must call it."""
+    """Returns sums (floating point) over all rows, given those over this rank's rows; every rank must call it."""
     if trainer.world_size == 1:
         return sums
     summed = sums.clone()
-    torch.distributed.all_reduce(summed)  # Lightning's reduce would pay a barrier before it
+    torch.distributed.all_reduce(summed)  # Lightning's reduce would add a barrier before it
     return summed / data_parallel(trainer).copies
 
 
 def agreed(trainer: pl.Trainer, counts: Tensor, asked: bool) -> tuple[Tensor, bool]:
-    """Counts of all rows of a step, from this rank's, and whether any rank was asked to stop; every rank must call it.
+    """Returns a step's `counts` summed over all rows, and whether any rank was asked to stop; every rank must call it.
 
-    Hosts wait for each other, not for their devices.
+    The hosts wait for each other, but not for their devices.
 
     Args:
-        counts: int64 [n] in host memory, as are those returned.
+        counts: over this rank's rows, int64 [n] in host memory, like the returned ones.
+        asked: whether this rank was asked to stop.
     """
     if trainer.world_size == 1:
         return counts, asked
-    # The group that Lightning makes of GPUs, under a Trainer of your own, knows no tensors in host memory.
+    # Under a user's own Trainer, Lightning makes an NCCL-only group, which can't reduce tensors in host memory.
     has_hosts = "cpu:" in torch.distributed.get_backend_config()
     summed = torch.cat([counts, torch.tensor([int(asked)])]).to("cpu" if has_hosts else trainer.strategy.root_device)
     torch.distributed.all_reduce(summed)

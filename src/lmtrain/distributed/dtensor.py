@@ -1,7 +1,7 @@
 """DTensor helpers: full tensors from local shards and back, global gradient norms, clipping.
 
-`gather` makes whole tensors of parts, `copy_whole` and `lay_out_state` put whole ones in their place, so a checkpoint
-never knows how many devices wrote it.
+`gather` makes full tensors from shards, `copy_whole` and `lay_out_state` shard full tensors again, so a checkpoint does
+not depend on the number of devices that wrote it.
 """
 
 import math
@@ -16,17 +16,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-# Elements: up to the first a norm in fp32 is right to 1e-6; the second is what is summed at a time beyond.
+# Numbers of elements: up to _EXACT, an fp32 norm is accurate to 1e-6; larger tensors are summed in blocks of _BLOCK.
 _EXACT, _BLOCK = 2**16, 2**12
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The full tensor of a sharded one, on every rank; any other tensor as it is."""
+    """Returns the full tensor of a DTensor, on every rank; returns any other tensor unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """A whole tensor laid out as `parameter`; each rank takes its part of its own, nothing is sent."""
+    """Shards a full tensor like `parameter`; each rank takes its shard from its own copy, without communication."""
     if not isinstance(parameter, DTensor):
         return tensor
     return distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
@@ -37,28 +37,31 @@ def _mesh(tensor: Tensor) -> DeviceMesh | None:
 
 
 def total_norm(tensors: list[Tensor]) -> Tensor:
-    """The global L2 norm of tensors or their parts, the same on all ranks; they may lie on several meshes."""
+    """Returns the global L2 norm of full or sharded tensors, the same on all ranks; they may be on several meshes."""
     if not any(isinstance(t, DTensor) for t in tensors):
         return _local_norm(tensors)
     world = torch.distributed.get_world_size()
-    held: dict[int, list[Tensor]] = defaultdict(list)  # by how many ranks hold the same part
+    held: dict[int, list[Tensor]] = defaultdict(list)  # by the number of ranks that hold the same shard
     for tensor in tensors:
-        if not isinstance(tensor, DTensor):  # the same on all ranks
+        if not isinstance(tensor, DTensor):  # replicated on all ranks
             held[world].append(tensor)
             continue
         sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
         parts = math.prod(size for size, placement in sizes if not isinstance(placement, Replicate))
         held[world // parts].append(tensor.to_local())
     squares = [_local_norm(parts).square() / n for n, parts in held.items()]
-    # A sum over all ranks counts each part as often as it is held.
+    # The sum over all ranks counts each shard once per rank that holds it, hence the division by n.
     total = torch.stack(squares).sum()
     torch.distributed.all_reduce(total)
     return total.sqrt()
 
 
 def _local_norm(tensors: list[Tensor]) -> Tensor:
-    """L2 norm of all elements, 0-dim fp32. On a CPU torch sums squares one by one in fp32, which is off by 1e-4 for
-    four million: norms of blocks, and of these in fp64, are not, and take no longer."""
+    """Returns the L2 norm of all elements, 0-dim fp32.
+
+    On a CPU, torch sums squares one by one in fp32, with an error of 1e-4 for four million elements. Norms of blocks,
+    combined in fp64, avoid that error and take no longer.
+    """
     large = [t for t in tensors if t.device.type == "cpu" and t.numel() > _EXACT]
     if not large:
         return torch.nn.utils.get_total_norm(tensors).float()
@@ -73,7 +76,7 @@ def _local_norm(tensors: list[Tensor]) -> Tensor:
 
 
 def clip(optimizer: torch.optim.Optimizer, max_norm: float, norm: Tensor) -> None:
-    """Scales the gradients of the optimizer's parameters down to max_norm where `norm`, theirs, is larger."""
+    """Scales the gradients of the optimizer's parameters down to `max_norm` if `norm`, their global norm, is larger."""
     by_mesh: dict[DeviceMesh | None, list[Tensor]] = defaultdict(list)
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         by_mesh[_mesh(parameter)].append(parameter)
@@ -82,24 +85,24 @@ def clip(optimizer: torch.optim.Optimizer, max_norm: float, norm: Tensor) -> Non
 
 
 def is_part(parameter: Tensor) -> bool:
-    """Whether this rank holds a part of the parameter only: fsdp, or ZeRO-3, which keeps it beside the parameter."""
+    """Returns whether this rank holds only a shard of the parameter: under fsdp, or ZeRO-3 (attribute `ds_tensor`)."""
     return isinstance(parameter, DTensor) or hasattr(parameter, "ds_tensor")
 
 
 def full_shape(parameter: Tensor) -> torch.Size:
-    """The shape of the whole parameter; under ZeRO-3 a parameter itself is empty between its uses."""
+    """Returns the shape of the full parameter; under ZeRO-3 the parameter itself is empty unless gathered."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
 def held(parameter: Tensor) -> Tensor:
-    """The memory this rank holds of a parameter: its part of a sharded one (under ZeRO-3 flat), else all of it."""
+    """Returns this rank's storage of a parameter: its shard (flat under ZeRO-3), or all of an unsharded parameter."""
     if isinstance(parameter, DTensor):
         return parameter.to_local().detach()
     return parameter.ds_tensor if hasattr(parameter, "ds_tensor") else parameter.detach()
 
 
 def rows_shared_over(parameter: Tensor) -> ProcessGroup | None:
-    """The ranks that hold as many rows of a matrix each; None where a rank has all of it, or it is cut otherwise."""
+    """Returns the group whose ranks hold equal numbers of rows of a matrix; None if unsharded or cut otherwise."""
     if not isinstance(parameter, DTensor) or parameter.ndim != 2:
         return None
     mesh, placements = parameter.device_mesh, parameter.placements
@@ -109,7 +112,7 @@ def rows_shared_over(parameter: Tensor) -> ProcessGroup | None:
 
 
 def as_part_of(local: Tensor, parameter: Tensor) -> Tensor:
-    """What this rank holds of a tensor laid out as `parameter`, as (its part of) that tensor; nothing is sent."""
+    """Wraps this rank's shard as a tensor that is sharded like `parameter` (if that is sharded); no communication."""
     if not isinstance(parameter, DTensor):
         return local
     mesh, placements = parameter.device_mesh, parameter.placements
@@ -119,12 +122,12 @@ def as_part_of(local: Tensor, parameter: Tensor) -> Tensor:
 
 
 def laid_out(x: Tensor, mesh: DeviceMesh, now: Placement, then: Placement) -> Tensor:
-    """This rank's part of what lies on the ranks as `now`, when it lies as `then`; the backward goes the other way."""
+    """Redistributes local tensor `x` from placement `now` to `then`; the backward redistributes the opposite way."""
     return DTensor.from_local(x, mesh, [now], run_check=False).redistribute(mesh, [then]).to_local()
 
 
 def part(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """Cuts the part that this rank holds of `parameter` out of a full tensor."""
+    """Cuts out of a full tensor the shard that corresponds to this rank's shard of `parameter`."""
     if not hasattr(parameter, "ds_tensor"):
         return held(like(tensor, parameter))
     zero: Any = parameter
@@ -134,16 +137,16 @@ def part(tensor: Tensor, parameter: Tensor) -> Tensor:
 
 
 def swap(one: Tensor, other: Tensor) -> None:
-    """Exchanges the values of two tensors of one shape, in place."""
+    """Exchanges the values of two tensors of the same shape, in place."""
     kept = one.clone()
     one.copy_(other)
     other.copy_(kept)
 
 
 def gather(tree: Any, keep: bool) -> Any:
-    """`tree` with whole tensors on the CPU in place of sharded ones, one after the other; {} where not `keep`.
+    """Returns `tree` with full tensors on the CPU, gathered one at a time; {} if `keep` is False.
 
-    Every rank must call it with a tree of the same form.
+    Every rank must call it with a tree of the same structure.
     """
     leaves, form = torch.utils._pytree.tree_flatten(tree)
     kept: list[Any] = []
@@ -158,16 +161,17 @@ def gather(tree: Any, keep: bool) -> Any:
 
 @torch.no_grad()
 def copy_whole(parameters: dict[str, Tensor], values: dict[str, Tensor]) -> None:
-    """Copies whole `values` into the (sharded) parameters of the same names."""
+    """Copies full `values` into the (possibly sharded) parameters of the same names."""
     for name, value in values.items():
         parameters[name].copy_(like(value, parameters[name]))
 
 
 def lay_out_state(state: dict[str, Any], parameters: Iterable[Tensor]) -> dict[str, Any]:
-    """An optimizer's state dict of whole tensors, each of a parameter's shape laid out as that parameter.
+    """Returns an optimizer's state dict in which full tensors of a parameter's shape are sharded like that parameter.
 
     Args:
-        parameters: of the optimizer, in the order of its groups.
+        state: the state dict with full tensors.
+        parameters: those of the optimizer, in the order of its groups.
     """
     laid_out: dict[int, dict[str, Any]] = {}
     for index, parameter in enumerate(parameters):
@@ -180,6 +184,6 @@ def lay_out_state(state: dict[str, Any], parameters: Iterable[Tensor]) -> dict[s
 def _as_state(value: Any, parameter: Tensor) -> Any:
     if not isinstance(value, Tensor):
         return value
-    # Copied: what is read from a checkpoint is a mapped file, which may be pruned.
-    # To its device at once: under fsdp.cpu_offload a GPU has no room for all of it.
+    # Copied, because tensors read from a checkpoint map its file, which may be pruned.
+    # Moved to the parameter's device one by one: under fsdp.cpu_offload a GPU has no room for all of them.
     return like(value, parameter).to(parameter.device, copy=True) if value.shape == parameter.shape else value.clone()

@@ -1,4 +1,4 @@
-"""The process group before Lightning connects it: rendezvous, broadcasts from rank 0, errors raised on all ranks."""
+"""The process group, created before Lightning would: rendezvous, broadcasts from rank 0, errors raised on all ranks."""
 
 import datetime
 import os
@@ -13,22 +13,22 @@ from lmtrain.errors import RunError, UserError
 
 S = TypeVar("S")
 T = TypeVar("T")
-# Tells ranks of one launcher the folder of the file in which they find each other; unlike a port, nobody takes it.
+# Environment variable with the folder of the rendezvous file; unlike a port, no other process can occupy a file.
 MEETING = "LMTRAIN_MEETING"
 _TRACES = "TORCH_FR_DUMP_TEMP_FILE"
-# 2,000 calls is what PyTorch's tutorial recommends.
+# A buffer of 2,000 calls, as PyTorch's tutorial recommends.
 _FLIGHT_RECORDER = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_FR_BUFFER_SIZE": "2000"}
 
 
-_patience: datetime.timedelta | None = None  # of the group that `connect` made
+_patience: datetime.timedelta | None = None  # the timeout of the group that `connect` made
 
 
 def connect(accelerator: str, patience: float) -> None:
-    """Makes the process group where this process is one rank of many; Lightning takes the one that is there.
+    """Creates the process group if this process is one rank of several; Lightning then uses the existing group.
 
     Args:
         accelerator: resolved, cpu or cuda.
-        patience: seconds after which a rank gives up on the others (trainer.rank_timeout).
+        patience: seconds that a rank waits for the others before it gives up (trainer.rank_timeout).
     """
     global _patience
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
@@ -39,29 +39,29 @@ def connect(accelerator: str, patience: float) -> None:
     backend = "cpu:gloo,cuda:nccl" if accelerator == "cuda" else "gloo"
     timeout = _patience = datetime.timedelta(seconds=patience)
     meeting = os.environ.get(MEETING)
-    if meeting is None:  # torchrun's or SLURM's
+    if meeting is None:  # started by torchrun or SLURM
         dist.init_process_group(backend, timeout=timeout)
         return
-    # A file for each start: ranks that start again must not find the addresses of those that failed.
+    # One file per start: restarted ranks must not find the addresses of those that failed.
     store = dist.FileStore(f"{meeting}/{os.environ['TORCHELASTIC_RESTART_COUNT']}", ranks)
     store.set_timeout(timeout)
     dist.init_process_group(backend, timeout=timeout, store=store, rank=int(os.environ["RANK"]), world_size=ranks)
 
 
 def equal_patience() -> None:
-    """Gives all groups of this rank the time-out of the first one; torch makes each with one of its own."""
+    """Sets the timeout of all process groups of this rank to that of the first; torch gives each new one its own."""
     if _patience is not None:
         for group in list(distributed_c10d._world.pg_map):
             distributed_c10d._set_pg_timeout(_patience, group)
 
 
 def write_traces_to(folder: Path) -> None:
-    """Where NCCL writes what each rank waited for if a run hangs; `torchfrtrace` reads it. It asks when it writes."""
+    """Sets where NCCL dumps traces of a hanging run for `torchfrtrace`; NCCL reads the setting when it writes them."""
     os.environ.setdefault(_TRACES, f"{folder}/nccl_trace_rank_")
 
 
 def traces() -> str:
-    """The files that NCCL writes then, as a pattern."""
+    """Returns a glob pattern of the trace files that NCCL writes."""
     return f"{os.environ.get(_TRACES, 'nccl_trace_rank_')}*"
 
 
@@ -74,11 +74,11 @@ def rank() -> int:
 
 
 def together(make: Callable[[], T]) -> T:
-    """What `make` gives on this rank, when all ranks have called it.
+    """Returns what `make` returns on this rank, once all ranks have called it.
 
     Raises:
-        UserError, RunError, OSError: of the first rank that met one, on all of them: none waits for one that
-            has given up.
+        UserError, RunError, OSError: the error of the first rank that raised one, on all ranks, so that none waits for
+            a rank that has failed.
     """
     made: T | None = None
     mistake: Exception | None = None
@@ -93,7 +93,7 @@ def together(make: Callable[[], T]) -> T:
 
 
 def from_first(make: Callable[[], T]) -> T:
-    """What `make` gives on rank 0, on every rank; only rank 0 calls it. Rank 0's errors are raised everywhere."""
+    """Calls `make` on rank 0 only and returns its result on every rank. Rank 0's errors are raised on all ranks."""
     made = together(lambda: make() if rank() == 0 else None)
     box = [made]
     if size() > 1:
@@ -102,19 +102,19 @@ def from_first(make: Callable[[], T]) -> T:
 
 
 def gathered(mine: T) -> list[T]:
-    """What each rank calls with, in the order of the ranks, on every one; all must call it.
+    """Returns the values of all ranks, in the order of the ranks, on every rank; all ranks must call it.
 
     Raises:
-        UserError, RunError, OSError: of a rank that met one meanwhile inside `together`, on all of them.
+        UserError, RunError, OSError: an error that a rank raised inside `together` meanwhile, on all ranks.
     """
     return _exchanged(mine, None)
 
 
 def _exchanged(mine: T, mistake: Exception | None) -> list[T]:
-    """The ranks' values, or the first one's mistake, raised on all, which is then marked as shared.
+    """Returns the values of all ranks, or raises the first rank's error on all of them, marked as shared.
 
-    All that is gathered here has this form, so that a rank that met an error is understood by those that have not
-    come as far.
+    All gathers of this module exchange the same kind of pair, so that ranks at an earlier gather also understand the
+    error of a rank that is ahead of them.
     """
     found: list[Any] = [(mine, mistake)] * size()
     if size() > 1:
@@ -127,10 +127,10 @@ def _exchanged(mine: T, mistake: Exception | None) -> list[T]:
 
 
 def shared_out(items: Sequence[S], do: Callable[[S], T]) -> list[T]:
-    """What `do` gives for each item, in their order, on every rank, each of which does every n-th of them.
+    """Returns the result of `do` for each item, in order, on every rank; each rank computes every n-th item.
 
     Raises:
-        UserError, RunError, OSError: of the first rank that met one, on all of them.
+        UserError, RunError, OSError: the error of the first rank that raised one, on all ranks.
     """
     parts = gathered(together(lambda: [do(item) for item in items[rank() :: size()]]))
     return [parts[i % size()][i // size()] for i in range(len(items))]

@@ -1,4 +1,4 @@
-"""Which rank of how many this process is, as torchrun or SLURM told it; how ranks wait and end. Imports no torch."""
+"""This process's rank and world size, as set by torchrun or SLURM; how ranks wait and exit. Imports no torch."""
 
 import atexit
 import ctypes
@@ -13,18 +13,20 @@ from typing import NoReturn
 from lmtrain import errors
 from lmtrain.errors import RunError, UserError
 
-TYPED = "LMTRAIN_TYPED"  # the environment variable that tells ranks the command line their parent was given
-BEGAN = "LMTRAIN_BEGAN"  # the one that tells when the command of a run with a budget was given, a time.time()
-PROPOSED = "LMTRAIN_PROPOSED"  # and the one that tells them what was made of a file's name
-TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets
+# Environment variables for ranks: the command line of their parent; when the command of a run with a budget was given,
+# a time.time(); and a line that says how a file named alone on the command line is trained.
+TYPED = "LMTRAIN_TYPED"
+BEGAN = "LMTRAIN_BEGAN"
+PROPOSED = "LMTRAIN_PROPOSED"
+TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # those that torchrun sets
 
 
 _UNSET = "this is not a rank of torchrun's or SLURM's; unset them to train in one process, or start it with those"
-_here: list[str] | None = None  # what the command line of this process was given
+_here: list[str] | None = None  # the command line of this process
 
 
 def note_typed(argv: list[str], says: str = "") -> None:
-    """Keeps the words that a verb was given, for messages that repeat them; and what was made of a file's name."""
+    """Records the words a verb was given, for messages that repeat them, and `says`, how a file named alone is read."""
     global _here
     _here = list(argv)
     os.environ.pop(PROPOSED, None)
@@ -33,12 +35,12 @@ def note_typed(argv: list[str], says: str = "") -> None:
 
 
 def proposed() -> str:
-    """What a file that was named alone is trained as, in a line; '' where none was."""
+    """Returns a line on how a file that was named alone on the command line is trained, or '' if there was none."""
     return os.environ.get(PROPOSED, "")
 
 
 def typed() -> list[str]:
-    """The words of the command line; of a rank, those that its parent was given."""
+    """Returns the words of the command line; on a rank, those of its parent's command line."""
     if TYPED in os.environ:
         return shlex.split(os.environ[TYPED])
     return sys.argv[1:] if _here is None else list(_here)
@@ -46,7 +48,7 @@ def typed() -> list[str]:
 
 @dataclass(frozen=True)
 class RankLayout:
-    """How the ranks lie on the nodes."""
+    """The arrangement of the ranks on the nodes, and this process's rank."""
 
     rank: int
     nodes: int
@@ -55,17 +57,18 @@ class RankLayout:
 
 
 def started_by(environ: MutableMapping[str, str] = os.environ) -> str | None:
-    """torchrun or SLURM, where this process may be one of several that were given the same command line."""
+    """Returns "torchrun" or "SLURM" if this process may be one of several with the same command line, else None."""
     if "RANK" in environ:
         return "torchrun"
-    return "SLURM" if environ.get("SLURM_STEP_NUM_TASKS", "1") not in ("0", "1") else None  # of srun, not of sbatch
+    return "SLURM" if environ.get("SLURM_STEP_NUM_TASKS", "1") not in ("0", "1") else None  # srun's, not sbatch's
 
 
 def find(environ: MutableMapping[str, str] = os.environ) -> RankLayout | None:
-    """The ranks this process is one of, None where it was started by itself. SLURM's are given torchrun's variables.
+    """Returns this process's rank layout, or None if it was started by itself. Sets torchrun's variables under SLURM.
 
     Raises:
-        UserError: the nodes don't have the same number of ranks each.
+        UserError: the nodes don't all have the same number of ranks.
+        RunError: the environment variables contradict each other, or some are missing.
     """
     by = started_by(environ)
     if by == "SLURM":
@@ -84,14 +87,14 @@ def find(environ: MutableMapping[str, str] = os.environ) -> RankLayout | None:
 
 
 def _number(environ: MutableMapping[str, str], name: str) -> int:
-    """RunError where a variable that says which rank this is holds no number; each process prints its own."""
+    """Returns a rank variable as a number. Raises RunError if it is none; each process prints its own error."""
     if not environ.get(name, "").isdecimal():
         raise RunError(f"the environment says {name}={environ.get(name, '')!r}, which is not a number: {_UNSET}")
     return int(environ[name])
 
 
 def _refuse_stray(environ: MutableMapping[str, str], absent: list[str]) -> None:
-    """RunError where some variables of torchrun's are left over: half a rank would wait for others for ever."""
+    """Raises RunError if only some of torchrun's variables are set: the process would wait for other ranks for ever."""
     stray = {name: environ[name] for name in ("RANK", "WORLD_SIZE") if name in environ}
     if all(value == {"RANK": "0", "WORLD_SIZE": "1"}[name] for name, value in stray.items()):
         return
@@ -123,35 +126,35 @@ def _translate_slurm(environ: MutableMapping[str, str]) -> None:
 
 
 def was_restarted() -> bool:
-    """Whether the launcher has started these ranks again after one failed: they go on from the newest checkpoint."""
+    """Returns whether the launcher restarted these ranks after a failure; they then use the newest checkpoint."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
 def leave(code: int) -> NoReturn:
-    """Ends this process, one rank of many, without taking Python apart.
+    """Ends this process, one rank of several, without finalizing the Python interpreter.
 
-    A thread of the process group that asks for Python meanwhile, to let go of a tensor, is ended by it in the middle of
-    C++, which then aborts the process: "terminate called without an active exception".
+    A process-group thread that requests Python's lock during finalization, to release a tensor, would be terminated in
+    the middle of C++ code, which aborts the process: "terminate called without an active exception".
     """
-    atexit._run_exitfuncs()  # W&B's, multiprocessing's
+    atexit._run_exitfuncs()  # those of W&B and multiprocessing
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def leave_after(job: Callable[[], int]) -> NoReturn:
-    """Leaves with the exit code that `job` gives, or after its traceback."""
+    """Runs `job` and ends this process with its exit code; after an exception, prints the traceback and ends it."""
     try:
         code = job()
     except Exception:
-        sys.excepthook(*sys.exc_info())  # torch's names the rank
+        sys.excepthook(*sys.exc_info())  # torch's hook names the rank
         code = errors.FAILED
     leave(code)
 
 
 def print_from_rank(error: UserError | RunError) -> bool:
-    """Prints the error of one rank of many, or of all of them, once; whether it was printed here."""
-    only_here = isinstance(error, RunError) and not error.shared  # all ranks find the same wrong input
+    """Prints an error once, whether one rank raised it or all did; returns whether this process printed it."""
+    only_here = isinstance(error, RunError) and not error.shared  # a UserError is raised by all ranks
     if only_here or is_first():
         errors.print_error(str(error))
         return True
@@ -162,15 +165,16 @@ _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 def is_first() -> bool:
-    """Whether this process prints messages: rank 0, or a process on its own."""
+    """Returns whether this process prints messages, as rank 0 or as a single process."""
     return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 
 
 def end_with_parent(parent: int, by: signal.Signals) -> None:
-    """Asks the kernel to send this process `by` when its parent dies; ends it now where `parent` is gone already.
+    """Asks the kernel to send this process the signal `by` when its parent dies; sends it now if the parent is gone.
 
-    `parent` is the process id of the one that started this process, read there: asked for here, a parent that died in
-    between could not be told from a living one. Off Linux only a parent that is gone already is noticed.
+    `parent` should be the parent's process id as the parent itself read it: read here, it could be that of the process
+    that adopted this one after the parent's death. On systems other than Linux, only a parent that is already gone is
+    noticed.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by, 0, 0, 0)
@@ -178,14 +182,14 @@ def end_with_parent(parent: int, by: signal.Signals) -> None:
         os.kill(os.getpid(), by)
 
 
-# How long OpenMP threads spin at a barrier; read once by its runtime, when torch is loaded. The default of libgomp,
-# 300,000 rounds (milliseconds), burns what other programs, and the thread that is waited for, need: beside one busy
-# process on two cores a step took 17 times as long.
-SPIN_ROUNDS = "1000"  # tens of microseconds; what libgomp takes itself where it knows of more threads than cores
+# How long OpenMP threads spin at a barrier; the runtime reads this once, when torch is loaded. The default of libgomp,
+# 300,000 rounds (milliseconds), takes CPU time from other programs and from the thread that is waited for: next to one
+# busy process on two cores, a step took 17 times as long.
+SPIN_ROUNDS = "1000"  # tens of microseconds; libgomp's own choice if it knows of more threads than cores
 _OF_THE_USER = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
 
 def limit_spinning(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Before torch is imported: for this process and those it starts, unless the user has chosen for himself."""
+    """Limits spinning in this process and its children, unless the user set a limit; call before importing torch."""
     if not any(name in environ for name in _OF_THE_USER):
         environ["GOMP_SPINCOUNT"] = SPIN_ROUNDS

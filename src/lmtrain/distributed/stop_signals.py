@@ -1,8 +1,8 @@
-"""Signals that ask a run to stop, noted by a thread as they come.
+"""Signals that ask a run to stop, recorded by a thread as they arrive.
 
-Python runs a handler only once the main thread is back from C, where a long step, a save or a collective that hangs may
-keep it. A handler could then not tell a signal that was sent twice at once from a second one, nor end what hangs. The
-thread needs no more than Python's lock, which such work lets go of.
+Python runs a signal handler only once the main thread returns from C code, where a long step, a save or a hanging
+collective may keep it. A handler could therefore neither tell one request sent twice from a second request, nor end a
+hanging process. The thread needs only Python's lock, which such C code releases.
 """
 
 import ctypes
@@ -17,14 +17,14 @@ from typing import Any
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name))
 
-# Signals that come together are one request: a scheduler may signal a process and its launcher, which passes it on, and
-# Linux sends PR_SET_PDEATHSIG (orphans.py) again for each thread of a killed parent. On a machine with too much to do
-# the launcher's comes late.
+# Signals within this time are one request: a scheduler may signal a process and its launcher, which forwards it, and
+# Linux sends PR_SET_PDEATHSIG (ranks.py) again for each thread of a killed parent. On an overloaded machine the
+# launcher's signal arrives late.
 _ONE_REQUEST_SECONDS = 2.0
 
 
 class StopSignals:
-    """`first` is the name of the first signal since `listen`, or None; a second one ends the process at once."""
+    """A listener for stop signals: `first` names the first since `listen`, or is None; a second ends the process."""
 
     def __init__(self) -> None:
         self.first: str | None = None
@@ -34,7 +34,7 @@ class StopSignals:
         self._wakeup_fd = -1
 
     def listen(self) -> None:
-        """Starts listening; has to be called by the main thread."""
+        """Starts listening; must be called by the main thread."""
         inbox, self._outbox = socket.socketpair()
         self._outbox.setblocking(False)
         self._wakeup_fd = signal.set_wakeup_fd(self._outbox.fileno(), warn_on_full_buffer=False)
@@ -46,19 +46,19 @@ class StopSignals:
         return self._outbox is not None
 
     def close(self) -> None:
-        """Puts back what was there before `listen`."""
+        """Stops listening and restores the signal handlers from before `listen`."""
         if self._outbox is None:
             return
         for number, handler in self._handlers.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         signal.set_wakeup_fd(self._wakeup_fd)
-        self._outbox.shutdown(socket.SHUT_RDWR)  # ends the thread, also where a forked worker still holds a copy
+        self._outbox.shutdown(socket.SHUT_RDWR)  # ends the thread even if a forked worker holds a copy
         self._outbox.close()
         self._outbox = None
 
     def _read(self, inbox: socket.socket) -> None:
         with inbox:
-            while numbers := inbox.recv(64):  # one byte a signal, written by Python where it arrives
+            while numbers := inbox.recv(64):  # one byte per signal, written by Python on arrival
                 for number in numbers:
                     if number in SIGNALS:
                         self._note(number)
@@ -69,23 +69,23 @@ class StopSignals:
             self.first, self._came = signal.Signals(number).name, now
         elif now - self._came >= _ONE_REQUEST_SECONDS:
             if sys.platform != "win32":
-                ctypes.CDLL(None).signal(number, 0)  # SIG_DFL; Python's own call is the main thread's alone
+                ctypes.CDLL(None).signal(number, 0)  # SIG_DFL; signal.signal works in the main thread only
             os.kill(os.getpid(), number)
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:
-    """That there is a handler makes Python write the byte."""
+    """Does nothing; a handler must exist for Python to write the signal's byte to the socket."""
 
 
 class StopRequest:
-    """`asked()` is this rank's own; `agreed` is set on all ranks in the same step, once any of them was asked."""
+    """A request to stop: `asked()` is per rank; `agreed` is set on all ranks at the same step, once any was asked."""
 
     def __init__(self, time_limit: float | None = None, started: float = 0.0) -> None:
-        """`time_limit` in seconds after `started`, a time.time()."""
+        """Sets the deadline to `time_limit` seconds after `started`, a time.time()."""
         self.signals = StopSignals()
         self.deadline = None if time_limit is None else started + time_limit
         self.reason: str | None = None
-        self.error: Exception | None = None  # for which the run has failed once it is saved
+        self.error: Exception | None = None  # with which the run ends once it is saved
         self.agreed = False
 
     def asked(self) -> bool:
@@ -95,9 +95,9 @@ class StopRequest:
         return self.reason is not None
 
     def ask(self, reason: str, error: Exception | None = None) -> None:
-        """Asks for a stop; with an error for one that ends as a failed run."""
+        """Requests a stop; with an error, the run ends as failed."""
         self.reason, self.error = self.reason or reason, error
 
     def why(self) -> str:
-        """What asked for the stop. A signal to all ranks may have reached this one after another had told it."""
+        """Returns what requested the stop. A signal to all ranks may reach this one after another has reported it."""
         return self.reason or self.signals.first or "a signal to another rank"

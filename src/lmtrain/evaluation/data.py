@@ -1,4 +1,4 @@
-"""What a model is evaluated on: documents as token ids, conversations, pairs; and what tells this data from other."""
+"""Evaluation data: documents as token ids, conversations or pairs, with a hash that identifies the data."""
 
 import copy
 import hashlib
@@ -28,12 +28,12 @@ from lmtrain.errors import UserError
 
 
 def kind_of(data: DataConfig) -> str:
-    """text, conversations or pairs."""
+    """Returns the kind of the data: text, conversations or pairs."""
     return "text" if data.conversation_format is None else "conversations" if data.ranking is None else "pairs"
 
 
 def is_named(config: Config) -> bool:
-    """Whether the command says what to evaluate on; else it is the run's own validation split."""
+    """Returns whether the command names the evaluation data; otherwise it is the run's own validation split."""
     data, choice = config.data, config.evaluate.data
     if choice != "auto":
         return choice == "named"
@@ -41,12 +41,12 @@ def is_named(config: Config) -> bool:
 
 
 def chosen(config: Config, own: Config | None) -> tuple[Config, str]:
-    """The config whose data is evaluated on, and in words which part of it.
+    """Returns the config whose data is evaluated on, and a description of the part that is used.
 
-    Named data is taken whole where it has no validation split of its own; of a run's data only what was held out.
+    Named data without a validation split of its own is used as a whole; of a run's data only the held-out part is used.
 
     Raises:
-        UserError: nothing is named, and the model is not a run's.
+        UserError: no data is named and the model's training config is unknown.
     """
     if not is_named(config):
         if own is None:
@@ -68,14 +68,14 @@ def chosen(config: Config, own: Config | None) -> tuple[Config, str]:
 
 @dataclass
 class ScoredDocuments:
-    """Text as documents of token ids, each `(ids [T], UTF-8 bytes)`; `digest` names the text once it was read."""
+    """Text as tokenized documents; `digest` is the SHA-256 of their token ids once they have been read."""
 
     config: Config
     limit: int | None
     digest: Any = field(default_factory=hashlib.sha256)
 
     def read(self, tokenizer: Any) -> Iterator[tuple[np.ndarray, int]]:
-        """Tokenized as for training, without the end-of-text token; empty documents are left out."""
+        """Yields (ids [T], UTF-8 bytes) of non-empty documents, tokenized as in training, without end-of-text token."""
         self.digest = hashlib.sha256()
         data = self.config.data
         held_as_bins = data.source == "bins" or data.ring_bytes is not None
@@ -106,7 +106,7 @@ class ScoredDocuments:
 
 
 def _of_bins(config: Config, tokenizer: Any) -> Iterator[tuple[np.ndarray, int]]:
-    """Documents of ready bins, or of a stream's head, whose tokens only their own tokenizer has words for."""
+    """Yields documents of prepared bins or a stream's head; UserError unless the model has their tokenizer."""
     make = prepare if config.data.source == "bins" else lambda *cfg: prepare_head(*cfg).prepared
     prepared = make(config.data, config.tokenizer)
     if tokenizer.get_vocab() != prepared.tokenizer.get_vocab():
@@ -123,7 +123,7 @@ def _of_bins(config: Config, tokenizer: Any) -> Iterator[tuple[np.ndarray, int]]
 
 @dataclass(frozen=True)
 class ScoredRows:
-    """Conversations (one example each) or pairs (two, the chosen first), tokenized for a model."""
+    """Conversations (one example each) or pairs (two examples each, the chosen one first), tokenized for a model."""
 
     examples: Examples
     questions: list[dict[str, Any]]  # prompt_ids, prompt, reference
@@ -132,15 +132,15 @@ class ScoredRows:
 
 
 def rows(config: Config, tokenizer_name: str | Path) -> ScoredRows:
-    """The validation split of `config`'s conversations or pairs.
+    """Prepares the validation split of the conversations or pairs of `config`.
 
     Args:
-        tokenizer_name: a folder or hub name, whose chat template is used unless data.chat_template names one.
+        tokenizer_name: tokenizer folder or hub name; its chat template is used unless data.chat_template names one.
     """
     data = config.data
     if data.source == "hub" and data.name and not data.path and data.val_split is not None:
         data = copy.deepcopy(data)
-        data.train_split = str(data.val_split)  # nothing is trained on: only this split is needed
+        data.train_split = str(data.val_split)  # nothing is trained, so only this split is prepared
     encoder = ChatRows if kind_of(data) == "conversations" else PairRowEncoder
     prepared = prepare_examples(data, TokenizerConfig(kind="hub", name_or_path=str(tokenizer_name)), encoder)
     examples = prepared.split("val")

@@ -1,4 +1,4 @@
-"""Tasks of EleutherAI's lm-evaluation-harness over a model that is held here: its own HF model class, our weights."""
+"""Tasks of EleutherAI's lm-evaluation-harness, run on a loaded model through the harness's Hugging Face class."""
 
 import contextlib
 import difflib
@@ -22,7 +22,7 @@ from lmtrain.models.scalar_head import refuse_scalar_head
 
 @dataclass(frozen=True)
 class Tasks:
-    """Tasks that the harness knows, by name; `manager` is what opens them."""
+    """Names of tasks that the harness knows, and the harness's task manager that loads them."""
 
     names: list[str]
     manager: Any
@@ -33,10 +33,10 @@ class Tasks:
 
 
 def find(config: Config) -> Tasks:
-    """evaluate.tasks, in evaluate.task_folder or among the harness's own.
+    """Finds evaluate.tasks in evaluate.task_folder or among the harness's own tasks.
 
     Raises:
-        UserError: the harness is not installed, or knows no such task.
+        UserError: the harness is not installed, or a task is unknown.
     """
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError('evaluate.tasks needs lm-evaluation-harness: pip install "lmtrain[lm-eval]"')
@@ -47,7 +47,7 @@ def find(config: Config) -> Tasks:
         own = TaskManager(include_path=folder, include_defaults=False) if folder else None
         if own is not None and set(names) <= set(own.all_tasks):
             return Tasks(names, own)
-        manager = TaskManager(include_path=folder)  # reading the harness's own thousands takes a while
+        manager = TaskManager(include_path=folder)  # slow: reads the harness's thousands of tasks
     for name in names:
         if name not in manager.task_index:
             near = difflib.get_close_matches(name, manager.all_tasks, n=3)
@@ -60,10 +60,10 @@ def find(config: Config) -> Tasks:
 
 
 def evaluate(who: Subject, config: Config, tasks: Tasks) -> Evaluated:
-    """Scores of `who` on the tasks, document by document.
+    """Scores `who` on the tasks, document by document.
 
     Raises:
-        UserError: a task's data can't be loaded.
+        UserError: a task's data can't be loaded, or the model has a scalar head.
     """
     refuse_scalar_head(who.model.model, "a task of the harness")
     e, found = config.evaluate, run(who, config, tasks)
@@ -81,7 +81,7 @@ def evaluate(who: Subject, config: Config, tasks: Tasks) -> Evaluated:
                 columns[name], columns[f"{task}/documents"] = np.array(each, dtype=float), own.astype(float)
                 ratios[name] = (name, f"{task}/documents")
             else:
-                whole[name] = float(value)  # no mean over documents
+                whole[name] = float(value)  # not a mean over documents
     if not columns:
         columns["documents"] = np.ones(max(1, len(samples)))
     texts = {"task": [task for task, _ in samples]}
@@ -92,14 +92,14 @@ def evaluate(who: Subject, config: Config, tasks: Tasks) -> Evaluated:
 
 
 def run(who: Subject, config: Config, tasks: Tasks) -> dict[str, Any]:
-    """Results, versions and samples, with their log-likelihoods, of the harness's `simple_evaluate`; on every rank."""
+    """Returns results, versions and samples with log-likelihoods of the harness's `simple_evaluate`, on every rank."""
     check_limit(config.evaluate.limit)
     found = world.together(lambda: _run(who, config, tasks))
     return world.gathered(_kept(found) if found is not None else {})[0]
 
 
 def check_limit(limit: int | None) -> None:
-    """Raises UserError where fewer documents are asked for than there are ranks: the harness needs one for each."""
+    """Raises UserError if evaluate.limit is below the number of ranks: the harness needs a document per rank."""
     if limit is not None and world.size() > limit:
         raise UserError(
             f"evaluate.limit={limit} documents of a task for {world.size()} devices: set trainer.devices to at most "
@@ -108,7 +108,7 @@ def check_limit(limit: int | None) -> None:
 
 
 def _run(who: Subject, config: Config, tasks: Tasks) -> Any:
-    """What `simple_evaluate` gives: None on all ranks but the first."""
+    """Returns the result of `simple_evaluate` on rank 0, None on all other ranks."""
     import torch
     from lm_eval import simple_evaluate
 
@@ -130,13 +130,13 @@ def _run(who: Subject, config: Config, tasks: Tasks) -> Any:
                 torch_random_seed=config.seed,
                 fewshot_random_seed=config.seed,
             )
-        except (OSError, ValueError, KeyError) as error:  # what datasets and the harness raise for what is not there
+        except (OSError, ValueError, KeyError) as error:  # datasets and the harness raise these for missing data
             said = " ".join(str(error).split())
             raise UserError(f"evaluate.tasks={','.join(tasks.names)}: {type(error).__name__}: {said}") from error
 
 
 def _model(who: Subject, config: Config) -> Any:
-    """The harness's own HF model over the one held here; of several ranks each has its share of the documents."""
+    """Wraps the model in the harness's HFLM class; each rank evaluates its share of the documents."""
     from lm_eval.models.huggingface import HFLM
 
     class OnRanks(HFLM):
@@ -170,7 +170,7 @@ def _model(who: Subject, config: Config) -> Any:
 
 
 def _kept(found: dict[str, Any]) -> dict[str, Any]:
-    """What is read of the harness's results, the samples in the order of the documents."""
+    """Returns the used parts of the harness's results, with the samples in document order."""
     samples = {task: sorted(of_task, key=lambda s: s["doc_id"]) for task, of_task in found["samples"].items()}
     return {"results": found["results"], "versions": found["versions"], "samples": samples}
 
@@ -181,7 +181,7 @@ def _number(value: Any) -> float | None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the harness's log lines; its progress bars stay."""
+    """Silences the harness's log messages below ERROR; its progress bars stay."""
     logger = logging.getLogger("lm_eval")
     level = logger.level
     logger.setLevel(logging.ERROR)

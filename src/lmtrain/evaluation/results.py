@@ -1,4 +1,4 @@
-"""Scores of a model, row by row, with bootstrap intervals: as a table on the screen and as files in evaluations/."""
+"""A model's scores per row with bootstrap confidence intervals, printed as a table and written to evaluations/."""
 
 import dataclasses
 import json
@@ -21,12 +21,12 @@ from lmtrain.secrets import shown, shown_in
 
 @dataclasses.dataclass
 class Scores:
-    """What a model scores on each document, conversation or pair.
+    """A model's scores on the rows of an evaluation, each a document, conversation or pair.
 
-    columns: numbers of each row, [rows] each.
-    ratios: score to (numerator's column, denominator's column); the score is the ratio of their sums.
-    whole: scores over all rows at once, such as BLEU.
-    texts: what was written for a row, by name.
+    columns: named arrays of per-row values, [rows] each.
+    ratios: maps a score to the columns (numerator, denominator); the score is the ratio of their sums.
+    whole: scores that are computed over all rows at once, such as BLEU.
+    texts: named texts of each row, such as the generated answers.
     """
 
     columns: dict[str, np.ndarray]
@@ -42,7 +42,7 @@ class Scores:
         return float(numerator.sum() / denominator.sum())
 
     def values(self) -> dict[str, float]:
-        """Every score, and the perplexity where there is a loss per token."""
+        """Returns every score, and the perplexity if there is a loss per token."""
         found: dict[str, float] = {}
         for score in self.ratios:
             found[score] = self.value(score)
@@ -53,7 +53,7 @@ class Scores:
 
 @dataclasses.dataclass
 class Evaluated:
-    """A model's scores and what it was scored on."""
+    """A model's scores, the data it was scored on, and the settings used."""
 
     scores: Scores
     data: dict[str, Any]
@@ -62,14 +62,14 @@ class Evaluated:
 
 class Interval(NamedTuple):
     value: float
-    low: float  # of 95 %
+    low: float  # bounds of the 95 % confidence interval
     high: float
 
 
 def interval(scores: Scores, score: str, resamples: int, seed: int, other: Scores | None = None) -> Interval:
-    """The score, or its difference `scores - other` on the same rows, with the percentile bootstrap's interval.
+    """Returns the score, or its difference `scores - other` on the same rows, with its percentile bootstrap interval.
 
-    Rows are drawn with replacement, for both models the same ones (Efron and Tibshirani 1993; Koehn 2004).
+    Rows are drawn with replacement, the same rows for both models (Efron and Tibshirani 1993; Koehn 2004).
     """
     pairs = [scores.parts(score)] + ([other.parts(score)] if other is not None else [])
     rows, generator = len(pairs[0][0]), np.random.default_rng(seed)
@@ -90,14 +90,14 @@ def _difference(pairs: list[tuple[np.ndarray, np.ndarray]], weights: np.ndarray)
 
 @dataclasses.dataclass
 class Results:
-    """One model, or two on the same rows; `words` says what they were evaluated on."""
+    """The results of one model, or of two on the same rows; `words` describes the evaluation data."""
 
     config: Config
     words: str
     models: list[tuple[Subject, Evaluated]]
 
     def check_same_rows(self) -> None:
-        """UserError where the two models' rows can't be compared one by one."""
+        """Raises UserError if the two models' rows can't be compared one by one."""
         (_, first), (_, second) = self.models
         counts = [len(next(iter(found.scores.columns.values()))) for found in (first, second)]
         if counts[0] != counts[1]:
@@ -132,7 +132,7 @@ class Results:
         return f"{found.value:.4f} ({found.low:.4f} to {found.high:.4f})"
 
     def comparable(self, score: str) -> bool:
-        """Losses per token of two tokenizers have nothing to do with one another."""
+        """Returns whether the models' scores are comparable; losses per token are not if the vocabularies differ."""
         if score not in self.models[0][1].scores.ratios or score not in self.models[1][1].scores.ratios:
             return False
         vocabularies = [who.tokenizer.get_vocab() for who, _ in self.models]
@@ -163,7 +163,7 @@ class Results:
         return {"scores": scores.values(), "intervals_95": intervals, "settings": found.settings}
 
     def write(self) -> Path:
-        """Both files; returns the first. UserError where they can't be written."""
+        """Writes the results and the rows file, returns the path of the former; UserError if writing fails."""
         e, who = self.config.evaluate, self.models[0][0]
         base = who.folder or Path(self.config.run.root).expanduser().absolute()
         folder = Path(e.dir).expanduser().absolute() if e.dir else base / "evaluations"
@@ -182,7 +182,7 @@ class Results:
         return folder / f"{name}.json"
 
     def _rows(self) -> list[dict[str, Any]]:
-        """A dict for each document, conversation or pair; the second model's numbers stand under `against`."""
+        """Returns a dict for each document, conversation or pair, with the second model's values under `against`."""
         tables = [_rows_of(found.scores) for _, found in self.models]
         if len(tables) > 1:
             for row, other in zip(*tables, strict=True):
@@ -193,15 +193,15 @@ class Results:
 def _rows_of(scores: Scores) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = [{} for _ in next(iter(scores.columns.values()))]
     for name, values in (scores.columns | scores.texts).items():
-        # Fewer answers are written than conversations scored.
+        # There can be fewer generated answers than scored conversations.
         for row, value in zip(rows, values, strict=False):
             row[name] = value if isinstance(value, str) else float(value)
     return rows
 
 
 def _label(words: str) -> str:
-    """A part of a file's name: letters, digits, dots and dashes."""
+    """Returns a file name part for the data: letters, digits, dots, underscores and dashes, at most 60 characters."""
     last = "val" if words.startswith("validation") else words.rpartition("/")[2]
-    if "://" in words:  # what follows `?` opens an address, it names nothing
+    if "://" in words:  # the query of a URL grants access; it is no part of the name
         last = last.partition("?")[0]
     return re.sub(r"[^A-Za-z0-9._-]+", "-", last.removeprefix("all of ")).strip("-")[:60]

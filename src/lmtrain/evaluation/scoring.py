@@ -1,4 +1,4 @@
-"""Scores of a model on text, conversations or pairs, row by row, from exact log-likelihoods of their tokens."""
+"""Scores a model on text, conversations or pairs, row by row, from the exact log-likelihoods of their tokens."""
 
 import copy
 import itertools
@@ -31,11 +31,11 @@ from lmtrain.objectives.dpo import loss_options
 from lmtrain.objectives.reward import RewardOptions
 from lmtrain.run_folder.trained import place
 
-_AHEAD = 16  # batches whose windows are sorted by length together, so that little is padding
+_AHEAD = 16  # number of batches whose windows are sorted by length together, which keeps padding small
 
 
 class Window(NamedTuple):
-    """Tokens the model sees at once, [T], and which of them are scored, bool [T]; never the first."""
+    """A window of tokens [T] that the model sees at once, and which are scored, bool [T]; the first never is."""
 
     ids: np.ndarray
     scored: np.ndarray
@@ -43,9 +43,9 @@ class Window(NamedTuple):
 
 
 def windows(ids: np.ndarray, row: int, context: int, stride: int) -> Iterator[Window]:
-    """A document's windows: each but the first token is scored once, in the first window that holds it.
+    """Yields a document's windows; each token but the first is scored once, in the first window that contains it.
 
-    Past the first window every token sees at least `context - stride` tokens before it.
+    After the first window, every scored token has at least `context - stride` tokens of context.
     """
     done = 1
     for begin in range(0, max(1, len(ids)), stride):
@@ -64,14 +64,14 @@ def negative_log_likelihoods(
     precision: str = "float32",
     part: tuple[int, int] = (0, 1),
 ) -> Iterator[tuple[int, float, int]]:
-    """(row, summed negative log-likelihood in nats, scored tokens) of each window; in no order.
+    """Yields (row, summed negative log-likelihood in nats, number of scored tokens) of each window, in any order.
 
-    Windows are padded at the end, where no token that counts can see it, so a batch's size changes nothing but the
-    last bits.
+    Windows are padded on the right, where scored tokens can't attend to the padding, so the batch size changes the
+    results by no more than rounding.
 
     Args:
-        precision: float32 or bfloat16 (autocast of matrix products; log-probabilities stay fp32).
-        part: (i, n) for every n-th batch from the i-th on: n callers have all windows, each batch as one would make it.
+        precision: float32, or bfloat16 (autocast of matrix products; log-probabilities stay fp32).
+        part: (i, n) scores every n-th batch from the i-th on; n callers together score the same batches as one caller.
     """
     device = model.model.device
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16")
@@ -97,7 +97,7 @@ def _summed(model: LanguageModel, batch: list[Window], device: torch.device) -> 
     for b, window in enumerate(batch):
         input_ids[b, : len(window.ids)] = window.ids
         scored[b, 1 : len(window.ids)] = window.scored[1:]
-    at = torch.from_numpy(np.flatnonzero(scored)).to(device)  # in the flattened B * T
+    at = torch.from_numpy(np.flatnonzero(scored)).to(device)  # indices into the flattened [B * T]
     found = model.log_probs(
         torch.from_numpy(input_ids).to(device), None, None, None, scored=at, before=at - 1
     ).tokens.double()
@@ -106,7 +106,7 @@ def _summed(model: LanguageModel, batch: list[Window], device: torch.device) -> 
 
 
 def evaluate(who: Subject, config: Config, chosen: Config) -> Evaluated:
-    """Scores of `who` on the data of `chosen`, by the settings of `config.evaluate`."""
+    """Scores `who` on the data of `chosen` with the settings of `config.evaluate`."""
     kind = data.kind_of(chosen.data)
     if kind != "pairs":
         refuse_scalar_head(who.model.model, "text to score")
@@ -124,7 +124,7 @@ def evaluate(who: Subject, config: Config, chosen: Config) -> Evaluated:
 def _text(who: Subject, config: Config, chosen: Config) -> Evaluated:
     e = config.evaluate
     context, stride = window_sizes(who, config)
-    # The token a document begins after: the beginning of text, or else the end of the one before.
+    # The token that precedes a document: beginning-of-text, or else end-of-text, which ends the previous document.
     starts = [who.tokenizer.bos_token_id, who.tokenizer.eos_token_id] if e.start_token else []
     first = [token for token in starts if token is not None][:1]
     documents, sizes = data.ScoredDocuments(chosen, e.limit), list[int]()
@@ -132,7 +132,7 @@ def _text(who: Subject, config: Config, chosen: Config) -> Evaluated:
     def stretches() -> Iterable[Window]:
         for row, (ids, size) in enumerate(documents.read(who.tokenizer)):
             lost = 0 if first else len(who.tokenizer.decode(ids[:1].tolist()).encode())
-            sizes.append(size - lost)  # the bytes of what is scored
+            sizes.append(size - lost)  # bytes of the scored text
             yield from windows(np.concatenate([first, ids]).astype(np.int64), row, context, stride)
 
     nll, tokens = _sums(who.model, stretches(), config)
@@ -149,7 +149,7 @@ def _text(who: Subject, config: Config, chosen: Config) -> Evaluated:
 
 
 def window_sizes(who: Subject, config: Config) -> tuple[int, int]:
-    """(context, stride) in tokens; UserError where the model has no such positions, or a token would see none."""
+    """Returns (context, stride) in tokens; UserError if context exceeds the model's positions or stride >= context."""
     most, e = positions(who.model.model), config.evaluate
     context = e.context or min(most, who.own.data.seq_len if who.own is not None else most)
     if context > most:
@@ -163,7 +163,7 @@ def window_sizes(who: Subject, config: Config) -> tuple[int, int]:
 
 
 def _sums(model: LanguageModel, stretches: Iterable[Window], config: Config) -> tuple[np.ndarray, np.ndarray]:
-    """Negative log-likelihood in nats and number of scored tokens of each row, fp64 [rows]."""
+    """Returns the negative log-likelihood in nats and the number of scored tokens of each row, fp64 [rows] each."""
     sums: dict[int, list[float]] = {}
     e, part = config.evaluate, (world.rank(), world.size())
     score = lambda: list(negative_log_likelihoods(model, stretches, e.batch_size, e.precision, part))  # noqa: E731
@@ -172,7 +172,7 @@ def _sums(model: LanguageModel, stretches: Iterable[Window], config: Config) -> 
         sums.setdefault(row, []).append(nll)
         sums.setdefault(~row, []).append(tokens)
     count = max(sums, default=-1) + 1
-    # fsum: exact, so in whatever order the windows came.
+    # fsum is exactly rounded, so the order of the windows does not matter.
     totals = np.array([[math.fsum(sums.get(row, [])), math.fsum(sums.get(~row, []))] for row in range(count)])
     return (totals[:, 0], totals[:, 1]) if count else (np.zeros(0), np.zeros(0))
 
@@ -198,9 +198,9 @@ def _conversations(who: Subject, config: Config, chosen: Config, rows: data.Scor
 def _add_answers(
     scores: Scores, who: Subject, config: Config, questions: list[dict[str, Any]], end_ids: list[int]
 ) -> None:
-    """Greedy answers, and what the metrics make of them."""
+    """Generates greedy answers and adds them and their metrics to `scores`."""
     e = config.evaluate
-    metrics = TextMetrics(e.metrics, config.run.allow_target, "evaluate.metrics")  # refused before anything is written
+    metrics = TextMetrics(e.metrics, config.run.allow_target, "evaluate.metrics")  # raises before answers are made
 
     def answer(some: list[dict[str, Any]]) -> list[str]:
         prompts = [q["prompt_ids"] for q in some]
@@ -238,7 +238,7 @@ def _pairs(who: Subject, config: Config, chosen: Config, rows: data.ScoredRows) 
 
 
 def pair_scores(policy: np.ndarray, reference: np.ndarray | None, tokens: np.ndarray, objective: DPOConfig) -> Scores:
-    """Loss, accuracy and rewards from log-probabilities of the answers [2 P], chosen and rejected in turn."""
+    """Computes loss, accuracy and rewards from answer log-probabilities [2 P], alternating chosen and rejected."""
     chosen, rejected = (torch.from_numpy(policy[i::2]) for i in (0, 1))
     lengths = [torch.from_numpy(tokens[i::2]) for i in (0, 1)]
     base = [None, None] if reference is None else [torch.from_numpy(reference[i::2]) for i in (0, 1)]
@@ -247,12 +247,12 @@ def pair_scores(policy: np.ndarray, reference: np.ndarray | None, tokens: np.nda
 
 
 def of_pairs(loss: torch.Tensor, chosen: torch.Tensor, rejected: torch.Tensor) -> Scores:
-    """Scores from the loss of each pair [P] and the rewards of its answers, [P] each."""
+    """Builds the scores from each pair's loss [P] and the rewards of its chosen and rejected answers, [P] each."""
     margin = (chosen - rejected).numpy()
     columns = {
         "loss": loss.numpy(),
         "margin": margin,
-        "right": (margin > 0) + 0.5 * (margin == 0),  # a model against itself can't tell: one half
+        "right": (margin > 0) + 0.5 * (margin == 0),  # a model compared with itself has margin 0, so one half
         "chosen": chosen.numpy(),
         "rejected": rejected.numpy(),
         "pairs": np.ones(len(margin)),
@@ -263,7 +263,7 @@ def of_pairs(loss: torch.Tensor, chosen: torch.Tensor, rejected: torch.Tensor) -
 
 
 def _rewarded(who: Subject, config: Config, chosen: Config, rows: data.ScoredRows) -> Evaluated:
-    """Pairs by the rewards that a scalar head gives their answers."""
+    """Scores pairs by the rewards that a model with a scalar head assigns to their answers."""
     e, count = config.evaluate, min(len(rows.examples) // 2, config.evaluate.limit or len(rows.examples) // 2)
     rewards = torch.from_numpy(_rewards(who, rows, 2 * count, config)).double()
     objectives = (c.objective for c in (who.own, config) if c is not None)
@@ -277,7 +277,7 @@ def _rewarded(who: Subject, config: Config, chosen: Config, rows: data.ScoredRow
 
 
 def _rewards(who: Subject, rows: data.ScoredRows, count: int, config: Config) -> np.ndarray:
-    """Of the first `count` answers, fp32 [count], in batches that the ranks share out."""
+    """Returns the rewards of the first `count` answers, fp32 [count]; the batches are divided among the ranks."""
     e, model = config.evaluate, who.model.model
     batches = [range(start, min(start + e.batch_size, count)) for start in range(0, count, e.batch_size)]
 
@@ -291,7 +291,7 @@ def _rewards(who: Subject, rows: data.ScoredRows, count: int, config: Config) ->
 
 
 def reference_model(who: Subject, config: Config) -> tuple[LanguageModel, str]:
-    """evaluate.reference, or the pretrained model that a run began with."""
+    """Returns the reference model and its name: evaluate.reference, or the pretrained model the run started from."""
     if config.evaluate.reference is not None:
         found = subject.load(config.evaluate.reference, "best", config)
         if found.tokenizer.get_vocab() != who.tokenizer.get_vocab():

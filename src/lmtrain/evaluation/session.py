@@ -1,7 +1,7 @@
-"""One evaluation, from its config to its table and files: in this process, or on ranks, each with a whole model.
+"""One evaluation, from its config to its table and files: in this process, or on ranks that each hold a whole model.
 
-Every rank reads the data and scores every n-th batch of it, of the batches that one device would make: the numbers do
-not depend on how many there are.
+Every rank reads all data and scores every n-th of the batches that a single device would form, so the scores do not
+depend on the number of ranks.
 """
 
 import os
@@ -27,10 +27,10 @@ from lmtrain.terminal import quiet_libraries
 
 
 def start(config: Config) -> int:
-    """Evaluates on one device, on ranks that it starts, or as one of started ranks; returns the exit code.
+    """Evaluates on one device, on ranks that it starts, or as a rank of an external launcher; returns the exit code.
 
     Raises:
-        UserError: what is asked for can't be evaluated.
+        UserError: the requested evaluation is not possible.
     """
     from lmtrain.distributed import devices
 
@@ -59,7 +59,7 @@ def start(config: Config) -> int:
 
 
 def _refuse_addresses(config: Config) -> None:
-    """Raises UserError where the run's own data, which its config.yaml names, is at an address."""
+    """Raises UserError if the run's own data, as named in its config.yaml, is at a URL and the file isn't trusted."""
     if config.evaluate.tasks or evaluation_data.is_named(config):
         return
     for name in ("config.yaml", "lmtrain_config.yaml"):
@@ -69,7 +69,7 @@ def _refuse_addresses(config: Config) -> None:
 
 
 def evaluate(config: Config) -> int:
-    """Scores the model, and a second beside it; the first rank prints the table and writes the files."""
+    """Scores the model and, if set, evaluate.against; rank 0 prints the table and writes the files."""
     quiet_libraries()
     e, name = config.evaluate, str(config.run_dir)
     tasks = harness.find(config) if e.tasks else None
@@ -106,5 +106,5 @@ def _as_rank(config: Config) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches the parent too, which says so
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C also reaches the parent, which reports it
     ranks.leave_after(lambda: launch.as_rank(sys.argv[1:], _as_rank))

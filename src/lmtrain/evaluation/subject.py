@@ -1,4 +1,4 @@
-"""A model that is looked at: a run, an exported folder or a hub name, on the device, with what is known about it."""
+"""The model to evaluate: from a run, an exported folder or the hub, on its device, with its origin."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,26 +16,26 @@ from lmtrain.run_folder.folder import RunDir
 
 @dataclass
 class Subject:
-    """`folder` is the run's, None for other models; `own` the config it was trained with, where that is known."""
+    """A model under evaluation; `folder` is its run's folder or None, `own` its training config or None if unknown."""
 
     name: str
-    label: str  # fit for a file's name
+    label: str  # usable in a file name
     model: LanguageModel
     tokenizer: Any
-    tokenizer_name: str | Path  # what its tokenizer is loaded from
+    tokenizer_name: str | Path  # folder or hub name from which its tokenizer is loaded
     folder: Path | None
     own: Config | None
 
     def identity(self) -> dict[str, Any]:
-        """What was evaluated, for the file of results."""
+        """Returns the entries that identify the evaluated model in the results file."""
         return {"name": self.name, "checkpoint": self.label, "weights_sha256": weights_hash(self.model)}
 
 
 def load(name: str, which: str, config: Config) -> Subject:
-    """The model called `name` in evaluation mode, on the device of `config.trainer.accelerator`.
+    """Loads the model `name` in evaluation mode, on the device of `config.trainer.accelerator`.
 
     Raises:
-        UserError: as of `trained.load`.
+        UserError: the model can't be loaded (see `trained.load`), or it is a masked diffusion model.
     """
     path = Path(name).expanduser()
     own: Config | None = None

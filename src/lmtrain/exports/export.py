@@ -1,4 +1,4 @@
-"""What `lmtrain export` does: a Hugging Face folder from a checkpoint of a run; and its upload to the hub."""
+"""The `lmtrain export` command: writes a run's checkpoint as a Hugging Face folder and uploads it to the hub."""
 
 import re
 from pathlib import Path
@@ -24,7 +24,7 @@ from lmtrain.terminal import quiet_libraries
 
 
 def export(config: Config) -> int:
-    """Writes <run_dir>/export, or export_merged, from the checkpoint that export.checkpoint names."""
+    """Writes <run_dir>/export, or export_merged, from the checkpoint export.checkpoint; returns the exit code."""
     quiet_libraries()
     check_upload(config.export)
     if config.run_dir is None:
@@ -58,11 +58,11 @@ def export(config: Config) -> int:
     return errors.FINISHED
 
 
-LEFT_OUT = ["lmtrain_config.yaml"]  # it names folders of this machine; the model card has the settings
+LEFT_OUT = ["lmtrain_config.yaml"]  # contains local paths; the model card lists the settings
 
 
 def check_upload(export: ExportConfig) -> None:
-    """Raises UserError where an upload would fail for want of a name or a token; asks nothing over the network."""
+    """Raises UserError if an upload would fail for lack of a valid name or a token; makes no network requests."""
     name = export.push_to
     if name is None:
         return
@@ -75,17 +75,17 @@ def check_upload(export: ExportConfig) -> None:
 
 
 def push(folder: Path, export: ExportConfig, message: str) -> str:
-    """Uploads `folder` in one commit; returns the repository's address. A repository that is not there is made.
+    """Uploads `folder` in one commit, creating the repository if it does not exist; returns the repository's URL.
 
     Raises:
-        RunError: the hub refused, or did not answer. The folder stays as it is.
+        RunError: the hub refused the upload or did not answer; the folder is left unchanged.
     """
     name = str(export.push_to)
     api = huggingface_hub.HfApi(endpoint=endpoint())
     try:
         made = api.create_repo(name, private=export.push_private, exist_ok=True)
         api.upload_folder(repo_id=name, folder_path=folder, commit_message=message, ignore_patterns=LEFT_OUT)
-    except Exception as error:  # the HTTP library behind huggingface_hub, and its errors, differ between versions
+    except Exception as error:  # huggingface_hub's HTTP library, and thus its errors, differ between versions
         known = isinstance(error, HfHubHTTPError | OSError | ValueError)
         if not known and not type(error).__module__.startswith(("httpx", "httpcore", "requests")):
             raise

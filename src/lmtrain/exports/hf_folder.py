@@ -1,4 +1,4 @@
-"""A Hugging Face folder from a trained model: safetensors, config, tokenizer, generation config, the run's config."""
+"""Writes a trained model as a Hugging Face folder: safetensors, config, tokenizer, generation config, run config."""
 
 import copy
 import os
@@ -26,9 +26,9 @@ from lmtrain.models.folder import is_exported
 from lmtrain.models.scalar_head import auto_class, has_scalar_head, padding_of
 from lmtrain.secrets import shown_in
 
-# Largest difference of reloaded from live logits: rounding of the stored dtype, grown through the layers. int8: the
-# live model also rounds each layer's input, a merged one doesn't. merged: W + s B A in one product rounds otherwise
-# than in two; 6e-6 in 30 layers. A wrong merge is off by 0.01 and more.
+# Largest allowed difference between reloaded and live logits: rounding of the stored dtype, amplified by the layers.
+# int8: the live model also rounds each layer's input, a merged one doesn't. merged: one product with W + s B A rounds
+# differently than two products; 6e-6 in 30 layers. A wrong merge is off by 0.01 or more.
 TOLERANCE = {"float32": 1e-5, "merged": 1e-4, "bfloat16": 0.1, "float16": 0.02, "int8": 0.2}
 
 
@@ -45,19 +45,19 @@ def export_model(
     generation: dict[str, Any] | None = None,
     step: int,
 ) -> Path:
-    """Writes `folder` (complete or absent), reloads it and compares its logits with the live model's.
+    """Writes `folder`, complete or not at all, after reloading it and comparing its logits with the live model's.
 
     Args:
-        example: int64 [B, T] token ids the comparison is made on.
-        merge: add an adapter to its base, which this does to `model` itself; else the adapter alone is written.
-        eos_token_ids: at which generation stops, besides those the model came with.
-        generation: fields of generation_config.json set over the model's own (export.generation).
-        step: of the weights, for the model card.
+        example: int64 [B, T] token ids on which the logits are compared.
+        merge: whether to merge the adapter into its base, which modifies `model`; else the adapter alone is written.
+        eos_token_ids: ids at which generation stops, in addition to the model's own.
+        generation: fields that override the model's own generation_config.json (export.generation).
+        step: the step of the weights, for the model card.
 
     Raises:
-        UserError: `generation` holds what transformers' GenerationConfig refuses; a memory can't be merged, or its
-            model not be exported.
-        RunError: the disk is full, or the reloaded model does not give the live model's logits.
+        UserError: transformers' GenerationConfig rejects `generation`, or the model has a memory and should be merged
+            or can't be exported.
+        RunError: the disk is full, or the reloaded model's logits differ from the live model's.
     """
     check_memory(model, merge)
     settings = generation_config(model, tokenizer, eos_token_ids, generation)
@@ -66,9 +66,9 @@ def export_model(
     try:
         write_weights(model, temporary, dtype, merge)
         if has_scalar_head(model) and tokenizer.pad_token is None:
-            tokenizer.pad_token = tokenizer.eos_token  # as config.json says, so that answers can be scored in batches
+            tokenizer.pad_token = tokenizer.eos_token  # matches config.json; batched scoring needs padding
         save_tokenizer(tokenizer, temporary)
-        # Not save_pretrained: it refuses what some published models say, a temperature for greedy decoding.
+        # save_pretrained rejects settings of some published models, such as a temperature with greedy decoding.
         if not has_scalar_head(model):
             settings.to_json_file(temporary / "generation_config.json", keys_to_pop=["compile_config"])
         write_config(run_config, temporary / "lmtrain_config.yaml")
@@ -91,7 +91,7 @@ def export_model(
 
 
 def write_config(run_config: Path, file: Path) -> None:
-    """The run's config for who gets the export: a copy, in which no address has a login or a signature."""
+    """Copies the run's config into the export, with logins and signatures removed from URLs."""
     text = read_regular(run_config)
     config = yaml.safe_load(text)
     public = shown_in(config)
@@ -99,7 +99,7 @@ def write_config(run_config: Path, file: Path) -> None:
 
 
 def write_weights(model: PreTrainedModel, folder: Path, dtype: str, merge: bool) -> None:
-    """The adapter alone, or the whole model, to which `merge` adds its adapter; a memory is written with its model."""
+    """Writes the adapter alone, or the whole model if it has none, has a memory, or `merge` merges the adapter."""
     adapter = adapter_of(model)
     if adapter is None or merge or memory_of(model) is not None:
         write_model(plain(model), folder, dtype)
@@ -110,7 +110,7 @@ def write_weights(model: PreTrainedModel, folder: Path, dtype: str, merge: bool)
 
 
 def check_memory(model: PreTrainedModel, merge: bool) -> None:
-    """Raises UserError where the model has a memory that can't be written, or should be merged."""
+    """Raises UserError if the model has a memory and either can't be exported or `merge` is set."""
     if memory_of(model) is None:
         return
     memory_export.check_exportable(model)
@@ -122,7 +122,7 @@ def check_memory(model: PreTrainedModel, merge: bool) -> None:
 
 
 def plain(model: PreTrainedModel) -> PreTrainedModel:
-    """The model without LoRA, unquantised: it is merged if it has one. A memory stays in it."""
+    """Returns the model with its LoRA adapter merged and its base dequantized; a memory stays in it."""
     if adapter_of(model) is None and not (is_quantized(model) and memory_of(model) is not None):
         return model
     from lmtrain.adapters.lora import merged
@@ -132,7 +132,7 @@ def plain(model: PreTrainedModel) -> PreTrainedModel:
 
 def write_model(model: PreTrainedModel, folder: Path, dtype: str) -> None:
     stored = {k: v.detach().to("cpu", getattr(torch, dtype)) for k, v in model.state_dict().items()}
-    own = getattr(model, "generation_config", None)  # of a scalar head none
+    own = getattr(model, "generation_config", None)  # a model with a scalar head has none
     model.generation_config = GenerationConfig()  # export_model writes it
     try:
         settings = memory_of(model)
@@ -150,10 +150,10 @@ def write_model(model: PreTrainedModel, folder: Path, dtype: str) -> None:
 def generation_config(
     model: PreTrainedModel, tokenizer: Any, eos_token_ids: Sequence[int] | None, changes: dict[str, Any] | None
 ) -> GenerationConfig:
-    """The model's own, with `eos_token_ids` added to where it stops and `changes` set over it.
+    """Returns the model's generation config with `eos_token_ids` added to its end tokens and `changes` applied.
 
     Raises:
-        UserError: `changes` names a field that GenerationConfig lacks, or goes against the others.
+        UserError: `changes` has a field that GenerationConfig lacks, or values that it rejects.
     """
     config = copy.deepcopy(getattr(model, "generation_config", None)) or GenerationConfig()
     own = config.eos_token_id if config.eos_token_id is not None else model.config.eos_token_id
@@ -161,27 +161,27 @@ def generation_config(
     ids += [token for token in eos_token_ids or [] if token not in ids]
     config.eos_token_id = ids[0] if len(ids) == 1 else (ids or None)
     config.bos_token_id = config.bos_token_id if config.bos_token_id is not None else model.config.bos_token_id
-    if config._from_model_config and config.pad_token_id is None:  # no base says what a batch is filled up with
+    if config._from_model_config and config.pad_token_id is None:  # no pretrained config defines padding
         config.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else next(iter(ids), None)
     _say_that_it_samples(config)
-    config._from_model_config = None  # else transformers would make them again, from config.json
+    config._from_model_config = None  # else transformers would rebuild it from config.json
     if changes:
         set_fields(config, changes)
     return config
 
 
-_NEUTRAL = {"temperature": (1,), "top_p": (1,), "min_p": (0,), "top_k": (0, 50)}  # 50: what transformers once wrote
+_NEUTRAL = {"temperature": (1,), "top_p": (1,), "min_p": (0,), "top_k": (0, 50)}  # 50: transformers' former default
 
 
 def _say_that_it_samples(config: GenerationConfig) -> None:
-    """Sets do_sample where nothing says it and a temperature or the like does: transformers would decode greedily."""
+    """Sets do_sample if it is unset but a sampling field is set; without it transformers would decode greedily."""
     given = {name: getattr(config, name, None) for name in _NEUTRAL}
     if config.do_sample is None and any(v is not None and v not in _NEUTRAL[n] for n, v in given.items()):
         config.do_sample = True
 
 
 def set_fields(config: GenerationConfig, changes: dict[str, Any]) -> None:
-    """Sets export.generation on `config`; UserError where transformers refuses it."""
+    """Applies export.generation to `config`; UserError if transformers rejects it."""
     for name, value in changes.items():
         if name.startswith("_") or not hasattr(config, name):
             hint = did_you_mean(name, (n for n in vars(config) if not n.startswith("_")))
@@ -189,7 +189,7 @@ def set_fields(config: GenerationConfig, changes: dict[str, Any]) -> None:
         setattr(config, name, value)
     _say_that_it_samples(config)
     mode = {"do_sample": config.do_sample, "num_beams": config.num_beams}
-    try:  # what the user says, in the model's mode: a base's own settings may be odd
+    try:  # only the user's fields, in the model's mode: the base's own settings may be invalid
         GenerationConfig(**{**mode, **changes}).validate(strict=True)
     except (ValueError, TypeError) as error:
         what = " ".join(line.strip() for line in str(error).splitlines()[:2])
@@ -197,7 +197,7 @@ def set_fields(config: GenerationConfig, changes: dict[str, Any]) -> None:
 
 
 def drop_tied(model: PreTrainedModel, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Without the copies of tied weights: a Hugging Face file holds them once."""
+    """Returns the state dict without the copies of tied weights, which a Hugging Face file stores once."""
     if not getattr(model.config, "tie_word_embeddings", False):
         return state
     tied = getattr(model, "_tied_weights_keys", None) or {}
@@ -205,7 +205,7 @@ def drop_tied(model: PreTrainedModel, state: dict[str, torch.Tensor]) -> dict[st
 
 
 def set_dtype(folder: Path, dtype: str) -> None:
-    """config.json names the dtype the weights are stored in, which is what from_pretrained loads by default."""
+    """Sets the dtype in config.json to that of the stored weights, in which from_pretrained loads them by default."""
     import json
 
     path = folder / "config.json"
@@ -215,7 +215,7 @@ def set_dtype(folder: Path, dtype: str) -> None:
 
 
 def logits(model: PreTrainedModel, example: torch.Tensor) -> torch.Tensor:
-    """fp32 logits [B, T, V] on the CPU of a model in evaluation mode."""
+    """Computes the model's logits in evaluation mode; fp32 [B, T, V] on the CPU."""
     was_training = model.training
     model.eval()
     with torch.no_grad(), generation_mode(model):
@@ -225,7 +225,7 @@ def logits(model: PreTrainedModel, example: torch.Tensor) -> torch.Tensor:
 
 
 def allowed_difference(model: PreTrainedModel, dtype: str, merge: bool) -> float:
-    """The coarsest rounding among what is stored and what the live model computes in."""
+    """Returns the tolerance of the coarsest rounding among the stored dtype and the live model's computation."""
     allowed = [TOLERANCE[dtype], TOLERANCE[str(model.dtype).removeprefix("torch.")]]
     if merge and adapter_of(model) is not None:
         allowed.append(TOLERANCE["merged"])
@@ -238,7 +238,7 @@ def allowed_difference(model: PreTrainedModel, dtype: str, merge: bool) -> float
 
 
 def compare(live: torch.Tensor, tolerance: float, model: PreTrainedModel, folder: Path, example: torch.Tensor) -> None:
-    """Raises RunError unless the folder's model gives the `live` logits on `example`."""
+    """Raises RunError unless the reloaded model's logits on `example` match `live` within the tolerance."""
     loaded = logits(load_exported(folder, like=model).to(model.device), example)
     difference = (live - loaded).abs().max().item()
     if not difference <= tolerance * max(1.0, live.abs().max().item()):
@@ -249,10 +249,10 @@ def compare(live: torch.Tensor, tolerance: float, model: PreTrainedModel, folder
 
 
 def load_exported(folder: Path, like: PreTrainedModel) -> PreTrainedModel:
-    """An exported folder in fp32, its adapter on a base stored as that of `like`."""
+    """Loads an exported folder in fp32; an adapter gets a base quantized like that of `like`."""
     if is_exported(folder):
         return memory_export.load(folder, dtype=torch.float32)
-    if like.is_remote_code():  # the source beside the weights is that of this class
+    if like.is_remote_code():  # the exported source code is that of this class
         return type(like).from_pretrained(folder, dtype=torch.float32)
     if not (folder / "adapter_config.json").exists():
         return auto_class(has_scalar_head(like)).from_pretrained(folder, dtype=torch.float32)
@@ -264,5 +264,5 @@ def load_exported(folder: Path, like: PreTrainedModel) -> PreTrainedModel:
     model = load_adapter(folder, dtype=torch.float32, **options)
     if has_scalar_head(like):
         model.config.get_text_config().pad_token_id = padding_of(like)
-    make_trainable_on_cpu(model)  # the other way to compute needs widths that divide by 64
+    make_trainable_on_cpu(model)  # the AVX512-BF16 kernel needs widths divisible by 64
     return model

@@ -1,4 +1,4 @@
-"""README.md of an exported folder: a model card with the hub's metadata, from the run's config and its validations."""
+"""The README.md of an export: a model card with hub metadata, from the run's config and its validation scores."""
 
 import json
 from importlib.metadata import version
@@ -20,7 +20,7 @@ from lmtrain.terminal import visible
 _DONE = {"causal_lm": "pretrained", "sft": "fine-tuned on conversations", "dpo": "tuned on preferences",
          "reward": "which gives answers rewards, trained on preferences"}  # fmt: skip
 _FURTHER = {**_DONE, "causal_lm": "trained further"}
-# Rows of the table of settings: what, and its key.
+# Rows of the settings table: label and config key.
 _SETTINGS = (
     ("steps", "trainer.max_steps"), ("rows a step", "data.global_batch_size"), ("tokens a row", "data.seq_len"),
     ("optimizer", "optimizer.name"), ("learning rate", "optimizer.lr"), ("schedule", "schedule.name"),
@@ -39,10 +39,10 @@ def write(folder: Path, run_config: Path, *, chat: bool, parameters: int, step: 
     """Writes <folder>/README.md.
 
     Args:
-        run_config: config.yaml in the run's folder, where metrics.jsonl lies beside.
-        chat: the tokenizer has a chat template.
-        parameters: numbers in the model, its base included.
-        step: of the exported weights; None for the last one validated.
+        run_config: config.yaml in the run's folder, next to metrics.jsonl.
+        chat: whether the tokenizer has a chat template.
+        parameters: number of parameters, including those of an adapter's base.
+        step: the step of the exported weights; None for the last validated step.
     """
     adapter = (folder / "adapter_config.json").exists()
     config = shown_in(yaml.safe_load(read_regular(run_config)))
@@ -94,7 +94,7 @@ def _metadata(config: dict[str, Any], name: str, scores: dict[str, Any], adapter
 
 
 def _hub_name(name: Any) -> str | None:
-    """A name that the hub may have; None for a folder on this machine, whose path stays private."""
+    """Returns the name if it is a valid hub name; None for an existing local folder, whose path stays private."""
     if not isinstance(name, str) or Path(name).expanduser().exists():
         return None
     try:
@@ -105,7 +105,7 @@ def _hub_name(name: Any) -> str | None:
 
 
 def _scores(metrics: Path, step: int | None) -> dict[str, Any]:
-    """`step` and the val/ numbers of the validation there, or of the last one; empty where there is none."""
+    """Returns step and val/ metrics of the validation at `step` (None: the last one); empty if there is none."""
     found: dict[str, Any] = {}
     for row in read_jsonl(metrics):
         numbers = {k: v for k, v in row.items() if k.startswith("val/") and isinstance(v, int | float)}
@@ -132,18 +132,18 @@ def _data_name(config: dict[str, Any]) -> Any:
     if not path:
         return _at(config, "data.name") or _at(config, "data.source")
     data = path if isinstance(path, str) else " and ".join(map(str, path))
-    # Of an address without the signature that may follow it: it would let others in.
+    # Only the path of a URL: its query may contain a signature that grants access.
     return Path(urlsplit(data).path if "://" in data else data).name
 
 
 def brings_code(folder: Path) -> bool:
-    """Whether a model folder holds the source of its class, which transformers runs where it is trusted."""
+    """Returns whether a model folder contains its own modeling code, which transformers runs only if trusted."""
     path = folder / "config.json"
     return path.exists() and "auto_map" in json.loads(path.read_text(encoding="utf-8"))
 
 
 def reader(folder: Path) -> str:
-    """What loads an exported folder."""
+    """Returns the call that loads an exported folder."""
     if (folder / "modeling_memory.py").exists():
         return "AutoModelForCausalLM.from_pretrained with trust_remote_code=True"
     package, cls = loading_class(folder)
@@ -162,7 +162,7 @@ def _use(folder: Path, chat: bool, own_code: bool) -> str:
     )
     own = f"from {package} import {cls}\nfrom transformers import AutoTokenizer"
     imports = own if package == "peft" else f"from transformers import {cls}, AutoTokenizer"
-    trust = ", trust_remote_code=True" if own_code else ""  # runs the code in this folder
+    trust = ", trust_remote_code=True" if own_code else ""  # lets transformers run the code in this folder
     given = 'input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]'
     return (
         f"```python\n{imports}\n\n"
@@ -220,7 +220,7 @@ def _table(rows: list[tuple[str, Any]]) -> str:
 
 
 def _at(config: dict[str, Any], key: str) -> Any:
-    """The value of a dotted key, None where it is absent."""
+    """Returns the value of a dotted key, or None if it is absent."""
     node: Any = config
     for part in key.split("."):
         node = node.get(part) if isinstance(node, dict) else None
@@ -228,6 +228,6 @@ def _at(config: dict[str, Any], key: str) -> Any:
 
 
 def _plain(value: Any) -> str:
-    """One line of text that is not markup of a table, of code or of HTML."""
+    """Returns the value as one line of text, with the markup of tables, code and HTML neutralized."""
     text = " ".join(visible(str(value)).split())
     return text.replace("|", "\\|").replace("`", "'").replace("<", "&lt;")

@@ -1,7 +1,7 @@
-"""A yaml that is named on the command line, `train my.yaml`: its keys as overrides, below those that are typed.
+"""Reads a yaml file named on the command line, `train my.yaml`, as overrides; typed overrides take precedence.
 
 The file is an experiment, with or without `# @package _global_`: its groups choose options, its keys set values. It may
-do what an experiment may (config/trust.py). Keys of other programs are all answered in one message.
+do what an experiment may (config/trust.py). All keys of other programs are reported in one error message.
 """
 
 import functools
@@ -20,7 +20,7 @@ from lmtrain.errors import UserError
 from lmtrain.files import read_regular
 
 _WHOLE = ("objective", "model", "data", "optimizer", "trainer", "run")  # sections that a run's config.yaml has
-_THEIRS = {  # a key that only one program has, and its name
+_THEIRS = {  # keys that only one other program has, and its name
     "base_model": "axolotl", "micro_batch_size": "axolotl", "sequence_len": "axolotl",
     "finetuning_type": "LLaMA-Factory", "cutoff_len": "LLaMA-Factory", "stage": "LLaMA-Factory",
     "template": "LLaMA-Factory", "dataset_name": "TRL", "model_name_or_path": "transformers",
@@ -29,7 +29,7 @@ _THEIRS = {  # a key that only one program has, and its name
 
 
 def parsed(path: Path) -> dict[str, Any]:
-    """The keys of the file; UserError where it can't be read or holds none."""
+    """Returns the keys of the file; raises UserError if it can't be read or has none."""
     try:
         text = read_regular(path)
     except (OSError, UnicodeDecodeError) as error:
@@ -41,19 +41,19 @@ def parsed(path: Path) -> dict[str, Any]:
 
 
 def is_whole(tree: Mapping[str, Any]) -> bool:
-    """Whether these are all keys of a run, as its config.yaml has them, to which nothing is added."""
+    """Returns whether these keys are a run's complete config, as in its config.yaml, without defaults to add."""
     return all(isinstance(tree.get(section), dict) and "_self_" not in tree for section in _WHOLE) and "seed" in tree
 
 
 def as_words(tree: Mapping[str, Any], path: Path, groups: Sequence[str], typed: Sequence[str]) -> list[str]:
-    """The file's keys as overrides, groups first.
+    """Converts the file's keys to overrides, groups first.
 
     Args:
-        groups: names of the groups of options.
-        typed: what the user typed, which may open what the file says.
+        groups: names of the config groups.
+        typed: the typed overrides, which may permit what the file asks for (config/trust.py).
 
     Raises:
-        UserError: keys are those of another program, or it opens what only the user may.
+        UserError: the file has keys of Hydra's own or of another program, or permits what only the user may permit.
     """
     if "hydra" in tree:
         raise UserError(f"{path} has keys of Hydra's own (hydra), which a file that is named alone may not: type them")
@@ -67,13 +67,13 @@ def as_words(tree: Mapping[str, Any], path: Path, groups: Sequence[str], typed: 
 
 
 def refuse(composed: DictConfig, words: Sequence[str], typed: Sequence[str], path: Path) -> None:
-    """Raises UserError where the file reads the environment, or says where to write outside, and nobody vouches."""
+    """Raises UserError if an untrusted file reads the environment, or names an address or an outside place to write."""
     environment.refuse_words(composed, words, typed, path)
     places.refuse_words(composed, words, typed, path)
 
 
 def _of_defaults(entries: Any, groups: Sequence[str], path: Path) -> Iterator[str]:
-    """Options that a defaults list chooses: `- override /model: gpt_small`, or without the first words."""
+    """Yields the options that a defaults list chooses: `- override /model: gpt_small`, or without `override /`."""
     for entry in entries or ():
         if entry == "_self_":
             continue
@@ -88,7 +88,7 @@ def _of_defaults(entries: Any, groups: Sequence[str], path: Path) -> Iterator[st
 
 
 def _choice(group: str, option: str, path: Path) -> str:
-    """group=option, where the option is a name; a path would lead out of the folders of configs."""
+    """Returns group=option; raises UserError if the option is a path out of the config folders, except for a model."""
     is_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)*", option, re.ASCII) and ".." not in option.split("/")
     if not is_name and (group != "model" or "$" in option):
         raise UserError(f"{path}: {group}: {option} is not a name of an option")
@@ -107,7 +107,7 @@ def _of_keys(tree: Mapping[Any, Any], known: Mapping[str, str], groups: Sequence
 
 
 def _leaves(tree: Mapping[Any, Any], known: Mapping[str, str], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys down to those that the schema knows, or that hold no mapping."""
+    """Yields dotted keys with their values, down to keys that the schema knows or that hold no mapping."""
     for key, value in tree.items():
         dotted = f"{prefix}{key}"
         is_section = isinstance(value, dict) and value and not (dotted in known and "." in dotted)
@@ -118,15 +118,15 @@ def _leaves(tree: Mapping[Any, Any], known: Mapping[str, str], prefix: str = "")
 
 
 def _text(value: Any, where: str) -> str:
-    """A text as Hydra's grammar reads it back; interpolations stay what they are."""
+    """Quotes a string so that Hydra's grammar reads it back unchanged; interpolations are kept."""
     if not isinstance(value, str):
         raise UserError(f"{where} is {type(value).__name__} {value}: put it between quotes")
-    single = "${" in value and '"' in value and "'" not in value  # quotes inside are not read through escapes there
+    single = "${" in value and '"' in value and "'" not in value  # Hydra reads no escaped quotes inside of ${...}
     return f"'{value}'" if single else quoted(value)
 
 
 def _refuse_foreign(keys: Mapping[Any, Any], known: Mapping[str, str], groups: Sequence[str], path: Path) -> None:
-    """Raises UserError that lists what each key of another program is called here."""
+    """Raises UserError if there are keys of another program, with the equivalent here of each."""
     answers, ours = list[tuple[str, str]](), set[str]()
     for dotted, value in _leaves(keys, known):
         section = dotted.partition(".")[0]
@@ -149,6 +149,6 @@ def _refuse_foreign(keys: Mapping[Any, Any], known: Mapping[str, str], groups: S
 
 
 def _is_theirs(dotted: str) -> bool:
-    """Whether a key in a section of ours is a word of others that compose would refuse one at a time."""
+    """Returns whether a key in a section of ours is another program's; compose would report only one at a time."""
     here = used_here(dotted, ())
     return here is not None and here.partition(" ")[0] != dotted

@@ -1,4 +1,4 @@
-"""What files named alone on the command line are trained as: looks at their names and first rows. Imports no torch."""
+"""Decides how to train on data files named on the command line, by their names and first rows. Imports no torch."""
 
 import itertools
 from collections.abc import Sequence
@@ -18,18 +18,18 @@ from lmtrain.data.sources.tables import read_table
 from lmtrain.errors import UserError
 from lmtrain.first_words.words import Proposal
 
-ROWS = 20  # that are looked at
+ROWS = 20  # first rows that are examined
 _BINS = ("train.bin", "meta.json")
-_RECIPE = {"experiment", "model", "optimizer", "schedule", "tokenizer", "objective", "peft"}  # chosen by the dial
+_RECIPE = {"experiment", "model", "optimizer", "schedule", "tokenizer", "objective", "peft"}  # set by experiment=dial
 _FORMATS = {"pairs": PAIR_FORMATS, "conversations": FORMATS}
-_ANY_TEXT = ("text", "template")  # formats of conversations that fit text for pretraining, too
+_ANY_TEXT = ("text", "template")  # formats of conversations that also fit text for pretraining
 
 
 def propose(paths: Sequence[str], typed: Sequence[str]) -> Proposal:
-    """Objective, reader, columns and length for these files, as overrides that leave alone what is typed.
+    """Proposes objective, reader, columns and run length for these files, as overrides that respect typed ones.
 
     Raises:
-        UserError: the files are not there, or hold nothing to train on.
+        UserError: the files don't exist, or hold nothing to train on.
     """
     found = _propose(paths, typed)
     option = typed_keys(found.overrides).get("data")
@@ -97,7 +97,7 @@ def _of_rows(rows: list[dict[str, Any]], named: str, own: list[str], typed: Sequ
 
 
 def _from_scratch(model: str) -> list[str]:
-    """What a model that starts from scratch lacks for conversations: a tokenizer that exists, and a template."""
+    """Returns overrides for what conversations need of a model from scratch: length, chat template and tokenizer."""
     if not model or "/" in model or model == "pretrained" or Path(model).is_dir():
         return []
     own = ["data.seq_len=${model.max_position_embeddings}", "data.chat_template=alpaca"]
@@ -105,7 +105,7 @@ def _from_scratch(model: str) -> list[str]:
 
 
 def recipe_of(columns: Sequence[str], rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """The entry of recipes.yaml for rows with these columns; None for text."""
+    """Returns the entry of recipes.yaml for rows with these columns, or None for text."""
     recipes = yaml.safe_load(Path(__file__).with_name("recipes.yaml").read_text(encoding="utf-8"))
     return next((recipe for recipe in recipes if _fits(recipe, columns, rows)), None)
 
@@ -121,7 +121,7 @@ def _fits(recipe: dict[str, Any], columns: Sequence[str], rows: Sequence[dict[st
 def _text(
     rows: list[dict[str, Any]], columns: list[str], named: str, own: list[str], keys: dict[str, str], format: str
 ) -> Proposal:
-    """The longest column of text."""
+    """Proposes to train on the text of data.text_column, or else of the column with the most text."""
     option = "parquet" if format in ("parquet", "arrow") else "jsonl"
     if "data.text_column" in keys:
         return Proposal([f"data={option}", *own], f"{named}: text of the column {keys['data.text_column']}")

@@ -1,7 +1,7 @@
 """Bare words on the command line: a run or a hub name for the verbs that read a model, data or a config for the others.
 
-`chat outputs/first` is `chat run_dir=outputs/first`, and `train my_book.txt` is `train data.path=my_book.txt`. A word
-that is neither is answered with the command that was probably meant. Imports no torch.
+`chat outputs/first` is `chat run_dir=outputs/first`, and `train my_book.txt` is `train data.path=my_book.txt`. Any
+other word raises a UserError with the command that was probably meant. Imports no torch.
 """
 
 import difflib
@@ -19,19 +19,19 @@ from lmtrain.errors import UserError
 
 OF_MODELS = ("chat", "evaluate", "generate", "export")  # their first word is a run, a folder or a hub name
 CONFIGS = (".yaml", ".yml")
-SHORT_NAMES = {  # models of the hub that people name without their owner
+SHORT_NAMES = {  # hub models that users name without the owner
     "gpt2": "openai-community/gpt2", "gpt2-medium": "openai-community/gpt2-medium",
     "gpt2-large": "openai-community/gpt2-large", "gpt2-xl": "openai-community/gpt2-xl",
     "distilgpt2": "distilbert/distilgpt2", "openai-gpt": "openai-community/openai-gpt",
 }  # fmt: skip
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
-_KEY = re.compile(r"[~+]*[\w./@-]+", re.ASCII)  # what stands before the = of an override
+_KEY = re.compile(r"[~+]*[\w./@-]+", re.ASCII)  # the part of an override before the =
 _GROUPS = ("experiment", "model", "objective", "data", "peft", "optimizer", "tokenizer", "schedule", "debug", "sweep")
 
 
 @dataclass
 class Proposal:
-    """What a file of data is trained as: overrides, and one line that says so."""
+    """How to train on data files: overrides, and one line that describes them."""
 
     overrides: list[str]
     says: str
@@ -39,17 +39,17 @@ class Proposal:
 
 @dataclass
 class Read:
-    """A command line with its bare words read."""
+    """A command line whose bare words have been replaced by overrides."""
 
-    overrides: list[str]  # all, those of a config file first
-    typed: list[str]  # without those of a config file
-    instead: dict[str, list[str]] = field(default_factory=dict)  # bare word: the overrides it stands for
+    overrides: list[str]  # all overrides, those of a config file first
+    typed: list[str]  # the overrides without those of a config file
+    instead: dict[str, list[str]] = field(default_factory=dict)  # bare word -> the overrides that replace it
     says: str = ""
-    config: Path | None = None  # a yaml that was named
+    config: Path | None = None  # the yaml file that was named
 
 
 def is_bare(word: str) -> bool:
-    """Whether a word is neither key=value nor ~key; a text that holds = somewhere is bare."""
+    """Returns whether a word is neither key=value nor ~key; a text with = after something else than a key is bare."""
     key, sign, _ = word.partition("=")
     return not word.startswith("~") and (not sign or not _KEY.fullmatch(key))
 
@@ -61,15 +61,15 @@ def read(
     propose: Callable[[Sequence[str], Sequence[str]], Proposal],
     file_words: Callable[[Path, Sequence[str]], list[str]],
 ) -> Read:
-    """The overrides that the words of a verb stand for.
+    """Converts the words after a verb to overrides.
 
     Args:
-        folders: of options.
-        propose: what files of data are trained as, given the other words.
-        file_words: the overrides of a yaml, given the other words.
+        folders: the folders of config groups and their options.
+        propose: proposes how to train on data files, given the other overrides.
+        file_words: returns the overrides of a yaml file, given the typed overrides.
 
     Raises:
-        UserError: a word is nothing that the verb takes; the message has the command that was probably meant.
+        UserError: the verb doesn't accept a word; the message has the command that was probably meant.
     """
     bare, typed = [w for w in words if is_bare(w)], [w for w in words if not is_bare(w)]
     if not bare:
@@ -106,7 +106,7 @@ def _holds_model(path: Path) -> bool:
 
 
 def _of_model(verb: str, bare: list[str], typed: list[str]) -> dict[str, list[str]]:
-    """The first word as run_dir, the second as the prompt of `generate`."""
+    """Maps the first word to run_dir, and the second to generate.prompt or, for `chat`, to chat.against."""
     first, *rest = bare
     keys = typed_keys(typed)
     if "run_dir" in keys:
@@ -135,7 +135,7 @@ def _too_many(verb: str, model: str, rest: list[str]) -> str:
 
 
 def _model_of(verb: str, word: str, rest: list[str]) -> str:
-    """The word, if it is a folder or can be a name of the hub."""
+    """Returns the word if it is a folder or may be a hub name; raises UserError otherwise."""
     path = Path(word).expanduser()
     if path.is_dir():
         if verb == "export" and not (path / "config.yaml").is_file():
@@ -165,14 +165,14 @@ def _model_of(verb: str, word: str, rest: list[str]) -> str:
 
 
 def newest_run(root: Path = Path("outputs")) -> str | None:
-    """The run below `root` that changed last."""
+    """Returns the run folder in `root` whose config.yaml changed last, or None if there is none."""
     runs = [p.parent for p in root.glob("*/config.yaml")]
     newest = max(runs, key=lambda p: p.stat().st_mtime, default=None)
     return None if newest is None else str(newest)
 
 
 def _nearest(path: Path) -> str | None:
-    """The path with the nearest name in its folder."""
+    """Returns the path in the same folder whose name is most similar, or None."""
     if not path.parent.is_dir():
         return None
     names = [p.name for p in path.parent.iterdir() if not p.name.startswith(".")]
@@ -181,7 +181,7 @@ def _nearest(path: Path) -> str | None:
 
 
 def _no_data(verb: str, word: str, bare: list[str], folders: Sequence[Path]) -> str:
-    """The message for a word that names no data, with the command that was probably meant."""
+    """Returns the message for a word that names no data, with the command that was probably meant."""
     command, path = f"python -m lmtrain.{verb}", Path(word).expanduser()
     if path.is_dir():
         return _a_model(command, word, path)
@@ -217,7 +217,7 @@ def _no_data(verb: str, word: str, bare: list[str], folders: Sequence[Path]) -> 
 
 
 def _a_model(command: str, word: str, path: Path) -> str:
-    """For a folder that holds a run or a model, where data was expected."""
+    """Returns the message for a folder that holds a run or a model where data was expected."""
     from_it = f"{command} model={word} data.path=YOUR_TEXT"
     if not (path / "config.yaml").is_file():
         return f"{word} holds a model; to train from it: {from_it}"
@@ -236,7 +236,7 @@ def _python(command: str, word: str, path: Path, recipe: str, folders: Sequence[
 
 
 def _as_key(word: str, bare: list[str]) -> str | None:
-    """key=value for a key of ours, or of another project, that was typed without the sign."""
+    """Returns key=value for a key of lmtrain or another project that was typed without =, or None."""
     names = {key.name for key in all_keys()}
     here = word if word in names else used_here(word, names)
     if here is None:

@@ -1,4 +1,4 @@
-"""What `lmtrain chat` does: a conversation, turn by turn, in the model's own template, each answer as it is written."""
+"""The `lmtrain chat` command: a conversation in the model's own chat template, with streamed answers."""
 
 import json
 import sys
@@ -22,7 +22,7 @@ from lmtrain.terminal import quiet_libraries, visible
 
 
 class Streamer(TextStreamer):
-    """Hands on whole words of the answer as they come, without what would steer a terminal."""
+    """A streamer that passes each finished word of the answer to `write`, with terminal control characters replaced."""
 
     def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -33,7 +33,7 @@ class Streamer(TextStreamer):
 
 
 class Talk:
-    """Turns so far, and the model that answers. One without a chat template continues each text that it is given."""
+    """A conversation: its turns and the model that answers. Without a chat template the model continues each text."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, settings: GenerateConfig, seed: int) -> None:
         refuse_denoising(model, "a chat")
@@ -46,17 +46,17 @@ class Talk:
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """All turns so far, with the system turn first if there is one."""
+        """All turns so far, preceded by the system turn if there is one."""
         return [*([{"role": "system", "content": self.system}] if self.system else []), *self.turns]
 
     def reset(self) -> None:
         self.turns = []
 
     def ask(self, text: str, write: Callable[[str], None], say: Callable[[str], None]) -> str:
-        """The answer to `text`, which goes to `write` as it comes; it ends where the model ends its turn.
+        """Returns the answer to `text`, streaming it to `write`; generation stops where the model ends its turn.
 
-        Oldest turns go, and `say` tells so, where the model has no positions for all of them. A turn that could not be
-        answered, or whose answer was interrupted, is forgotten.
+        If the conversation exceeds the model's positions, the oldest turns are dropped and `say` gets a message. If
+        generation fails or is interrupted, the conversation is restored to its state before the call.
         """
         before = list(self.turns)
         self.turns.append({"role": "user", "content": text})
@@ -71,7 +71,7 @@ class Talk:
 
     def _prompt(self, say: Callable[[str], None]) -> list[int]:
         most = positions(self.model)
-        room = most - min(self.settings.max_new_tokens, most // 2)  # of few positions half are the answer's
+        room = most - min(self.settings.max_new_tokens, most // 2)  # if positions are few, half are kept for the answer
         if self.template is None:
             text: list[int] = self.tokenizer(self.turns[-1]["content"])["input_ids"]
             return text[-max(1, room) :]
@@ -98,20 +98,20 @@ class Talk:
                 max_new_tokens=min(g.max_new_tokens, positions(self.model) - len(ids)),
                 pad_token_id=self.tokenizer.eos_token_id,
                 streamer=Streamer(self.tokenizer, write),
-                tokenizer=self.tokenizer,  # for stop strings of the model's own generation config
+                tokenizer=self.tokenizer,  # for stop strings in the model's own generation config
                 **sampling(g.temperature, g.top_k, self.end_ids),
             )
         return str(self.tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True)).strip()
 
     def _rows(self) -> list[dict[str, Any]]:
-        """The conversation, or the texts that were continued, a row each."""
+        """Returns the rows to save: one with the whole conversation, or one per text if there is no chat template."""
         if self.template is not None:
             return [{"messages": self.messages}]
         texts = zip(self.turns[::2], self.turns[1::2], strict=True)
         return [{"text": f"{given['content']} {answer['content']}"} for given, answer in texts]
 
     def save(self, file: str) -> Path:
-        """Adds the conversation to a file of JSON lines, as data=chat_jsonl reads them; UserError where it can't."""
+        """Appends the conversation to a JSON-lines file (readable by data=chat_jsonl); UserError if writing fails."""
         path = Path(file).expanduser().absolute()
         try:
             with path.open("a", encoding="utf-8") as out:
@@ -134,7 +134,7 @@ HELP_OF_TEXT = """this model has no chat template: it continues each text that y
 
 
 def chat(config: Config) -> int:
-    """Reads lines until the end of input and answers each; lines that begin with / are commands."""
+    """Reads lines until the end of input and answers each one; lines that begin with / are commands."""
     quiet_libraries()
     if config.chat.against is not None:
         raise UserError("two models answer side by side on the page only: add --web (chat.web=true)")
@@ -156,7 +156,7 @@ def chat(config: Config) -> int:
 
 
 def turn(talk: Talk, line: str) -> None:
-    """One line of the user's: a command or a question."""
+    """Handles one line of user input: runs a command or answers a question."""
     command, _, rest = line.partition(" ")
     if command == "/reset":
         talk.reset()

@@ -1,6 +1,6 @@
-"""What `lmtrain generate` does: continuations of a prompt, or of many from a file or standard input.
+"""The `lmtrain generate` command: continues one prompt, or many prompts from a file or standard input.
 
-Answers to many prompts are JSON lines, which a command that was killed continues.
+Answers to many prompts are written as JSON lines; the same command resumes the file after it was killed.
 """
 
 import fcntl
@@ -21,7 +21,7 @@ from lmtrain.run_folder import trained
 
 
 def generate(config: Config) -> int:
-    """Prints generate.num_samples continuations of generate.prompt, or answers to it; of many prompts JSON lines."""
+    """Prints generate.num_samples continuations of, or answers to, generate.prompt; JSON lines for a prompts file."""
     terminal.quiet_libraries()
     g, (model, tokenizer) = config.generate, trained.load_asked(config)
     terminal.status.stop()
@@ -42,7 +42,7 @@ def generate(config: Config) -> int:
 
 
 def many(model: Any, tokenizer: Any, config: Config) -> int:
-    """Answers of generate.prompts_file in batches: {"prompt", "sample", "text"}, a line each, in order."""
+    """Answers generate.prompts_file in batches; writes a {"prompt", "sample", "text"} line per answer, in order."""
     g, answers = config.generate, AnswersFile(config.generate.out, config.generate.batch_size)
     asked = [(prompt, i) for prompt in read_prompts(str(g.prompts_file)) for i in range(g.num_samples)]
     for start in range(answers.done, len(asked), g.batch_size):
@@ -55,7 +55,7 @@ def many(model: Any, tokenizer: Any, config: Config) -> int:
 
 
 def as_conversation(tokenizer: Any, config: Config, prompt: str) -> tuple[str | list[int], list[int] | None]:
-    """The prompt as a user's turn and the tokens that end an answer; with generate.chat=false itself, and None."""
+    """Returns the prompt as a user turn and the ids that end an answer; outside a chat, the prompt itself and None."""
     g = config.generate
     if g.chat is False or (g.chat == "auto" and not (prompt and tokenizer.chat_template)):
         return prompt, None
@@ -67,10 +67,10 @@ def as_conversation(tokenizer: Any, config: Config, prompt: str) -> tuple[str | 
 
 
 def read_prompts(name: str) -> Iterator[str]:
-    """The prompts of a file, a line each; of a .jsonl file their "prompt"; of standard input (-) either.
+    """Yields the prompts of a text file (a line each), a .jsonl or .ndjson file ("prompt"), or stdin (-, both formats).
 
     Raises:
-        UserError: the file can't be read, or a line of JSON has no prompt.
+        UserError: the file can't be read, or a line of a JSON-lines file is not JSON or has no prompt.
     """
     try:
         text = sys.stdin.read() if name == "-" else Path(name).expanduser().read_text(encoding="utf-8")
@@ -93,13 +93,13 @@ def _of_json(line: str, where: str) -> str:
 
 
 class AnswersFile:
-    """JSON lines in a file, or printed where there is none; `done` counts those of an earlier command.
+    """A JSON-lines file of answers, or standard output if there is none; `done` counts answers of an earlier command.
 
-    A batch of which a kill left a part is answered again: what is sampled follows from where its batch begins.
+    A batch that a kill left incomplete is generated again as a whole, since the seed depends on the batch's start.
     """
 
     def __init__(self, file: str | None, batch_size: int) -> None:
-        """UserError where the file can't be written, or another command writes it now."""
+        """Raises UserError if the file can't be written, or if another command is writing it."""
         self.name, self.done = file, 0
         self._file = None if file is None else self._open(Path(file).expanduser())
         if self._file is not None:
@@ -112,7 +112,7 @@ class AnswersFile:
         try:
             path.touch()
             file = path.open("r+b")
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends, however it ends
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held until this process ends, however it ends
         except BlockingIOError:
             raise UserError(f"generate.out={path} is being written by another command: wait for it") from None
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Prompts for the samples written during training: the user's, questions of the data, or a piece of its text."""
+"""Prompts for the samples written during training: set by the user, questions of the data, or excerpts of its text."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,21 +16,22 @@ from lmtrain.errors import UserError
 
 @dataclass(frozen=True)
 class Prompt:
-    """`given` is the text to continue, or its token ids; `shown` what a reader sees of it."""
+    """A prompt: `given` is the text to continue or its token ids, `shown` is the text displayed to readers."""
 
     given: str | list[int]
     shown: str
-    reference: str | None = None  # the answer that stands in the data
+    reference: str | None = None  # the answer in the data
 
 
 def prompts_of(settings: SamplesConfig, corpus: Corpus, system_prompt: str | None) -> list[Prompt]:
-    """callbacks.samples.prompts, and of data with answers the first questions of its validation rows.
+    """Returns callbacks.samples.prompts and, for data with answers, the questions of the first validation rows.
 
-    Where data is text and no prompt is set, one is taken from it, or one of each of callbacks.samples.rows rows where
-    metrics compare with what follows. A prompt to a chat model becomes a user's turn.
+    If the data is text and no prompt is set, one prompt is taken from the text, or, if metrics compare with the text
+    that follows, one from each of callbacks.samples.rows rows. A prompt to a chat model becomes a user turn.
 
     Raises:
-        UserError: more rows are asked for than questions are kept, or the chat template takes no such prompt.
+        UserError: more rows are requested than questions are kept, the metrics have nothing to compare with, or the
+            chat template rejects a prompt.
     """
     if corpus.end_ids is None:
         if settings.metrics and corpus.val is not None and not settings.prompts:
@@ -57,13 +58,13 @@ def prompts_of(settings: SamplesConfig, corpus: Corpus, system_prompt: str | Non
 
 
 def a_prompt(rows: Rows, tokenizer: Any, tokens: int = 24) -> str:
-    """The start of the middle row: files tend to begin with a licence, which says little about a model."""
+    """Returns the start of the middle row: files tend to begin with a licence, which says little about a model."""
     batch = rows.read(np.array([[0, len(rows) // 2]]))
     return tokenizer.decode(batch["input_ids"][0, :tokens].tolist(), skip_special_tokens=True)
 
 
 def continuations(rows: Rows, tokenizer: Any, count: int, new_tokens: int, tokens: int = 24) -> list[Prompt]:
-    """The beginnings of rows spread over the split, and as many tokens as are written of what follows in each."""
+    """Returns the beginnings of `count` evenly spaced rows as prompts, with the next `new_tokens` as references."""
     if count < 1:
         raise UserError("callbacks.samples.metrics needs texts to score: set callbacks.samples.rows to 1 or more")
     found = []

@@ -1,4 +1,4 @@
-"""Text from a model: a prompt in, its continuation out, written from left to right or uncovered from masks."""
+"""Text generation: continues prompts from left to right, or by iterative unmasking for masked diffusion models."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,17 +14,17 @@ from lmtrain.models.denoising import mask_token
 
 
 def positions(model: PreTrainedModel) -> int:
-    """Tokens the model can take; without a bound where it has no positions (Mamba)."""
+    """Returns the maximum number of tokens the model accepts, or 2**31 if it has no position limit (Mamba)."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31
 
 
 def settings_of(g: GenerateConfig) -> dict[str, Any]:
-    """Arguments of `sample_texts` that config.generate holds."""
+    """Returns the arguments of `sample_texts` that config.generate sets."""
     return {"max_new_tokens": g.max_new_tokens, "temperature": g.temperature, "top_k": g.top_k}
 
 
 def sample_text(model: PreTrainedModel, tokenizer: Any, prompt: str | list[int], **settings: Any) -> str:
-    """The continuation of one prompt; settings as of `sample_texts`."""
+    """Returns the continuation of one prompt; takes the keyword arguments of `sample_texts`."""
     return sample_texts(model, tokenizer, [prompt], **settings)[0]
 
 
@@ -40,17 +40,17 @@ def sample_texts(
     end_ids: list[int] | None = None,
     together: bool = False,
 ) -> list[str]:
-    """Continuations of prompts (without them), at most max_new_tokens tokens each; temperature 0 is greedy.
+    """Returns the continuations (without the prompts) of up to max_new_tokens tokens each; temperature 0 is greedy.
 
-    A model that predicts masked tokens uncovers each text from masks, one after the other. All others write them as
-    one batch, padded on the left behind a mask: greedy texts are those of each prompt alone. Prompts are cut from the
-    left so that prompt and continuation fit the model's positions. The global random generators are left as they were
-    found.
+    A masked diffusion model generates the texts one after the other. All other models generate them as one batch with
+    left padding and an attention mask, so a greedy text is the same as for its prompt alone. Prompts are truncated on
+    the left so that prompt and continuation fit the model's positions. The state of the global random generators is
+    preserved.
 
     Args:
-        prompts: text, or token ids.
-        end_ids: tokens that end a text; None for those the model's own generation config names.
-        together: all ranks generate the same texts, each holding a part of the model.
+        prompts: texts or lists of token ids.
+        end_ids: ids of the tokens that end a text; None for those in the model's own generation config.
+        together: whether all ranks generate the same texts, each rank holding a shard of the model.
     """
     room = max(1, positions(model) - max_new_tokens)
     rows = [prompt_tokens(tokenizer, prompt)[-room:] for prompt in prompts]
@@ -59,7 +59,7 @@ def sample_texts(
     model.eval()
     if mask_id is None:
         settings = sampling(temperature, top_k, end_ids)
-        # Under synced_gpus none stops before the others: they need its part.
+        # synced_gpus keeps every rank running until all are done, since the others need its shard of the model.
         texts = _continued(model, tokenizer, rows, max_new_tokens, seed, synced_gpus=together, **settings)
     else:
         generator = torch.Generator(model.device).manual_seed(seed)
@@ -84,8 +84,8 @@ def _continued(
             attention_mask=mask,
             max_new_tokens=max(1, min(max_new_tokens, positions(model) - longest)),
             pad_token_id=tokenizer.eos_token_id,
-            remove_invalid_values=True,  # a model whose loss went to nan still gives (meaningless) text, not an error
-            tokenizer=tokenizer,  # for stop strings of the model's own generation config
+            remove_invalid_values=True,  # a model whose loss became NaN gives (meaningless) text, not an error
+            tokenizer=tokenizer,  # for stop strings in the model's own generation config
             **settings,
         )
     return [tokenizer.decode(row, skip_special_tokens=True) for row in output[:, longest:]]
@@ -99,7 +99,7 @@ def _denoised(
     end_ids: list[int] | None,
     **settings: Any,
 ) -> list[str]:
-    """Each text is as long as it may be, and cut at the first token that ends one."""
+    """Generates each text at the full allowed length and truncates it at the first end token."""
     ends = set(end_ids if end_ids is not None else [tokenizer.eos_token_id])
     texts = []
     for row in rows:
@@ -111,7 +111,7 @@ def _denoised(
 
 
 def _check_ids(model: Any, rows: list[list[int]]) -> None:
-    """Raises UserError for an id that the model has no embedding for: its tokenizer is another model's."""
+    """Raises UserError if the model has no embedding for an id, which means that the tokenizer is another model's."""
     highest, known = max(max(row) for row in rows), getattr(model.config, "vocab_size", None)
     if known is not None and highest >= known:
         raise UserError(
@@ -121,15 +121,16 @@ def _check_ids(model: Any, rows: list[list[int]]) -> None:
 
 
 def prompt_tokens(tokenizer: Any, prompt: str | list[int]) -> list[int]:
-    """Ids of a prompt; an empty one is the beginning of a document."""
+    """Returns the ids of a prompt; an empty prompt becomes the end-of-text token, after which a document begins."""
     ids = tokenizer(prompt, add_special_tokens=False)["input_ids"] if isinstance(prompt, str) else prompt
     return ids or [tokenizer.eos_token_id]
 
 
 def sampling(temperature: float, top_k: int | None, end_ids: list[int] | None) -> dict[str, Any]:
-    """Arguments of `generate`: temperature 0 is greedy; end_ids None leaves the ends to the model's own config.
+    """Returns arguments of `generate`; temperature 0 is greedy, end_ids=None uses the model's own generation config.
 
-    One text each, without beams, whatever that config says: a million beams need all memory there is.
+    Beams and the number of texts per prompt are fixed at 1, since a downloaded config could exhaust the memory by
+    asking for a million beams.
     """
     settings: dict[str, Any] = {"do_sample": False, "num_beams": 1, "num_return_sequences": 1}
     if temperature > 0:
@@ -137,7 +138,7 @@ def sampling(temperature: float, top_k: int | None, end_ids: list[int] | None) -
     return settings | ({"eos_token_id": end_ids} if end_ids is not None else {})
 
 
-STEPS = 32  # of a text; with fewer tokens one a step
+STEPS = 32  # denoising steps per text; with fewer new tokens, one step per token
 
 
 @torch.no_grad()
@@ -153,24 +154,24 @@ def denoise(
     generator: torch.Generator,
     steps: int = STEPS,
 ) -> list[int]:
-    """`new_tokens` ids that follow those of the prompt, from masks (Sahoo et al. 2024, arXiv:2406.07524).
+    """Generates `new_tokens` ids after the prompt by iterative unmasking (Sahoo et al. 2024, arXiv:2406.07524).
 
-    Which tokens are uncovered is Nie et al. 2025's choice (arXiv:2502.09992, section 2.4, low-confidence remasking):
-    those whose prediction the model is most confident of.
+    The tokens to unmask are chosen by low-confidence remasking (Nie et al. 2025, arXiv:2502.09992, section 2.4): those
+    whose predictions the model is most confident of.
 
-    Each step predicts all tokens that are still masked, and keeps the share 1 / (steps left) of them whose predictions
-    have the highest probability.
+    Each step predicts all tokens that are still masked and keeps the 1 / (steps left) of them whose predictions have
+    the highest probability.
 
     Args:
-        model: in evaluation mode.
-        mask_id: never predicted.
-        n_ids: ids from here on are no token's, and never predicted.
-        temperature: 0 takes the likeliest token.
-        top_k: draws among the k likeliest; None among all.
-        generator: on the model's device.
+        model: a masked diffusion model in evaluation mode.
+        mask_id: the id of the mask token, which is never predicted.
+        n_ids: the size of the vocabulary; ids from here on belong to no token and are never predicted.
+        temperature: the sampling temperature; 0 takes the most likely token.
+        top_k: samples from the k most likely tokens; None samples from all.
+        generator: a random generator on the model's device.
     """
     ids = torch.tensor([prompt + [mask_id] * new_tokens], device=model.device)
-    masked = torch.zeros_like(ids[0], dtype=torch.bool)  # by place: the prompt may hold the mask's id
+    masked = torch.zeros_like(ids[0], dtype=torch.bool)  # tracked by position, since the prompt may contain mask_id
     masked[len(prompt) :] = True
     steps = min(steps, new_tokens)
     with generation_mode(model):
@@ -187,8 +188,8 @@ def denoise(
 
 
 def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """A token for each row of logits [M, V], int64 [M], and its probability under them, [M]."""
-    probabilities = torch.nan_to_num(logits.softmax(-1), 1.0)  # of a model whose loss went to nan: any token
+    """Returns a token for each row of logits [M, V], int64 [M], and its probability under those logits, [M]."""
+    probabilities = torch.nan_to_num(logits.softmax(-1), 1.0)  # if the loss became NaN, any token will do
     if temperature == 0:
         tokens = probabilities.argmax(-1)
     else:

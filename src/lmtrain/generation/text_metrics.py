@@ -1,4 +1,4 @@
-"""Text metrics of generated answers against references: torchmetrics' by name, or a user's own class."""
+"""Text metrics that compare generated answers with references: named torchmetrics metrics or a user's own class."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from lmtrain.objectives.parts import Definition
 
 
 class ExactMatch(Metric):
-    """The share of answers that are their reference, but for white space around them."""
+    """The share of answers that equal their reference, ignoring leading and trailing white space."""
 
     right: torch.Tensor
     seen: torch.Tensor
@@ -33,13 +33,13 @@ class ExactMatch(Metric):
 
 
 class BertScore(Metric):
-    """BERTScore's F1 (Zhang et al. 2020, arXiv:1904.09675) by the encoder's last layer, mean over the answers.
+    """BERTScore F1 (Zhang et al. 2020, arXiv:1904.09675) with the encoder's last layer, averaged over the answers.
 
-    Each token is matched with the most similar one of the other text. torchmetrics' own mixes up the pairs of a batch
-    (it sorts answers and references by length, each for itself, and doesn't sort them back).
+    Each token is matched with the most similar token of the other text. The implementation of torchmetrics is not used,
+    as it mixes up the pairs of a batch: it sorts answers and references by length separately and does not sort back.
 
     Args:
-        encoder: a hub name or a folder.
+        encoder: hub name or folder of the encoder.
     """
 
     total: torch.Tensor
@@ -54,7 +54,7 @@ class BertScore(Metric):
 
     def update(self, preds: list[str], target: list[str]) -> None:
         for answer, reference in zip(preds, target, strict=True):
-            similar = self._states(answer) @ self._states(reference).T  # [tokens of the answer, of the reference]
+            similar = self._states(answer) @ self._states(reference).T  # [answer tokens, reference tokens]
             if similar.numel():
                 precision, recall = similar.amax(1).mean(), similar.amax(0).mean()
                 self.total += 2 * precision * recall / (precision + recall)
@@ -62,7 +62,7 @@ class BertScore(Metric):
 
     @torch.no_grad()
     def _states(self, text: str) -> torch.Tensor:
-        """Unit vectors of the text's tokens [T, H], without those that the tokenizer adds."""
+        """Returns normalized hidden states of the text's tokens [T, H], without the special tokens of the tokenizer."""
         longest = min(512, self.tokenizer.model_max_length)
         found = self.tokenizer(
             text, return_tensors="pt", truncation=True, max_length=longest, return_special_tokens_mask=True
@@ -83,8 +83,8 @@ NAMED: dict[str, dict[str, Any]] = {
     "rouge2": {"_target_": "torchmetrics.text.ROUGEScore", "rouge_keys": "rouge2"},  # F1 of pairs of words
     "exact_match": {"_target_": "lmtrain.generation.text_metrics.ExactMatch"},
 }
-BERTSCORE = "bertscore:"  # and the encoder's name or folder
-# The one of several numbers that a name stands for.
+BERTSCORE = "bertscore:"  # prefix of the encoder's hub name or folder
+# The reported value of metrics that compute several.
 _CHOSEN = {"rouge": "rougeL_fmeasure", "rouge1": "rouge1_fmeasure", "rouge2": "rouge2_fmeasure"}
 
 _ANSWERS = "answers to prompts with a reference"
@@ -107,7 +107,7 @@ DEFINITIONS = {
 
 
 def _target_of(entry: Any) -> tuple[str, dict[str, Any]]:
-    """Name and class of one of the metrics that are asked for."""
+    """Returns the name and the target (class and arguments) of a requested metric."""
     if not isinstance(entry, str):
         return entry["_target_"].rpartition(".")[2], entry
     if entry.startswith(BERTSCORE):
@@ -117,10 +117,10 @@ def _target_of(entry: Any) -> tuple[str, dict[str, Any]]:
 
 
 class TextMetrics:
-    """The metrics of callbacks.samples.metrics or evaluate.metrics (`key`); a user's own goes by its class's name.
+    """The metrics set by `key`, callbacks.samples.metrics or evaluate.metrics; custom ones are named after their class.
 
     Raises:
-        UserError: one can't be built, two share a name, or one does not take two lists of texts.
+        UserError: a metric can't be built, two share a name, or one does not accept two lists of texts.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class TextMetrics:
                 raise UserError(f"{key} names {name} twice")
             try:
                 self.metrics[name] = build_target(target, key, Metric, allow_target)
-                # The first rank alone scores: a metric that looked for the others would wait for ever.
+                # Only rank 0 computes scores, so a metric that synchronized with the other ranks would wait forever.
                 self.metrics[name].distributed_available_fn = lambda: False
                 self._one(name, ["a word"], ["a word"])
             except OSError as error:
@@ -148,11 +148,11 @@ class TextMetrics:
                 ) from error
 
     def names(self) -> list[str]:
-        """What `score` reports."""
+        """Returns the names of the values that `score` reports."""
         return list(self.score(["a word"], ["a word"])) if self.metrics else []
 
     def score(self, answers: list[str], references: list[str]) -> dict[str, float]:
-        """Each metric over all answers; one that gives several numbers has them as <name>_<number's name>."""
+        """Returns each metric over all answers; several values of one metric are named <metric>_<value's name>."""
         found: dict[str, float] = {}
         for name in self.metrics:
             found |= self._one(name, answers, references)
@@ -161,7 +161,7 @@ class TextMetrics:
     def _one(self, name: str, answers: list[str], references: list[str]) -> dict[str, float]:
         metric = self.metrics[name]
         metric.reset()
-        # These take a list of references for each answer, and a text alone for a list of letters.
+        # These expect a list of references per answer; a plain string would be read as a list of characters.
         several = isinstance(metric, BLEUScore | CHRFScore)
         metric.update(answers, [[r] for r in references] if several else references)
         value = metric.compute()
@@ -173,7 +173,7 @@ class TextMetrics:
 
 
 def mean(value: Any) -> float:
-    """Of numbers of rows, or of one number; of (a number, those of rows), as some metrics give it, the number."""
+    """Returns the mean of a number or of per-row values; of a tuple (total, per-row values), returns the total."""
     if isinstance(value, tuple):
         value = value[0]
     return float(torch.as_tensor(value, dtype=torch.float64).mean())

@@ -1,7 +1,7 @@
-"""`lmtrain chat --web`: a page for one model or two, served to this machine alone.
+"""`lmtrain chat --web`: a chat page for one or two models, served on localhost only.
 
 The page holds the conversation and sends all of it with each question; the answer comes back as server-sent events. Two
-models answer one after the other, as the random numbers of a process are shared.
+models answer one after the other, because they share the random generator of the process.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ try:
 except ImportError as error:
     raise UserError(f'the page needs starlette and uvicorn ({error}): pip install "lmtrain[web]"') from None
 
-_LONGEST = 1_000_000  # bytes of a conversation
+_LONGEST = 1_000_000  # maximum size of a conversation in bytes
 _POLICY = (
     "default-src 'none'; connect-src 'self'; script-src 'nonce-{0}'; style-src 'nonce-{0}'; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'"
@@ -38,11 +38,11 @@ _POLICY = (
 
 
 class _Stopped(Exception):
-    """The page asked for no more of this answer."""
+    """Raised inside the generation thread when the page has closed the connection."""
 
 
 def serve(config: Config) -> int:
-    """Loads run_dir, and chat.against beside it, and answers until Ctrl-C.
+    """Loads the models of run_dir and, if set, chat.against, and serves the page until Ctrl-C.
 
     Raises:
         UserError: a model can't be loaded, or the port is taken.
@@ -71,10 +71,10 @@ def serve(config: Config) -> int:
 
 
 def application(names: list[str], talks: list[Talk], port: int) -> Starlette:
-    """The page at /, what it shows of the models at /models, and answers at /answer.
+    """Builds the web application: the page at /, descriptions of the models at /models, and answers at /answer.
 
     Args:
-        port: that it is served at; requests that name another host or come from another page are refused.
+        port: the port it is served on; requests that name another host or come from another page are refused.
     """
     one_at_a_time = asyncio.Lock()
 
@@ -110,10 +110,10 @@ def application(names: list[str], talks: list[Talk], port: int) -> Starlette:
 
 
 def is_from_here(headers: dict[str, str], port: int, method: str) -> bool:
-    """Whether a request was made by our own page, not by another that a browser of this machine shows.
+    """Returns whether a request comes from our own page and not from another page open in a browser on this machine.
 
-    A page elsewhere whose name is made to point here (DNS rebinding) names its own host, and one that posts to us names
-    its own origin, or can't set the type of what it sends.
+    A foreign page whose domain name resolves to this machine (DNS rebinding) sends its own name in the Host header. A
+    foreign page that posts to this server sends its own Origin header, or can't set the content type to JSON.
     """
     hosts = [f"{name}:{port}" for name in ("127.0.0.1", "localhost")]
     origin = headers.get("origin")
@@ -123,7 +123,7 @@ def is_from_here(headers: dict[str, str], port: int, method: str) -> bool:
 
 
 def _about(name: str, talk: Talk) -> dict[str, Any]:
-    """What the page shows of a model."""
+    """Returns the description of a model that the page displays."""
     parameters = sum(p.numel() for p in talk.model.parameters())
     return {
         "name": name,
@@ -135,7 +135,7 @@ def _about(name: str, talk: Talk) -> dict[str, Any]:
 
 
 def _asked(body: bytes, talks: list[Talk]) -> tuple[Talk, str]:
-    """The conversation that a request holds, as a talk of its own, and its last question."""
+    """Returns the conversation in a request as a separate Talk, and its last question."""
     if len(body) > _LONGEST:
         raise ValueError("it is too long")
     asked = json.loads(body)
@@ -152,7 +152,7 @@ def _asked(body: bytes, talks: list[Talk]) -> tuple[Talk, str]:
 
 
 async def _events(talk: Talk, text: str, one_at_a_time: asyncio.Lock) -> AsyncIterator[str]:
-    """The answer's pieces as {"text"}, notes as {"note"}, what went wrong as {"error"}; {"end"} is the last.
+    """Yields the server-sent events of an answer: {"text"} pieces, {"note"} messages, then {"end"} or {"error"}.
 
     Generation runs in a thread and ends soon after the page has closed the connection.
     """
@@ -172,7 +172,7 @@ async def _events(talk: Talk, text: str, one_at_a_time: asyncio.Lock) -> AsyncIt
             send({"end": True})
         except _Stopped:
             pass
-        except Exception as error:  # whatever it is, the page says it and the next question is answered
+        except Exception as error:  # any error is shown on the page, and later questions still work
             said = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
             loop.call_soon_threadsafe(pieces.put_nowait, {"error": said})
 

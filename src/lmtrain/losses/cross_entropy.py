@@ -1,8 +1,8 @@
 """Cross-entropy as a function of tensors, from hidden states in chunks.
 
-Full logits of a language model are its largest tensor: 64 rows of 1,024 tokens over 50,304 words are 13 GB in fp32,
-held two or three times by the usual loss. Here the logits of one chunk of tokens exist at a time, and the gradient is
-taken while they are there, so backward computes nothing again: three matrix products in all, as with full logits.
+Full logits of a language model are its largest tensor: 64 rows of 1,024 tokens over a vocabulary of 50,304 take 13 GB
+in fp32, held two or three times by the usual loss. Here only the logits of one chunk of tokens exist at a time, and the
+gradient is computed while they do, so backward recomputes nothing: three matrix products in all, as with full logits.
 """
 
 from functools import cache
@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 IGNORE_INDEX = -100
 # fp32 copies of logits are made in blocks of rows of this size, so that on a CPU they stay in its cache. On other
-# devices each block is a round of kernel launches, so there they are larger. Logits that fit in one block of a CPU
-# take the usual path, which is up to 0.2 ms faster there.
+# devices each block costs a round of kernel launches, so blocks are larger there. Logits that fit in one CPU block
+# take the usual path, which is up to 0.2 ms faster for them.
 CPU_BLOCK_BYTES = 8 * 2**20
 DEVICE_BLOCK_BYTES = 128 * 2**20
 
@@ -25,12 +25,12 @@ class CrossEntropy(NamedTuple):
     """Sums over the tokens that carry a label; divide by `n_tokens` for means."""
 
     loss_sum: Tensor  # 0-dim fp32, differentiable: negative log-likelihood, smoothing and z-loss
-    nll_sum: Tensor  # 0-dim fp32, detached: negative log-likelihood alone, what perplexity is made of
+    nll_sum: Tensor  # 0-dim fp32, detached: negative log-likelihood alone, as in perplexity
     n_tokens: Tensor  # 0-dim int64
 
 
 class Terms(NamedTuple):
-    """What the loss of a row of logits is made of, beside its label."""
+    """The options that, besides its label, determine the loss of a row of logits."""
 
     z_loss: float
     label_smoothing: float
@@ -51,21 +51,22 @@ def chunked_cross_entropy(
     logit_scale: float = 1.0,
     compiled: bool = False,
 ) -> CrossEntropy:
-    """Cross-entropy of `logit_scale * (hidden @ weight.T) + bias` against `labels`, never holding all the logits.
+    """Computes cross-entropy of `logit_scale * (hidden @ weight.T) + bias` and `labels`, never holding all the logits.
 
     Per labelled token, with logits x, label y and `lse = logsumexp(x)`:
     `(1 - label_smoothing) * (lse - x[y]) + label_smoothing * (lse - mean(x)) + z_loss * lse**2`
     (label smoothing: Szegedy et al. 2016; z-loss: PaLM, Chowdhery et al. 2022, section 5).
 
-    The gradient is made in the forward and scaled in the backward, which can therefore run once only. Matrix products
-    follow autocast; the softmax, the sums over tokens and the sum of the weight's gradient over chunks are fp32.
+    The gradient is computed in the forward and scaled in the backward, which can therefore run only once. Matrix
+    products follow autocast; the softmax, the sums over tokens and the sum of the weight's gradient over chunks are in
+    fp32.
 
     Args:
         hidden: [N, D], any float dtype.
         weight: [V, D], the output embedding.
         labels: [N] int64 in 0..V-1, or -100 for a token that is not trained on.
         bias: [V].
-        chunk_tokens: tokens whose logits are held at once.
+        chunk_tokens: number of tokens whose logits are held at once.
         logit_softcap: logits become `cap * tanh(x / cap)` (Gemma 2).
         logit_scale: logits are multiplied by it before the bias (Cohere's logit_scale, 1 / Granite's logits_scaling).
         compiled: run the part between the matrix products through torch.compile, one kernel instead of ten.
@@ -85,12 +86,12 @@ def chunked_cross_entropy(
 
 
 def equal_chunk(rows: int, chunk_tokens: int) -> int:
-    """Rows of a chunk where `rows` are cut into chunks of one size, none larger than asked for."""
+    """Returns the size of equal chunks that `rows` are split into, at most `chunk_tokens`."""
     return -(-rows // max(1, -(-rows // chunk_tokens)))
 
 
 def matmul_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    """The dtype the logits are multiplied in: autocast's where it is on."""
+    """Returns the dtype in which logits are multiplied: autocast's if enabled, else that of the promoted inputs."""
     device_type = hidden.device.type
     if torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
@@ -98,7 +99,7 @@ def matmul_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
 
 
 class Logits:
-    """How logits are computed from hidden states, a chunk at a time."""
+    """The computation of logits from hidden states, one chunk at a time."""
 
     def __init__(self, terms: Terms, scale: float, chunk_tokens: int, dtype: torch.dtype, compiled: bool) -> None:
         self.terms, self.scale, self.dtype, self.compiled = terms, scale, dtype, compiled
@@ -109,7 +110,7 @@ class Logits:
         return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
     def inputs(self, hidden: Tensor) -> Tensor:
-        """What the output embedding is multiplied with, [c, D]."""
+        """Returns the scaled and cast hidden states, [c, D], that the output embedding is multiplied with."""
         return (hidden * self.scale if self.scale != 1.0 else hidden).to(self.dtype)
 
     def nll(
@@ -122,10 +123,11 @@ class Logits:
         gradient: bool,
         buffer: Tensor | None = None,
     ) -> Tensor:
-        """Writes losses and negative log-likelihoods into `losses` [2, c]; returns their gradient by the logits [c, V].
+        """Computes the losses of a chunk and returns their gradient with respect to the logits, [c, V].
 
         Args:
-            gradient: whether it is asked for; else what is returned has no meaning.
+            losses: [2, c], into which losses and negative log-likelihoods are written.
+            gradient: whether to compute the gradient; if not, what is returned has no meaning.
             buffer: [n, V] with n >= c, which the logits are written to.
         """
         logits = torch.mm(h, w.t(), out=None if buffer is None else buffer[: h.shape[0]])  # [c, V]
@@ -153,7 +155,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
         for chunk in logits.chunks(rows):
             h = logits.inputs(hidden[chunk])
-            # A row without a label has loss and gradient 0. Its gradient is masked in [c, D], not in [c, V].
+            # A row without a label has loss and gradient 0. Its gradient is masked in [c, D] instead of [c, V].
             labelled = (labels[chunk] != IGNORE_INDEX).unsqueeze(1)  # [c, 1]
             grad_logits = logits.nll(h, w, bias, labels[chunk], losses[:, chunk], gradient, buffer)  # [c, V]
             if grad_hidden is not None:
@@ -180,7 +182,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             raise RuntimeError("chunked_cross_entropy keeps its gradients for one backward; run the forward again")
-        # In place: these tensors are ours, and a second [V, D] would be the largest allocation of the backward.
+        # In place: nothing else holds these tensors, and a second [V, D] would be the backward's largest allocation.
         scaled = [None if g is None else g.mul_(grad_loss) for g in gradients]
         return (*scaled, None, None, None)
 
@@ -194,7 +196,7 @@ class WeightGradient:
         self.product: Tensor | None = None
 
     def add_product(self, gradient: Tensor, h: Tensor) -> None:
-        """Adds the product of [c, V] and [c, D]."""
+        """Adds `gradient.T @ h` for a gradient [c, V] and h [c, D]."""
         if h.dtype != self.dtype and adds_in_fp32(h.device, h.dtype):
             if self.total.numel() == 0:
                 self.total = torch.mm(gradient.t(), h, out_dtype=self.dtype)
@@ -206,7 +208,7 @@ class WeightGradient:
             self.total.addmm_(gradient.t(), h)
         else:
             self.product = torch.mm(gradient.t(), h, out=self.product)
-            # Mixed dtypes add at a quarter of the speed on a CPU; a block at a time is converted in its cache.
+            # A CPU adds mixed dtypes at a quarter of the speed, so one block at a time is converted in its cache.
             block = _block_rows(h.shape[1], h.device)
             for total, product in zip(self.total.split(block), self.product.split(block), strict=True):
                 total += product.to(self.dtype)
@@ -214,9 +216,9 @@ class WeightGradient:
 
 @cache
 def adds_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the product of half-precision matrices can be added to fp32 in one kernel, never rounded in between.
+    """Returns whether a product of half-precision matrices can be added to fp32 in one kernel without being rounded.
 
-    On CUDA, from some release of torch on: it is tried once, on numbers.
+    On CUDA, newer releases of torch can; it is tried once, on numbers.
     """
     if device.type != "cuda":
         return False
@@ -238,7 +240,7 @@ def losses_and_gradient(
 ) -> None:
     """Writes the rows' losses into `losses` [2, c] and, if asked for, their gradient over `logits` [c, V].
 
-    Row 0 of `losses` is the loss with all its terms, row 1 the negative log-likelihood; labels below 0 count as 0.
+    Row 0 of `losses` is the loss with all its terms, row 1 the negative log-likelihood; labels below 0 are read as 0.
     """
     rows = logits.shape[0] if compiled else _block_rows(logits.shape[1], logits.device)
     blocks = zip(logits.split(rows), labels.clamp(min=0).split(rows), losses.split(rows, dim=1), strict=True)
@@ -247,10 +249,10 @@ def losses_and_gradient(
 
 
 def _compiled_block(logits: Tensor, labels: Tensor, terms: Terms, gradient: bool) -> tuple[Tensor, Tensor]:
-    """One kernel for any number of rows: each micro-batch has its own, and a step's last chunk is shorter."""
+    """Runs `_block` as one kernel for any number of rows, which differs by micro-batch and in a step's last chunk."""
     torch._dynamo.maybe_mark_dynamic(logits, 0)
     torch._dynamo.maybe_mark_dynamic(labels, 0)
-    with torch.autocast(logits.device.type, enabled=False):  # which forward has switched off already, backward not
+    with torch.autocast(logits.device.type, enabled=False):  # already disabled in forward, but not in backward
         return _compile_block()(logits, labels, terms, gradient)
 
 
@@ -260,7 +262,7 @@ def _compile_block() -> Any:
 
 
 def _block(logits: Tensor, labels: Tensor, terms: Terms, gradient: bool) -> tuple[Tensor, Tensor]:
-    """(losses, negative log-likelihoods) of rows [b, V], each [b]; puts the gradient in the logits' place if asked."""
+    """Returns (losses, negative log-likelihoods) of rows [b, V], each [b]; if asked, `logits` receives the gradient."""
     y = labels.unsqueeze(1)  # [b, 1]
     x = logits.to(torch.promote_types(logits.dtype, torch.float32))  # [b, V]
     if terms.logit_softcap is not None:
@@ -290,10 +292,10 @@ def _block(logits: Tensor, labels: Tensor, terms: Terms, gradient: bool) -> tupl
 
 
 def _softmax(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(softmax [b, V], logsumexp [b, 1]) of fp32 [b, V].
+    """Returns (softmax [b, V], logsumexp [b, 1]) of fp32 [b, V].
 
-    Compiled, it is written so that nothing of [b, V] is stored: the sums take two passes over the logits and the
-    gradient, computed again, a third. Eagerly that would be three tensors of [b, V], where softmax is one.
+    The compiled form is written so that no [b, V] tensor is stored: the sums take two passes over the logits, and the
+    gradient recomputes them in a third. Run eagerly, that would store three [b, V] tensors, where softmax stores one.
     """
     if torch.compiler.is_compiling():
         largest = x.amax(1, keepdim=True)

@@ -1,7 +1,7 @@
-"""Divergences between a student's and a teacher's next tokens, from hidden states in chunks.
+"""Divergences between a student's and a teacher's next-token distributions, from hidden states in chunks.
 
-Logits are made a chunk of tokens at a time, and made again in the backward, so that the full logits of neither model
-are ever held.
+Logits are computed for one chunk of tokens at a time, and again in the backward pass, so that the full logits of
+neither model are ever held.
 """
 
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 class OutputHead(NamedTuple):
-    """What makes logits of a model's last hidden states."""
+    """The output layer, which turns a model's last hidden states into logits."""
 
     weight: Tensor  # [V, D]
     bias: Tensor | None = None  # [V]
@@ -20,7 +20,7 @@ class OutputHead(NamedTuple):
     softcap: float | None = None
 
     def log_probs(self, hidden: Tensor, vocabulary: int, temperature: float) -> Tensor:
-        """Log-probabilities [N, vocabulary] of the first `vocabulary` tokens among themselves, fp32 or fp64."""
+        """Computes log-probabilities [N, vocabulary], normalised over the first `vocabulary` tokens, fp32 or fp64."""
         logits = (hidden * self.scale) @ self.weight[:vocabulary].t()
         if self.bias is not None:
             logits = logits + self.bias[:vocabulary]
@@ -31,11 +31,11 @@ class OutputHead(NamedTuple):
 
 
 def divergence(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
-    """The generalised Jensen-Shannon divergence of log-probabilities [N, V], in nats, [N].
+    """Computes the generalised Jensen-Shannon divergence of log-probabilities [N, V], in nats, [N].
 
     Agarwal et al. 2024, arXiv:2306.13649, eq. 1, with the mixture `M = beta P + (1 - beta) Q` of teacher P and student
-    Q: `beta KL(P || M) + (1 - beta) KL(Q || M)`. As that vanishes at both ends, beta = 0 is KL(P || Q), the forward
-    one, which covers all that the teacher may say, and beta = 1 is KL(Q || P), which seeks what it mostly says.
+    Q: `beta KL(P || M) + (1 - beta) KL(Q || M)`. This vanishes at both ends, so beta = 0 means KL(P || Q), the forward
+    KL, which covers all that the teacher may say, and beta = 1 means KL(Q || P), which seeks the teacher's main modes.
     """
     if beta == 0:
         return _kl(teacher, student)
@@ -47,7 +47,7 @@ def divergence(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
 
 
 def _kl(p: Tensor, q: Tensor) -> Tensor:
-    """KL(p || q) of log-probabilities, 0 log 0 being 0."""
+    """Computes KL(p || q) from log-probabilities, with 0 log 0 = 0."""
     return (p.exp() * (p - q).masked_fill(p == -torch.inf, 0.0)).sum(-1)
 
 
@@ -62,15 +62,15 @@ def chunked_divergence(
     temperature: float,
     chunk_tokens: int,
 ) -> Tensor:
-    """`divergence` of N tokens, [N], differentiable in the student's hidden states and head.
+    """Computes `divergence` for N tokens, [N], differentiable in the student's hidden states and head.
 
     Args:
         student_hidden: [N, D].
         teacher_hidden: [N, D'].
-        vocabulary: tokens that both know, the first of each: rows beyond it are padding.
+        vocabulary: number of tokens that both models know, first in both vocabularies; rows beyond it are padding.
         beta: 0 to 1.
         temperature: both models' logits are divided by it.
-        chunk_tokens: tokens whose logits are held at once.
+        chunk_tokens: number of tokens whose logits are held at once.
     """
 
     def of_chunk(hidden: Tensor, other: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -84,4 +84,4 @@ def chunked_divergence(
         some = slice(start, start + chunk_tokens)
         inputs = (student_hidden[some], teacher_hidden[some], student.weight, student.bias)
         found.append(checkpoint(of_chunk, *inputs, use_reentrant=False, preserve_rng_state=False))
-    return torch.cat(found) if found else student_hidden.sum(-1)  # of no tokens, with a gradient of nothing
+    return torch.cat(found) if found else student_hidden.sum(-1)  # no tokens: empty, but differentiable

@@ -1,9 +1,9 @@
-"""Log-probabilities of tokens from hidden states in chunks, with a gradient of their own for each token.
+"""Log-probabilities of tokens from hidden states in chunks, with a separate gradient for each token.
 
-A preference loss weighs every answer differently, and only once all log-probabilities are known, so the gradient can't
-be finished in the forward as cross-entropy's is. But a token's log-probability depends on its own hidden state only:
-that gradient is made in the forward, up to a factor, and costs backward nothing. Only an output embedding that is
-trained makes backward compute the logits again.
+A preference loss weights every answer differently, and the weights are known only once all log-probabilities are. So
+the gradient can't be completed in the forward pass as for cross-entropy. But a token's log-probability depends on its
+own hidden state only: that gradient is computed in the forward pass, up to a factor, at no cost in the backward pass.
+Only a trained output embedding makes the backward pass compute the logits again.
 """
 
 from typing import Any
@@ -26,16 +26,16 @@ def chunked_log_probs(
     logit_scale: float = 1.0,
     compiled: bool = False,
 ) -> Tensor:
-    """`log_softmax(logit_scale * (hidden @ weight.T) + bias)` at `targets`, never holding all the logits.
+    """Computes `log_softmax(logit_scale * (hidden @ weight.T) + bias)` at `targets`, never holding all the logits.
 
-    Matrix products follow autocast; the softmax and the sum of the weight's gradient over chunks are fp32.
+    Matrix products follow autocast; the softmax and the sum of the weight's gradient over chunks are in fp32.
 
     Args:
         hidden: [N, D], any float dtype.
         weight: [V, D], the output embedding.
         targets: [N] int64 in 0..V-1.
         bias: [V].
-        chunk_tokens: tokens whose logits are held at once.
+        chunk_tokens: number of tokens whose logits are held at once.
         logit_softcap: logits become `cap * tanh(x / cap)` (Gemma 2).
         logit_scale: logits are multiplied by it before the bias (Cohere's logit_scale, 1 / Granite's logits_scaling).
         compiled: run the part between the matrix products through torch.compile, one kernel instead of ten.
@@ -64,7 +64,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
             if unit_grad is not None:
                 torch.mm(grad_logits, w, out=unit_grad[chunk])
         ctx.logits = logits
-        # Cast weights are made again in backward: a second [V, D] must not live from forward to backward.
+        # Weights are cast again in backward, so that no second [V, D] is kept from forward to backward.
         ctx.save_for_backward(hidden, weight, bias, targets, unit_grad)
         return losses[1].neg_()
 
@@ -86,7 +86,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
             h = logits.inputs(hidden[chunk])
             grad_logits = logits.nll(h, w, bias, targets[chunk], losses[:, chunk], gradient=True)
             g = -grad[chunk]
-            # A factor that all tokens of an answer have in common must not be rounded before it is multiplied.
+            # A factor common to all tokens of an answer must not be rounded before the multiplication.
             grad_weight.add_product(grad_logits, (h * g.unsqueeze(1)).to(logits.dtype))
             if bias is not None:
                 grad_bias = grad_bias + g.to(logits.dtype) @ grad_logits

@@ -1,8 +1,8 @@
-"""Losses over pairs of answers, as functions of summed log-probabilities: DPO and its relatives; or of rewards.
+"""Losses over pairs of answers, as functions of summed log-probabilities (DPO and related losses) or of rewards.
 
-Notation: `w` is the chosen answer, `l` the rejected one, `pi` the policy, `ref` the reference, |y| the tokens of an
-answer. The log-ratio of an answer is `log pi(y|x) - log ref(y|x)`; beta times it is DPO's implicit reward. Every loss
-is of one pair and knows nothing of the other pairs of its batch, so batch splits change nothing.
+Notation: `w` is the chosen answer, `l` the rejected one, `pi` the policy, `ref` the reference, |y| the number of tokens
+of an answer. The log-ratio of an answer is `log pi(y|x) - log ref(y|x)`; beta times it is DPO's implicit reward. The
+loss of a pair doesn't depend on the other pairs of its batch, so batch splits change nothing.
 """
 
 import math
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 
 class Pairs(NamedTuple):
-    """Log-probabilities of P pairs, each summed over the tokens of its answer; all [P] fp32."""
+    """Log-probabilities of P pairs, each summed over the tokens of its answer; all [P], in fp32 or fp64."""
 
     chosen: Tensor
     rejected: Tensor
@@ -26,7 +26,7 @@ class Pairs(NamedTuple):
 
 
 class LossOptions(NamedTuple):
-    """The numbers that shape a loss; each is read only by the losses that say so."""
+    """The numeric options of the losses; an option is read only by the losses that its comment names."""
 
     beta: float = 0.1
     label_smoothing: float = 0.0  # probability that a label is flipped: sigmoid, robust
@@ -37,18 +37,18 @@ class LossOptions(NamedTuple):
 
 
 class PreferenceLosses(NamedTuple):
-    """Per pair, all [P] fp32."""
+    """The losses and rewards of each pair, all [P], in the dtype of the log-probabilities."""
 
     total: Tensor  # differentiable: preference + sft_weight * sft
     preference: Tensor  # detached
     sft: Tensor  # detached: negative log-likelihood of the chosen answer per token
-    # Detached: beta * log-ratio of the answer, without reference its log-probability; for simpo and orpo per token.
+    # Detached: beta times the answer's log-ratio (without a reference, its log-probability; for simpo, orpo per token).
     chosen_rewards: Tensor
     rejected_rewards: Tensor
 
 
 class Ratios(NamedTuple):
-    """What a loss is a function of, [P] each: log-ratios (log-probabilities per token where there is no reference)."""
+    """The arguments of a loss, [P] each: log-ratios (without a reference log-probabilities; simpo, orpo: per token)."""
 
     chosen: Tensor
     rejected: Tensor
@@ -59,7 +59,7 @@ class Ratios(NamedTuple):
 
 
 def sigmoid(r: Ratios, o: LossOptions) -> Tensor:
-    """DPO (Rafailov et al. 2023, arXiv:2305.18290, eq. 7); with label smoothing cDPO (Mitchell 2023).
+    """Computes DPO (Rafailov et al. 2023, arXiv:2305.18290, eq. 7); with label smoothing, cDPO (Mitchell 2023).
 
     `-(1 - eps) log s(beta m) - eps log s(-beta m)` for the margin m and a label that is flipped with probability eps.
     """
@@ -68,29 +68,33 @@ def sigmoid(r: Ratios, o: LossOptions) -> Tensor:
 
 
 def robust(r: Ratios, o: LossOptions) -> Tensor:
-    """rDPO (Chowdhury et al. 2024, arXiv:2403.00409, eq. 12): unbiased where labels are flipped with probability eps.
+    """Computes rDPO (Chowdhury et al. 2024, arXiv:2403.00409, eq. 12).
 
-    `(-(1 - eps) log s(beta m) + eps log s(-beta m)) / (1 - 2 eps)`; eps < 0.5.
+    `(-(1 - eps) log s(beta m) + eps log s(-beta m)) / (1 - 2 eps)`, eps < 0.5: unbiased if labels are flipped with
+    probability eps.
     """
     logit, eps = o.beta * r.margin, o.label_smoothing
     return (-(1 - eps) * F.logsigmoid(logit) + eps * F.logsigmoid(-logit)) / (1 - 2 * eps)
 
 
 def ipo(r: Ratios, o: LossOptions) -> Tensor:
-    """IPO (Azar et al. 2023, arXiv:2310.12036, eq. 17): `(m - 1 / (2 beta))^2`, its tau being beta.
+    """Computes IPO (Azar et al. 2023, arXiv:2310.12036, eq. 17): `(m - 1 / (2 beta))^2`; the paper's tau is beta.
 
-    The paper's results are those of log-ratios per token (its authors to TRL), which length_normalize=auto takes.
+    The paper's results are for log-ratios per token (as its authors told TRL), which length_normalize=auto selects.
     """
     return (r.margin - 1 / (2 * o.beta)).square()
 
 
 def hinge(r: Ratios, o: LossOptions) -> Tensor:
-    """SLiC-HF's hinge (Zhao et al. 2023, arXiv:2305.10425) on DPO's margin (RSO, Liu et al. 2023, arXiv:2309.06657)."""
+    """Computes SLiC-HF's hinge (Zhao et al. 2023, arXiv:2305.10425).
+
+    It is applied to DPO's margin, as in RSO (Liu et al. 2023, arXiv:2309.06657).
+    """
     return F.relu(1 - o.beta * r.margin)
 
 
 def dpop(r: Ratios, o: LossOptions) -> Tensor:
-    """DPO-Positive (Pal et al. 2024, arXiv:2402.13228, eq. 3): a chosen answer that becomes less likely is penalised.
+    """Computes DPO-Positive (Pal et al. 2024, arXiv:2402.13228, eq. 3), which penalises a less likely chosen answer.
 
     `-log s(beta (m - lambda max(0, -chosen log-ratio)))`
     """
@@ -98,18 +102,18 @@ def dpop(r: Ratios, o: LossOptions) -> Tensor:
 
 
 def kto_pair(r: Ratios, o: LossOptions) -> Tensor:
-    """KTO on pairs (Ethayarajh et al. 2024, arXiv:2402.01306, eq. 8), both answers weighing the same.
+    """Computes KTO on pairs (Ethayarajh et al. 2024, arXiv:2402.01306, eq. 8), with equal weight for both answers.
 
-    `(1 - s(beta (chosen - z_l)) + 1 - s(beta (z_w - rejected))) / 2` with reference points z of KL(pi || ref), through
-    which nothing is learned. Each is `max(0, log-ratio)` of the pair's other answer: the paper's estimate over a batch
-    of one, so that the loss of a pair does not depend on the micro-batch it is in.
+    `(1 - s(beta (chosen - z_l)) + 1 - s(beta (z_w - rejected))) / 2` with reference points z of KL(pi || ref), which
+    carry no gradient. Each is `max(0, log-ratio)` of the pair's other answer: the paper's estimate over a batch of one,
+    so that the loss of a pair does not depend on the micro-batch it is in.
     """
     z_chosen, z_rejected = F.relu(r.chosen.detach()), F.relu(r.rejected.detach())
     return (torch.sigmoid(o.beta * (z_rejected - r.chosen)) + torch.sigmoid(o.beta * (r.rejected - z_chosen))) / 2
 
 
 def apo_zero(r: Ratios, o: LossOptions) -> Tensor:
-    """APO-zero (D'Oosterlinck et al. 2024, arXiv:2408.06266, eq. 7): chosen answers up, rejected ones down.
+    """Computes APO-zero (D'Oosterlinck et al. 2024, arXiv:2408.06266, eq. 7): chosen answers up, rejected ones down.
 
     For chosen answers that are better than the model's: `1 - s(beta chosen) + s(beta rejected)`
     """
@@ -117,7 +121,7 @@ def apo_zero(r: Ratios, o: LossOptions) -> Tensor:
 
 
 def apo_down(r: Ratios, o: LossOptions) -> Tensor:
-    """APO-down (D'Oosterlinck et al. 2024, arXiv:2408.06266, eq. 8): both down, rejected ones further.
+    """Computes APO-down (D'Oosterlinck et al. 2024, arXiv:2408.06266, eq. 8): both answers down, rejected ones further.
 
     For chosen answers that are worse than the model's: `s(beta chosen) + 1 - s(beta m)`
     """
@@ -125,7 +129,7 @@ def apo_down(r: Ratios, o: LossOptions) -> Tensor:
 
 
 def simpo(r: Ratios, o: LossOptions) -> Tensor:
-    """SimPO (Meng et al. 2024, arXiv:2405.14734, eq. 6), on log-probabilities per token, without a reference.
+    """Computes SimPO (Meng et al. 2024, arXiv:2405.14734, eq. 6) from log-probabilities per token without a reference.
 
     `-log s(beta (log pi(w)/|w| - log pi(l)/|l|) - gamma)`
     """
@@ -133,7 +137,7 @@ def simpo(r: Ratios, o: LossOptions) -> Tensor:
 
 
 def orpo(r: Ratios, o: LossOptions) -> Tensor:
-    """ORPO (Hong et al. 2024, arXiv:2403.07691, eq. 6-7), on log-probabilities per token, without a reference.
+    """Computes ORPO (Hong et al. 2024, arXiv:2403.07691, eq. 6-7) from log-probabilities per token without a reference.
 
     `-log p(w) - beta log s(log odds(w) - log odds(l))` with `p(y) = exp(log pi(y) / |y|)` and `odds = p / (1 - p)`;
     the paper's lambda is beta. Its first term is the SFT loss, so it needs no sft_weight.
@@ -143,16 +147,16 @@ def orpo(r: Ratios, o: LossOptions) -> Tensor:
 
 
 def _log_odds(log_p: Tensor) -> Tensor:
-    """log(p / (1 - p)) from log p < 0, without cancellation near p = 1."""
+    """Computes log(p / (1 - p)) from log p < 0, without cancellation near p = 1."""
     log_p = log_p.clamp(max=-torch.finfo(log_p.dtype).eps)  # p = 1 has no finite odds
     return log_p - (-torch.expm1(log_p)).log()
 
 
 class Loss(NamedTuple):
-    """A loss by name."""
+    """A preference loss and its properties."""
 
     function: Callable[[Ratios, LossOptions], Tensor]
-    at_zero: Callable[[LossOptions], float] | None  # its value where policy and reference agree; None: no reference
+    at_zero: Callable[[LossOptions], float] | None  # its value if policy and reference agree; None: no reference
     per_token: bool = False  # whether its paper takes log-probabilities per token
 
     @property
@@ -174,16 +178,16 @@ LOSSES: dict[str, Loss] = {
 }
 
 
-REFERENCE_FREE = ("sigmoid",)  # of the losses with a reference those that mean something without
+REFERENCE_FREE = ("sigmoid",)  # losses with a reference that are also defined without one
 
 
 def preference_losses(name: str, pairs: Pairs, options: LossOptions) -> PreferenceLosses:
-    """The loss called `name` of each pair, with the SFT term of RPO (Pang et al. 2024, arXiv:2404.19733, eq. 2).
+    """Computes the loss called `name` of each pair, with RPO's SFT term (Pang et al. 2024, arXiv:2404.19733, eq. 2).
 
-    Without a reference sigmoid takes it for one that finds all answers equally likely, as "reference-free" DPO does:
+    Without a reference, sigmoid assumes one that finds all answers equally likely, as "reference-free" DPO does:
     `-log s(beta (log pi(w) - log pi(l)))`.
 
-    Raises KeyError for an unknown name, ValueError where a reference is missing.
+    Raises KeyError for an unknown name, ValueError if the loss needs a reference and there is none.
     """
     loss = LOSSES[name]
     sft = -pairs.chosen / pairs.chosen_tokens
@@ -214,16 +218,16 @@ def _per_token(ratios: Ratios, pairs: Pairs) -> Ratios:
 
 
 def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | None, centring: float) -> Tensor:
-    """A reward model's loss of each pair, [P]: `-log s(chosen - rejected - margin) + centring (chosen + rejected)^2`.
+    """Computes a reward model's loss of each pair, [P].
 
-    A pair says nothing of rewards that both are larger by: the second term holds their sum near 0 (Eisenstein et al.
-    2023, arXiv:2312.09244).
+    It is `-log s(chosen - rejected - margin) + centring (chosen + rejected)^2`. A constant added to both rewards leaves
+    the first term unchanged, so the second keeps their sum near 0 (Eisenstein et al. 2023, arXiv:2312.09244).
 
     Args:
-        chosen: [P] rewards of the answers that were preferred.
-        rejected: [P] of the others.
-        margin: [P], by how much rewards should differ at least; None: 0.
-        centring: weight of the second term, 0.01 there.
+        chosen: [P] rewards of the preferred answers.
+        rejected: [P] rewards of the others.
+        margin: [P], by how much the rewards should differ at least; None: 0.
+        centring: weight of the second term; 0.01 in that paper.
     """
     difference = chosen - rejected if margin is None else chosen - rejected - margin
     return -F.logsigmoid(difference) + centring * (chosen + rejected).square()

@@ -1,1 +1,1 @@
-"""Presets to transformers models: building them, our attention function, the wrapper that returns the loss."""
+"""Building transformers models from presets, lmtrain's attention function, and the wrapper that returns the loss."""

@@ -1,8 +1,8 @@
 """Causal attention for transformers' models, with or without several documents in a row.
 
-transformers calls the function registered here in place of its own and, because no mask function goes with the name,
-builds no mask: where every token sees all before it, none is needed. Packed documents reach it as `Documents`,
-handed to the model's forward as the keyword `documents`, which transformers passes on to every attention layer.
+transformers calls the function registered here in place of its own. It builds no mask, because no mask function is
+registered under this name; plain causal attention needs none. Packed documents are passed as `Documents` to the
+model's forward, in the keyword `documents`, which transformers passes on to every attention layer.
 """
 
 import inspect
@@ -21,24 +21,24 @@ from lmtrain.models.context import CONTEXT, Context
 from lmtrain.models.documents import Documents, causal_mask
 
 NAME = "lmtrain"  # the attn_implementation of models built here; transformers never writes it into config.json
-# Tokens of a row x width of a head from which a CPU trains attention faster in half precision than in fp32,
-# on one thread: fp32 takes 0.2 of the time at 64 x 32, 0.35 to 0.5 at 128, 0.75 at 256 x 32, but 1.2 at 256 x 64.
+# The product of row length and head width from which a CPU trains attention faster in half precision than in fp32.
+# On one thread fp32 takes 0.2 of the time at 64 x 32, 0.35 to 0.5 at 128, 0.75 at 256 x 32, but 1.2 at 256 x 64.
 CPU_HALF_PRECISION_FROM = 256 * 64
-FEWER_KEY_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # which torch 2.11 may lack
+FEWER_KEY_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 may lack it
 SLIDES = "lmtrain_slides"
 SLIDING = "sliding_attention"  # transformers' name in config.layer_types
 
 
 class AttentionScores(NamedTuple):
-    """How a query's scores become its weights."""
+    """How attention scores are converted to attention weights."""
 
-    scaling: float | None  # None: one over the root of the heads' width
+    scaling: float | None  # None: 1 / sqrt(head width)
     softcap: float | None
     sink: Tensor | None  # [H]
 
     @property
     def plain(self) -> bool:
-        """Whether fused kernels do it."""
+        """Whether fused kernels support it: there is neither a soft cap nor a sink."""
         return self.softcap is None and self.sink is None
 
 
@@ -56,19 +56,19 @@ def attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention with transformers' AttentionInterface signature.
+    """Computes causal attention, with transformers' AttentionInterface signature.
 
     Args:
-        query: [B, H, T, D]; key, value: [B, H_kv, T, D] with H a multiple of H_kv. Where ranks share rows T is a
-            slice's, and `documents` those of whole rows.
+        query: [B, H, T, D]; key, value: [B, H_kv, T, D] with H a multiple of H_kv. With context parallelism T is the
+            length of a rank's slice, while `documents` describes whole rows.
         sliding_window: a token sees itself and the sliding_window - 1 tokens before it.
-        documents: None where each row is one sequence.
+        documents: None if each row is one sequence.
         softcap: scores become `softcap * tanh(score / softcap)` (Gemma 2).
         s_aux: [H], the logit of a key without a value, which every query may attend to (gpt-oss).
 
-    Inputs may differ in dtype, as rotary embeddings leave fp32 under autocast.
+    Inputs may differ in dtype, since rotary embeddings return fp32 under autocast.
 
-    Returns: [B, T, H, D] of autocast's dtype, or value's where it is off, and None (weights are never made).
+    Returns: [B, T, H, D] in autocast's dtype, or in value's if it is off, and None in place of attention weights.
     """
     _refuse_what_is_not_done_here(module, query, key, sliding_window, {**kwargs, "attention_mask": attention_mask})
     context: Context | None = getattr(module, CONTEXT, None)
@@ -122,7 +122,10 @@ def _refuse_what_is_not_done_here(
 
 
 def mark_sliding(model: nn.Module) -> None:
-    """Notes on each attention layer whether it slides: read from its index, a compiled block would be one per layer."""
+    """Stores on each attention layer whether it has a sliding window.
+
+    Deriving this from the layer's index in the forward would make torch.compile compile a variant for each layer.
+    """
     for module in model.modules():
         if hasattr(module, "layer_idx"):
             setattr(module, SLIDES, _is_sliding(module))
@@ -141,7 +144,7 @@ def _sdpa(
 ) -> Tensor:
     grouped = query.shape[1] != key.shape[1]
     dtype = compute = autocast_dtype(value)
-    # CUDA's kernel for fp32 and those that take a mask have no grouped heads, matmul has none at all.
+    # CUDA's fp32 kernel and kernels that take a mask don't support grouped heads, and matmul never does.
     if grouped and (mask is not None or not scores.plain or (query.is_cuda and dtype == torch.float32)):
         key, value = _repeat_heads(key, query.shape[1]), _repeat_heads(value, query.shape[1])
         grouped = False
@@ -169,7 +172,7 @@ def _sdpa(
 
 
 def _weights(query: Tensor, key: Tensor, scores: AttentionScores, seen: Tensor) -> Tensor:
-    """Attention weights [B, H, T, S] of capped scores, with a sink that takes its share of each query's attention."""
+    """Computes attention weights [B, H, T, S], with a soft cap on scores and a sink in each query's softmax if set."""
     scaling = query.shape[-1] ** -0.5 if scores.scaling is None else scores.scaling
     exact = torch.promote_types(query.dtype, torch.float32)
     logits = (query @ key.transpose(-1, -2)).to(exact) * scaling  # [B, H, T, S]
@@ -183,7 +186,7 @@ def _weights(query: Tensor, key: Tensor, scores: AttentionScores, seen: Tensor) 
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
-    """In which products of `x` are made."""
+    """Returns the dtype of matrix products with `x`: autocast's if it is on, else that of `x`."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
@@ -193,7 +196,7 @@ def _repeat_heads(x: Tensor, heads: int) -> Tensor:
 
 
 def _flatten(x: Tensor) -> Tensor:
-    """[B, H, T, D] to [B * T, H, D]: a view of what a projection gave, as its memory is [B, T, H, D]."""
+    """Reshapes [B, H, T, D] to [B * T, H, D]; a view of a projection's output, whose memory order is [B, T, H, D]."""
     return x.transpose(1, 2).flatten(0, 1)
 
 
@@ -209,7 +212,7 @@ def _slices(
 ) -> Tensor:
     batch, heads, seq_len, _ = query.shape
     sizes = [length * count for length, count, _ in documents.pieces]
-    # split, not slicing: its backward is one concatenation, a slice's is a zero tensor of the whole size each.
+    # split instead of slices: its backward is one concatenation, while each slice's allocates zeros of the full size.
     qs, ks, vs = (_flatten(x).split(sizes) for x in (query, key, value))
     outputs = []
     for i, (length, count, prefix) in enumerate(documents.pieces):
@@ -226,8 +229,8 @@ def _varlen_documents(
 ) -> Tensor:
     batch, heads, seq_len, _ = query.shape
     dtype = autocast_dtype(value)
-    # Cast after the transpose: torch.compile writes what it casts in the order of its dimensions, and the kernel's is
-    # [B, T, H, D]. The other way round rotated queries and keys are written once more, in that order.
+    # Cast after the transpose: torch.compile writes the result of a cast in the order of its dimensions, and the kernel
+    # needs [B, T, H, D]. Casting first would write rotated queries and keys a second time, to reorder them.
     q, k, v = (x.transpose(1, 2).to(dtype).flatten(0, 1) for x in (query, key, value))
     options: dict[str, Any] = {"scale": scaling, "window_size": (-1 if window is None else window - 1, 0)}
     if heads != k.shape[1]:
@@ -237,10 +240,10 @@ def _varlen_documents(
             k, v = _repeat_heads(k, heads), _repeat_heads(v, heads)
     cu = cu_kv = documents.cu_seqlens
     if documents.prefixes is not None:
-        # The kernel's causal mask is aligned at the end of queries and keys: a prefix comes before all queries.
+        # The kernel aligns its causal mask at the end of queries and keys, so every query sees the whole prefix.
         k, v = (x.index_select(0, documents.prefixes.kv_index) for x in (k, v))
         cu_kv = documents.prefixes.cu_kv
-    # No document is longer than a row, and that bound is known without asking the GPU.
+    # No document is longer than a row, a bound that is known without synchronizing with the GPU.
     out: Any = varlen_attn(q, k, v, cu, cu_kv, seq_len, seq_len, **options)
     return out.view(batch, seq_len, heads, -1)
 
@@ -250,7 +253,7 @@ AttentionInterface.register(NAME, attention)
 
 @contextmanager
 def generation_mode(model: nn.Module) -> Iterator[None]:
-    """Within it `model.generate` is right: transformers' own attention with its masks, nothing compiled again.
+    """Makes `model.generate` correct within the context: transformers' own attention and masks, without compiled code.
 
     Args:
         model: a transformers model or a module with one as `.model`, such as LanguageModel.

@@ -1,5 +1,5 @@
-"""The transformer blocks of a model: recomputing their activations, compiling them, running them without dropout; the
-output layer behind them."""
+"""The transformer blocks of a model (activation checkpointing, compilation, running without dropout) and the output
+layer after them."""
 
 import contextlib
 import functools
@@ -17,15 +17,15 @@ from lmtrain.errors import UserError
 
 
 def decoder_blocks(model: PreTrainedModel) -> list[nn.Module]:
-    """The transformer blocks, in order: the modules transformers itself never splits over devices."""
+    """Returns the transformer blocks in order: the modules that transformers never splits over devices."""
     names = set(model._no_split_modules or ())
-    # By all class names: fully_shard makes a module's class a subclass of what it was.
+    # Base classes count too, since fully_shard replaces a module's class with a subclass.
     return [m for m in model.modules() if any(cls.__name__ in names for cls in type(m).__mro__)]
 
 
 @contextlib.contextmanager
 def switched(modules: Iterable[Any], attribute: str, value: Any) -> Iterator[None]:
-    """Within it the attribute of all modules is `value`; afterwards what it was in each."""
+    """Sets an attribute of all modules to `value` within the context, and restores each old value afterwards."""
     before = [(module, getattr(module, attribute)) for module in modules]
     for module, _ in before:
         setattr(module, attribute, value)
@@ -37,12 +37,12 @@ def switched(modules: Iterable[Any], attribute: str, value: Any) -> Iterator[Non
 
 
 def evaluating(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Dropout and all else that is random is off within; what was in eval mode before stays so after."""
+    """Puts all modules into eval mode within the context, without dropout, and restores each one's mode afterwards."""
     return switched(model.modules(), "training", False)
 
 
 def enable_activation_checkpointing(model: PreTrainedModel, kept: bool | str = True) -> None:
-    """Keeps little of each block for its backward, which recomputes the rest (Chen et al. 2016).
+    """Keeps few activations of each block for its backward, which recomputes the rest (Chen et al. 2016).
 
     Args:
         kept: as trainer.activation_checkpointing. True: each block's input. "offload": the same, in host memory.
@@ -52,9 +52,9 @@ def enable_activation_checkpointing(model: PreTrainedModel, kept: bool | str = T
         raise UserError(
             f"{type(model).__name__} has no activation checkpointing: set trainer.activation_checkpointing=false"
         )
-    # Its name since transformers 5.18, and the one before.
+    # The method's name since transformers 5.18, and its earlier name.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    # The reentrant kind loses gradients where a block's input needs none, as under LoRA.
+    # Reentrant checkpointing loses gradients if a block's input needs none, as under LoRA.
     options: dict[str, Any] = {"use_reentrant": False}
     if kept == "selective":
         options["context_fn"] = functools.partial(checkpoint.create_selective_checkpoint_contexts, _policy)
@@ -65,7 +65,7 @@ def enable_activation_checkpointing(model: PreTrainedModel, kept: bool | str = T
                 setattr(module, _RECOMPUTES, _recomputed_from_host)
 
 
-_RECOMPUTES = "_gradient_checkpointing_func"  # transformers' name for what calls a block
+_RECOMPUTES = "_gradient_checkpointing_func"  # transformers' attribute for the function that calls a block
 _PRODUCTS = {"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._scaled_mm", "aten._grouped_mm"}
 _ATTENTION = {"aten._flash_attention_forward", "aten._efficient_attention_forward", "aten._cudnn_attention_forward",
               "torch_attn._varlen_attn"}  # fmt: skip
@@ -78,26 +78,26 @@ def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> checkpoin
 
 
 def _recomputed_from_host(function: Callable[..., Any], *args: Any) -> Any:
-    """What a block is recomputed from waits in page-locked host memory."""
+    """Calls a block with activation checkpointing; its saved inputs are kept in page-locked host memory."""
     with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
         return checkpoint.checkpoint(function, *args, use_reentrant=False)
 
 
 log = logging.getLogger(__name__)
 
-# Blocks of one shape share their code, and torch counts variants by code: trained and not, with an adapter and without,
-# sliding and full attention are a dozen. Past its own limit of 8 torch runs blocks uncompiled.
+# Blocks of equal shape share code, and torch counts compiled variants per code object: trained or frozen, with or
+# without an adapter, sliding or full attention make a dozen. Past its own limit of 8, torch runs blocks uncompiled.
 VARIANTS = 64
 
 
 def compile_model(model: PreTrainedModel, changing_lengths: bool = False, backend: str = "inductor") -> None:
-    """torch.compile of every block, in place, so that parameter names stay; blocks of one shape share the code.
+    """Compiles every block in place, so that parameter names stay the same; blocks of equal shape share code.
 
     Args:
-        changing_lengths: micro-batches differ in length: code for any length at once, not for the first one first.
+        changing_lengths: micro-batches differ in length: compiles for any length at once, instead of first for one.
         backend: of torch.compile.
     """
-    # Lightning trains inside DDP.forward, where torch would cut a block's graph at the 25 MB buckets of its gradients.
+    # Lightning trains inside DDP.forward, where torch would split a block's graph at DDP's 25 MB gradient buckets.
     torch._dynamo.config.optimize_ddp = False
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, VARIANTS)
     logger = logging.getLogger("torch._dynamo.convert_frame")
@@ -108,13 +108,13 @@ def compile_model(model: PreTrainedModel, changing_lengths: bool = False, backen
 
 
 def let_grow(*tensors: Tensor, dim: int = 0) -> None:
-    """Tells torch.compile that tensors will come in other sizes along `dim`, so that it makes code for any at once."""
+    """Marks `dim` of the tensors as dynamic, so that torch.compile generates code for any size along it at once."""
     for tensor in tensors:
         torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
 class _GivesUp(logging.Filter):
-    """Says in plain words what torch's own warning means, once."""
+    """A logging filter that explains, once, torch's warning about its recompile limit."""
 
     said = False
 
@@ -130,11 +130,11 @@ class _GivesUp(logging.Filter):
 
 
 def output_head(model: PreTrainedModel, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(hidden [..., D'], weight [V, D'], bias [V] or None) whose `hidden @ weight.T + bias` are the model's logits.
+    """Returns (hidden [..., D'], weight [V, D'], bias [V] or None) so that `hidden @ weight.T + bias` are the logits.
 
-    D' is the model's width D, so `hidden` comes back as it went in, unless LoRA adapts the output layer: its logits are
-    W h + s B A dropout(h), one product of [h, A dropout(h)] with [W, s B]. A trained copy of the layer
-    (peft.modules_to_save) and single trained rows (new tokens) come through peft's own `weight`.
+    D' is the model's width D and `hidden` is returned unchanged, unless LoRA adapts the output layer: then the logits
+    are W h + s B A dropout(h), computed as one product of [h, A dropout(h)] with [W, s B]. A trained copy of the layer
+    (peft.modules_to_save) and single trained rows (new tokens) are included in peft's own `weight`.
 
     Args:
         hidden: last hidden states, [..., D].
@@ -152,11 +152,11 @@ def output_head(model: PreTrainedModel, hidden: Tensor) -> tuple[Tensor, Tensor,
 
 
 T = TypeVar("T")
-AROUND = "gathered_for"  # attribute of an output layer that is sharded by itself: calls a function of hidden states
+AROUND = "gathered_for"  # method of an output layer that is sharded by itself: gathers it and calls a given function
 
 
 def at_head(model: PreTrainedModel, compute: Callable[[Tensor, Tensor, Tensor | None], T], hidden: Tensor) -> T:
-    """What `compute` gives for `output_head(model, hidden)`, which is gathered first where it lies in parts."""
+    """Returns `compute(*output_head(model, hidden))`; an output layer that is sharded by itself is gathered first."""
 
     def computed(hidden: Tensor) -> T:
         return compute(*output_head(model, hidden))
@@ -166,13 +166,14 @@ def at_head(model: PreTrainedModel, compute: Callable[[Tensor, Tensor, Tensor | 
 
 
 def untied_layers(model: PreTrainedModel) -> tuple[Any, Any] | None:
-    """Embeddings and output layer where each can be gathered by itself: plain layers whose weights nothing else reads.
+    """Returns (embeddings, output layer) if each can be gathered by itself, else None.
 
-    A class of a user's own may read them anywhere, and an adapter's layers beside them hold other dtypes.
+    Both must be plain layers whose weights nothing else reads: a user-defined model class might read them anywhere, and
+    an adapter adds layers of other dtypes to them.
     """
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     plain = [
-        isinstance(layer, kind) and type(layer).forward is kind.forward  # also as the subclass that fully_shard makes
+        isinstance(layer, kind) and type(layer).forward is kind.forward  # true for fully_shard's subclasses as well
         for layer, kind in ((embeddings, nn.Embedding), (head, nn.Linear))
     ]
     if not all(plain) or head.weight is embeddings.weight or not type(model).__module__.startswith("transformers."):

@@ -1,4 +1,4 @@
-"""From `model` in the config to a transformers model: from scratch by family and shape, or pretrained."""
+"""Builds a transformers model from the config section `model`: from scratch by family and shape, or pretrained."""
 
 import contextlib
 import dataclasses
@@ -31,7 +31,7 @@ from lmtrain.models.scalar_head import auto_class, give_scalar_head
 log = logging.getLogger(__name__)
 
 MAX_POSITIONS = "max_position_embeddings"
-# Keys of `model` that go into the transformers config under their own name.
+# Keys of `model` that are handled separately, and those that go into the transformers config by the family's name.
 _GENERAL = {"family", "depth", *(f.name for f in dataclasses.fields(ModelConfig))}
 SHAPE_KEYS = (*(f.name for f in dataclasses.fields(ScratchModelConfig) if f.name not in _GENERAL), MAX_POSITIONS)
 DROPOUTS = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout", "dropout")
@@ -49,24 +49,25 @@ def build_model(
     in_files: bool = False,
     **loading: Any,
 ) -> PreTrainedModel:
-    """The model of `cfg`, in training mode with fp32 parameters, using lmtrain's attention.
+    """Builds or loads the model of `cfg`, in training mode with fp32 parameters, using lmtrain's attention.
 
     Under `torch.device("meta")` nothing is allocated and no weights are read. Weights from scratch are drawn from the
     global random generator, which the caller seeds.
 
     Args:
         vocab_size: of the tokenizer.
-        eos_token_id: ends documents; also begins them, as in GPT-2.
+        eos_token_id: the token that ends documents, and begins them, as in GPT-2.
         seq_len: tokens per training row.
-        new_tokens: ids of tokens added to a pretrained model's tokenizer; its embeddings grow where they have no row.
-        allow_target: run.allow_target, packages that `model._target_` may name a class of.
-        scalar_head: it gives one number for a row instead of the next token; the head is new where the files have none.
-        in_files: pretrained weights may stay in files that can give ranks their rows of them (models/weight_files.py).
+        new_tokens: ids of tokens added to a pretrained model's tokenizer; rows that its embeddings lack are added.
+        allow_target: run.allow_target, the packages whose classes `model._target_` may name.
+        scalar_head: the model outputs one number per row instead of the next token; the head is new if the files have
+            none.
+        in_files: pretrained weights may stay in files from which ranks can read their rows (models/weight_files.py).
         loading: more arguments of `from_pretrained`, such as a quantisation.
 
     Raises:
-        UserError: a key the family doesn't know, shapes that don't fit together, a vocabulary or seq_len the model
-            can't hold, an unknown or unreachable name.
+        UserError: the family doesn't know a key, shapes don't fit together, the model can't hold the vocabulary or
+            seq_len, or a name is unknown or unreachable.
     """
     if cfg.attention not in CHOICES:
         raise UserError(f"model.attention={cfg.attention} is not one of {', '.join(CHOICES)}")
@@ -88,7 +89,7 @@ def build_model(
         if on_meta:
             model = _instantiate(cfg, config, scalar_head)
         else:
-            grows = vocab_size > config.get_text_config().vocab_size  # by rows around the mean of those there are
+            grows = vocab_size > config.get_text_config().vocab_size  # the mean of existing rows is needed then
             left = _left_in_files(cfg, config) if in_files and not grows else None
             model = left or _load(cfg, config, scalar_head, loading)
         _grow_vocabulary(model, vocab_size)
@@ -108,7 +109,7 @@ def _config(
         "vocab_size": -(-rows // cfg.vocab_multiple_of) * cfg.vocab_multiple_of,
         "bos_token_id": eos_token_id,
         "eos_token_id": eos_token_id,
-        "use_cache": True,  # for whoever generates with the export; training passes False
+        "use_cache": True,  # for generation with the export; training passes False
     }
     if isinstance(cfg, ScratchModelConfig):
         return _scratch_config(cfg, given)
@@ -140,24 +141,25 @@ def _scratch_config(cfg: ScratchModelConfig, given: dict[str, Any]) -> Pretraine
     given |= _dropout_fields(cfg, known) | _extra_fields(cfg, known)
     pattern = given.get("layer_types")
     if isinstance(pattern, list) and pattern and cfg.num_hidden_layers:
-        first = max(0, len(pattern) - cfg.num_hidden_layers)  # a single layer is the one that attends
+        first = max(0, len(pattern) - cfg.num_hidden_layers)  # a single layer takes the last entry, which attends
         given["layer_types"] = [pattern[(first + i) % len(pattern)] for i in range(cfg.num_hidden_layers)]
     try:
         return filled(cfg, given, config_class, lambda key: field_name(known, key))
     except UserError:
         raise
-    except Exception as error:  # transformers' configs check themselves, each in its own way
+    except Exception as error:  # transformers' configs validate themselves, with various exceptions
         raise UserError(f"model.family={family} refuses this shape: {_last_line(error)}") from error
 
 
 def _custom_config(cfg: CustomModelConfig, fields: dict[str, Any], allow_target: Sequence[str]) -> PretrainedConfig:
-    """The class's config: of its own options, those of `cfg` beside `_target_`.
+    """Builds the config of the class `_target_` from the class's own options in `cfg`.
 
     Args:
-        fields: what lmtrain says: vocab_size and the tokens that begin and end a document.
+        fields: values set by lmtrain: vocab_size, use_cache and the tokens that begin and end a document.
 
     Raises:
-        UserError: see `model_class`; the config class raises; it has no positions, where the config names some.
+        UserError: see `model_class`; the config class raises an error, or `cfg` sets max_position_embeddings and the
+            class has no such field.
     """
     config_class = config_class_of(model_class(cfg._target_, allow_target))
     assert config_class is not None
@@ -175,10 +177,12 @@ def _custom_config(cfg: CustomModelConfig, fields: dict[str, Any], allow_target:
 
 
 def _custom_model(cfg: CustomModelConfig, config: PretrainedConfig, allow_target: Sequence[str]) -> PreTrainedModel:
-    """The model in fp32, as its class draws its weights; saving it writes the source of its module beside them.
+    """Builds the model in fp32, with the initial weights of its class.
+
+    The class is registered so that saving the model writes the source of its module beside the weights.
 
     Raises:
-        UserError: its class raises, or it has no body, embeddings or output layer.
+        UserError: the class raises an error, or the model has no body, embeddings or output layer.
     """
     cls = model_class(cfg._target_, allow_target)
     if not cls.__module__.startswith("transformers."):
@@ -186,7 +190,7 @@ def _custom_model(cfg: CustomModelConfig, config: PretrainedConfig, allow_target
         cls.register_for_auto_class("AutoModelForCausalLM")
     with building("model", cfg._target_):
         model = cls._from_config(config, dtype=torch.float32)
-    with contextlib.suppress(NotImplementedError):  # where transformers finds no embeddings by their usual names
+    with contextlib.suppress(NotImplementedError):  # raised if transformers finds no embeddings under the usual names
         if model.base_model is not model and model.get_input_embeddings() and model.get_output_embeddings():
             return model
     raise UserError(
@@ -201,7 +205,7 @@ def _dropout_fields(cfg: ModelConfig, config: PretrainedConfig) -> dict[str, flo
 
 def _extra_fields(cfg: ModelConfig, config: PretrainedConfig) -> dict[str, Any]:
     for name in cfg.extra:
-        if name.startswith("_") or not hasattr(config, name):  # such as the name of a kernel that is downloaded
+        if name.startswith("_") or not hasattr(config, name):  # a private one may name a kernel to download
             hint = did_you_mean(name, config.to_dict())
             raise UserError(f"model.extra.{name}: {type(config).__name__} of transformers has no such field{hint}")
     return dict(cfg.extra)
@@ -251,7 +255,7 @@ def _pretrained_config(cfg: LoadedModelConfig) -> PretrainedConfig:
 
 
 def _left_in_files(cfg: LoadedModelConfig, config: PretrainedConfig) -> PreTrainedModel | None:
-    """The model without its weights, which are known to be in files; None where they have to be read."""
+    """Returns the model with its weights left in files, or None if they have to be loaded."""
     if not weight_files.may_leave(config, str(cfg.name_or_path)):
         return None
     model: PreTrainedModel = _from_hub(folder.from_pretrained, cfg, config=config, dtype="auto", scalar_head=False)
@@ -261,23 +265,23 @@ def _left_in_files(cfg: LoadedModelConfig, config: PretrainedConfig) -> PreTrain
 def _load(
     cfg: LoadedModelConfig, config: PretrainedConfig, scalar_head: bool, loading: dict[str, Any]
 ) -> PreTrainedModel:
-    dtype = torch.float32  # the checkpoint's own is often bf16, too coarse to take small updates
+    dtype = torch.float32  # the checkpoint's own dtype is often bf16, too coarse for small updates
     return _from_hub(folder.from_pretrained, cfg, config=config, dtype=dtype, scalar_head=scalar_head, **loading)
 
 
 def _grow_vocabulary(model: PreTrainedModel, vocab_size: int) -> None:
-    """Adds embedding rows for added tokens, drawn around the mean of the others (Hewitt 2021)."""
+    """Adds embedding rows for added tokens, drawn around the mean of the existing rows (Hewitt 2021)."""
     rows = model.get_input_embeddings().weight.shape[0]
     if vocab_size > rows:
         log.warning("the embeddings grow from %d to %d rows, for added tokens", rows, vocab_size)
         on_meta = model.device.type == "meta"
-        model.resize_token_embeddings(vocab_size, mean_resizing=not on_meta)  # which looks at the rows
+        model.resize_token_embeddings(vocab_size, mean_resizing=not on_meta)  # the mean needs the rows' values
 
 
 def _from_hub(function: Any, cfg: LoadedModelConfig, **options: Any) -> Any:
     name, unreachable = str(cfg.name_or_path), ""
     if not Path(name).is_dir() and not name.startswith((".", "/", "~")):
-        try:  # one question first: transformers would retry an unreachable hub for half a minute
+        try:  # a single request first, since transformers would retry an unreachable hub for half a minute
             hub.commit_of("model", name, cfg.revision)
         except hub.Unreachable as error:
             unreachable = str(error)
@@ -319,13 +323,16 @@ def _instantiate(cfg: ModelConfig, config: PretrainedConfig, scalar_head: bool) 
 
 
 def _forget_padding(config: PretrainedConfig) -> None:
-    """Nothing here pads by id: with one, transformers' GPT-2 looks for it in every batch (a wait for the GPU)."""
-    with contextlib.suppress(StrictDataclassError):  # ModernBERT's has to be a number
+    """Removes the padding id, which training doesn't use.
+
+    With one, transformers' GPT-2 searches every batch for it, which synchronizes with the GPU.
+    """
+    with contextlib.suppress(StrictDataclassError):  # ModernBERT requires a number
         config.pad_token_id = None
 
 
 def _let_padding_learn(model: PreTrainedModel) -> None:
-    """An embedding row that is both padding and end of text would get no gradient."""
+    """Clears the embeddings' padding_idx, as a row that is both padding and end of text would get no gradient."""
     embeddings: Any = model.get_input_embeddings()
     if getattr(embeddings, "padding_idx", None) is not None:
         embeddings.padding_idx = None
@@ -361,8 +368,8 @@ def _last_line(error: Exception) -> str:
     return lines[-1] if lines else type(error).__name__
 
 
-# The matrices that write into the residual stream, by the names that families of transformers have for them: GPT-2's;
-# Llama's and its descendants', with stacked experts; OPT's and LFM2's attention; feed-forward layers of nanochat, LFM2.
+# The matrices that write into the residual stream, by their names in transformers' families: GPT-2's; Llama's and its
+# descendants', with stacked experts; OPT's and LFM2's attention; the feed-forward layers of nanochat and LFM2.
 RESIDUAL_PROJECTIONS = (
     *("c_proj.weight", "o_proj.weight", "down_proj.weight", "experts.down_proj"),
     *("out_proj.weight", "fc2.weight", "feed_forward.w2.weight"),
@@ -371,7 +378,7 @@ RESIDUAL_PROJECTIONS = (
 
 @torch.no_grad()
 def init_residual_projections(model: PreTrainedModel) -> None:
-    """Draws the residual projections from N(0, initializer_range / sqrt(2 L)), from the global generator.
+    """Draws the residual projections from N(0, initializer_range / sqrt(2 L)), using the global random generator.
 
     Two of them per layer add to the residual stream, so its variance would grow with depth (Radford et al. 2019,
     section 2.3). transformers does this for GPT-2 in some versions only (not in 5.12) and draws all of a Llama's

@@ -1,8 +1,9 @@
-"""Context parallelism: a group of ranks shares each row, every rank holds a slice of its tokens in all layers.
+"""Context parallelism: a group of ranks shares each row, and every rank holds a slice of its tokens in all layers.
 
-Attention alone looks at other tokens. Before it the ranks of a group exchange slices for heads, after it back (Ulysses:
-Jacobs et al. 2023, arXiv:2309.14509): each attends over whole rows with its share of the heads, so that documents,
-windows and kernels are those of one device. The tokens of a slice count as the rows of another rank do.
+Only attention looks at other tokens. Before it, the ranks of a group exchange slices of all heads for whole rows of
+some heads, and after it back (Ulysses: Jacobs et al. 2023, arXiv:2309.14509). Each rank attends over whole rows with
+its share of the heads, so documents, windows and kernels are the same as on one device. In sums over ranks, the tokens
+of a slice count like rows of another rank.
 """
 
 import math
@@ -18,34 +19,34 @@ from transformers import PreTrainedModel
 from lmtrain.errors import UserError
 from lmtrain.losses.cross_entropy import IGNORE_INDEX
 
-CONTEXT = "lmtrain_context"  # attribute of modules that attend
+CONTEXT = "lmtrain_context"  # attribute of attention modules
 KEY = "trainer.fsdp.context_parallel_size"
-# Rotary frequencies that follow the longest position of a micro-batch, which a slice doesn't know.
+# Rotary embeddings whose frequencies depend on the largest position in a micro-batch, which a slice doesn't know.
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
 class Context:
-    """This rank's place in its group.
+    """This rank's position in its context-parallel group.
 
     Args:
         rank: number of the slice it holds, from the start of the row.
-        size: ranks of the group.
-        group: what they exchange through.
+        size: number of ranks in the group.
+        group: the process group, used to exchange tensors.
     """
 
     def __init__(self, rank: int, size: int, group: ProcessGroup) -> None:
         self.rank, self.size, self.group = rank, size, group
 
     def mark(self, model: nn.Module) -> None:
-        """Lets the attention layers of a model know it."""
+        """Stores this object on all modules of a model, where attention layers read it."""
         for module in model.modules():
             setattr(module, CONTEXT, self)
 
     def slice_of(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's slice of a micro-batch: [B, T] becomes [B, T / size]; `cu_seqlens` stays that of whole rows.
+        """Returns this rank's slice of a micro-batch, [B, T / size] of [B, T]; `cu_seqlens` still describes whole rows.
 
-        Labels are shifted already, so the last token of a slice predicts the first of the next. Padded rows of a length
-        that `size` does not divide are padded on. What is `seen` counts at the first rank.
+        Labels are shifted already, so the last token of a slice predicts the first of the next. Rows whose length
+        `size` does not divide are padded further. `seen` is counted on the first rank only.
         """
         rows, length = batch["input_ids"].shape
         more = -length % self.size
@@ -61,9 +62,9 @@ class Context:
         return {**batch, **own}
 
     def heads_for_tokens(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """A slice's [B, H, T / size, D] of all heads become whole rows' [B, H / size, T, D] of some.
+        """Exchanges a slice with all heads, [B, H, T / size, D], for whole rows with some heads, [B, H / size, T, D].
 
-        Keys and values come with fewer heads; where those don't divide by `size` they are repeated as far as they must.
+        Keys and values may have fewer heads; these are repeated as often as needed for `size` to divide their number.
         """
         times = math.lcm(key.shape[1], self.size) // key.shape[1]
         if times > 1:
@@ -72,26 +73,26 @@ class Context:
         return query, key, value
 
     def tokens_for_heads(self, out: Tensor) -> Tensor:
-        """What whole rows' attention gave, [B, T, H / size, D], becomes the slice's [B, T / size, H, D]."""
+        """Exchanges attention's output for whole rows, [B, T, H / size, D], for the slice's, [B, T / size, H, D]."""
         return joined(self._exchange(parted(out, 1, self.size)), 2)
 
     def _exchange(self, parts: Tensor) -> Tensor:
-        """Part i of [size, ...] goes to rank i; the i-th of what comes is rank i's."""
+        """Sends part i of [size, ...] to rank i; part i of the result comes from rank i."""
         return all_to_all_single_autograd(parts, None, None, self.group)
 
 
 def parted(x: Tensor, dim: int, size: int) -> Tensor:
-    """`size` equal parts of `x` along `dim`, stacked: [size, ...]."""
+    """Splits `x` into `size` equal parts along `dim` and stacks them: [size, ...]."""
     return x.unflatten(dim, (size, -1)).movedim(dim, 0).contiguous()
 
 
 def joined(parts: Tensor, dim: int) -> Tensor:
-    """Parts [size, ...] put one after the other along `dim` of theirs."""
+    """Concatenates parts [size, ...] along their dimension `dim`."""
     return parts.movedim(0, dim).flatten(dim, dim + 1)
 
 
 def check(model: PreTrainedModel, size: int) -> None:
-    """Raises UserError for a model whose rows can't be shared by `size` devices; only its config is looked at."""
+    """Raises UserError if `size` devices can't share the model's rows; reads no weights."""
     config: Any = model.config.get_text_config()
     family, instead = config.model_type, f"set {KEY}=1"
     reason = getattr(model, "unpacked_because", None)

@@ -1,7 +1,7 @@
-"""Models that predict masked tokens from both sides: said in their config, where whoever reads them finds it.
+"""Models that predict masked tokens from context on both sides, as recorded in their config.
 
-`is_causal: false` is what transformers' own mask functions ask for, `mask_token_id` what stands for a hidden token, as
-in the config of LLaDA (arXiv:2502.09992).
+`is_causal: false` is the field that transformers' own mask functions read; `mask_token_id` is the id that replaces a
+masked token, as in the config of LLaDA (arXiv:2502.09992).
 """
 
 import json
@@ -14,20 +14,20 @@ from lmtrain.errors import UserError
 
 
 def mask_token(model: PreTrainedModel) -> int | None:
-    """The id that a model which predicts masked tokens knows hidden ones by; None for all other models."""
+    """Returns the mask token's id of a model that predicts masked tokens, or None for any other model."""
     config = model.config
     return getattr(config, "mask_token_id", None) if getattr(config, "is_causal", True) is False else None
 
 
 def set_mask_token(model: PreTrainedModel, token: int | None) -> None:
-    """Makes it a model that predicts masked tokens, or with None one that predicts the next token."""
+    """Marks the model in its config as predicting masked tokens, or with `token` None as predicting the next token."""
     if token is not None or mask_token(model) is not None:
         config: Any = model.config
         config.is_causal, config.mask_token_id = token is None, token
 
 
 def refuse_denoising(model: PreTrainedModel, doing: str) -> None:
-    """Raises UserError for a model that predicts masked tokens where the next one is asked for."""
+    """Raises UserError if the model predicts masked tokens, for a caller (`doing`) that needs next-token prediction."""
     if mask_token(model) is not None:
         raise UserError(
             f"this model predicts masked tokens from both sides, and {doing} asks for the next token: its score is "
@@ -36,7 +36,7 @@ def refuse_denoising(model: PreTrainedModel, doing: str) -> None:
 
 
 def mark_folder(folder: Path) -> None:
-    """Names the architecture in config.json by what it is: programs that write from left to right don't know it."""
+    """Renames the architectures in config.json to `...ForDenoising`, so that left-to-right generators reject them."""
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     names = [name.removesuffix("ForCausalLM").removesuffix("LMHeadModel") for name in config["architectures"]]
@@ -45,7 +45,7 @@ def mark_folder(folder: Path) -> None:
 
 
 def is_denoising(folder: Path) -> bool:
-    """Whether a model folder holds a model that predicts masked tokens."""
+    """Returns whether a model folder holds a model that predicts masked tokens."""
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return config.get("is_causal") is False and config.get("mask_token_id") is not None

@@ -1,7 +1,7 @@
-"""Which depth of model=dial learns most in the time there is, by a law fitted to runs (benchmarks/dial.py).
+"""The best depth of model=dial for a time budget, by a scaling law fitted to runs (benchmarks/dial.py).
 
-The form is Hoffmann et al. 2022's (arXiv:2203.15556); tokens that are seen again count as Muennighoff et al. 2023 have
-it (arXiv:2305.16264). The law was fitted on Python source: of other text its bits differ, the best depth hardly.
+The law has the form of Hoffmann et al. 2022 (arXiv:2203.15556); repeated tokens count as in Muennighoff et al. 2023
+(arXiv:2305.16264). It was fitted on Python source: on other text the bits per byte differ, the best depth hardly does.
 """
 
 import math
@@ -9,30 +9,31 @@ from collections.abc import Sequence
 
 NAME = "dial"
 KEY = "model.depth"
-LAYERS = "model.num_hidden_layers"  # which follows from it, and may be typed in its place
+LAYERS = "model.num_hidden_layers"  # follows from model.depth, and may be set instead of it
 DEPTHS = range(1, 17)
 # Bits per byte = E + A / weights ** ALPHA + B / tokens ** BETA.
 E, A, ALPHA, B, BETA = 1.067, 87.22, 0.5, 512.5, 0.5
-_TOKEN, _WEIGHT = 19.0, 8.5e-5  # the time of a token, to each other: without weights, and of each
-_WORN = 15.4  # passes after which a repeated token is worth little (R* of Muennighoff et al.)
-# A text is memorized after _FRESH * (its tokens) / (weights of the layers) epochs. Muon's weight decay against that is
-# large, as Kim et al. 2025 (arXiv:2509.14786) found for repeated text; before, none is better (benchmarks/RESULTS.md).
+_TOKEN, _WEIGHT = 19.0, 8.5e-5  # training time of a token, in relative units: a constant part, and a part per weight
+_WORN = 15.4  # epochs after which a repeated token is worth little (R* of Muennighoff et al.)
+# A model memorizes a text after _FRESH * (tokens of the text) / (weights of the layers) epochs without weight decay. The
+# value of Muon's weight decay against that is large, as Kim et al. 2025 (arXiv:2509.14786) found for repeated text; with
+# fewer epochs no weight decay is better (benchmarks/RESULTS.md).
 _FRESH, WEIGHT_DECAY = 2.0, 1.0
-# Numbers of `forecast`, fitted to runs of experiment=dial that don't memorize (benchmarks/dial.py forecast), at which
-# shares of the steps it reads the curve (the third validation of ten stands at 0.286), and how far off it may be.
+# Coefficients of `forecast`, fitted to runs of experiment=dial that don't memorize (benchmarks/dial.py forecast); the
+# fractions of the steps at which it reads the curve (the third of ten validations is at 0.286); its relative error.
 _FORECAST = (0.241, 0.849, 2.015, 0.036)
 READ_AT = (0.095, 0.19, 0.285)
 SPREAD = 0.08
-FED = 2  # weights of the layers for each token of the text: a model with more that sees it again learns it by heart
+FED = 2  # most layer weights per token of the text: a larger model memorizes a text that it sees repeatedly
 
 
 def weights(depth: int) -> int:
-    """Weights of the layers, width 32 x depth: attention or convolution 4 x width^2, feed-forward 8 x width^2."""
+    """Returns the layers' weights: attention or convolution 4 x width^2, feed-forward 8 x width^2, width 32 x depth."""
     return 12 * (32 * depth) ** 2 * depth
 
 
 def fed_by(tokens: float) -> list[int]:
-    """The depths that a text of so many tokens feeds, the least one in any case."""
+    """Returns the depths with at most FED layer weights per token of the text, or the smallest if there is none."""
     return [depth for depth in DEPTHS if weights(depth) <= FED * tokens] or [DEPTHS[0]]
 
 
@@ -42,44 +43,44 @@ def fresh_epochs(depth: int, unique: float) -> float:
 
 
 def worth(tokens: float, unique: float) -> float:
-    """New tokens that are worth as much as `tokens`, of which only `unique` differ."""
+    """Returns how many new tokens are worth as much as `tokens` tokens, of which only `unique` are distinct."""
     if tokens <= unique:
         return tokens
     return unique * (1 + _WORN * (1 - math.exp(-(tokens / unique - 1) / _WORN)))
 
 
 def expected(depth: int, tokens: float) -> float:
-    """Bits per byte of held-out Python source after so many new tokens."""
+    """Returns the expected bits per byte of held-out Python source after training on `tokens` new tokens."""
     return E + A / weights(depth) ** ALPHA + B / max(1.0, tokens) ** BETA
 
 
 def cost(depth: int) -> float:
-    """The time of a token in training, in units that are the same for all depths."""
+    """Returns the training time of a token, in units that are the same for all depths."""
     return _TOKEN + _WEIGHT * weights(depth)
 
 
 def best_depth(seconds: float, depth: int, token_seconds: float, unique: float) -> int:
-    """The depth with the least expected loss.
+    """Returns the depth with the least expected loss.
 
     Args:
-        seconds: of training.
-        depth: at which a token was measured to take `token_seconds`.
-        unique: tokens of the text.
+        seconds: training time.
+        depth: the depth at which a token was measured to take `token_seconds`.
+        unique: number of tokens of the text.
     """
     unit = token_seconds / cost(depth)
     return min(fed_by(unique), key=lambda d: expected(d, worth(seconds / (unit * cost(d)), unique)))
 
 
 def forecast(scores: Sequence[tuple[int, float]], steps: int) -> float:
-    """Bits per byte that a run ends at, by validations at the full rate.
+    """Forecasts a run's final bits per byte, from validations at the full learning rate.
 
-    With v1, v2, v3 after the shares `READ_AT` of the steps, log(end / v3) = c - a log(v1 / v2) - b log(v2 / v3) -
-    d log(steps): the steeper the curve still is, and the longer the run goes on, the more it gains, and the more the
-    falling rate does.
+    With v1, v2, v3 at the fractions `READ_AT` of the steps, log(end / v3) = c - a log(v1 / v2) - b log(v2 / v3) -
+    d log(steps): the steeper the curve still is and the longer the run is, the more it gains, also from the decay of
+    the learning rate.
 
     Args:
-        scores: (step, bits per byte) of two validations or more, by step.
-        steps: of the whole run.
+        scores: (step, bits per byte) of at least two validations, sorted by step.
+        steps: number of steps of the whole run.
     """
     first, second, third = (_read(scores, share * steps) for share in READ_AT)
     level, early, late, longer = _FORECAST
@@ -89,7 +90,7 @@ def forecast(scores: Sequence[tuple[int, float]], steps: int) -> float:
 
 
 def _read(scores: Sequence[tuple[int, float]], step: float) -> float:
-    """The curve's value at a step, on a line through the validations beside it in log(step) and log(bits)."""
+    """Returns the curve's value at a step, on a line in log(step) and log(bits) through the two nearest validations."""
     after = next((i for i, (there, _) in enumerate(scores) if there >= step), len(scores) - 1)
     (left, more), (right, less) = scores[max(0, after - 1) :][:2]
     return more * (less / more) ** (math.log(step / left) / math.log(right / left))

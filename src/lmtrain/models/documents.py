@@ -1,7 +1,7 @@
-"""Where documents lie in packed rows, and how they are kept apart.
+"""The boundaries of documents in packed rows, and the methods that keep attention within a document.
 
-`model.attention` says how:
-    auto        the fastest that works: slices on CPU; on CUDA varlen, or dense_mask where varlen can't be had
+`model.attention` selects the method:
+    auto        the fastest that works: slices on CPU; on CUDA varlen, or dense_mask if varlen is not supported
     slices      one scaled_dot_product_attention per document (0.4 of a full causal row's time on a CPU)
     varlen      torch.nn.attention.varlen: flash attention over all documents at once; CUDA of compute capability 8.0 or
                 newer, bf16 or fp16, no dropout
@@ -21,32 +21,32 @@ from lmtrain.errors import UserError
 
 CHOICES = ("auto", "sdpa", "slices", "varlen", "dense_mask", "transformers")
 
-FLASH_CAPABILITY = (8, 0)  # flash attention's kernels are for Ampere and newer: not for T4 (7.5) and V100 (7.0)
+FLASH_CAPABILITY = (8, 0)  # flash attention's kernels need Ampere or newer, so not T4 (7.5) or V100 (7.0)
 
 
 class Prefixes(NamedTuple):
-    """Documents that go on from a part of the one before: two answers to a prompt that is there once.
+    """Shared prefixes of consecutive documents, such as the prompt of two answers, which is stored only once.
 
-    What document i sees is the first `lengths[i]` tokens of document i - 1 (0: nothing of it) and, causally, itself.
+    Document i attends to the first `lengths[i]` tokens of document i - 1 (0: to none of them) and, causally, to itself.
     """
 
     lengths: Tensor  # [n_docs] int32
-    kv_index: Tensor  # [K] int64: for document after document, the flattened tokens whose keys it sees
+    kv_index: Tensor  # [K] int64: flattened positions of the keys that each document attends to, concatenated
     cu_kv: Tensor  # [n_docs + 1] int32: where each document's part of kv_index starts
 
 
 class Documents:
-    """Where the documents of one micro-batch lie, in the form one attention method wants; made once per forward.
+    """The document boundaries of one micro-batch, prepared for one attention method; created once per forward.
 
     Args:
-        cu_seqlens: [n_docs + 1] int32, starts of the documents in the flattened batch * seq_len tokens; row borders
-            are document borders, the first is 0, the last batch * seq_len.
+        cu_seqlens: [n_docs + 1] int32, starts of the documents in the flattened batch * seq_len tokens; row boundaries
+            are document boundaries, the first value is 0, the last batch * seq_len.
         batch: rows of the micro-batch.
         seq_len: tokens per row.
         method: slices, varlen or dense_mask, from `choose_method`.
-        prefixes: None where no document sees another. Documents without tokens are not possible with it.
-        bias_dtype: of attention's products: dense_mask is then what is added to scores, made once. None: bool, from
-            which scaled_dot_product_attention makes that in every layer, and keeps it for its backward.
+        prefixes: None if no document attends to another. With prefixes, empty documents are not allowed.
+        bias_dtype: dtype of attention's matrix products: dense_mask then builds the additive bias once. None: a bool
+            mask, which scaled_dot_product_attention converts to such a bias in every layer and keeps for the backward.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class Documents:
         if method == "slices":
             starts = cu_seqlens.tolist()
             lengths = [end - start for start, end in pairwise(starts) if end > start]
-            # (length, how many, tokens of the one before that they see). Neighbours of one length are one batch: whole
-            # rows, for example.
+            # (length, number of documents, length of the prefix they see in the previous document). Consecutive
+            # documents of equal length, such as whole rows, form one batch.
             if prefixes is None:
                 self.pieces = [(length, len(list(run)), 0) for length, run in groupby(lengths)]
             else:
@@ -74,21 +74,21 @@ class Documents:
             self.token_document = torch.bucketize(
                 torch.arange(batch * seq_len, device=cu_seqlens.device), cu_seqlens[1:], right=True
             ).view(batch, seq_len)
-            # Positions in what a document sees, its prefix counted; row borders are document borders.
+            # Positions within the token's own document, without its prefix; row boundaries are document boundaries.
             offset = torch.arange(batch * seq_len, device=cu_seqlens.device) - cu_seqlens[self.token_document.flatten()]
             self.token_offset = offset.view(batch, seq_len)
             prefix = torch.zeros_like(cu_seqlens[1:]) if prefixes is None else prefixes.lengths
             self.token_prefix = prefix[self.token_document]
-            self.mask(None)  # here, so that a compiled block finds it made
+            self.mask(None)  # built here, outside compiled blocks
 
     def mask(self, window: int | None) -> Tensor:
-        """The mask [B, 1, T, T] of layers with this window."""
+        """Returns the mask [B, 1, T, T] for layers with this sliding window, or with None for full attention."""
         if window not in self._masks:
             self._masks[window] = self._dense_mask(window)
         return self._masks[window]
 
     def lower_right_mask(self, length: int, prefix: int, window: int | None) -> Tensor:
-        """[length, prefix + length] bool: what the queries of a document see of its prefix and itself."""
+        """Returns a bool mask [length, prefix + length] of the prefix and own keys that a document's queries see."""
         key = (length, prefix, window)
         if key not in self._masks:
             ones = torch.ones(length, prefix + length, dtype=torch.bool, device=self.cu_seqlens.device)
@@ -99,12 +99,12 @@ class Documents:
     def _dense_mask(self, window: int | None) -> Tensor:
         document, offset, prefix = self.token_document, self.token_offset, self.token_prefix
         token = torch.arange(self.seq_len, device=document.device)
-        # Queries are the rows of what follows, [B, T, T], keys its columns.
+        # In the following [B, T, T] tensors, rows are queries and columns are keys.
         same = document.unsqueeze(2) == document.unsqueeze(1)
         before = (document.unsqueeze(2) == document.unsqueeze(1) + 1) & (offset.unsqueeze(1) < prefix.unsqueeze(2))
         seen = (same & (token.unsqueeze(1) >= token)) | before
         if window is not None:
-            # A prefix stands at the positions it has in its own document, which has none itself.
+            # Prefix tokens keep the positions of their own document, which has no prefix itself.
             key_position = offset.unsqueeze(1) + torch.where(same, prefix.unsqueeze(1), 0)
             seen &= (offset + prefix).unsqueeze(2) - key_position < window
         seen = seen.unsqueeze(1)
@@ -114,20 +114,20 @@ class Documents:
 
 
 def choose_method(choice: str, device: torch.device, dtype: torch.dtype, dropout: float, plain: bool = True) -> str:
-    """The way to keep documents apart: `choice`, or for auto the fastest that can run.
+    """Returns the method that keeps documents apart: `choice`, or for auto the fastest one that is supported.
 
     Args:
-        dtype: of the attention's matrix products, autocast's where it is on.
+        dtype: of the attention's matrix products; autocast's dtype if autocast is on.
         dropout: on attention weights, 0 outside training.
-        plain: whether attention is a softmax of scaled scores, without caps and sinks, as fused kernels have it.
+        plain: whether attention is a softmax of scaled scores without caps and sinks, as fused kernels compute it.
 
-    Raises UserError where the choice can't do it.
+    Raises UserError if the chosen method can't keep documents apart or isn't supported here.
     """
     half = dtype in (torch.bfloat16, torch.float16)
     if choice == "auto":
         if device.type != "cuda" or not plain:
             return "slices"
-        # Slices would wait for the documents' lengths.
+        # Slices would have to wait for the GPU, to read the documents' lengths.
         return "varlen" if half and dropout == 0 and why_not_varlen(device) is None else "dense_mask"
     if choice in ("sdpa", "transformers"):
         raise UserError(
@@ -146,7 +146,7 @@ def choose_method(choice: str, device: torch.device, dtype: torch.dtype, dropout
 
 
 def why_not_varlen(device: torch.device) -> str | None:
-    """What torch's variable-length attention lacks on this device; None where it runs."""
+    """Returns why torch's variable-length attention can't run on this device, or None if it can."""
     if device.type != "cuda":
         return f"needs CUDA and torch 2.11 or newer (here: {device.type}, torch {torch.__version__})"
     capability = torch.cuda.get_device_capability(device)
@@ -158,7 +158,7 @@ def why_not_varlen(device: torch.device) -> str | None:
 
 @lru_cache(maxsize=8)
 def causal_mask(length: int, window: int | None, device: torch.device) -> Tensor:
-    """[T, T] bool: query q (rows) sees key k (columns)."""
+    """Returns a bool mask [T, T]: whether query q (rows) may attend to key k (columns)."""
     position = torch.arange(length, device=device)
     distance = position.unsqueeze(1) - position  # q - k
     seen = distance >= 0

@@ -1,4 +1,4 @@
-"""What a model costs before it runs: parameters, floating-point operations, memory; and what a device can do."""
+"""Estimates of a model's cost before it runs (parameters, FLOPs, memory), and the peak FLOP/s of devices."""
 
 from typing import Any
 
@@ -11,11 +11,11 @@ from lmtrain.config.strategies import context_parallel, engine_config, outside_f
 from lmtrain.models.blocks import decoder_blocks, untied_layers
 from lmtrain.models.language_model import auto_chunk_bytes
 
-# DeepSpeed's defaults, in numbers: of gradients reduced at a time, of parameters gathered at a time under ZeRO-3.
+# DeepSpeed's defaults, in elements: gradients reduced at a time, and parameters kept gathered under ZeRO-3.
 ZERO_BUCKET, ZERO_LIVE = 5e8, 1e9
 
-# Dense bf16 (or fp16) tensor-core peak in FLOP/s, from the vendors' data sheets, by what torch calls the device. The
-# first name that occurs wins.
+# Dense bf16 (or fp16) tensor-core peak in FLOP/s, from the vendors' data sheets. The first entry that is part of
+# torch's name for the device applies.
 PEAK_FLOPS = (
     ("GB200", 2500e12),
     ("B200", 2250e12),
@@ -43,12 +43,12 @@ PEAK_FLOPS = (
     ("MI300X", 1307e12),
     ("MI250X", 383e12),
 )
-# Bytes of optimizer state per trained parameter; Muon's matrices need one momentum, the rest AdamW's two.
+# Bytes of optimizer state per trained parameter; Muon's matrices need one momentum, its other parameters AdamW's two.
 STATE_BYTES = {"adamw": 8.0, "adamw_8bit": 2.0, "adafactor": 0.0, "lion": 4.0, "muon": 4.0}
 
 
 def parameter_counts(model: nn.Module) -> tuple[int, int, int]:
-    """(all, trained, in embeddings): numbers of parameters; tied weights count once, 4-bit ones unpacked."""
+    """Returns the numbers of parameters (all, trained, in embeddings); tied weights count once, 4-bit ones unpacked."""
     parameters = list(model.parameters())
     tables = {id(m.weight): m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding)}
     trained = sum(p.numel() for p in parameters if p.requires_grad)
@@ -56,18 +56,18 @@ def parameter_counts(model: nn.Module) -> tuple[int, int, int]:
 
 
 def numel(parameter: nn.Parameter) -> int:
-    """Numbers a parameter stands for: a 4-bit one keeps two in a byte."""
+    """Returns the number of weights in a parameter; a 4-bit one stores two per byte."""
     state = getattr(parameter, "quant_state", None)
     return state.shape.numel() if state is not None else parameter.numel()
 
 
 def flops_per_token(model: PreTrainedModel, seq_len: int) -> float:
-    """FLOPs of forward and backward per trained token, `6 N + 12 L H Q T` (PaLM, Chowdhery et al. 2022, appendix B).
+    """Returns forward and backward FLOPs per trained token, `6 N + 12 L H Q T` (PaLM, Chowdhery et al. 2022, app. B).
 
-    N counts the parameters a token is multiplied with: without tables that are only looked up, with a tied output
-    embedding, of a mixture of experts the chosen ones, of a memory the chapters it reads after each layer. Attention is
-    counted over all T keys, as MFU does by convention, though the causal half of it is not computed; nothing is added
-    for recomputed activations. A frozen parameter takes part in the forward and in its input's gradient, so it counts 4
+    N counts the parameters a token is multiplied with: not embeddings that are only looked up, but a tied output
+    embedding; of a mixture the chosen experts; of a memory the chapters read after each layer. Attention is counted
+    over all T keys, as is the convention for MFU, although the masked half of it is not computed; nothing is added for
+    recomputed activations. A frozen parameter is used in the forward and in its input's gradient only, so it counts 4
     instead of 6.
     """
     config = model.config.get_text_config()
@@ -82,7 +82,7 @@ def flops_per_token(model: PreTrainedModel, seq_len: int) -> float:
 
 
 def _heads(config: Any) -> tuple[int, int]:
-    """(attention heads, their width), whose product need not be the hidden size; (0, 0) of a model without any."""
+    """Returns (number of attention heads, head width), or (0, 0) if there are none; their product may differ from D."""
     heads = getattr(config, "num_attention_heads", None)
     if not isinstance(heads, int) or heads == 0:
         return 0, 0
@@ -90,7 +90,7 @@ def _heads(config: Any) -> tuple[int, int]:
 
 
 def _layers(model: PreTrainedModel) -> list[Any]:
-    """The config of each layer: the model's own, but where transformers lets layers differ in their sizes."""
+    """Returns the config of each layer: the model's config, unless transformers has one per layer (heterogeneous)."""
     config = model.config.get_text_config()
     if getattr(config, "is_heterogeneous", False):
         return list(config.per_layer_config)
@@ -98,9 +98,9 @@ def _layers(model: PreTrainedModel) -> list[Any]:
 
 
 def _attention_width(model: PreTrainedModel) -> int:
-    """Heads times their width, summed over the layers that compare each token with all others.
+    """Returns the number of heads times their width, summed over the layers with softmax attention.
 
-    Layers of Mamba, linear attention or convolutions don't.
+    Layers of Mamba, linear attention or convolutions are not counted.
     """
     config, layers = model.config.get_text_config(), _layers(model)
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
@@ -113,7 +113,7 @@ def _attention_width(model: PreTrainedModel) -> int:
 
 
 def _idle_expert_parameters(model: nn.Module) -> int:
-    """Parameters of the experts that a token is not sent to."""
+    """Returns the number of parameters in experts that a token is not routed to."""
     config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
     chosen = getattr(config, "num_experts_per_tok", None)
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
@@ -124,7 +124,7 @@ def _idle_expert_parameters(model: nn.Module) -> int:
 
 
 def _chapter_parameters(model: nn.Module) -> tuple[int, int]:
-    """(of all, of the trained): keys and values that a token reads of a memory, less those that there are."""
+    """Returns corrections (to all, to trained parameters): memory keys and values a token reads, minus those held."""
     blocks: list[Any] = [m for m in model.modules() if getattr(m, "keeps_router_logits", False)]
     banks = {id(block.bank): block.bank for block in blocks}
     read = sum(block.top_k * sum(p[0].numel() for p in block.bank.parameters()) for block in blocks)
@@ -134,10 +134,10 @@ def _chapter_parameters(model: nn.Module) -> tuple[int, int]:
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """Dense peak of the device in FLOP/s, None where it is not known (CPUs, unlisted GPUs, fp32).
+    """Returns the dense peak of the device in FLOP/s, or None if it is not known (CPUs, unlisted GPUs, fp32).
 
     Args:
-        precision: as in trainer.precision; that of fp8 is bf16's, by which its MFU can be compared.
+        precision: as in trainer.precision; fp8 gives the peak of bf16, so that its MFU can be compared with bf16's.
     """
     if device.type != "cuda" or not outside_fp8(precision).startswith(("bf16", "16")):
         return None
@@ -146,13 +146,14 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 def memory_estimate(model: PreTrainedModel, config: Config, card_bytes: int | None = None) -> dict[str, int]:
-    """Bytes on one device by part, from shapes alone: `model` may be on the meta device.
+    """Estimates the bytes on one device by part, from shapes alone: `model` may be on the meta device.
 
-    Activations are what transformers' GPT-2 and Llama blocks keep for the backward (Korthikanti et al. 2022, section 4,
-    counts the same way), with attention that never forms its weights; allocator and kernels' workspace come on top.
+    Activations are those that transformers' GPT-2 and Llama blocks keep for the backward (Korthikanti et al. 2022,
+    section 4, counts the same way), with attention that never materializes its weights. Allocator overhead and kernel
+    workspace are not included.
 
     Args:
-        card_bytes: memory of the GPU, which the size of a chunk of logits follows; None: of the one that is here.
+        card_bytes: memory of the GPU, which determines the size of a chunk of logits; None: that of the current GPU.
     """
     _, trained, _ = parameter_counts(model)
     weight_bytes = 2 if config.trainer.precision == "bf16-true" else 4
@@ -174,10 +175,10 @@ def memory_estimate(model: PreTrainedModel, config: Config, card_bytes: int | No
 
 
 def _parts(whole: dict[str, int], model: PreTrainedModel, config: Config, weight_bytes: int) -> dict[str, int]:
-    """Parameters, gradients and optimizer state of one device where trainer.strategy shares them out (docs/scale.md).
+    """Returns bytes of parameters, gradients, optimizer state on one device if trainer.strategy shards them, else {}.
 
-    What a device computes with at a time is gathered: the block at work, the next one (of both its own part under
-    fsdp_tp), and what is in no block; untied embeddings, which FSDP gathers for the lookup alone, by themselves.
+    Gathered at a time are the current block, the next one (under fsdp_tp the device's part of both), and the parameters
+    outside blocks; untied embeddings are counted separately, as FSDP gathers them for the lookup only (docs/scale.md).
     """
     t = config.trainer
     group = tensor_parallel(t)
@@ -208,11 +209,11 @@ def _parts(whole: dict[str, int], model: PreTrainedModel, config: Config, weight
             "optimizer": state // shards,
         }
     if t.strategy == "deepspeed":
-        stage, master = t.deepspeed.stage, weights // world  # ZeRO keeps what the optimizer steps on beside
+        stage, master = t.deepspeed.stage, weights // world  # ZeRO keeps a separate copy, which the optimizer updates
         if t.deepspeed.offload_optimizer is not None:
             master = state = 0
         part = 0 if t.deepspeed.offload_parameters is not None else weights // world
-        # Gradients wait until a bucket is full, and are copied into it; gathered parameters stay up to a number.
+        # Gradients are kept until a bucket is full and copied into it; gathered parameters stay up to a maximum number.
         zero = engine_config(t)["zero_optimization"]
         waiting = min(gradients, weight_bytes * int(zero.get("reduce_bucket_size", ZERO_BUCKET)))
         copies = 2 if stage == 3 or zero.get("overlap_comm") else 1
@@ -226,12 +227,12 @@ def _parts(whole: dict[str, int], model: PreTrainedModel, config: Config, weight
 
 
 def _weights_bytes(model: nn.Module, weight_bytes: int) -> int:
-    """Quantised weights as they are stored, with their scales."""
+    """Returns the bytes of all parameters; quantised ones count as stored, with their scales."""
     return sum(_packed_bytes(p) or weight_bytes * p.numel() for p in model.parameters())
 
 
 def _packed_bytes(parameter: nn.Parameter) -> int:
-    """Bytes of a quantised parameter and, of one in 4 bits, of the scales beside it; 0 of any other."""
+    """Returns the bytes of a quantised parameter, with the scales of a 4-bit one; 0 for any other parameter."""
     if parameter.is_floating_point():
         return 0
     state: Any = getattr(parameter, "quant_state", None)
@@ -246,15 +247,15 @@ def _state_bytes(model: nn.Module, optimizer: str) -> float:
         if p.requires_grad:
             as_adamw = optimizer == "muon" and p.ndim != 2
             size += p.numel() * (8.0 if as_adamw else per_parameter)
-    if optimizer == "muon":  # embeddings are matrices that AdamW takes
+    if optimizer == "muon":  # embeddings are matrices, but AdamW updates them
         size += 4.0 * sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding))
     return size
 
 
 def _activation_bytes(model: PreTrainedModel, config: Config, weight_bytes: int, mixed: bool) -> int:
-    """Per token, over all layers."""
+    """Returns activation bytes per token, over all layers, under trainer.activation_checkpointing."""
     shape = model.config.get_text_config()
-    stream, product = weight_bytes, 2 if mixed else weight_bytes  # bytes of the residual stream, of matrix products
+    stream, product = weight_bytes, 2 if mixed else weight_bytes  # itemsize of the residual stream and of products
     layers = _layers(model)
     layer = _block_activation_bytes(layers[0], stream, product, mixed, tensor_parallel(config.trainer))
     how = config.trainer.activation_checkpointing
@@ -267,7 +268,7 @@ def _activation_bytes(model: PreTrainedModel, config: Config, weight_bytes: int,
 
 
 def _product_bytes(shape: Any, product: int, parts: int) -> int:
-    """Per token and layer: the results of matrix products and attention, which selective checkpointing keeps."""
+    """Returns bytes per token and layer for results of matrix products and attention (selective checkpointing)."""
     hidden, (heads, head_dim) = shape.hidden_size, _heads(shape)
     queries, keys = heads * head_dim, (getattr(shape, "num_key_value_heads", None) or heads) * head_dim
     inner, gates = _inner_width(shape), 2 if hasattr(shape, "rms_norm_eps") else 1
@@ -280,7 +281,7 @@ def _product_bytes(shape: Any, product: int, parts: int) -> int:
 
 
 def _inner_width(shape: Any) -> int:
-    """Of a feed-forward layer; the widest where they differ."""
+    """Returns the inner width of the feed-forward layers, the largest if they differ."""
     inner = getattr(shape, "n_inner", None) or getattr(shape, "intermediate_size", None)
     if inner is None:
         inner = 0 if hasattr(shape, "rms_norm_eps") else 4 * shape.hidden_size
@@ -288,23 +289,23 @@ def _inner_width(shape: Any) -> int:
 
 
 def _memory_bytes(model: nn.Module, config: Config, tokens: int, product: int) -> int:
-    """What the blocks of a memory keep for their backward; with checkpointing, one at a time."""
+    """Returns the bytes that memory blocks keep for their backward: with checkpointing, those of one block."""
     kept: list[int] = [m.kept_bytes(tokens, product) for m in model.modules() if hasattr(m, "kept_bytes")]  # type: ignore[operator]
     return max(kept, default=0) if config.trainer.activation_checkpointing else sum(kept)
 
 
 def _block_activation_bytes(shape: Any, stream: int, product: int, mixed: bool, parts: int) -> int:
-    """Per token and layer: what each operation keeps for its backward; `parts` devices split heads and inner width."""
+    """Returns bytes per token and layer kept for the backward; `parts` devices split heads and inner width."""
     hidden, (heads, head_dim) = shape.hidden_size, _heads(shape)
     queries, keys = heads * head_dim, (getattr(shape, "num_key_value_heads", None) or heads) * head_dim
     attention = product * (2 * queries + 2 * keys) // parts  # q, k, v and the output
-    if not hasattr(shape, "rms_norm_eps"):  # GPT-2: LayerNorm keeps its input; one projection makes q, k, v
+    if not hasattr(shape, "rms_norm_eps"):  # GPT-2: LayerNorm keeps its input; one projection computes q, k, v
         inner = 2 * product * _inner_width(shape) // parts
         return 2 * stream * hidden + 2 * product * hidden + attention + inner
-    # An RMSNorm of separate operations keeps its input and its result; autocast casts the result per projection.
+    # An RMSNorm made of separate operations keeps its input and result; autocast casts the result per projection.
     norms = 4 * stream * hidden + (5 if mixed else 2) * product * hidden
     if shape.model_type.startswith("qwen3"):
-        norms += (4 + product) * (queries + keys) // parts  # on q and k, in fp32
+        norms += (4 + product) * (queries + keys) // parts  # norms of q and k, in fp32
     if getattr(shape, "num_experts_per_tok", None) and getattr(shape, "moe_intermediate_size", None):
         chosen = shape.num_experts_per_tok
         return norms + attention + chosen * product * (4 * shape.moe_intermediate_size + 2 * hidden)

@@ -1,4 +1,4 @@
-"""Folders of weights: with a memory or without; checked to hold all weights, as transformers draws what lacks."""
+"""Model folders, with or without a memory; loading refuses missing weights, which transformers would draw at random."""
 
 import json
 from pathlib import Path
@@ -10,12 +10,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from lmtrain.errors import UserError
 from lmtrain.models.scalar_head import HEAD, auto_class, says_scalar_head
 
-PREFIX = "memory_"  # before the base's model_type
-ADDED = ("model_type", "architectures", "auto_map", "memory")  # what config.json has beside, or unlike, the base's
+PREFIX = "memory_"  # precedes the base's model_type
+ADDED = ("model_type", "architectures", "auto_map", "memory")  # fields that the base's config lacks or has otherwise
 
 
 def is_exported(folder: Path) -> bool:
-    """Whether a folder is the export of a model with a memory."""
+    """Returns whether a folder is the export of a model with a memory."""
     try:
         config = json.loads((folder.expanduser() / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -24,10 +24,10 @@ def is_exported(folder: Path) -> bool:
 
 
 def written_config(folder: Path) -> tuple[str, dict[str, Any]]:
-    """(model_type of the base, all that config.json holds).
+    """Returns (model_type of the base, all fields of config.json).
 
     Raises:
-        UserError: the base is none of transformers' causal language models.
+        UserError: the base is not one of transformers' causal language models.
     """
     written = json.loads((folder.expanduser() / "config.json").read_text(encoding="utf-8"))
     base = str(written["model_type"]).removeprefix(PREFIX)
@@ -37,21 +37,21 @@ def written_config(folder: Path) -> tuple[str, dict[str, Any]]:
 
 
 def base_config(folder: Path) -> PretrainedConfig:
-    """The config of the base; with it, from_pretrained reads the base's weights and leaves the memory's.
+    """Returns the base's config; with it, from_pretrained loads the base's weights and ignores the memory's.
 
     Raises:
-        UserError: as `written_config`.
+        UserError: see `written_config`.
     """
     base, written = written_config(folder)
     return CONFIG_MAPPING[base].from_dict({name: value for name, value in written.items() if name not in ADDED})
 
 
-_MARKS = {"Linear4bit": "quant_state", "Linear8bitLt": "SCB"}  # of bitsandbytes: what its quantised weights have
-LAYERS = 10_000  # no model has more; each is made before weights are looked for, so a million of them take hours
+_MARKS = {"Linear4bit": "quant_state", "Linear8bitLt": "SCB"}  # bitsandbytes layers: attribute of quantised weights
+LAYERS = 10_000  # no model has more; layers are created before weights are read, so a million would take hours
 
 
 def checked(config: PretrainedConfig, where: str) -> PretrainedConfig:
-    """The config; UserError for one with more layers than any model has."""
+    """Returns the config unchanged, or raises UserError if it has more layers than any model (LAYERS)."""
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)
     if isinstance(layers, int) and layers > LAYERS:
         raise UserError(f"{where}: {layers:,} layers are more than any model has ({LAYERS:,} at most)")
@@ -59,21 +59,23 @@ def checked(config: PretrainedConfig, where: str) -> PretrainedConfig:
 
 
 def export_of(name: str) -> str:
-    """The export of a run, where a run is named: merged, if there is one; else the name as it is."""
+    """Returns the export folder if `name` is a run folder, the merged one if it exists; else `name` unchanged."""
     exports = (Path(name).expanduser() / export for export in ("export_merged", "export"))
     return next((str(path) for path in exports if any(path.glob("*config.json"))), name)
 
 
 def from_pretrained(name: str, *, scalar_head: bool | None = None, **options: Any) -> PreTrainedModel:
-    """`AutoModelForCausalLM.from_pretrained`, or that of models with a scalar head.
+    """Loads a model with `AutoModelForCausalLM.from_pretrained`, or with the auto class for scalar heads.
 
     Args:
-        name: a folder, or a name of the hub.
-        scalar_head: whether it is to have one, new where the files hold none; None: as config.json says.
-        options: its other arguments. Of a quantised model not all weights are there by their names, so none is missed.
+        name: a folder, or a name on the hub.
+        scalar_head: whether the model gets a scalar head, a new one if the files have none; None: as in config.json.
+        options: other arguments of from_pretrained. Quantised models are not checked for missing weights, since not all
+            of theirs are stored under the parameters' names.
 
     Raises:
-        UserError: the files lack weights of the model, or its config.json has layers without end.
+        UserError: the files lack weights of the model, or hold unquantised ones where config.json says that they are
+            quantised; or config.json has too many layers (see `checked`).
     """
     config = options.get("config")
     if config is None:
@@ -93,7 +95,7 @@ def from_pretrained(name: str, *, scalar_head: bool | None = None, **options: An
 
 
 def _check_quantised(model: PreTrainedModel, name: str, options: dict[str, Any]) -> None:
-    """Raises UserError where config.json says that bitsandbytes has quantised the files' weights, and it hasn't."""
+    """Raises UserError if config.json says that the files' weights are quantised by bitsandbytes, and they are not."""
     for layer, module in model.named_modules() if "quantization_config" not in options else ():
         known = {cls.__name__ for cls in type(module).__mro__} & _MARKS.keys()
         if known and getattr(module.weight, _MARKS[known.pop()], None) is None:

@@ -1,7 +1,7 @@
 """trainer.precision=fp8: wide linear layers of the decoder blocks multiply in 8 bits, all else is as in bf16-mixed.
 
 The layers are torchao's Float8Linear: inputs, weights and output gradients are scaled by their largest value and
-rounded to 8 bits for each product. Parameters stay what they were, in fp32 and under their names.
+rounded to 8 bits for each product. Parameters stay in fp32 and keep their names.
 """
 
 import dataclasses
@@ -20,14 +20,14 @@ from lmtrain.models.blocks import decoder_blocks
 from lmtrain.models.feature import ADDED, Feature
 from lmtrain.models.flops import flops_per_token
 
-MULTIPLE = 16  # of both sides of a matrix that is multiplied in 8 bits
+MULTIPLE = 16  # both dimensions of a matrix that is multiplied in 8 bits must be multiples of this
 INSTEAD = "set trainer.precision=bf16-mixed"
-# In names of layers: what is added, the router of a mixture of experts. They are small and decide much.
+# Name parts of the layers that stay in bf16: LoRA, memories and routers, which are small but sensitive to rounding.
 _KEPT = (*ADDED, ".gate.", ".router.")
 
 
 class Fp8(Feature):
-    """What the run asks of trainer.precision=fp8."""
+    """The feature trainer.precision=fp8."""
 
     def is_on(self, config: Config) -> bool:
         return config.trainer.precision == FP8
@@ -39,7 +39,7 @@ class Fp8(Feature):
         convert(model, config)
 
     def restore_model(self, model: PreTrainedModel) -> None:
-        undo(model)  # the export is compared with it, in fp32
+        undo(model)  # the export is compared with this model in fp32
 
     def plan_rows(self, model: PreTrainedModel, config: Config) -> list[tuple[str, str]]:
         return [("fp8", in_words(model, config))]
@@ -57,7 +57,7 @@ class Fp8(Feature):
 
 
 def why_not(t: TrainerConfig) -> str | None:
-    """Why nothing can be multiplied in 8 bits here, and what to do; None where it can."""
+    """Returns why this machine can't multiply in 8 bits, with advice, or None if it can."""
     if t.accelerator != "cuda":
         return f"a CPU does not multiply in 8 bits: {INSTEAD}"
     if importlib.util.find_spec("torchao") is None:
@@ -69,19 +69,19 @@ def why_not(t: TrainerConfig) -> str | None:
 
 
 def check(t: TrainerConfig) -> None:
-    """Raises UserError where trainer.precision=fp8 can't be had on this machine."""
+    """Raises UserError if trainer.precision=fp8 is set and this machine doesn't support it."""
     obstacle = why_not(t) if t.precision == FP8 else None
     if obstacle is not None:
         raise UserError(f"trainer.precision=fp8: {obstacle}")
 
 
 def convert(model: PreTrainedModel, config: Config) -> None:
-    """With trainer.precision=fp8, makes the layers that gain torchao's Float8Linear, in place.
+    """Converts the linear layers that become faster in 8 bits to torchao's Float8Linear, in place.
 
-    It has to be done before layers are compiled or shared out.
+    It must be called before layers are compiled or sharded.
 
     Raises:
-        UserError: no layer gains; see `check`.
+        UserError: no layer would become faster, or this machine can't multiply in 8 bits (see `check`).
     """
     check(config.trainer)
     float8, gains = _torchao(), _gains(config.trainer.fp8_recipe)
@@ -93,26 +93,27 @@ def convert(model: PreTrainedModel, config: Config) -> None:
 
 
 def recipe(config: Config) -> Any:
-    """torchao's Float8LinearConfig."""
+    """Returns torchao's Float8LinearConfig for trainer.fp8_recipe."""
     options = _torchao().Float8LinearConfig.from_recipe_name(config.trainer.fp8_recipe)
-    # A weight's gradient sums over tokens, whose number then has to be a multiple as well: zeros are added.
+    # A weight's gradient is a product that sums over tokens, so their number must be a multiple of 16 as well, or be
+    # padded with zeros.
     return dataclasses.replace(options, pad_inner_dim=not _in_multiples(config.data))
 
 
 def undo(model: PreTrainedModel) -> None:
-    """Makes them ordinary linear layers again, which multiply in their weights' dtype."""
+    """Turns the converted layers back into ordinary linear layers, which multiply in their weights' dtype."""
     for layer in converted(model).values():
-        layer.__class__ = nn.Linear  # the modules stay: what shards or compiles a model refers to them
+        layer.__class__ = nn.Linear  # the module objects stay, since sharding and compilation refer to them
 
 
 def converted(model: nn.Module) -> dict[str, nn.Linear]:
-    """The layers that multiply in 8 bits, by name."""
+    """Returns the layers that multiply in 8 bits, by name."""
     kind = _torchao().float8_linear.Float8Linear
     return {name: module for name, module in model.named_modules() if isinstance(module, kind)}
 
 
 def in_words(model: PreTrainedModel, config: Config) -> str:
-    """Which layers multiply in 8 bits, what share of a token's FLOPs that is, and which layers don't."""
+    """Describes which layers multiply in 8 bits, their share of a token's FLOPs, and which layers stay in bf16."""
     inside, layers = converted(model), linear_layers(model)
     outside = {n: m for n, m in layers.items() if n not in inside}
     weights_in_bf16 = config.trainer.fp8_recipe == "rowwise_with_gw_hp"
@@ -128,15 +129,15 @@ def in_words(model: PreTrainedModel, config: Config) -> str:
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear]:
-    """Those of the decoder blocks by name, without adapters and routers."""
+    """Returns the linear layers of the decoder blocks by name, without LoRA, memories and routers."""
     names = {id(m): n for n, m in model.named_modules()}
     found = [m for block in decoder_blocks(model) for m in block.modules() if isinstance(m, nn.Linear)]
     return {names[id(m)]: m for m in found if not _is_kept(names[id(m)])}
 
 
 def _gains(recipe_name: str) -> Any:
-    """Says of a layer, by its name within a block, whether torchao knows its shape to gain."""
-    measured = "rowwise" if recipe_name.startswith("rowwise") else recipe_name  # what torchao has thresholds of
+    """Returns a filter (module, name within its block) -> whether torchao's thresholds predict a speedup for it."""
+    measured = "rowwise" if recipe_name.startswith("rowwise") else recipe_name  # the recipes torchao has thresholds for
     wide = _torchao()._auto_filter_for_recipe(measured, [])
     return lambda module, name: type(module) is nn.Linear and not _is_kept(f".{name}") and wide(module, name)
 
@@ -158,18 +159,18 @@ def _why_none(model: PreTrainedModel) -> str:
 
 
 def _kinds(layers: dict[str, nn.Linear]) -> str:
-    """Their names without what stands before them: 'q_proj, o_proj'."""
+    """Lists the distinct last parts of the layers' names, such as 'q_proj, o_proj'."""
     return ", ".join(dict.fromkeys(n.removesuffix(".base_layer").rpartition(".")[2] for n in layers))
 
 
 def _in_multiples(data: DataConfig) -> bool:
-    """Whether each micro-batch has a multiple of 16 tokens."""
+    """Returns whether the number of tokens in every micro-batch is a multiple of 16."""
     lengths = row_lengths(data)
     values = [data.seq_len] if lengths is None else lengths.values
     return data.rows == "text" and data.packing != "off" and all(length % MULTIPLE == 0 for length in values)
 
 
 def _torchao() -> Any:
-    import torchao.float8  # an extra; it takes a second
+    import torchao.float8  # an optional dependency, which takes a second to import
 
     return torchao.float8

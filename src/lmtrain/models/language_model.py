@@ -1,4 +1,4 @@
-"""A transformers causal language model that returns its loss, computed from hidden states in chunks."""
+"""A wrapper around a transformers causal language model that computes the loss from hidden states in chunks."""
 
 import contextlib
 from collections.abc import Callable
@@ -25,16 +25,16 @@ from lmtrain.models.documents import Documents, Prefixes, choose_method
 from lmtrain.models.routers import Logits, RouterLosses, Routers
 from lmtrain.models.scalar_head import HEAD, has_scalar_head
 
-# loss_chunk_tokens=auto: logits of one chunk, in the dtype they are multiplied in. Smaller chunks cost time (the
-# weight's gradient is summed once per chunk), larger ones only memory, of which a large card has enough.
+# For loss_chunk_tokens=auto: bytes of one chunk's logits, in the dtype of their matrix product. Smaller chunks cost
+# time (the weight's gradient is summed once per chunk), larger ones only memory, of which a large GPU has enough.
 AUTO_CHUNK_BYTES, LARGEST_CHUNK_BYTES, CHUNKS_PER_CARD = 256 * 2**20, 2 * 2**30, 64
-# Families whose logits are known to be the output embedding of the last hidden state; others are compared once.
+# Families whose logits are known to be the output layer applied to the last hidden state; others are compared once.
 KNOWN_FAMILIES = ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 
 
 @cache
 def auto_chunk_bytes(device_type: str, card_bytes: int | None = None) -> int:
-    """Bytes for the logits of one chunk: 1.25 GiB on a GPU of 80 GiB (`card_bytes`; None: the one that is here)."""
+    """Returns the bytes for one chunk's logits: 1.25 GiB on a GPU of 80 GiB (`card_bytes`; None: the current GPU's)."""
     if device_type != "cuda" or (card_bytes is None and not torch.cuda.is_available()):
         return AUTO_CHUNK_BYTES
     if card_bytes is None:
@@ -45,24 +45,24 @@ def auto_chunk_bytes(device_type: str, card_bytes: int | None = None) -> int:
 class LanguageModelOutput(NamedTuple):
     """Sums over the tokens of a micro-batch that carry a label."""
 
-    loss_sum: Tensor  # 0-dim fp32, what backward starts from: all terms of the loss
+    loss_sum: Tensor  # 0-dim fp32, differentiable: all terms of the loss
     nll_sum: Tensor  # 0-dim fp32, detached: negative log-likelihood alone
     n_tokens: Tensor  # 0-dim int64
-    aux: dict[str, Tensor]  # detached 0-dim means of a router's losses; empty without one
+    aux: dict[str, Tensor]  # detached 0-dim means of the router's losses and metrics; empty without a router
 
 
 class LogProbs(NamedTuple):
-    """What `LanguageModel.log_probs` gives; of `LanguageModel.scores` rewards."""
+    """The result of `LanguageModel.log_probs`, and of `LanguageModel.scores`, where `tokens` are rewards."""
 
     tokens: Tensor  # [C] fp32, differentiable
-    router_loss: Tensor | None  # 0-dim, differentiable: to be added to the mean loss; None without a router
-    aux: dict[str, Tensor]  # as of LanguageModelOutput
+    router_loss: Tensor | None  # 0-dim, differentiable, to be added to the mean loss; None without a router
+    aux: dict[str, Tensor]  # as in LanguageModelOutput
 
 
 class LanguageModel(nn.Module):
-    """Wraps `model`, which keeps its own parameter names under `model.`.
+    """A wrapper around `model`, whose parameters keep their names under the prefix `model.`.
 
-    The whole loss is in `forward`, output embedding included, so that a sharded root module is gathered for it.
+    `forward` computes the whole loss, output layer included, so that a sharded root module is gathered for it.
     """
 
     model: PreTrainedModel
@@ -75,7 +75,7 @@ class LanguageModel(nn.Module):
                 f"{type(model).__name__} has no decoder and output embedding of its own: it can't be trained"
             )
         self.model = model
-        # Terms of the loss of `forward`; objectives that have a loss of their own have no such options.
+        # Terms of the loss in `forward`; objectives with a loss of their own don't have these options.
         self.z_loss = getattr(objective, "z_loss", 0.0)
         self.label_smoothing = getattr(objective, "label_smoothing", 0.0)
         self.chunk_tokens = _checked_chunk(objective.loss_chunk_tokens)
@@ -88,20 +88,20 @@ class LanguageModel(nn.Module):
         slides = any(getattr(module, SLIDES, False) for module in model.modules())
         self.window = getattr(config, "sliding_window", None) if slides else None
         self.mixes_outside_attention = any(isinstance(m, nn.Conv1d) for m in model.modules())  # Mamba, LFM2, ...
-        # Without a cap on attention's scores (Gemma 2) or a sink (gpt-oss), which fused kernels don't have.
+        # No cap on attention scores (Gemma 2) and no sink (gpt-oss), which fused kernels don't support.
         self.plain_softmax = not getattr(config, "attn_logit_softcapping", None) and not any(
             name.endswith("sinks") for name, _ in model.named_parameters()
         )
-        self.validates = False  # a validation is going on
-        self.same_tokens: DeviceMesh | None = None  # ranks that compute the same hidden states and share out their loss
-        self.context: Context | None = None  # where ranks share rows: inputs are slices of them
+        self.validates = False  # True during validation
+        self.same_tokens: DeviceMesh | None = None  # ranks that compute the same hidden states, and split the loss
+        self.context: Context | None = None  # set under context parallelism: inputs are slices of rows
         self._blocks = decoder_blocks(model)
         if config.model_type not in KNOWN_FAMILIES:
             self._compare_logits()
 
     @property
     def unpacked_because(self) -> str | None:
-        """Why rows may not hold several documents that are kept apart; None where they may."""
+        """The reason why rows can't hold several documents that are kept apart; None if they can."""
         if self.mixes_outside_attention:
             return "it mixes neighbouring tokens by convolutions"
         return getattr(self.model, "unpacked_because", None)
@@ -114,15 +114,16 @@ class LanguageModel(nn.Module):
         cu_seqlens: Tensor | None = None,
         learned: Tensor | None = None,
     ) -> LanguageModelOutput:
-        """The loss of one micro-batch.
+        """Computes the loss of one micro-batch.
 
         Args:
             input_ids: [B, T] int64.
             labels: [B, T] int64, the token that follows each input, -100 where none is trained on.
             position_ids: [B, T] int64, position of each token in its document; counted along the row if None.
-            cu_seqlens: [n_docs + 1] int32 starts of documents in the flattened B * T tokens, row borders included;
-                None where each row is one sequence.
-            learned: [n] int64, where in the flattened tokens there is a label; None to make every token's logits.
+            cu_seqlens: [n_docs + 1] int32 starts of documents in the flattened B * T tokens, row boundaries included;
+                None if each row is one sequence.
+            learned: [n] int64, positions of the labelled tokens in the flattened B * T; None: logits of all tokens are
+                computed.
         """
         hidden, router_logits = self.hidden_states(input_ids, position_ids, cu_seqlens)
         hidden, labels = hidden.flatten(0, 1), labels.flatten()
@@ -137,7 +138,7 @@ class LanguageModel(nn.Module):
         return LanguageModelOutput(loss_sum, loss.nll_sum, loss.n_tokens, aux)
 
     def _cross_entropy(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> CrossEntropy:
-        """The loss of all tokens [N], whichever ranks compute it."""
+        """Computes the loss of all tokens [N]; the ranks of `same_tokens`, if set, share the computation."""
         if self.same_tokens is not None:
             return shared_cross_entropy(self._own_cross_entropy, hidden, weight, bias, labels, self.same_tokens)
         return self._own_cross_entropy(hidden, weight, bias, labels)
@@ -168,17 +169,17 @@ class LanguageModel(nn.Module):
         targets: Tensor | None = None,
         temperature: float = 1.0,
     ) -> LogProbs:
-        """Log-probabilities of single tokens; the others' logits are never computed.
+        """Computes log-probabilities of selected tokens, without the logits at other positions.
 
         Args:
-            input_ids: [B, T] int64, as of `forward`; so are `position_ids` and `cu_seqlens`.
+            input_ids: [B, T] int64, as in `forward`; so are `position_ids` and `cu_seqlens`.
             position_ids: [B, T] int64.
             cu_seqlens: [n_docs + 1] int32.
-            prefixes: documents that go on from the one before.
-            scored: [C] int64, positions (of the flattened B * T) of the tokens asked about.
-            before: [C] int64, positions of the tokens that come just before them: where they are predicted.
-            targets: [C] int64, the tokens asked about where they are not those of `input_ids`.
-            temperature: logits are divided by it.
+            prefixes: given if documents attend to a prefix of the previous one.
+            scored: [C] int64, positions (in the flattened B * T) of the selected tokens.
+            before: [C] int64, positions of the tokens just before the selected ones, whose logits predict them.
+            targets: [C] int64, the ids to score instead of those in `input_ids`.
+            temperature: divides the logits.
         """
         hidden, router_logits = self.hidden_states(input_ids, position_ids, cu_seqlens, prefixes)
         wanted = input_ids.flatten().index_select(0, scored) if targets is None else targets
@@ -212,18 +213,18 @@ class LanguageModel(nn.Module):
         beta: float,
         temperature: float,
     ) -> Tensor:
-        """How far this model's next tokens are from a teacher's, [N]; see `losses.distillation`.
+        """Computes the divergence [N] of this model's next-token distributions from a teacher's (losses.distillation).
 
         Args:
-            input_ids: [B, T] int64, as of `forward`; so are `position_ids` and `cu_seqlens`.
+            input_ids: [B, T] int64, as in `forward`; so are `position_ids` and `cu_seqlens`.
             position_ids: [B, T] int64.
             cu_seqlens: [n_docs + 1] int32.
-            at: [N] int64, positions (of the flattened B * T) whose next tokens are compared.
-            teacher_hidden: [N, D'], the teacher's hidden states there.
-            teacher: its head.
-            vocabulary: tokens that both know.
-            beta: which divergence.
-            temperature: of both.
+            at: [N] int64, positions (in the flattened B * T) whose next-token distributions are compared.
+            teacher_hidden: [N, D'], the teacher's hidden states at these positions.
+            teacher: the teacher's output head.
+            vocabulary: number of tokens that both vocabularies share.
+            beta: selects the divergence.
+            temperature: applied to both distributions.
         """
         hidden, _ = self.hidden_states(input_ids, position_ids, cu_seqlens)
 
@@ -245,17 +246,17 @@ class LanguageModel(nn.Module):
         *,
         at: Tensor,
     ) -> LogProbs:
-        """What the scalar head says at some tokens, as `tokens`, whatever the precision in fp32.
+        """Computes the scalar head's output at selected tokens, in `tokens`; in fp32, whatever trainer.precision is.
 
         Args:
-            input_ids: [B, T] int64, as of `log_probs`; so are `position_ids`, `cu_seqlens` and `prefixes`.
+            input_ids: [B, T] int64, as in `log_probs`; so are `position_ids`, `cu_seqlens` and `prefixes`.
             position_ids: [B, T] int64.
             cu_seqlens: [n_docs + 1] int32.
-            prefixes: documents that go on from the one before.
-            at: [N] int64, positions (of the flattened B * T) of the tokens it is read at.
+            prefixes: given if documents attend to a prefix of the previous one.
+            at: [N] int64, positions (in the flattened B * T) of the tokens at which the head is read.
         """
         hidden, router_logits = self.hidden_states(input_ids, position_ids, cu_seqlens, prefixes)
-        weight: Tensor = getattr(self.model, HEAD).weight  # [1, D]; of an adapter the trained copy
+        weight: Tensor = getattr(self.model, HEAD).weight  # [1, D]; with an adapter, its trained copy
         found = (hidden.flatten(0, 1).index_select(0, at).float() * weight.float()).sum(-1)
         return LogProbs(found, *(self.router_losses(router_logits) if router_logits else (None, {})))
 
@@ -266,7 +267,7 @@ class LanguageModel(nn.Module):
         cu_seqlens: Tensor | None = None,
         prefixes: Prefixes | None = None,
     ) -> tuple[Tensor, Logits]:
-        """Last hidden states [B, T, D], and the logits of routers; no entry of kinds that the model has none of."""
+        """Returns the last hidden states [B, T, D], and the router logits, with entries only for existing routers."""
         options: dict[str, Any] = {}
         if position_ids is not None:
             options["position_ids"] = position_ids
@@ -295,12 +296,12 @@ class LanguageModel(nn.Module):
         return Documents(cu_seqlens, *self._whole_shape(input_ids), method, prefixes, bias_dtype)
 
     def _whole_shape(self, input_ids: Tensor) -> tuple[int, int]:
-        """(B, T) of the rows of which these are all tokens, or a slice."""
+        """Returns (B, T) of whole rows; with context parallelism the inputs are slices of them."""
         rows, length = input_ids.shape
         return rows, length * (1 if self.context is None else self.context.size)
 
     def _whole_rows(self, input_ids: Tensor) -> Documents | None:
-        """Rows as documents of their own where flash attention runs: it slides by itself, plain attention by a mask."""
+        """Returns each row as one document if flash attention can run, which needs no mask for windows; else None."""
         rows, length = self._whole_shape(input_ids)
         choice = getattr(self.model, "documents_attention", "transformers")
         if not input_ids.is_cuda or choice not in ("auto", "varlen") or self._method(input_ids.device) != "varlen":
@@ -309,23 +310,23 @@ class LanguageModel(nn.Module):
         return Documents(starts, rows, length, "varlen")
 
     def _method(self, device: torch.device) -> str:
-        """How documents are kept apart in this forward."""
+        """Returns the method that keeps documents apart in this forward."""
         dropout = self.attention_dropout if self.training else 0.0
         choice = getattr(self.model, "documents_attention", "transformers")
         return choose_method(choice, device, self._attention_dtype(device), dropout, self.plain_softmax)
 
     def _attention_dtype(self, device: torch.device) -> torch.dtype:
-        """Of attention's products."""
+        """Returns the dtype of attention's matrix products."""
         return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else self.model.dtype
 
     def _has_compiled_blocks(self) -> bool:
-        """Whether `compile_model` was called on the model."""
+        """Returns whether `compile_model` was called on the model."""
         return bool(self._blocks) and self._blocks[0]._compiled_call_impl is not None
 
     def _compiled(self) -> bool:
-        """Whether blocks and loss are compiled now.
+        """Returns whether blocks and loss run compiled now.
 
-        Not in a validation on a CPU: code of its own takes longer to compile than it saves in some minutes.
+        They don't in validation on a CPU, where compiling separate code takes longer than it saves in some minutes.
         """
         return self._has_compiled_blocks() and not (self.validates and self.model.device.type == "cpu")
 
@@ -336,7 +337,7 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def _compare_logits(self) -> None:
-        """Raises UserError unless transformers' own logits of a few tokens are those the loss is computed from."""
+        """Raises UserError unless transformers' logits for a few tokens equal those that the loss is computed from."""
         device = self.model.device
         if device.type == "meta":
             return
@@ -350,7 +351,7 @@ class LanguageModel(nn.Module):
                 theirs = theirs.flatten()
             else:
                 ours = self.model.get_output_embeddings()(self.hidden_states(ids)[0]) * self.logit_scale
-        except Exception as error:  # whatever a family's code raises
+        except Exception as error:  # a family's code may raise anything
             reason = str(error).partition("\n")[0][:120]
             raise UserError(
                 f"{type(self.model).__name__} can't read plain rows of tokens ({type(error).__name__}: {reason}): this "
@@ -375,18 +376,19 @@ def shared_cross_entropy(
     labels: Tensor,
     mesh: DeviceMesh,
 ) -> CrossEntropy:
-    """The loss of tokens that all ranks of `mesh` have, each of which computes an equal share of it.
+    """Computes the loss of tokens that all ranks of `mesh` have; each rank computes an equal share of it.
 
-    Every rank gets the whole gradient of `hidden`. Of `weight` and `bias` it gets its share's, times the number of
-    ranks: their mean over the ranks is the whole gradient, as that of parameters whose gradient is the same on all.
+    Every rank gets the full gradient of `hidden`. For `weight` and `bias` it gets the gradient of its share times the
+    number of ranks, so that the mean over the ranks is the full gradient, as for parameters whose gradient is the same
+    on all ranks.
 
     Args:
-        of_rows: the loss of some hidden states, weight, bias and their labels.
+        of_rows: computes the loss from hidden states, weight, bias and labels.
         hidden: [N, D].
         weight: [V, D].
         bias: [V].
         labels: [N] int64, -100 where there is none.
-        mesh: one dimension.
+        mesh: one-dimensional.
     """
     ranks = mesh.size()
     n_tokens = (labels != IGNORE_INDEX).sum()
@@ -413,18 +415,18 @@ def _checked_chunk(value: int | str) -> int | str:
 
 
 def _logit_transform(model: PreTrainedModel) -> tuple[float, float | None]:
-    """(factor of the logits, their soft cap), for the families whose config names them."""
+    """Returns (factor, soft cap) of the logits, which some families' configs define."""
     config = model.config.get_text_config()
     scale = 1.0
     if getattr(config, "logits_scaling", None):  # Granite
         scale /= config.logits_scaling
     if getattr(config, "logit_scale", None):  # Cohere
         scale *= config.logit_scale
-    # Of Gemma 2 and later, RecurrentGemma and xLSTM.
+    # The names in Gemma 2 and later, RecurrentGemma and xLSTM.
     caps = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
     return scale, next((getattr(config, name) for name in caps if getattr(config, name, None)), None)
 
 
 def attention_dropout(config: Any) -> float:
-    """Dropout on attention weights, by the names families have for it."""
+    """Returns the dropout on attention weights, which families name differently."""
     return float(getattr(config, "attn_pdrop", None) or getattr(config, "attention_dropout", None) or 0.0)

@@ -1,6 +1,7 @@
-"""What null means for the shape of a model from scratch: what conf/model says, in every family, or it is refused.
+"""What null means for the shape keys of a model from scratch: the same in every family, as conf/model documents it.
 
-To transformers an argument that is not given means the family's own value, 8,192 or 32 heads, whatever the width.
+A family that can't follow it is refused. transformers would use the family's own default for an argument that is not
+given, such as an inner width of 8,192 or 32 heads, whatever the hidden size.
 """
 
 import contextlib
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from lmtrain.config.options import ScratchModelConfig
 from lmtrain.errors import UserError
 
-# What families call these keys; GPT-2's other names are in its config's own attribute_map.
+# The families' names for these keys; GPT-2's other names are in its config's own attribute_map.
 ALIASES = {
     "norm_eps": ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps"),
     "intermediate_size": (
@@ -29,7 +30,7 @@ ALIASES = {
     "hidden_act": ("hidden_act", "activation_function"),
     "rope_theta": ("rope_parameters",),
 }
-# Settings a family's code reads though its config class doesn't declare them.
+# Settings that a family's code reads although its config class doesn't declare them.
 UNDECLARED = {"qwen3_moe": ("head_dim",)}
 MEANING = {
     "intermediate_size": "4 x hidden_size",
@@ -39,7 +40,7 @@ MEANING = {
 
 
 def field_name(config: PretrainedConfig, key: str) -> str | None:
-    """What this family calls `key`, None where it has no such field."""
+    """Returns this family's name for `key`, or None if it has no such field."""
     if key in UNDECLARED.get(config.model_type, ()):
         return key
     names = (*ALIASES.get(key, ()), key)
@@ -47,7 +48,7 @@ def field_name(config: PretrainedConfig, key: str) -> str | None:
 
 
 def promised(cfg: ScratchModelConfig) -> dict[str, int]:
-    """The values that stand for keys which are null; a mixture's intermediate_size has none: see `check_mixture`."""
+    """Returns the values that null keys stand for; none for intermediate_size in a mixture, see `_check_width`."""
     found, width, heads = dict[str, int](), cfg.hidden_size, cfg.num_attention_heads
     if width and cfg.intermediate_size is None and cfg.num_experts is None:
         found["intermediate_size"] = 4 * width
@@ -64,20 +65,20 @@ def filled(
     make: Callable[..., PretrainedConfig],
     name_of: Callable[[str], str | None],
 ) -> PretrainedConfig:
-    """The family's config of `given`, with what null stands for given too where the family takes another value.
+    """Builds the family's config from `given`, and sets the values that null stands for if its defaults differ.
 
     Args:
-        make: the config of arguments.
-        name_of: what the family calls a key; None where it has no such field.
+        make: builds the config from keyword arguments.
+        name_of: returns the family's name for a key, or None if it has no such field.
 
     Raises:
-        UserError: the family doesn't take it; the message names the value it has.
+        UserError: the family ignores such a value; the message names the value it uses instead.
     """
     config = make(**given)
     wanted = {key: (name_of(key), value) for key, value in promised(cfg).items()}
     missing = {name: value for name, value in wanted.values() if name is not None and _differs(config, name, value)}
     if hasattr(config, "qk_rope_head_dim"):
-        missing.pop("head_dim", None)  # of latent attention, whose heads have widths of several kinds
+        missing.pop("head_dim", None)  # latent attention has several head widths
     if missing:
         config = make(**(given | missing))
     for key, (name, value) in wanted.items():
@@ -96,7 +97,7 @@ def _differs(config: PretrainedConfig, name: str, value: int) -> bool:
 
 
 def _check_width(cfg: ScratchModelConfig, config: PretrainedConfig, name: str | None) -> None:
-    """Raises UserError where the feed-forward layers' width is one that no key of `model` says."""
+    """Raises UserError if the family chooses a feed-forward width that no key of `model` determines."""
     if cfg.num_experts is not None:
         if name is not None and _dimensions(config) != _dimensions(config, **{name: getattr(config, name) + 8}):
             raise UserError(
@@ -111,14 +112,17 @@ def _check_width(cfg: ScratchModelConfig, config: PretrainedConfig, name: str | 
 
 
 def _dimensions(config: PretrainedConfig, **changes: Any) -> set[int]:
-    """Of all parameters of the model; of one that can't be built, as its builder will say, all there are."""
+    """Returns all dimensions of the model's parameters.
+
+    If the model can't be built, all sizes are returned, so that no check fails: its builder will report the error.
+    """
     changed = copy.deepcopy(config)
     for name, value in {"pad_token_id": None, **changes}.items():
-        with contextlib.suppress(Exception):  # some check what they are given
+        with contextlib.suppress(Exception):  # some configs validate what is assigned
             setattr(changed, name, value)
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(changed)
-    except Exception:  # whatever a family's code raises
+    except Exception:  # a family's code may raise anything
         return set(range(2**20))
     return {size for p in model.parameters() for size in p.shape}

@@ -1,9 +1,9 @@
-"""What a model family can do, found on a tiny copy before a run: does lmtrain's attention give transformers' results,
-does it keep packed documents apart, does a token see only what comes before it.
+"""Tests on a tiny copy of a model, before a run, what its family supports: whether lmtrain's attention gives the same
+results as transformers', whether it keeps packed documents apart, and whether a token sees only what comes before it.
 
-Reading the config doesn't tell. A decoder layer may drop the keyword that says where documents lie; a family may mix
-tokens by something other than softmax attention (Mamba, linear or lightning attention, convolutions), or ask its
-attention for what lmtrain's doesn't do. Each would train on, silently, with a wrong loss.
+The config alone doesn't show this. A decoder layer may drop the keyword that carries the document boundaries; a family
+may mix tokens by something other than softmax attention (Mamba, linear or lightning attention, convolutions), or use
+attention features that lmtrain's lacks. In each case training would silently go on with a wrong loss.
 """
 
 from itertools import pairwise
@@ -18,35 +18,35 @@ from lmtrain.errors import UserError
 from lmtrain.models import attention
 from lmtrain.models.documents import Documents
 
-# Two rows of one length, the first of two documents; each longer than the window of the copy.
+# Two rows of equal length, the first with two documents, which are all longer than the copy's window.
 FIRST, LENGTH = 7, 18
-# Settings of families that choose the keys a query sees by an index of their own; it shows in long rows only.
+# Settings of families with sparse attention, where an indexer selects the keys a query sees; only long rows show it.
 SPARSE = ("index_topk", "index_topk_blocks")
-# Of the largest value in the hidden states. One token too many or too few moves them by 1e-2 or more of it, another
-# order of sums in fp32 by 1e-6 in most families and by 3e-4 in the deepest.
+# Relative to the largest value in the hidden states. Attending to one token too many or too few changes them by 1e-2 or
+# more, a different order of fp32 sums by 1e-6 in most families and by 3e-4 in the deepest.
 TOLERANCE = 2e-3
 
 
 class Support(NamedTuple):
-    """What works is None, what doesn't is why: words that can follow a colon."""
+    """What a model family supports: None for what works, else the reason it doesn't, as words to put after a colon."""
 
     causal: str | None = None  # a token sees only those before it
-    attention: str | None = None  # lmtrain's attention gives the results of the model's own
-    documents: str | None = None  # and keeps packed documents apart
+    attention: str | None = None  # lmtrain's attention gives the same results as the model's own
+    documents: str | None = None  # lmtrain's attention keeps packed documents apart
 
 
 def set_attention(choice: str, model: PreTrainedModel, seq_len: int) -> None:
-    """Puts lmtrain's attention into the model, or leaves it its own where the family needs that.
+    """Makes the model use lmtrain's attention, or keeps its own attention if the family needs that.
 
-    Sets what LanguageModel and the plan read: `documents_attention`, the way to keep packed documents apart, or
-    "transformers"; `own_attention_because` and `unpacked_because`, None or a reason.
+    Sets the model attributes that LanguageModel and the plan read: `documents_attention`, the method that keeps packed
+    documents apart, or "transformers"; `own_attention_because` and `unpacked_because`, each None or a reason.
 
     Args:
         choice: model.attention.
         seq_len: tokens per training row.
 
     Raises:
-        UserError: tokens see those that come after them; an explicit choice that the family can't take.
+        UserError: tokens see those that come after them, or the family doesn't support an explicit choice.
     """
     name, found = type(model).__name__, support(model, seq_len)
     if found.causal is not None:
@@ -66,21 +66,21 @@ def set_attention(choice: str, model: PreTrainedModel, seq_len: int) -> None:
 
 
 def support(model: PreTrainedModel, seq_len: int) -> Support:
-    """What the family of `model` can do in the layer pattern of its config: known of tested families, else tried.
+    """Returns what the family of `model` supports with its config's layer pattern: all if in TESTED, else by a test.
 
-    Takes half a second for a model of 48 layers; nothing is drawn from the global generators.
+    Takes half a second for a model of 48 layers; draws nothing from the global random generators.
 
     Args:
-        model: may be on the meta device, its weights are not looked at.
-        seq_len: of the rows to train on: a window that they never fill can't go wrong.
+        model: may be on the meta device, since its weights are not read.
+        seq_len: length of the training rows: a window that they never exceed is not tested.
     """
-    # Code that comes with a hub model may call itself by a family's name.
+    # Code that comes with a hub model may use the name of a tested family.
     if model.config.model_type in TESTED and type(model).__module__.startswith("transformers."):
         return Support()
     try:
         with torch.no_grad(), torch.device("cpu"):
             return _try(tiny_copy(model, seq_len))
-    except Exception as error:  # whatever the family's code raises about small sizes
+    except Exception as error:  # the family's code may raise anything about small sizes
         reason = f"a tiny copy of it could not be tried ({_words(error)})"
         return Support(attention=reason, documents=reason)
 
@@ -107,7 +107,7 @@ def _try(copy: PreTrainedModel) -> Support:
 
 
 def _own_only(copy: PreTrainedModel) -> str | None:
-    """Why lmtrain's attention isn't even tried."""
+    """Returns why the family can only use its own attention, or None if lmtrain's can be tested."""
     if not copy._supports_attention_backend:
         return "transformers lets it have no attention but its own"
     config = copy.config.get_text_config()
@@ -115,7 +115,7 @@ def _own_only(copy: PreTrainedModel) -> str | None:
 
 
 def packed_documents(ids: Tensor) -> dict[str, Any]:
-    """position_ids and documents of the rows [2, LENGTH], the first of which holds two."""
+    """Returns position_ids and documents for the rows [2, LENGTH], the first of which has two documents."""
     borders = [0, FIRST, LENGTH, 2 * LENGTH]
     positions = torch.cat([torch.arange(stop - start) for start, stop in pairwise(borders)]).view_as(ids)
     documents = Documents(torch.tensor(borders, dtype=torch.int32), len(ids), LENGTH, "slices")
@@ -123,10 +123,10 @@ def packed_documents(ids: Tensor) -> dict[str, Any]:
 
 
 def _differs(copy: PreTrainedModel, expected: Tensor, ids: Tensor, **options: Any) -> str | None:
-    """Why lmtrain's attention doesn't give the `expected` hidden states [2, T, D]."""
+    """Returns why lmtrain's attention doesn't give the `expected` hidden states [2, T, D], or None if it does."""
     try:
         found = _states(copy, ids, **options)
-    except UserError as error:  # of attention.py, which says what was asked for
+    except UserError as error:  # raised by attention.py, which names the unsupported feature
         return str(error).split(":")[0]
     except Exception as error:
         return _words(error)
@@ -163,8 +163,8 @@ TESTED = tuple(_NAMES.split())
 
 
 VOCAB, HIDDEN, HEADS, HEAD_DIM, INNER = 64, 32, 4, 8, 48
-WINDOW = 4  # of a sliding window, so that it shows within a few tokens
-# What families call their sizes, and the copy's: 4 heads of 8 make up the width of 32.
+WINDOW = 4  # sliding window of the copy, small enough to matter within a few tokens
+# The families' names of size settings, with the copy's values: 4 heads of width 8 make up the hidden size of 32.
 SIZES: tuple[tuple[int, str], ...] = (
     (VOCAB, "vocab_size vocab_size_per_layer_input unpadded_vocab_size decoder_vocab_size"),
     (HIDDEN, "hidden_size d_model n_embd embedding_dim embedding_size word_embed_proj_dim emb_dim"),
@@ -203,14 +203,17 @@ WINDOWS = (
 
 
 def shrink(config: PretrainedConfig, seq_len: int) -> PretrainedConfig:
-    """`config` with small widths and as many layers; a window stays one that rows of seq_len tokens exceed, or not."""
+    """Returns `config` with small widths and the same number of layers, for `tiny_copy`.
+
+    A window that rows of seq_len tokens exceed becomes small, any other larger than the copy's rows.
+    """
     fields = config.to_dict()
     for name in ("quantization_config", "dtype", "torch_dtype"):
         fields.pop(name, None)
     small = _shrunk(fields, seq_len)
     try:
         return type(config).from_dict(small | {"pad_token_id": None})
-    except StrictDataclassError:  # where it has to be a number
+    except StrictDataclassError:  # the family requires a number
         return type(config).from_dict(small | {"pad_token_id": 0})
 
 
@@ -231,13 +234,13 @@ def _shrunk(fields: dict[str, Any], seq_len: int) -> dict[str, Any]:
 
 
 def _dependent(fields: dict[str, Any]) -> dict[str, Any]:
-    """Sizes that stand in a relation to others."""
+    """Returns the copy's sizes that depend on other sizes."""
     small: dict[str, Any] = {}
     heads = next((fields[name] for name in ("num_attention_heads", "n_head") if _is_number(fields.get(name))), 0)
     for name in KEY_HEADS:
         if _is_number(fields.get(name)):
             small[name] = HEADS if fields[name] >= heads else 1 if fields[name] == 1 else HEADS // 2
-    if _is_number(fields.get("attention_hidden_size")):  # of Zamba's attention: twice the width
+    if _is_number(fields.get("attention_hidden_size")):  # Zamba's attention has twice the hidden size
         times = max(1, fields["attention_hidden_size"] // fields["hidden_size"])
         small |= {"attention_hidden_size": times * HIDDEN, "attention_head_dim": times * HEAD_DIM}
     if "mamba_headdim" in fields:  # Zamba 2
@@ -248,7 +251,7 @@ def _dependent(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sized(value: Any, size: int) -> Any:
-    """The size, or a list of it where layers have their own; None stays."""
+    """Replaces a number by `size`, in a list every number; other values such as None stay."""
     if isinstance(value, list | tuple):
         return [_sized(item, size) for item in value]
     return size if _is_number(value) else value
@@ -259,12 +262,12 @@ def _is_number(value: Any) -> bool:
 
 
 def tiny_copy(model: PreTrainedModel, seq_len: int) -> PreTrainedModel:
-    """A model of the class and architecture of `model`, some 64 tokens and 32 wide, on the CPU in fp32, for evaluation.
+    """Builds a small model of the class of `model`, with vocabulary 64 and width 32, on the CPU in fp32, in eval mode.
 
-    Draws nothing from the global generators. Whatever the family's code raises about the small sizes comes through.
+    Draws nothing from the global random generators. Errors of the family's code about the small sizes are not caught.
 
     Args:
-        seq_len: of the rows to train on; a sliding window that they never fill is not made small.
+        seq_len: length of the training rows; a sliding window that they never exceed is not made small.
     """
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
@@ -275,7 +278,7 @@ def tiny_copy(model: PreTrainedModel, seq_len: int) -> PreTrainedModel:
 
 @torch.no_grad()
 def enlarge(model: nn.Module) -> None:
-    """Random matrices large enough that what a token sees shows in its output."""
+    """Draws random matrices, large enough that the tokens a token sees have a visible effect on its output."""
     for parameter in model.parameters():
         if parameter.ndim >= 2:
             parameter.normal_(0.0, parameter.shape[-1] ** -0.5)

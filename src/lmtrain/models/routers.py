@@ -1,7 +1,7 @@
-"""A mixture's experts under autocast; router logits of them, and of a memory, and the losses made of those.
+"""Experts of a mixture under autocast; the router logits of mixtures and memories, and the losses computed from them.
 
 transformers records router logits too (`output_router_logits`), but its recording breaks the graph of every compiled
-block five times; a hook that stores a tensor on its module does not.
+block five times; a hook that stores a tensor on its module causes no graph break.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,17 +19,17 @@ from lmtrain.losses.router import Totals, over_layers, totals
 
 EXPERTS = "lmtrain"  # the experts_implementation of models built here
 KEPT = "last_router_logits"
-REPORTED = ("deviation", "z_loss", "entropy", "dead")  # besides the loss of load balancing
-Logits = dict[str, tuple[Tensor, ...]]  # of a forward, by the kind of router (router, memory), per layer [B * T, C]
+REPORTED = ("deviation", "z_loss", "entropy", "dead")  # metrics besides the load-balancing loss
+Logits = dict[str, tuple[Tensor, ...]]  # {kind of router ("router", "memory"): logits [B * T, C] of each layer}
 
 
 class Routers:
-    """The routers of a model, in order; none where it has neither a mixture of experts nor a memory.
+    """The routers of a model, in order; none if it has neither a mixture of experts nor a memory.
 
-    Modules that keep their logits themselves (a memory's blocks) say so: `keeps_router_logits`, `top_k`.
+    Modules that store their logits themselves (memory blocks) have the attributes `keeps_router_logits` and `top_k`.
 
-    `by_transformers` is true where transformers finds router logits in a way that is not known here: then they are to
-    be asked for with `output_router_logits`.
+    `by_transformers` is true if transformers records router logits in a way that this class doesn't know; the forward
+    then has to be called with `output_router_logits=True`.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -51,9 +51,9 @@ class Routers:
         return bool(self.modules) or self.by_transformers
 
     def take(self, output: Any) -> Logits:
-        """The logits of the forward just made, whose output this is; they are kept no longer.
+        """Returns the router logits of the forward that gave `output`, and removes them from the modules.
 
-        A memory that is turned off gives none.
+        Memory blocks that are disabled have no logits.
         """
         experts = tuple(module.__dict__.pop(KEPT) for module in self.modules) or getattr(output, "router_logits", None)
         found = {"router": experts or (), "memory": tuple(m.__dict__.pop(KEPT) for m in self.memories if m.enabled)}
@@ -64,15 +64,16 @@ class _Kind(NamedTuple):
     """How the routers of one kind are trained."""
 
     top_k: int
-    load_balance: float  # the loss's weight
+    load_balance: float  # weight of the load-balancing loss
 
 
 @dataclass
 class StepRouting:
-    """What the losses of a running step's micro-batch need to know of the whole step (router.scope=step).
+    """What the router losses of a micro-batch need to know about the whole optimizer step (router.scope=step).
 
-    units: what the sums of the step are divided by, of all ranks; part: of the micro-batch, both 0-dim.
-    whole: by kind the totals of the step, of all ranks; None while they are gathered, in `gathered`.
+    units: number of units (trained tokens or pairs) of the step on all ranks, the divisor of its sums, 0-dim.
+    part: number of units of the current micro-batch, 0-dim.
+    whole: totals of the step over all ranks, by kind of router; None while they are accumulated in `gathered`.
     add_ranks: sums a tensor over the ranks that read different rows.
     """
 
@@ -83,25 +84,25 @@ class StepRouting:
     whole: dict[str, Totals] | None = None
 
     def gather(self, kind: str, found: Totals) -> None:
-        """Adds the totals of a micro-batch, but of an empty one."""
+        """Adds the totals of a micro-batch to the step's; those of a micro-batch without units count as zeros."""
         before = self.gathered.get(kind)
         real = [value * (self.part > 0) for value in found]
         self.gathered[kind] = Totals(*(real if before is None else map(torch.add, before, real)))
 
     def finish(self) -> None:
-        """Every rank must call it."""
+        """Sums the gathered totals over the ranks; every rank must call it."""
         self.whole = {kind: _over_ranks(found, self.add_ranks) for kind, found in self.gathered.items()}
 
 
 class RouterLosses:
-    """What routers add to the mean loss, and what is reported of them.
+    """The losses that routers add to the mean loss, and the router metrics.
 
-    `step` is set while a step is trained whose losses are those of the whole step; `chosen` has how many tokens of the
-    step chose each choice, [routers, C] by kind, of this rank.
+    `step` is set during an optimizer step whose router losses are computed over the whole step; `chosen` counts, per
+    kind of router, how many of this rank's tokens of the step chose each choice, [routers, C].
 
     Args:
-        settings: the router section of the config, its over_layers resolved; None: a mixture's own weight of load
-            balancing, and no more.
+        settings: the router section of the config, with over_layers resolved; None: only load balancing, with the
+            weight from the model's own config.
     """
 
     def __init__(self, model: PreTrainedModel, routers: Routers, settings: RouterConfig | None) -> None:
@@ -117,7 +118,7 @@ class RouterLosses:
         self.z_loss = settings.z_loss if settings is not None else 0.0
         self.over_layers = settings.over_layers if settings is not None else "sum"
         self.of_steps = settings is not None and settings.scope == "step" and bool(self.kinds)
-        # By kind, what its numbers are called: a memory's like a mixture's, where it is alone.
+        # The prefix of each kind's metrics: a memory's metrics are named like a mixture's if it is the only kind.
         self.shown = dict.fromkeys(self.kinds, "router")
         if len(self.shown) > 1:
             self.shown["memory"] = "router/memory"
@@ -125,13 +126,13 @@ class RouterLosses:
         self.chosen: dict[str, Tensor] = {}
 
     def names(self) -> list[str]:
-        """Names of the means that are reported."""
+        """Returns the names of the reported metrics, which are means."""
         return [f"{self.shown[kind]}/{name}" for kind in self.kinds for name in ("load_balance", *REPORTED)]
 
     def __call__(self, found: Logits) -> tuple[Tensor, dict[str, Tensor]]:
-        """(what is added to the mean loss, means that are reported); load balancing is reported as 1 where even.
+        """Returns (the term to add to the mean loss, the reported means); load_balance is reported as 1 for even load.
 
-        Both are to be multiplied by the units of the micro-batch, whose sums are divided by those of the step.
+        The caller multiplies both by the units of the micro-batch, and divides their sums by the units of the step.
         """
         parts, aux = list[Tensor](), dict[str, Tensor]()
         for kind, logits in found.items():
@@ -151,10 +152,11 @@ class RouterLosses:
         return sum(parts[1:], parts[0]), aux
 
     def _of_step(self, kind: str, each: Sequence[Totals]) -> tuple[Sequence[Totals], Tensor | float]:
-        """(of each router the totals its terms are computed with, the factor of those terms).
+        """Returns (the totals with which each router's terms are computed, the factor to multiply those terms by).
 
-        Terms of a micro-batch are means, and weigh as much as its units do. Terms of a step are parts, which add up:
-        the factor undoes that weight. Where a step is a single micro-batch, its totals are summed over ranks here.
+        The terms of a micro-batch are means, which the caller weights by its units. With totals of the whole step the
+        terms are parts that simply add up, so the factor undoes that weighting. If the step has a single micro-batch,
+        its totals are summed over the ranks here.
         """
         if self.step is None:
             return each, 1.0
@@ -162,13 +164,13 @@ class RouterLosses:
         if self.step.whole is None:
             self.step.gather(kind, stacked)
             if not torch.is_grad_enabled():
-                return each, 1.0  # only gathered: what comes of it is not used
+                return each, 1.0  # this pass only gathers totals; the caller discards its loss
         whole = self.step.whole[kind] if self.step.whole else _over_ranks(self.step.gathered[kind], self.step.add_ranks)
         return [Totals(*router) for router in zip(*whole, strict=True)], self.step.units / self.step.part.clamp(min=1)
 
 
 def _over_ranks(found: Totals, add: Callable[[Tensor], Tensor]) -> Totals:
-    """Summed by one collective: [routers, C], [routers, C] and [routers]."""
+    """Sums totals of shapes [routers, C], [routers, C] and [routers] over the ranks, with one collective."""
     choices = found.chosen.shape[-1]
     summed = add(torch.cat([found.chosen, found.probabilities, found.tokens[:, None]], dim=1))
     return Totals(summed[:, :choices], summed[:, choices:-1], summed[:, -1])
@@ -182,7 +184,7 @@ def _keep(index: int) -> Any:
 
 
 class _Cast:
-    """An experts module whose parameters come in another dtype."""
+    """A view of an experts module whose parameters are cast to another dtype."""
 
     def __init__(self, experts: nn.Module, dtype: torch.dtype) -> None:
         self.experts, self.dtype = experts, dtype
@@ -193,10 +195,10 @@ class _Cast:
 
 
 def experts_forward(experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """transformers' experts interface: hidden [N, D], top_k_index and top_k_weights [N, k]; returns [N, D].
+    """Implements transformers' experts interface: hidden [N, D], top_k_index and top_k_weights [N, k]; returns [N, D].
 
-    transformers sorts tokens by expert and multiplies all experts in one grouped product, which autocast doesn't know:
-    with fp32 parameters it would run in fp32, at a quarter of the speed or less. Here its weights are cast first.
+    transformers sorts tokens by expert and computes all experts in one grouped product, which autocast doesn't cover:
+    with fp32 parameters it would run in fp32, at a quarter of the speed or less. Here the weights are cast first.
     """
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
@@ -208,6 +210,6 @@ ALL_EXPERTS_FUNCTIONS.register(EXPERTS, experts_forward)
 
 
 def use_experts(model: PreTrainedModel) -> None:
-    """Puts `experts_forward` in, where the model has experts in transformers' grouped layout."""
+    """Makes the model use `experts_forward` if it has experts in transformers' grouped layout."""
     if any(hasattr(m, "_apply_gate") and hasattr(m, "has_gate") for m in model.modules()):
         model.set_experts_implementation(EXPERTS)

@@ -1,8 +1,8 @@
-"""Models that give one number for a row of tokens, read at its last token that is no padding.
+"""Models that output one number for a row of tokens, read at its last token that is not padding.
 
-They are transformers' `...ForSequenceClassification` with one label, whose head is called `score` in the families that
-attend from left to right. Whoever reads an export (transformers, TRL) finds the token by the config's `pad_token_id`:
-where that is also the token a row ends with, the one before it is read, and so it is here.
+They are transformers' `...ForSequenceClassification` with one label, whose head is called `score` in causal families.
+Readers of an export (transformers, TRL) find that token by the config's `pad_token_id`: if a row ends with a token of
+that id, they read the token before it, and lmtrain does the same.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 from lmtrain.errors import UserError
 
 HEAD = "score"
-KIND = "ForSequenceClassification"  # how the names of such classes end
+KIND = "ForSequenceClassification"  # suffix of the class names
 
 
 def has_scalar_head(model: nn.Module) -> bool:
@@ -24,20 +24,20 @@ def has_scalar_head(model: nn.Module) -> bool:
 
 
 def auto_class(scalar_head: bool) -> Any:
-    """The class of transformers that builds and loads such models, or else those that predict the next token."""
+    """Returns transformers' auto class for models with a scalar head, or the one for next-token prediction."""
     return AutoModelForSequenceClassification if scalar_head else AutoModelForCausalLM
 
 
 def says_scalar_head(config: PretrainedConfig) -> bool:
-    """Whether config.json describes a model that classifies rows or gives them a number."""
+    """Returns whether the config describes a sequence classification model, with one label or several."""
     return any(str(name).endswith(KIND) for name in config.architectures or ())
 
 
 def give_scalar_head(config: PretrainedConfig, name: str) -> None:
-    """Makes it the config of a model with one label.
+    """Sets the config to one label.
 
     Raises:
-        UserError: the family has none, or the model has a head of several labels.
+        UserError: transformers has no scalar head for the family, or the model has a head with several labels.
     """
     if config.model_type not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
         raise UserError(
@@ -53,7 +53,7 @@ def give_scalar_head(config: PretrainedConfig, name: str) -> None:
 
 
 def set_padding(model: PreTrainedModel, tokenizer: Any) -> None:
-    """Says in the config by which token readers of the model tell padding; the end of text, where there is none."""
+    """Sets the config's `pad_token_id` to the tokenizer's padding token, or to the end of text if it has none."""
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     model.config.get_text_config().pad_token_id = pad
 
@@ -63,12 +63,12 @@ def padding_of(model: PreTrainedModel) -> int | None:
 
 
 def last_real(input_ids: Tensor, ends: Tensor, pad: int | None) -> Tensor:
-    """Where rows are read: the last token of each up to its end that is no padding, int64 [N].
+    """Returns the positions where rows are read, int64 [N]: the last token of each that is not padding.
 
     Args:
-        input_ids: [B, T] int64; every row has such a token.
-        ends: [N] int64, positions (of the flattened B * T) of the last token of each row.
-        pad: the id of padding.
+        input_ids: [B, T] int64; every row has a token that is not padding.
+        ends: [N] int64, positions (in the flattened B * T) of the last token of each row.
+        pad: the id of padding; None: no token is padding.
     """
     flat = input_ids.flatten()
     at = torch.arange(len(flat), device=flat.device)
@@ -78,7 +78,7 @@ def last_real(input_ids: Tensor, ends: Tensor, pad: int | None) -> Tensor:
 
 @torch.no_grad()
 def scores_of(model: PreTrainedModel, rows: Sequence[Sequence[int]]) -> Tensor:
-    """What a model says of whole rows of ids, fp32 [rows] on the CPU, by its own forward."""
+    """Returns the model's scores of whole rows of ids, fp32 [rows] on the CPU, using transformers' own forward."""
     longest, pad = max(map(len, rows)), padding_of(model) or 0
     ids = torch.tensor([[*row, *[pad] * (longest - len(row))] for row in rows], device=model.device)
     mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows], device=model.device)
@@ -86,7 +86,7 @@ def scores_of(model: PreTrainedModel, rows: Sequence[Sequence[int]]) -> Tensor:
 
 
 def refuse_scalar_head(model: nn.Module, doing: str) -> None:
-    """Raises UserError for a model that gives a number where the next token is asked for."""
+    """Raises UserError if the model has a scalar head, for a caller (`doing`) that needs next-token prediction."""
     if has_scalar_head(model):
         raise UserError(
             f"this model gives a reward, one number for a conversation, and {doing} asks for the next token: "

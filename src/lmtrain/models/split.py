@@ -1,13 +1,15 @@
-"""Splits the layers of a model over the ranks of a tensor-parallel group, which read the same rows.
+"""Tensor parallelism: splits a model's layers over the ranks of a group, which read the same rows.
 
 A layer split by columns gives each rank a part of its outputs; the layer after it, split by rows, takes that part and
 sums over the group. In between, a rank has its attention heads, or its part of the feed-forward width (Megatron-LM,
-Shoeybi et al. 2019, arXiv:1909.08053). Embeddings and norms stay whole and compute the same on each. The output layer
-stays whole too, and each rank computes the logits and the loss of its share of the tokens (language_model.py). With
-sequence parallelism a rank has its share of the tokens between the layers that are split, too (`TokenShares`).
+Shoeybi et al. 2019, arXiv:1909.08053). Embeddings and norms are replicated and compute the same on every rank. The
+output layer is replicated too, but each rank computes the logits and the loss of its share of the tokens only
+(language_model.py). With sequence parallelism a rank also holds only its share of the tokens between the split layers
+(`TokenShares`).
 
-Which layers form pairs is transformers' knowledge (`base_model_tp_plan` of a family's config); GPT-2, whose queries,
-keys and values are one matrix, has its plan here. Split parameters are DTensors; each rank computes with its own part.
+The pairs of layers come from transformers (`base_model_tp_plan` of a family's config); the plan of GPT-2, whose
+queries, keys and values are one matrix, is defined here. Split parameters are DTensors; each rank computes with its
+own part.
 """
 
 import re
@@ -29,7 +31,7 @@ from lmtrain.distributed.dtensor import laid_out
 from lmtrain.errors import UserError
 from lmtrain.models.language_model import attention_dropout
 
-# Outputs of a layer come in so many blocks side by side, each of which is split: queries, keys, values.
+# A packed layer's outputs are BLOCKS blocks side by side (queries, keys, values), each of which is split.
 PACKED, BLOCKS = "packed_colwise", 3
 COLUMNS, ROWS = ("colwise", PACKED, "colwise_gather_output"), ("rowwise", "rowwise_split_input")
 PER_HEAD_NORM = "replicated_with_grad_allreduce"
@@ -43,53 +45,53 @@ OWN_PLANS = {
 }
 Layer = Any  # nn.Linear, or GPT-2's Conv1D, whose weight is transposed
 INSTEAD = "Set trainer.strategy=fsdp, which shares out any model"
-TOKENS = Shard(1)  # of [B, T, D]
+TOKENS = Shard(1)  # splits [B, T, D] by tokens
 
 
 class TokenShares:
-    """The tokens of the rows in work, shared out over the ranks of a group, whose shares are of one size.
+    """Sequence parallelism: splits the tokens of the current rows over the ranks of a group, in shares of equal size.
 
-    Norms and the residual stream, which are the same on all ranks otherwise, hold T / ranks of the tokens (Korthikanti
-    et al. 2022, arXiv:2205.05198). Attention and feed-forward gather the tokens as they begin, and where their outputs
-    were summed over the ranks each gets its share of the sums: as much traffic as before.
+    Norms and the residual stream, otherwise replicated on all ranks, hold T / ranks of the tokens (Korthikanti et al.
+    2022, arXiv:2205.05198). Attention and feed-forward layers gather the tokens at their start, and at their end a
+    reduce-scatter gives each rank its share instead of an all-reduce: the traffic is the same as without.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
-        self.count = 0  # T; the last shares are filled up with zeros
+        self.count = 0  # T, without the zeros that pad the last shares
 
     def padded(self, x: Tensor) -> Tensor:
-        """x [B, T, D] with zeros behind, up to a multiple of the ranks."""
+        """Pads x [B, T, D] with zeros at the end, to a multiple of the number of ranks."""
         return nn.functional.pad(x, (0, 0, 0, -self.count % self.mesh.size()))
 
     def share(self, x: Tensor) -> Tensor:
-        """This rank's tokens of x [B, T, D], which all ranks have, and of whose gradient all get the whole."""
+        """Returns this rank's tokens of x [B, T, D], which all ranks have; all ranks get the full gradient of x."""
         self.count = x.shape[1]
         return laid_out(self.padded(x), self.mesh, Replicate(), TOKENS)
 
     def whole(self, x: Tensor) -> Tensor:
-        """All tokens, for what computes the same on all ranks, whose gradient is the same too."""
+        """Gathers all tokens, for replicated computation, whose gradient is the same on all ranks."""
         return laid_out(x, self.mesh, TOKENS, Replicate())[:, : self.count]
 
     def gathered(self, x: Tensor) -> Tensor:
-        """All tokens, for layers that are split: each rank's gradient is its part of a sum."""
+        """Gathers all tokens, for split layers, where each rank's gradient is a partial sum."""
         lying = DTensor.from_local(x, self.mesh, [TOKENS], run_check=False).redistribute(self.mesh, [Replicate()])
         return lying.to_local(grad_placements=[Partial()])[:, : self.count]
 
     def summed(self, x: Tensor) -> Tensor:
-        """This rank's tokens of the ranks' sum of x [B, T, D]."""
+        """Returns this rank's tokens of the sum of x [B, T, D] over the ranks."""
         return laid_out(self.padded(x), self.mesh, Partial(), TOKENS)
 
     def enter(self, block: nn.Module) -> None:
-        """Has the first block take its rank's tokens."""
+        """Makes the first block start from this rank's tokens."""
         block.register_forward_pre_hook(partial(_change_hidden, self.share), with_kwargs=True)
 
     def leave(self, block: nn.Module) -> None:
-        """Has the last block give all tokens."""
+        """Makes the last block return all tokens."""
         block.register_forward_hook(lambda _block, _args, output: _change_output(self.whole, output))
 
     def split(self, block: nn.Module, layers: Iterable[nn.Module]) -> None:
-        """Has the parts of a block that hold split layers gather their tokens; norms beside them keep to their own."""
+        """Makes the parts of a block that have split layers gather their tokens; norms run on this rank's tokens."""
         split = set(layers)
         for part in list(block.children()):
             if any(module in split for module in part.modules()):
@@ -99,12 +101,12 @@ class TokenShares:
 
 
 def split(part: nn.Module, layers: dict[nn.Module, str], mesh: DeviceMesh, tokens: TokenShares | None = None) -> None:
-    """Splits what is in `part` of a model's `layers` (from `check`), in place: their parameters are DTensors then.
+    """Splits those of a model's `layers` (from `check`) that are in `part`, in place; parameters become DTensors.
 
     Args:
-        part: with whole parameters.
-        mesh: one dimension.
-        tokens: where each rank holds its share of the tokens between layers.
+        part: a module with full parameters.
+        mesh: one-dimensional.
+        tokens: given if each rank holds only its share of the tokens between the split layers.
     """
     if tokens is not None:
         tokens.split(part, layers)
@@ -112,20 +114,20 @@ def split(part: nn.Module, layers: dict[nn.Module, str], mesh: DeviceMesh, token
         for module in list(parent.children()):
             style = layers.get(module)
             if style == PER_HEAD_NORM:
-                split_norm(module, mesh, sequence_dim=2)  # of single heads, of which each rank has some
+                split_norm(module, mesh, sequence_dim=2)  # normalizes single heads, of which each rank has some
             elif style is not None:
                 (_split_adapted if is_adapted(module) else _split_layer)(module, style, mesh, tokens)
-            if style == PACKED:  # GPT-2 cuts what c_attn gives at this width
+            if style == PACKED:  # GPT-2 splits the output of c_attn into pieces of this width
                 attn: Any = parent
                 attn.split_size //= mesh.size()
 
 
 def check(model: PreTrainedModel, size: int) -> dict[nn.Module, str]:
-    """The modules that are split, with their styles; only shapes are looked at.
+    """Returns the modules to split over `size` ranks, with their styles; only shapes are checked, no weights.
 
     Raises:
-        UserError: a family without a plan that can be followed, sizes or heads that `size` does not divide, dropout
-            on attention weights, an adapter that can't be split.
+        UserError: the family has no plan, or one that isn't supported; `size` does not divide widths or heads; there
+            is dropout on attention weights, or an adapter that can't be split.
     """
     config = model.config.get_text_config()
     family, key = config.model_type, f"trainer.strategy=fsdp_tp with tensor_parallel_size={size}"
@@ -160,7 +162,7 @@ def check(model: PreTrainedModel, size: int) -> dict[nn.Module, str]:
 
 
 def check_tokens(model: PreTrainedModel) -> None:
-    """Raises UserError where tokens can't be shared out between the layers (trainer.fsdp.sequence_parallel)."""
+    """Raises UserError if the model does not support trainer.fsdp.sequence_parallel."""
     key, off = "trainer.fsdp.sequence_parallel=true", "set trainer.fsdp.sequence_parallel=false"
     if any(is_adapted(module) for module in model.modules()):
         raise UserError(f"{key} does not go with LoRA, whose whole halves would be given shares of gradients: {off}")
@@ -169,7 +171,7 @@ def check_tokens(model: PreTrainedModel) -> None:
 
 
 def _plan(model: PreTrainedModel) -> dict[str, str]:
-    """Styles by name within the base model, `*` for a block's number; only what is in a block."""
+    """Returns the split styles by module name within the base model, with `*` for a block's number; blocks only."""
     config = model.config.get_text_config()
     plan = OWN_PLANS.get(config.model_type) or getattr(config, "base_model_tp_plan", None) or {}
     plan = {name: style for name, style in plan.items() if ".*." in name}
@@ -201,7 +203,7 @@ def _check_layer(module: nn.Module, name: str, style: str, size: int) -> None:
 
 
 def divisors(count: int) -> str:
-    """The fix for a size that does not divide `count`."""
+    """Returns advice for a group size that does not divide `count`."""
     fits = [d for d in range(2, min(count, 64) + 1) if count % d == 0]
     if not fits:
         return INSTEAD
@@ -209,18 +211,18 @@ def divisors(count: int) -> str:
 
 
 def _widths(layer: Layer) -> tuple[int, int]:
-    """(inputs, outputs)"""
+    """Returns (inputs, outputs)."""
     rows, columns = layer.weight.shape
     return (rows, columns) if isinstance(layer, Conv1D) else (columns, rows)
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Whether it is a layer with LoRA beside it."""
+    """Returns whether the module is a layer with LoRA."""
     return isinstance(getattr(module, "lora_A", None), nn.ModuleDict)
 
 
 def _split_adapted(module: Any, style: str, mesh: DeviceMesh, tokens: TokenShares | None) -> None:
-    """LoRA's B is split as the columns of its layer are, A as the rows; the other one is whole on each rank."""
+    """Splits a layer with LoRA: B with the layer's columns, or A with its rows; the other matrix stays replicated."""
     _split_layer(module.base_layer, style, mesh, tokens)
     for name in module.lora_A:
         _split_layer((module.lora_B if style in COLUMNS else module.lora_A)[name], style, mesh, tokens)
@@ -230,7 +232,10 @@ def _split_adapted(module: Any, style: str, mesh: DeviceMesh, tokens: TokenShare
 
 
 def _own_part_of_dropout(dropout: nn.Dropout, mesh: DeviceMesh, x: Tensor) -> Tensor:
-    """All ranks draw what one process would, and each takes its part: they stay in step, and the parts differ."""
+    """Draws the full dropout mask on every rank and applies this rank's part of it.
+
+    So the ranks' random generators stay in the same state, and the parts differ between ranks.
+    """
     if not dropout.training:
         return x
     width = x.shape[-1]
@@ -239,12 +244,12 @@ def _own_part_of_dropout(dropout: nn.Dropout, mesh: DeviceMesh, x: Tensor) -> Te
 
 
 def _split_layer(layer: Layer, style: str, mesh: DeviceMesh, tokens: TokenShares | None = None) -> None:
-    """Splits the parameters of one layer, and has it compute with its rank's part of them."""
+    """Splits the parameters of one layer, and replaces its forward with one that uses this rank's part of them."""
     transposed = isinstance(layer, Conv1D)
     if style in ROWS:
         _distribute(layer, "weight", mesh, Shard(0 if transposed else 1))
     elif style == PACKED:
-        # FSDP cuts the first dimension, and can't cut one again whose blocks are split: such a parameter stays whole.
+        # FSDP shards the first dimension, and can't shard one that is split by blocks already: it is replicated then.
         _distribute(layer, "weight", mesh, _StridedShard(1, split_factor=BLOCKS) if transposed else Replicate())
         _distribute(layer, "bias", mesh, Replicate())
     else:
@@ -257,7 +262,7 @@ def _split_layer(layer: Layer, style: str, mesh: DeviceMesh, tokens: TokenShares
 
 
 def _distribute(layer: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
-    """Every rank takes its part of its own copy; nothing is sent."""
+    """Makes a parameter a DTensor; every rank takes its part from its own full copy, without communication."""
     parameter = getattr(layer, name)
     if parameter is not None:
         parts = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
@@ -265,18 +270,18 @@ def _distribute(layer: nn.Module, name: str, mesh: DeviceMesh, placement: Placem
 
 
 def by_columns(layer: Layer, style: str, mesh: DeviceMesh, tokens: TokenShares | None, x: Tensor) -> Tensor:
-    """This rank's part of the outputs, [..., outputs / ranks], or with colwise_gather_output all of them."""
-    if tokens is None:  # else what gathered the tokens does so
-        # What comes back to the input is each rank's share, summed on its way.
+    """Computes this rank's part of the outputs, [..., outputs / ranks], or with colwise_gather_output all of them."""
+    if tokens is None:  # otherwise TokenShares.gathered does this
+        # Each rank's gradient of the input is a partial sum, which the backward sums over the ranks.
         x = DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
     y = _product(layer, x, _own_part(layer.weight), _own_part(layer.bias))
     return laid_out(y, mesh, Shard(-1), Replicate()) if style == "colwise_gather_output" else y
 
 
 def by_rows(layer: Layer, style: str, mesh: DeviceMesh, tokens: TokenShares | None, x: Tensor) -> Tensor:
-    """All outputs, from this rank's part of the inputs (or from its own cut, with rowwise_split_input).
+    """Computes all outputs from this rank's part of the inputs (with rowwise_split_input, x is the full input).
 
-    Of all tokens, or of this rank's.
+    With `tokens` the outputs are those of this rank's tokens only.
     """
     if style == "rowwise_split_input":
         x = laid_out(x, mesh, Replicate(), Shard(-1))
@@ -289,7 +294,10 @@ def by_rows(layer: Layer, style: str, mesh: DeviceMesh, tokens: TokenShares | No
 
 
 def _own_part(parameter: Any) -> Any:
-    """Of a parameter split by columns (None if None); of one that stays whole, the blocks' parts."""
+    """Returns this rank's part of a parameter split by columns, or its part of each block of a replicated one.
+
+    None gives None.
+    """
     if parameter is None:
         return None
     if not isinstance(parameter.placements[0], Replicate):
@@ -308,7 +316,7 @@ def _product(layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None) -> Te
 
 
 def split_norm(module: nn.Module, mesh: DeviceMesh, sequence_dim: int) -> None:
-    """A norm of a rank's part of dimension `sequence_dim`: its weight's gradient is summed over the ranks."""
+    """Makes a norm run on this rank's part of dimension `sequence_dim`; its weight's gradient is summed over ranks."""
     frozen = {name for name, p in module.named_parameters() if not p.requires_grad}
     parallelize_module(module, mesh, SequenceParallel(sequence_dim=sequence_dim, use_local_output=True))
     for name, p in module.named_parameters():
@@ -316,7 +324,7 @@ def split_norm(module: nn.Module, mesh: DeviceMesh, sequence_dim: int) -> None:
 
 
 def _change_hidden(change: Any, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Changes the hidden states among a module's arguments: the first, or that of the name."""
+    """Changes the hidden states among a module's arguments: the first argument, or the keyword `hidden_states`."""
     if args and isinstance(args[0], Tensor):
         return (change(args[0]), *args[1:]), kwargs
     return args, kwargs | {"hidden_states": change(kwargs["hidden_states"])}

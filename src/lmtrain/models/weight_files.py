@@ -1,4 +1,4 @@
-"""Pretrained weights that stay in their safetensors files until each rank reads its own rows of them."""
+"""Pretrained weights that stay in their safetensors files until each rank reads the rows of its shard."""
 
 import hashlib
 import json
@@ -19,9 +19,10 @@ _DTYPES = ("F32", "BF16", "F16")
 
 
 def may_leave(config: PretrainedConfig, name_or_path: str) -> bool:
-    """Whether it is worth a look at the files: not where transformers is known to change what it reads.
+    """Returns whether the weights may be able to stay in their files, so that `leave` is worth trying.
 
-    And only of families whose logits need no comparison with weights.
+    They can't where transformers is known to change the tensors it loads, nor in families outside KNOWN_FAMILIES,
+    whose logits are compared once with those of transformers, which needs the weights.
     """
     here = Path(name_or_path).expanduser()
     changed = any(getattr(config, name, None) for name in ("quantization_config", "num_experts", "num_local_experts"))
@@ -29,14 +30,14 @@ def may_leave(config: PretrainedConfig, name_or_path: str) -> bool:
 
 
 def leave(model: PreTrainedModel, name_or_path: str) -> bool:
-    """Puts all parameters of a model that was just read onto the meta device, in fp32, if its files can give them.
+    """Moves all parameters of a model that was just loaded to the meta device, in fp32, if its files can supply them.
 
-    They can where each stands in a safetensors file under its own name, as it is: transformers may have renamed,
-    stacked or turned others.
+    They can if every parameter is in a safetensors file, unchanged and under its own name: transformers may have
+    renamed, stacked or transposed tensors while loading. Returns whether the parameters were moved.
 
     Args:
-        model: in the dtype of its files, whose tensors safetensors then maps: nothing is read yet.
-        name_or_path: what it was read from.
+        model: in the dtype of its files, so that safetensors maps the tensors into memory without reading them.
+        name_or_path: where the model was loaded from.
     """
     config = model.config
     if any(b.is_floating_point() and b.dtype != torch.float32 for b in model.buffers()):
@@ -63,7 +64,7 @@ def _folder(name_or_path: str, commit: str | None) -> Path:
 
 
 def _files(folder: Path) -> dict[str, str]:
-    """The file of each tensor; {} where they are in none of safetensors."""
+    """Returns the file of each tensor by name, or {} if the folder has no safetensors files."""
     one, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if one.exists():
         with safe_open(str(one), "pt") as reader:
@@ -75,7 +76,7 @@ def _files(folder: Path) -> dict[str, str]:
 
 
 def _same(parameter: Tensor, there: Any) -> bool:
-    """Whether a tensor of a file is this parameter: by its shape, and some rows of it."""
+    """Returns whether a tensor in a file equals this parameter in its shape and in a sample of up to six rows."""
     if there.get_dtype() not in _DTYPES or list(parameter.shape) != there.get_shape() or parameter.ndim == 0:
         return False
     rows = len(parameter)
@@ -84,11 +85,11 @@ def _same(parameter: Tensor, there: Any) -> bool:
 
 
 class WeightFiles:
-    """What is left in files, by the parameter, on every rank.
+    """The parameters of a model that were left in safetensors files, with readers for them; one object per rank.
 
     Args:
-        left: {name: file} of the first rank.
-        model: on each rank.
+        left: {name: file}, as found by the first rank.
+        model: this rank's model.
     """
 
     def __init__(self, left: Mapping[str, str], model: nn.Module) -> None:
@@ -97,11 +98,11 @@ class WeightFiles:
         self._readers: dict[str, Any] = {}
 
     def take(self, tensor: Tensor) -> str | None:
-        """The name of a parameter that is in a file; asked once, as what is kept here would not be freed."""
+        """Returns the name of a parameter that is in a file, else None, and drops the reference that keeps it alive."""
         return self._names.pop(tensor, None)
 
     def read(self, name: str, into: Tensor, rows: slice) -> None:
-        """Copies these rows of a parameter into theirs of `into`, which has its shape."""
+        """Copies the rows `rows` of a parameter from its file into the same rows of `into`, which has its shape."""
         if rows.start == rows.stop:
             return
         file = self._files[name]
@@ -111,7 +112,7 @@ class WeightFiles:
 
 
 def identities(left: Mapping[str, str]) -> dict[str, str | None]:
-    """What each file is as this rank finds it, by its size and some of its bytes; None where it doesn't."""
+    """Returns a SHA-256 of each file's size and some of its bytes, or None for files that this rank can't find."""
     return {
         file: hashlib.sha256(some_of(Path(file))).hexdigest() if Path(file).is_file() else None
         for file in set(left.values())
@@ -119,7 +120,7 @@ def identities(left: Mapping[str, str]) -> dict[str, str | None]:
 
 
 def some_of(file: Path, blocks: int = 16, size: int = 1 << 16) -> bytes:
-    """The size of a file and some of its bytes, spread evenly."""
+    """Returns the size of a file, followed by `blocks` evenly spaced blocks of its bytes."""
     length = file.stat().st_size
     parts = [str(length).encode()]
     with file.open("rb") as handle:

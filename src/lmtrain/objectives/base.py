@@ -1,8 +1,8 @@
-"""The training step every objective shares: one Lightning batch is one optimizer step.
+"""The training step that all objectives share: one Lightning batch is one optimizer step.
 
 `training_step` gets the micro-batches of a whole step, counts their trained tokens, sums the loss over all of them and
-divides by that count once, so accumulation, ragged lengths, a short last step and the number of devices change nothing.
-Objectives say only what the loss of a micro-batch is.
+divides by that count once, so accumulation, varying lengths, a short last step and the number of devices change
+nothing. An objective only defines the loss of a micro-batch.
 """
 
 from abc import abstractmethod
@@ -35,24 +35,24 @@ from lmtrain.strategies.placement import placement_of
 
 
 class Objective(pl.LightningModule):
-    """Base of all objectives: scales, clips, steps, and hands numbers to the callbacks through `last_step`.
+    """Base class of all objectives: runs backward, clips, steps, and passes results to callbacks as `last_step`.
 
-    A subclass says what the loss of a micro-batch is, and how many units of weight (tokens, pairs) it holds:
+    A subclass defines the loss of a micro-batch, and how many units (tokens, pairs) it is averaged over:
         class WeightedLM(Objective):
             Options = WeightedLMOptions  # a dataclass derived from config.schema.ObjectiveConfig
 
             def count_tokens(self, batch): return (batch["labels"] != IGNORE).sum()
             def micro_batch_loss(self, batch): return LossParts(loss_sum, n_tokens, {"loss": loss_sum.detach()})
 
-    `objective._target_` names it, and the keys beside it are the fields of its `Options` (docs/extending.md).
+    `objective._target_` names the class, and the keys beside it are the fields of its `Options` (docs/extending.md).
     """
 
     Options: ClassVar[type[schema.ObjectiveConfig]] = schema.ObjectiveConfig
-    definitions: ClassVar[Mapping[str, Definition]] = {}  # of the means it reports, as named in LossParts.sums
+    definitions: ClassVar[Mapping[str, Definition]] = {}  # of the means it reports, by their names in LossParts.sums
 
     model: LanguageModel
-    first_steps: Sequence[FirstSteps] = ()  # of a run that began in this process, until they were looked at
-    loss_is_nll = True  # whether the mean loss is nats per token, so that a perplexity can be made of it
+    first_steps: Sequence[FirstSteps] = ()  # pending checks of a run that began in this process
+    loss_is_nll = True  # whether the mean loss is in nats per token, so that exp(loss) is a perplexity
 
     def __init__(
         self,
@@ -70,45 +70,45 @@ class Objective(pl.LightningModule):
         super().__init__()
         self.automatic_optimization = False
         self.model = model
-        self.call_model: Callable[..., Any] = model.__call__  # a strategy may put its own forward around it
+        self.call_model: Callable[..., Any] = model.__call__  # a strategy may wrap it in its own forward
         self._make_optimizer, self.schedule = make_optimizer, schedule
         self._optimizer = make_optimizer(model.model)
         self._group_settings = [{k: v for k, v in g.items() if k != "params"} for g in self._optimizer.param_groups]
         self.seed, self.total_steps = seed, total_steps
-        self.schedule_steps = total_steps  # what the schedule spans; differs where a resumed run was made longer
+        self.schedule_steps = total_steps  # length of the schedule; differs if a resumed run was extended
         self.gradient_clip_val = gradient_clip_val
         self.guard = guard
-        self.step_loss: Tensor | None = None  # the running step's mean loss, where the guard looks for spikes
-        self.fingerprint = fingerprint  # plain containers: what a resumed run must share with this one
-        self.logs_itself = True  # callbacks/metrics.py takes it over in a run of lmtrain's
+        self.step_loss: Tensor | None = None  # mean loss of the current step, if the guard checks for spikes
+        self.fingerprint = fingerprint  # plain containers: what a resumed run must have in common with this one
+        self.logs_itself = True  # in lmtrain's own runs callbacks/metrics.py logs instead
         self.grad_norm = torch.zeros(())
         self.last_step: StepResult | None = None
-        self.val_sums: dict[int, dict[str, Tensor]] = {}  # by validation loader
+        self.val_sums: dict[int, dict[str, Tensor]] = {}  # per validation loader
         self.stop = stop if stop is not None else StopRequest()
 
     def prepare(self, config: Config, corpus: Corpus) -> None:
-        """Called once, before a checkpoint is read: takes its options from `config.objective`, looks at model and data.
+        """Reads the options from `config.objective`, checks model and data; called once, before a checkpoint is read.
 
         Raises:
-            UserError: the options, the model and the data don't go together.
+            UserError: the options, the model and the data are incompatible.
         """
 
     @classmethod
     def settle_model(cls, config: Config, model: PreTrainedModel, tokenizer: Any) -> None:
-        """Sets how the model attends and writes text, here from left to right; called before `prepare`.
+        """Sets how the model attends and generates text, here from left to right; called before `prepare`.
 
-        Also called wherever a run's model is loaded again.
+        It is also called wherever a run's model is loaded again.
         """
         set_mask_token(model, None)
 
     def continue_from(self, saved: dict[str, Any]) -> None:
-        """Called before training where a run continues, with all that its checkpoint holds but the weights."""
+        """Adapts to a resumed run; called before training with the contents of its checkpoint, except the weights."""
 
     @abstractmethod
     def micro_batch_loss(self, batch: dict[str, Tensor]) -> LossParts:
-        """The loss of one micro-batch, as sums over its trained tokens (or pairs), never as means.
+        """Computes the loss of one micro-batch, as sums over its trained tokens (or pairs), never as means.
 
-        Called in training, where it must not depend on the other micro-batches of its step but through `look_ahead`,
+        Called in training, where it must not depend on the other micro-batches of its step except through `look_ahead`,
         and in validation. The base class runs the backward pass and divides by the `count_tokens` of the whole step,
         over all ranks. Example:
 
@@ -116,71 +116,71 @@ class Objective(pl.LightningModule):
             return LossParts(self.scale * out.loss_sum, out.n_tokens, {"loss": self.scale * out.nll_sum})
 
         Args:
-            batch: what the data's row format reads, on the model's device. Of text: input_ids, int64 [B, T]; labels,
-                int64 [B, T], the token after each input, -100 where none is trained on; where rows hold several
+            batch: what the data's row format reads, on the model's device. For text: input_ids, int64 [B, T]; labels,
+                int64 [B, T], the token after each input, -100 where it is not trained on; if rows hold several
                 documents also position_ids, int64 [B, T], and cu_seqlens, int32 [documents + 1].
 
         Returns:
             LossParts of 0-dim tensors on that device. Its `sums` hold "loss" and what `validation_names` names. A loss
-            that is not finite leaves out the step; an exception ends the run.
+            that is not finite causes the step to be skipped; an exception ends the run.
         """
 
     @abstractmethod
     def count_tokens(self, batch: dict[str, Tensor]) -> Tensor:
-        """What the sums of a micro-batch are divided by, int64 []: trained tokens, or pairs; known before its forward.
+        """Counts what the sums of a micro-batch are divided by, trained tokens or pairs, int64 []; needs no forward.
 
         A micro-batch of `Rows.empty()`, which trains nothing, must count 0. `batch` is in host memory or on the device.
         """
 
     def look_ahead(self, micro_batches: list[dict[str, Tensor]], n_tokens: Tensor) -> None:
-        """Called before the losses of a step, with all micro-batches of this rank: for what a loss needs of them all.
+        """Computes what the losses of a step need from all micro-batches of this rank; called before the losses.
 
-        Every rank calls it. What it does must draw nothing from a generator.
+        Every rank calls it. It must not draw from a random generator.
 
         Args:
-            n_tokens: what the step's sums are divided by, of all ranks, 0-dim.
+            n_tokens: what the step's sums are divided by, over all ranks, 0-dim.
         """
 
     def means_of(self, sums: dict[str, Any], n_tokens: Any) -> dict[str, Any]:
-        """What is reported of a step or a validation, from its sums over all ranks and what they are divided by.
+        """Computes the reported means of a step or validation from sums over all ranks and what they are divided by.
 
-        All are numbers, or all 0-dim tensors, which must not be waited for.
+        All values are numbers, or all are 0-dim tensors; then the code must not wait for the device.
         """
         count = n_tokens.clamp(min=1) if isinstance(n_tokens, Tensor) else max(n_tokens, 1)
         return {name: value / count for name, value in sums.items()}
 
     def count_seen(self, batch: dict[str, Tensor]) -> Tensor:
-        """Tokens of a micro-batch that are not padding: what tokens_seen and tokens_per_s count."""
+        """Counts the tokens of a micro-batch without padding, for tokens_seen and tokens_per_s."""
         return batch["seen"] if "seen" in batch else self.count_tokens(batch)
 
     def validation_names(self) -> list[str]:
-        """Names of the means that a validation reports."""
+        """Returns the names of the means that a validation reports."""
         return ["loss"]
 
     def plan_rows(self) -> list[tuple[str, str]]:
-        """(name, words) of what the plan should say about the objective."""
+        """Returns (name, text) rows that describe the objective in the plan."""
         return []
 
     def configure_model(self) -> None:
-        """Called when the ranks are connected: the first one's weights come to all, in parts where they are sharded."""
+        """Places the parameters once the ranks are connected: rank 0's weights go to all ranks, sharded if needed."""
         placement = placement_of(self.trainer)
         if placement.replaces_parameters:
-            self._optimizer.param_groups.clear()  # they hold the whole parameters
+            self._optimizer.param_groups.clear()  # they refer to the unsharded parameters
         placement.place(self)
         if placement.replaces_parameters:
             self._optimizer = self._make_optimizer(self.model.model)
         self.on_placed()
 
     def on_placed(self) -> None:
-        """Called when the parameters are where they will be trained, with their first values."""
+        """Called when the parameters are where they will be trained, with their initial values."""
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return self._optimizer
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Counts a step's tokens over all ranks while it is in host memory; a request to stop rides along.
+        """Counts a step's tokens over all ranks while it is in host memory; agrees on stop requests in the same call.
 
-        Where ranks share rows, each goes on with its slice of them.
+        Under context parallelism, each rank continues with its slice of the rows.
         """
         context = self.model.context
         if context is not None and "micro_batches" in batch:
@@ -204,7 +204,7 @@ class Objective(pl.LightningModule):
         self.set_rate(step)
 
         n_tokens, seen = batch["n_tokens"], batch["seen"]
-        # Gradients are averaged over the ranks that compute different tokens; times their number makes that the sum.
+        # Gradients are averaged over the ranks that compute different tokens; multiplied by their number they are sums.
         part = data_parallel(self.trainer)
         scale = part.size * part.slices / n_tokens.clamp(min=1)
 
@@ -232,34 +232,34 @@ class Objective(pl.LightningModule):
             self._look_at_start(self.trainer.global_step)
 
     def looks(self, batch: dict[str, Tensor]) -> list[FirstSteps]:
-        """What is looked at after the first steps of a run; called before them, with the run's first micro-batch.
+        """Returns the checks to run after the first steps of a run; called before them, with the first micro-batch.
 
-        It must draw nothing from a generator, or only what `seed_step` puts back.
+        It must not draw from a random generator, except from those that `seed_step` reseeds.
         """
-        # Shards are gathered and freed between steps: what a parameter holds then is no sign of what was trained.
+        # Shards are gathered and freed between steps: what a parameter holds then does not show what was trained.
         sharded = placement_of(self.trainer).steps_itself or any(map(layout.is_part, self.model.parameters()))
         return [] if sharded else [weights_move(self)]
 
     def _look_at_start(self, step: int) -> None:
-        """Raises RunError where what must be true of the first steps is not."""
+        """Runs the pending checks of the first steps; raises RunError if one fails."""
         rates = [group["lr"] for group in self._optimizer.param_groups]
         every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
         is_logged = step == 1 or (every > 0 and step % every == 0)
         self.first_steps = [s for s in self.first_steps if not s.over(step, rates, self.grad_norm, is_logged)]
 
     def set_rate(self, step: int) -> None:
-        """The learning rate that the schedule has for the step, counted from 0."""
+        """Sets the learning rate that the schedule gives for the step, counted from 0."""
         set_lr(self._optimizer, self.schedule(step, self.schedule_steps))
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.logs_itself:
-            self.log_dict(self.step_tensors())  # Lightning reads them from the device where it shows them
-        # After every callback, so after the checkpoint. Lightning would validate once more before stopping.
+            self.log_dict(self.step_tensors())  # Lightning reads them from the device only to show them
+        # All callbacks have run, so the checkpoint is saved. Lightning would validate once more before stopping.
         if self.trainer.should_stop:
             raise StopIteration
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Clips the global gradient norm and drops a bad step; called after unscaling, in every precision."""
+        """Clips the global gradient norm and skips a bad step; called after unscaling, in every precision."""
         self.judged_step = self.trainer.global_step
         gradients = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
         norm = layout.total_norm(gradients)
@@ -268,14 +268,14 @@ class Objective(pl.LightningModule):
         self.grad_norm = norm.detach().to(self.device)  # under fsdp.cpu_offload gradients are in host memory
         bad = self.guard.judge(self.trainer.global_step, self.step_loss, self.grad_norm)
         if norm.device.type == "cuda" and can_skip(optimizer):
-            optimizer.found_inf = bad.float()  # type: ignore[attr-defined]  # it leaves weights and state alone, no host sync
+            optimizer.found_inf = bad.float()  # type: ignore[attr-defined]  # skips the update without a host sync
         elif bad:
-            optimizer.zero_grad(set_to_none=True)  # parameters without a gradient are left alone
+            optimizer.zero_grad(set_to_none=True)  # parameters without a gradient are not updated
 
     def seed_step(self, step: int) -> None:
-        """Dropout and all else random in a step follow from (seed, step, part): nothing to save, nothing to lose.
+        """Seeds the generators from (seed, step, rank), so that no generator state needs saving.
 
-        Ranks that compute the same tokens draw the same: what they compute alike must stay alike.
+        Ranks that compute the same tokens get the same seed, because their results must be identical.
         """
         seed = step_seed(self.seed, step, self.trainer.global_rank // data_parallel(self.trainer).copies)
         torch.default_generator.manual_seed(seed)
@@ -297,7 +297,7 @@ class Objective(pl.LightningModule):
         add_sums(sums, {**parts.sums, "n_tokens": parts.n_tokens})
 
     def validation_means(self, loader: int = 0) -> dict[str, float]:
-        """Token-weighted means over all ranks' rows of a validation loader; every rank must call it."""
+        """Returns the token-weighted means over all ranks' rows of a validation loader; every rank must call it."""
         sums = self.val_sums[loader]
         names = sorted(sums)
         totals = total(self.trainer, torch.stack([sums[n].double() for n in names]))
@@ -309,7 +309,7 @@ class Objective(pl.LightningModule):
             self.log_means("val")
 
     def log_means(self, stage: str) -> None:
-        """Logs the means of each loader as <stage>/..., of those of data.val_sets as <stage>/<its name>/..."""
+        """Logs the means of each loader as <stage>/..., those of data.val_sets as <stage>/<its name>/..."""
         names = list(getattr(getattr(self.trainer, "datamodule", None), "val_sets", {}))
         for loader in sorted(self.val_sums):
             name = names[loader] if loader < len(names) else str(loader or "")
@@ -318,11 +318,11 @@ class Objective(pl.LightningModule):
             self.log_dict(means, add_dataloader_idx=False)
 
     def step_means(self) -> dict[str, float]:
-        """train/loss and the rest of the last step, lr and grad_norm: every rank must call it."""
+        """Returns train/loss and the other means of the last step, lr and grad_norm; every rank must call it."""
         return {name: float(value) for name, value in self.step_tensors().items()}
 
     def step_tensors(self) -> dict[str, Tensor]:
-        """As `step_means`, 0-dim, on the device."""
+        """Returns the same values as `step_means`, as 0-dim tensors, without waiting for the device."""
         last = self.last_step
         assert last is not None
         names = sorted(last.sums)
@@ -335,7 +335,7 @@ class Objective(pl.LightningModule):
         self.on_validation_epoch_start()
 
     def test_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
-        """`trainer.test` reads the rows that are validated on, or a loader of the caller's."""
+        """Validates a micro-batch; `trainer.test` reads the validation rows, or a loader that the caller passes."""
         self.validation_step(batch, batch_idx, dataloader_idx)
 
     def on_test_epoch_end(self) -> None:
@@ -343,7 +343,7 @@ class Objective(pl.LightningModule):
 
     @torch.no_grad()
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
-        """What the model says of a micro-batch: here the means that a validation reports, 0-dim, and `n_tokens`."""
+        """Returns the outputs for a micro-batch: here the means that a validation reports, 0-dim, and `n_tokens`."""
         self.look_ahead([batch], self.count_tokens(batch))
         parts = self.micro_batch_loss(batch)
         return self.means_of(parts.sums, parts.n_tokens) | {"n_tokens": parts.n_tokens}
@@ -358,12 +358,12 @@ class Objective(pl.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         check_weights(self, checkpoint["state_dict"])
-        self.strict_loading = trainable_names(self) is None  # what is frozen is not in it
+        self.strict_loading = trainable_names(self) is None  # frozen weights are not in it
         restore_start(self.model.model, checkpoint.get("adapter_start", {}))
         self.guard.load_state_dict(checkpoint["guard"])
 
     def on_train_start(self) -> None:
         self.guard.to(self.device)
-        # A checkpoint brings its own rates and decays; those of this run's config hold.
+        # A checkpoint restores its own learning rates and weight decays; those of this run's config take precedence.
         for group, settings in zip(self._optimizer.param_groups, self._group_settings, strict=True):
             group.update(settings)

@@ -1,4 +1,4 @@
-"""Next-token prediction: summed negative log-likelihood of labels over the tokens that have one."""
+"""Next-token prediction: the summed negative log-likelihood of the labels, over the tokens that have one."""
 
 from typing import Any
 
@@ -44,7 +44,7 @@ class CausalLM(Objective):
 
     @torch.no_grad()
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
-        """`log_probs`: of each label in nats, fp32 [B, T], 0 where there is none; and the `labels`, int64 [B, T]."""
+        """Returns `log_probs` of the labels in nats, fp32 [B, T], 0 without one, and the `labels`, int64 [B, T]."""
         labels = batch["labels"]
         at = (labels.flatten() != IGNORE).nonzero()[:, 0]
         out = self.model.log_probs(

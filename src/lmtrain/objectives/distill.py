@@ -1,7 +1,7 @@
-"""Distillation: the student's next tokens come to be distributed as a teacher's, on data or on what the student writes.
+"""Distillation: the student learns a teacher's next-token distributions, on data or on its own samples.
 
-Forward and reverse KL and what lies between (Agarwal et al. 2024, "On-policy distillation of language models", GKD,
-arXiv:2306.13649). The unit of weight is the learned token.
+The loss is forward KL, reverse KL or a divergence between them (Agarwal et al. 2024, "On-policy distillation of
+language models", GKD, arXiv:2306.13649), as a mean over learned tokens.
 """
 
 import zlib
@@ -35,7 +35,7 @@ from lmtrain.rollouts.engine import Request, Sampling
 from lmtrain.rollouts.in_process import InProcess
 from lmtrain.strategies import sharding
 
-_STUDENT = 0x67_6B_64  # sets the seeds of the student's own samples apart
+_STUDENT = 0x67_6B_64  # separates the seeds of the student's samples from others
 _FORMULA = {"closed form": "tests/losses/test_distillation.py::test_equals_the_closed_form"}
 _TRL = {"TRL's GKDTrainer": "tests/parity/test_gkd_trl.py::test_losses_and_gradient_norms", **_FORMULA}
 DISTILLATION = {
@@ -73,14 +73,14 @@ class DistillOptions(ObjectiveConfig):
 
 
 class Distill(Objective):
-    """A micro-batch is that of fine-tuning: {input_ids, labels, learned, seen, [position_ids, cu_seqlens]}."""
+    """Distillation. A micro-batch is that of SFT: {input_ids, labels, learned, seen, [position_ids, cu_seqlens]}."""
 
     Options = DistillOptions
     definitions = DISTILLATION
     loss_is_nll = False
 
     def prepare(self, config: Config, corpus: Corpus) -> None:
-        """Raises UserError where there is no such teacher, or its tokenizer is another."""
+        """Loads the teacher; raises UserError if it can't be loaded, or has another tokenizer than the student."""
         assert isinstance(config.objective, DistillOptions)
         self.options, self.tokenizer = config.objective, corpus.tokenizer
         name = export_of(str(self.options.teacher))
@@ -100,7 +100,7 @@ class Distill(Objective):
         model = build_model(cfg, len(corpus.tokenizer), eos, config.data.seq_len)
         self.fingerprint["contents"]["teacher"] = first_values_hash(model)
         teacher = LanguageModel(model.eval().requires_grad_(False), config.objective, config.router)
-        self._teacher = [teacher]  # in a list: no submodule, so in no checkpoint and on no optimizer
+        self._teacher = [teacher]  # in a list: not a submodule, so neither saved nor optimized
         self.end_ids = tuple(corpus.end_ids or [eos])
         self.scale: Tensor | float = 1.0
         self.is_on_policy = False
@@ -123,7 +123,7 @@ class Distill(Objective):
 
     @torch.no_grad()
     def look_ahead(self, micro_batches: list[dict[str, Tensor]], n_tokens: Tensor) -> None:
-        """On its share of steps replaces the answers of the step by the student's own."""
+        """Replaces the step's answers by the student's own samples, in a share objective.on_policy of all steps."""
         step = self.trainer.global_step
         self.scale = 1.0
         self.is_on_policy = mix64(_STUDENT, self.seed, step) < self.options.on_policy * 2**64
@@ -139,7 +139,7 @@ class Distill(Objective):
                 batch.clear()
                 batch.update({name: value.to(self.device) for name, value in padded(some, answers).items()})
         counted = sum((self.count_tokens(batch) for batch in micro_batches), torch.zeros((), device=self.device))
-        # The step's sums are divided by the labels of the data: these are others.
+        # The step's sums are divided by the number of labels in the data, and the samples have another.
         self.scale = n_tokens / total(self.trainer, counted.double()).clamp(min=1)
 
     def _written(self, step: int, prompts: list[list[int]]) -> list[list[int]]:
@@ -172,7 +172,7 @@ class Distill(Objective):
 
 
 def check_tokenizer(teacher: str, tokenizer: Any) -> None:
-    """Raises UserError unless the teacher's tokenizer gives the same ids."""
+    """Raises UserError unless the teacher's tokenizer gives the same ids as the student's."""
     cfg = TokenizerConfig(kind="hub", name_or_path=teacher)
     theirs = tokenizers.load_or_train(cfg, lambda _: iter(()), tokenizers.identity(cfg))
     if tokenizers.tokenizer_hash(theirs) != tokenizers.tokenizer_hash(tokenizer):
@@ -184,7 +184,7 @@ def check_tokenizer(teacher: str, tokenizer: Any) -> None:
 
 
 def prompts_of(batch: dict[str, Tensor]) -> list[list[int]]:
-    """Of each row of a padded micro-batch the tokens before its first learned one; of rows that learn none, none."""
+    """Returns the tokens before the first learned one of each row of a padded micro-batch; skips rows without any."""
     found = []
     for ids, labels in zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True):
         first = next((i for i, label in enumerate(labels) if label != IGNORE), None)
@@ -194,7 +194,7 @@ def prompts_of(batch: dict[str, Tensor]) -> list[list[int]]:
 
 
 def padded(prompts: list[list[int]], answers: list[list[int]]) -> dict[str, Tensor]:
-    """Prompts with their answers as rows of fine-tuning, of which the answers are learned."""
+    """Builds padded fine-tuning rows of prompts with their answers, in which the answers are learned."""
     longest = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
     ids = np.zeros((len(prompts), longest), dtype=np.int64)
     labels = np.full_like(ids, IGNORE)

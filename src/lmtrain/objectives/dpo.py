@@ -1,7 +1,7 @@
-"""Direct preference optimisation and its relatives: chosen answers become likelier than rejected ones.
+"""Direct preference optimisation (DPO) and related losses, which make chosen answers likelier than rejected ones.
 
-A micro-batch is what `data.pair_rows.PairRows` reads: all its answers in one forward without padding, log-probabilities
-of their tokens only. The unit of weight is the pair.
+A micro-batch is what `data.examples.pair_rows.PairRows` reads: all its answers go through one forward pass, without
+padding, and log-probabilities are computed for their tokens only. The loss is a mean over pairs.
 """
 
 import torch
@@ -49,7 +49,7 @@ PREFERENCE = {
 
 
 def loss_options(cfg: DPOConfig) -> LossOptions:
-    """The options of a loss from the config; length_normalize=auto is what the loss's paper does."""
+    """Builds the options of the loss from the config; length_normalize=auto becomes what the loss's paper uses."""
     per_token = LOSSES[cfg.loss].per_token if cfg.length_normalize == "auto" else bool(cfg.length_normalize)
     return LossOptions(
         beta=cfg.beta,
@@ -62,7 +62,7 @@ def loss_options(cfg: DPOConfig) -> LossOptions:
 
 
 def check_reference(cfg: DPOConfig) -> None:
-    """Raises UserError where the loss and the reference don't go together."""
+    """Raises UserError if the loss and the reference are incompatible."""
     free = [*REFERENCE_FREE, *(name for name, loss in LOSSES.items() if not loss.has_reference)]
     if cfg.loss not in free and cfg.reference == "none":
         losses = ", ".join(free)
@@ -72,14 +72,14 @@ def check_reference(cfg: DPOConfig) -> None:
 
 
 class DPO(ReferenceObjective):
-    """`prepare` says, before training, what the loss and the reference are."""
+    """The objective of all losses over pairs (objective.loss)."""
 
     Options = DPOConfig
     definitions = PREFERENCE
-    answers = 2  # of a row: chosen, rejected
+    answers = 2  # per row: chosen, rejected
 
     def prepare(self, config: Config, corpus: Corpus) -> None:
-        """Settles the reference: the model as it is, before a checkpoint is read.
+        """Resolves the loss and the reference, which is the model before a checkpoint is read.
 
         Raises:
             UserError: see `check_reference` and `reference.choose`.
@@ -89,7 +89,7 @@ class DPO(ReferenceObjective):
         self.loss, self.options = options.loss, loss_options(options)
         check_reference(options)
         self.settle_reference(options.reference if LOSSES[options.loss].has_reference else "none", config, corpus)
-        self.fingerprint["keys"]["objective.length_normalize"] = self.options.length_normalize  # auto resolved
+        self.fingerprint["keys"]["objective.length_normalize"] = self.options.length_normalize  # with auto resolved
 
     def count_tokens(self, batch: dict[str, Tensor]) -> Tensor:
         return batch["pairs"]
@@ -121,7 +121,7 @@ class DPO(ReferenceObjective):
         pairs = Pairs(*policy.unbind(1), *tokens.unbind(1), *base)
         losses = preference_losses(self.loss, pairs, self.options)
         n = batch["pairs"]
-        real = (n > 0).to(policy.dtype)  # the pair of an empty micro-batch weighs nothing
+        real = (n > 0).to(policy.dtype)  # the dummy pair of an empty micro-batch has weight 0
         means = {
             "rewards/chosen": losses.chosen_rewards,
             "rewards/rejected": losses.rejected_rewards,
@@ -141,11 +141,11 @@ class DPO(ReferenceObjective):
 
 
 def kl_per_token(log_ratio: Tensor, tokens: Tensor) -> Tensor:
-    """KL(policy || reference) per token, estimated on the two answers of each pair: [P] from [P, 2] and [P, 2].
+    """Estimates KL(policy || reference) per token on the two answers of each pair: [P] from [P, 2] and [P, 2].
 
-    `exp(-r) - 1 + r` for the mean log-ratio r of an answer's tokens (Schulman 2020, "Approximating KL divergence", k3):
-    never negative, 0 where both agree. The answers are the data's, not the policy's, so it tells how far the policy
-    has moved on them rather than how far it has moved.
+    The estimate is `exp(-r) - 1 + r` for the mean log-ratio r of an answer's tokens (Schulman 2020, "Approximating KL
+    divergence", k3): never negative, and 0 where both models agree. The answers come from the data, not from the
+    policy, so it measures how far the policy has moved on these answers rather than overall.
     """
     r = log_ratio / tokens
     return (torch.expm1(-r) + r).mean(1)

@@ -1,13 +1,13 @@
-"""Learning from rewards: the model's own completions, those better than their group become likelier.
+"""Learning from rewards: the model's own completions that score better than their group become likelier.
 
-A micro-batch is some prompts (`data.examples.prompt_rows.PromptRows`); before a step's first forward their completions
-are sampled, scored and compared (`rollouts/`), and then trained on (`losses/policy.py`). The unit of weight is the
-completion, so that the parts of a step add up whatever the lengths; what is averaged over tokens is scaled by the
-tokens of the whole step.
+A micro-batch holds some prompts (`data.examples.prompt_rows.PromptRows`); before a step's first forward pass their
+completions are sampled, scored and compared (`rollouts/`), and then trained on (`losses/policy.py`). The loss is a mean
+over completions, so that the parts of a step add up whatever the lengths; averages over tokens are scaled by the tokens
+of the whole step.
 
 With objective.updates_per_rollout=U a rollout samples the prompts of the next U steps with the weights of the first:
-what TRL calls steps_per_generation, with num_iterations=1. What is left of a rollout is saved with a checkpoint. With
-U=1 nothing is: a rollout follows from weights, seed and step.
+what TRL calls steps_per_generation, with num_iterations=1. The unused part of a rollout is saved with a checkpoint.
+With U=1 there is none: a rollout follows from weights, seed and step.
 """
 
 import contextlib
@@ -42,14 +42,14 @@ OF_TOKENS = ("entropy", "kl", "clip_fraction", "logps/sampler", "logps/trainer",
 
 
 class GRPO(ReferenceObjective):
-    """`rollout` holds the groups of the step that is trained, `pending` those of the steps after it."""
+    """GRPO and its variants; `rollout` holds the groups of the current step, `pending` those of the steps after it."""
 
     Options = GRPOOptions
     definitions = ROLLOUTS
     answers = 1
 
     def prepare(self, config: Config, corpus: Corpus) -> None:
-        """Raises UserError where there is no reward, or prompts leave no room for completions."""
+        """Builds rewards and sampler; raises UserError without a reward or without room for completions."""
         assert isinstance(config.objective, GRPOOptions)
         assert isinstance(corpus.train, PromptRows)
         self.options = o = config.objective
@@ -73,11 +73,11 @@ class GRPO(ReferenceObjective):
         self.settle_reference(o.reference if o.kl_coef else "none", config)
         contents = {part.name: content for part in parts if (content := part.reward.content()) is not None}
         self.fingerprint["contents"] |= {"reward": contents} if contents else {}
-        self.pending: dict[int, dict[tuple[int, int], Group]] = {}  # by step, and by the epoch and row of the prompt
+        self.pending: dict[int, dict[tuple[int, int], Group]] = {}  # by step, then by (epoch, row) of the prompt
         self.rollout: list[Group] = []
-        self.failures = Counter[str]()  # how often which failure of a reward was seen in this step's rollout
+        self.failures = Counter[str]()  # number of occurrences of each reward failure in the last rollout
         self.completions_per_token = torch.ones(())
-        self.has_signal = True  # some group of the step has an advantage that is not 0
+        self.has_signal = True  # whether some group of the step has a nonzero advantage
 
     def make_engine(self) -> Engine:
         if self.options.engine == "vllm":
@@ -89,7 +89,7 @@ class GRPO(ReferenceObjective):
         return InProcess(self.model.model, self.options.rollout_batch_size)
 
     def check_room(self, corpus: Corpus) -> None:
-        """Raises UserError where a prompt and its completion are longer than the model's positions."""
+        """Raises UserError if a prompt and its completion may together exceed the model's positions."""
         most = getattr(self.model.model.config.get_text_config(), "max_position_embeddings", None) or 2**31
         room = most - self.options.max_new_tokens
         for rows in (corpus.train, corpus.val):
@@ -137,17 +137,17 @@ class GRPO(ReferenceObjective):
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         super().training_step(batch, batch_idx)
         assert self.last_step is not None
-        self.last_step = self.last_step._replace(seen=self.tokens_read)  # known once they are sampled
+        self.last_step = self.last_step._replace(seen=self.tokens_read)  # known only after sampling
 
     @torch.no_grad()
     def look_ahead(self, micro_batches: list[dict[str, Tensor]], n_tokens: Tensor) -> None:
-        """Puts what the step trains on into its micro-batches: a rollout, or what is left of one.
+        """Fills the micro-batches with what the step trains on: from a new rollout, or from the rest of the last one.
 
         Raises:
             RunError: no completion of the step could be scored.
         """
         step = self.trainer.global_step
-        if step not in self.pending:  # a rollout is used up; where a run was made longer, in the middle of its last
+        if step not in self.pending:  # the rollout is used up; an extended run may have cut its last one short
             self._sample(step, micro_batches)
         found = self.pending.pop(step)
         groups = [[found[p.epoch, p.row] for p in prompts_of(batch)] for batch in micro_batches]
@@ -176,7 +176,7 @@ class GRPO(ReferenceObjective):
         return tensors_of(groups, padded=padded, mask_cut_off=self.options.mask_cut_off)
 
     def _sample(self, step: int, micro_batches: list[dict[str, Tensor]]) -> None:
-        """Fills `pending` with the groups of this step and those after it that share its rollout."""
+        """Fills `pending` with the groups of this step and of the later steps that share its rollout."""
         last = min(step + self.options.updates_per_rollout, self.total_steps)
         batches = {step: micro_batches}
         dataset = getattr(self.trainer.train_dataloader, "dataset", None)
@@ -193,7 +193,7 @@ class GRPO(ReferenceObjective):
                     self._score_old([self.pending[later][p.epoch, p.row] for p in prompts_of(batch)])
 
     def _with_signal(self, step: int, prompts: Sequence[PromptRow]) -> list[Group]:
-        """The groups of prompts, those without signal replaced by others' as often as objective.resample says."""
+        """Returns the prompts' groups; those without signal are replaced by others', up to objective.resample times."""
         groups = self._groups(step, prompts, 0)
         times = self.options.resample
         for attempt in range(1, 1 + (3 if times is None and self.options.loss == "dapo" else times or 0)):
@@ -211,16 +211,16 @@ class GRPO(ReferenceObjective):
         return groups
 
     def _other(self, step: int, prompt: PromptRow, attempt: int) -> PromptRow:
-        """A prompt drawn at random for one whose group had no signal."""
+        """Draws a random prompt to replace one whose group had no signal."""
         row = mix64(self.seed, step, prompt.epoch, prompt.row, attempt) % len(self.prompts)
         return self.prompts.prompt(prompt.epoch, row)
 
     def _whole_model(self) -> contextlib.AbstractContextManager[None]:
-        """Within it each rank can call the model by itself."""
+        """Returns a context within which each rank can call the model by itself."""
         return sharding.gathered(self.model) if sharding.is_sharded(self.model) else contextlib.nullcontext()
 
     def _score_old(self, groups: list[Group]) -> None:
-        """Keeps the log-probabilities of completions under the weights that sampled them, by training's forward."""
+        """Stores the completions' log-probabilities under the weights that sampled them, by the trainer's forward."""
         batch = {name: value.to(self.device) for name, value in self._tensors(groups).items()}
         with evaluating(self.model):
             log_probs, _ = self.token_log_probs(batch, self.options.temperature)
@@ -262,7 +262,7 @@ class GRPO(ReferenceObjective):
         return with_routers(loss.loss, n, sums, out)
 
     def _with_kl(self, batch: dict[str, Tensor], sampled: Sampled, reference: Tensor) -> Tensor:
-        """Advantages [A] of rewards that the log-ratio of each completion to the reference is taken off."""
+        """Computes advantages [A] of the rewards minus kl_coef times each completion's log-ratio to the reference."""
         if not int(batch["sampled"]):
             return sampled.advantages
         kl = per_completion(sampled.old - reference, sampled)
@@ -271,7 +271,7 @@ class GRPO(ReferenceObjective):
         return advantages(by_group, self.variant).flatten()[batch["place"]]
 
     def means_of(self, sums: dict[str, Any], n_tokens: Any) -> dict[str, Any]:
-        """Rewards over the completions they were given to, left out where there is none; tokens' means over tokens."""
+        """Averages rewards over the completions they scored (left out without any), and token values over tokens."""
         sums = dict(sums)
         tokens = sums.pop("tokens", 1)
         of_rewards = {"reward": sums.pop("scored")}
@@ -283,7 +283,7 @@ class GRPO(ReferenceObjective):
 
     @torch.no_grad()
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
-        """A greedy completion of each prompt; the loss is minus its reward, so that the best is the lowest."""
+        """Samples a greedy completion of each prompt; the loss is minus its reward, so that the lowest loss is best."""
         with self._whole_model():
             groups, _ = self.judge.groups(-1, prompts_of(batch))
         found = report_of(groups, self.reward_names)
@@ -295,7 +295,7 @@ class GRPO(ReferenceObjective):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
         mine = {step: ([*groups], pack_groups([*groups.values()])) for step, groups in self.pending.items()}
-        # Each rank has sampled its own prompts; whichever ranks go on take theirs from all of them.
+        # Each rank has sampled its own prompts; on resume, ranks look up theirs among those of all.
         everywhere = world.gathered(mine) if self.options.updates_per_rollout > 1 else [mine]
         part = data_parallel(self.trainer)
         checkpoint["rollout"] = everywhere[:: part.copies]
@@ -310,14 +310,14 @@ class GRPO(ReferenceObjective):
 
     @torch.no_grad()
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
-        """`texts`, a greedy completion of each prompt, and `rewards`, fp64 [prompts]."""
+        """Returns `texts`, a greedy completion of each prompt, and `rewards`, fp64 [prompts]."""
         with self._whole_model():
             groups, _ = self.judge.groups(-1, prompts_of(batch))
         return {"texts": [g.texts[0] for g in groups], "rewards": torch.stack([g.rewards[0] for g in groups])}
 
 
 def end_ids(corpus: Corpus, stop_tokens: Sequence[str]) -> tuple[int, ...]:
-    """Ids that end a completion; UserError for a stop token that the tokenizer writes as several, or none."""
+    """Returns the ids that end a completion; raises UserError for a stop token that is not exactly one token."""
     found = list(corpus.end_ids or [corpus.tokenizer.eos_token_id])
     for text in stop_tokens:
         ids = corpus.tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -1,4 +1,4 @@
-"""What can be said of learning from rewards, and what the numbers it records mean."""
+"""The options of learning from rewards, and the definitions of the numbers it records."""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar

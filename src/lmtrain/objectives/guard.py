@@ -1,4 +1,4 @@
-"""Decides, on the device and without waiting for it, whether a step's update is applied."""
+"""A guard that decides, on the device and without waiting for it, whether a step's update is applied."""
 
 from typing import Any
 
@@ -9,9 +9,9 @@ _NEVER = -1
 
 
 class StepGuard:
-    """Skips the update of a step whose loss or gradient norm is not finite, or whose loss is a spike.
+    """A detector of bad steps, whose updates are skipped: loss or gradient norm are not finite, or the loss is a spike.
 
-    A spike is a loss above `spike_factor` times the median of the last `spike_window` good losses; it is looked for
+    A spike is a loss above `spike_factor` times the median of the last `spike_window` good losses; it is checked for
     once that many have been seen. All state stays on the device; `counts` reads it.
     """
 
@@ -27,11 +27,11 @@ class StepGuard:
         self.streak_start, self.recent = self.streak_start.to(device), self.recent.to(device)
 
     def judge(self, step: int, loss: Tensor | None, grad_norm: Tensor) -> Tensor:
-        """Bool, 0-dim: whether step `step` (0-based) is bad. `loss` is the step's mean, needed for spikes only."""
+        """Returns whether step `step` (0-based) is bad, bool, 0-dim; `loss` is its mean, needed for spikes only."""
         bad = ~torch.isfinite(grad_norm)
         if loss is not None and self.spike_factor is not None:
             loss = loss.double()
-            # nan until the window is full: a comparison with nan is false.
+            # The median is NaN until the window is full, and comparisons with NaN are false.
             bad = bad | ~torch.isfinite(loss) | (loss > self.spike_factor * self.recent.median())
             self.recent = torch.where(bad, self.recent, torch.cat([self.recent[1:], loss[None]]))
         self.streak_start = torch.where(bad & (self.in_a_row == 0), step, self.streak_start)
@@ -40,7 +40,7 @@ class StepGuard:
         return bad
 
     def counts(self) -> tuple[int, int, int]:
-        """(bad steps in all, bad steps in a row up to now, step at which that row began); waits for the device."""
+        """Returns (bad steps, current consecutive bad steps, step at which these began); waits for the device."""
         total, in_a_row, start = torch.stack([self.total, self.in_a_row, self.streak_start]).tolist()
         return total, in_a_row, start
 
@@ -52,5 +52,5 @@ class StepGuard:
         self.total = torch.tensor(state["total"])
         self.in_a_row = torch.tensor(state["in_a_row"])
         self.streak_start = torch.tensor(state["streak_start"])
-        if len(state["recent"]) == len(self.recent):  # another window was asked for: it fills again
+        if len(state["recent"]) == len(self.recent):  # else spike_window has changed: start empty
             self.recent = torch.tensor(state["recent"], dtype=torch.float64)

@@ -1,6 +1,6 @@
-"""Kahneman-Tversky optimisation (Ethayarajh et al. 2024, arXiv:2402.01306): learns from answers marked good or bad.
+"""KTO, Kahneman-Tversky optimisation (Ethayarajh et al. 2024, arXiv:2402.01306), on answers labelled good or bad.
 
-A micro-batch is what `data.examples.unpaired_rows.UnpairedRows` reads. The unit of weight is the answer.
+A micro-batch is what `data.examples.unpaired_rows.UnpairedRows` reads. The loss is a mean over answers.
 """
 
 from dataclasses import dataclass
@@ -68,12 +68,12 @@ class KTOOptions(ObjectiveConfig):
 
 
 def kto_losses(log_ratios: Tensor, desirable: Tensor, reference_point: Tensor, options: KTOOptions) -> Tensor:
-    """Equation 8: `w_d (1 - s(beta (r - z)))` for desirable answers, `w_u (1 - s(beta (z - r)))` for the others.
+    """Computes equation 8: `w_d (1 - s(beta (r - z)))` for desirable answers, `w_u (1 - s(beta (z - r)))` for others.
 
     Args:
         log_ratios: [A], log pi(y|x) - log pi_ref(y|x).
         desirable: bool [A].
-        reference_point: 0-dim, z; nothing is learned through it.
+        reference_point: 0-dim, z; it carries no gradient.
 
     Returns:
         [A], in the dtype of `log_ratios`.
@@ -84,19 +84,19 @@ def kto_losses(log_ratios: Tensor, desirable: Tensor, reference_point: Tensor, o
 
 
 class Answers(NamedTuple):
-    """A micro-batch's answers, as the loss needs them; all detached but the log-ratios."""
+    """The answers of a micro-batch, as the loss needs them; only the log-ratios carry a gradient."""
 
     log_ratios: Tensor  # [A] fp64, log pi - log pi_ref
     log_probs: Tensor  # [A] fp64, log pi
     desirable: Tensor  # bool [A]
-    number: Tensor  # int64 [], A; 0 where the answer of an empty micro-batch stands for none
+    number: Tensor  # int64 [], A; 0 for an empty micro-batch, which holds one dummy answer
 
 
 def check_labels(rows: Any, options: KTOOptions) -> None:
-    """UserError where all answers have one label: then nothing says what sets a good answer apart.
+    """Raises UserError if all answers have one label, as nothing then shows what sets a good answer apart.
 
-    The loss of answers of one kind falls with the log-ratio of any text, good or bad, so the model drifts and rewards
-    look as if it learned. A weight of 0 for the kind that is absent says that it is meant.
+    Over answers of one kind, the loss can be lowered by shifting the log-ratios of all texts, good or bad: the model
+    drifts, while the rewards look as if it learned. A weight of 0 for the missing kind confirms that this is intended.
     """
     labels = getattr(getattr(rows, "examples", None), "labels", None)
     if labels is None or not len(labels):
@@ -113,22 +113,22 @@ def check_labels(rows: Any, options: KTOOptions) -> None:
 
 
 class KTO(ReferenceObjective):
-    """The reference point z is estimated over all answers of a step, or of a validation."""
+    """The KTO objective; the reference point z is estimated over all answers of a step, or of a validation."""
 
     Options = KTOOptions
     definitions = MARKED
-    answers = 1  # of a row
+    answers = 1  # per row
 
     def prepare(self, config: Config, corpus: Corpus) -> None:
-        """Raises UserError where there is only one answer."""
+        """Resolves the reference; raises UserError if there is only one answer, or all answers have one label."""
         assert isinstance(config.objective, KTOOptions)
         if len(corpus.train) < 2:
             raise UserError(f"data.path={config.data.path} has one answer to train on: at least 2 are needed")
         self.options = config.objective
         check_labels(corpus.train, self.options)
         self.settle_reference(self.options.reference, config)
-        self.reference_point = torch.zeros(())  # z of the running step
-        # By loader, of each micro-batch: its answers, the sum of its mismatched log-ratios, means of routers' losses.
+        self.reference_point = torch.zeros(())  # z of the current step
+        # Per loader, for each micro-batch: (answers, sum of mismatched log-ratios, mean router losses).
         self.validated: dict[int, list[tuple[Answers, Tensor, dict[str, Tensor]]]] = {}
 
     def count_tokens(self, batch: dict[str, Tensor]) -> Tensor:
@@ -150,14 +150,14 @@ class KTO(ReferenceObjective):
 
     @torch.no_grad()
     def mismatched(self, batch: dict[str, Tensor]) -> Tensor:
-        """The sum of log-ratios of the micro-batch's prompts with other rows' completions, without dropout; 0-dim."""
+        """Returns the sum of log-ratios of the prompts with other rows' completions, without dropout; 0-dim."""
         others = {name.removeprefix("kl_"): value for name, value in batch.items() if name.startswith("kl_")}
         with evaluating(self.model):
             ratios, _, _ = self._log_ratios(others)
         return ratios.sum() * (batch["answers"] > 0)
 
     def _log_ratios(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, LogProbs]:
-        """log pi - log pi_ref of each answer, [A] fp64; log pi, [A]; and what the model's forward gave."""
+        """Returns log pi - log pi_ref of each answer, [A] fp64; log pi, [A]; and the output of the forward pass."""
         reference = self.reference_log_probs(batch)
         assert reference is not None
         policy, out = self.answer_log_probs(batch)
@@ -171,7 +171,7 @@ class KTO(ReferenceObjective):
         return LossParts(loss_sum, parts.n_tokens, sums)
 
     def parts(self, answers: Answers, z: Tensor) -> LossParts:
-        """Loss and sums of some answers against the reference point of all."""
+        """Computes loss and sums of some answers, given the reference point z of the whole step or validation."""
         real = (answers.number > 0).to(answers.log_ratios.dtype)
         losses = kto_losses(answers.log_ratios, answers.desirable, z, self.options)
         loss_sum = losses.sum() * real
@@ -187,7 +187,7 @@ class KTO(ReferenceObjective):
         return LossParts(loss_sum, answers.number, sums)
 
     def means_of(self, sums: dict[str, Any], n_tokens: Any) -> dict[str, Any]:
-        """Rewards are means over the answers of their kind, left out (of tensors: NaN) where there is none."""
+        """Computes the means; rewards are averaged over answers of their kind, left out (tensors: NaN) without any."""
         sums = dict(sums)
         counts = {"rewards/chosen": sums["desirable"], "rewards/rejected": n_tokens - sums.pop("desirable")}
         rewards = {name: (sums.pop(name), count) for name, count in counts.items()}
@@ -206,7 +206,7 @@ class KTO(ReferenceObjective):
         self.validated = {}
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Keeps what the loss is computed from: z is known at the end."""
+        """Stores the quantities the loss needs: z, and so the loss, is known only at the end of the validation."""
         mismatched = self.mismatched(batch)
         log_ratios, log_probs, out = self._log_ratios(batch)
         answers = Answers(log_ratios, log_probs, batch["label"], batch["answers"])

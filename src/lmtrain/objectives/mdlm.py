@@ -4,8 +4,8 @@ Sahoo et al. 2024 (arXiv:2406.07524), Nie et al. 2025 (arXiv:2502.09992, eq. 3):
 of its tokens is masked with probability t, and the cross-entropy of the masked ones is weighted by 1 / t. Its mean per
 token is an upper bound on the negative log-likelihood. Attention is bidirectional.
 
-Validation estimates the same bound with less noise: of the L tokens of a row exactly k are masked, k even over 1 .. L,
-and weighted by L / k (Nie et al., eq. 14), which has the same expectation where min_time is 0.
+Validation estimates the same bound with less noise: of the L tokens of a row exactly k are masked, with k evenly spread
+over 1 .. L, and weighted by L / k (Nie et al., eq. 14), which has the same expectation if min_time is 0.
 """
 
 import math
@@ -57,7 +57,7 @@ class MDLMOptions(ObjectiveConfig):
             "data.isolate_documents": (config.data.isolate_documents, False),
             "data.packing": (config.data.packing, None),  # rows without padding
         }
-        if config.peft.method != "none":  # an adapter's folder has no config, its base would attend causally
+        if config.peft.method != "none":  # an adapter's folder has no config, so its base would attend causally
             needed["export.enabled"] = (config.export.enabled, False)
         unmet = {key: due for key, (found, due) in needed.items() if found != due}
         wrong = [f"{key}={'null' if due is None else str(due).lower()}" for key, due in unmet.items()]
@@ -68,14 +68,14 @@ class MDLMOptions(ObjectiveConfig):
 
 
 class Masked(NamedTuple):
-    """Which tokens are hidden, bool [B, T], and the times [B, 1] fp32 that their rows have drawn."""
+    """A mask of hidden tokens, bool [B, T], and the times [B, 1] fp32 that were drawn for the rows."""
 
     where: Tensor
     times: Tensor
 
 
 def draw(rows: int, length: int, min_time: float, device: torch.device, generator: torch.Generator | None) -> Masked:
-    """Times evenly spread over the rows from one random start, which lowers the variance (MDLM, section 3.4)."""
+    """Draws masks; times are spread evenly over rows from one random start, for less variance (MDLM, section 3.4)."""
     start = torch.rand((), device=device, generator=generator)
     spread = (start + torch.arange(rows, device=device) / rows) % 1.0
     times = (min_time + (1 - min_time) * spread)[:, None]
@@ -83,11 +83,11 @@ def draw(rows: int, length: int, min_time: float, device: torch.device, generato
 
 
 def draw_for(places: list[int], length: int, device: torch.device) -> Masked:
-    """What is hidden in the rows of a validation that stand at these places, the same for every seed and split.
+    """Returns masks for the validation rows at the given places, the same for every seed and split of the rows.
 
-    The share of tokens hidden, k / length, runs over its range with the golden ratio's multiples (a low-discrepancy
-    sequence: rows that follow one another are spread evenly; Kingma et al. 2021, arXiv:2107.00630, appendix I.1,
-    spread those of a batch). Which k tokens it is, is random.
+    The share of hidden tokens, k / length, follows the multiples of the golden ratio (a low-discrepancy sequence, which
+    spreads consecutive rows evenly; Kingma et al. 2021, arXiv:2107.00630, appendix I.1, spread those of a batch). Which
+    k tokens are hidden is random.
     """
     counts = [1 + ((place * GOLDEN % 2**64) * length >> 64) for place in places]
     where = torch.zeros(len(places), length, dtype=torch.bool)
@@ -98,22 +98,25 @@ def draw_for(places: list[int], length: int, device: torch.device) -> Masked:
 
 
 class MDLM(base.Objective):
-    """A micro-batch is that of causal_lm; labels only tell which rows train. loss: a bound on nats per token."""
+    """Masked diffusion. A micro-batch is that of causal_lm, whose labels only tell which rows train.
+
+    The loss is an upper bound of the negative log-likelihood, in nats per token.
+    """
 
     Options = MDLMOptions
     definitions = BOUND
 
     def prepare(self, config: Config, corpus: Corpus) -> None:
-        """Raises UserError where there is nothing that can stand for a hidden token."""
+        """Reads the options, and the id of the mask token that `settle_model` has set."""
         assert isinstance(config.objective, MDLMOptions)
         self.min_time, self.micro_batch_size = config.objective.min_time, config.data.micro_batch_size
         mask_id = mask_token(self.model.model)
-        assert mask_id is not None  # settle_model has come before
+        assert mask_id is not None  # set by settle_model
         self.mask_id = mask_id
 
     @classmethod
     def settle_model(cls, config: Config, model: PreTrainedModel, tokenizer: Any) -> None:
-        """Raises UserError where there is nothing that can stand for a hidden token."""
+        """Sets mask token and bidirectional attention; raises UserError if there is no id for a mask token."""
         assert isinstance(config.objective, MDLMOptions)
         set_mask_token(model, _mask_id(config.objective.mask_token, tokenizer, model))
         model.set_attn_implementation(ATTENTION)
@@ -150,7 +153,7 @@ class MDLM(base.Objective):
         base.add_sums(self.val_sums.setdefault(dataloader_idx, {}), sums)
 
     def means_of(self, sums: dict[str, Any], n_tokens: Any) -> dict[str, Any]:
-        """In validation with loss_se, the standard error of the loss: its spread over rows / sqrt(rows)."""
+        """Computes the mean loss; in validation also loss_se, its standard error: its spread over rows / sqrt(rows)."""
         rows, first, second = (sums.get(name, 0.0) for name in ("rows", "row_losses", "row_squares"))
         means = super().means_of({"loss": sums["loss"]}, n_tokens)
         if rows > 1:
@@ -158,14 +161,14 @@ class MDLM(base.Objective):
         return means
 
     def row_losses(self, batch: dict[str, Tensor], masked: Masked) -> Tensor:
-        """The bound of each row, in nats, [B] fp32; 0 of rows that train nothing."""
+        """Computes the bound of each row, in nats, [B] fp32; 0 for rows that train nothing."""
         ids = batch["input_ids"]
         weighted = self.masked_nll(ids, masked) / masked.times.expand_as(ids)[masked.where]
         rows = torch.zeros(len(ids), device=ids.device, dtype=weighted.dtype)
         return rows.index_add(0, masked.where.nonzero()[:, 0], weighted) * _real(batch)
 
     def masked_nll(self, ids: Tensor, masked: Masked) -> Tensor:
-        """Negative log-likelihood of each masked token of `ids` [B, T], given those that are not masked: [C] fp32."""
+        """Returns the negative log-likelihood of each masked token of `ids` [B, T], given the unmasked: [C] fp32."""
         at = masked.where.flatten().nonzero()[:, 0]
         hidden = ids.masked_fill(masked.where, self.mask_id)
         out = self.model.log_probs(hidden, None, None, None, scored=at, before=at, targets=ids[masked.where])
@@ -173,13 +176,13 @@ class MDLM(base.Objective):
 
 
 def _real(batch: dict[str, Tensor]) -> Tensor:
-    """Which rows of a micro-batch train something, bool [B]: those of `Rows.empty()` have no label."""
+    """Returns which rows of a micro-batch train something, bool [B]: those of `Rows.empty()` have no label."""
     ids, labels = batch["input_ids"], batch.get("labels")
     return torch.ones_like(ids[:, 0], dtype=torch.bool) if labels is None else (labels != IGNORE).any(1)
 
 
 def _mask_id(token: str | None, tokenizer: Any, model: Any) -> int:
-    """The id of the mask token; without one the first row of the embeddings that no token has."""
+    """Returns the id of the mask token; if none is named, the first row of the embeddings that no token uses."""
     size, rows = len(tokenizer), model.get_input_embeddings().num_embeddings
     if token is not None:
         found = tokenizer.get_vocab().get(token)
@@ -204,9 +207,9 @@ def bidirectional(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Every token attends to every other, with transformers' AttentionInterface signature; [B, T, H, D]."""
+    """Computes attention of every token to every other, in transformers' AttentionInterface signature; [B, T, H, D]."""
     grouped = query.shape[1] != key.shape[1]
-    query, key = query.to(value.dtype), key.to(value.dtype)  # rotary embeddings leave fp32 under autocast
+    query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast, rotary embeddings give fp32
     out = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, scale=scaling, enable_gqa=grouped)
     return out.transpose(1, 2).contiguous(), None
 

@@ -1,4 +1,4 @@
-"""What an objective makes of a micro-batch, and of a step; what a number of a record means."""
+"""The results of an objective's micro-batches and steps, and the definition of a metric."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -8,50 +8,50 @@ from torch import Tensor
 
 from lmtrain.models.language_model import LogProbs
 
-# Where numbers of real runs are compared with plain loops over the raw rows.
+# The tests that compare the numbers of real runs with plain loops over the raw rows.
 RECOMPUTED = "tests/parity/test_recomputed.py"
 
 
 class Definition(NamedTuple):
-    """What a number of metrics.jsonl or summary.json means. It stands beside what produces the number, under its name.
+    """The meaning of a number in metrics.jsonl or summary.json, defined by name next to the code that produces it.
 
-    Means are over all micro-batches and ranks of the step, of a validation over all its rows: `over` says of what.
-    docs/metrics.md is made of all definitions (docs/metrics.py).
+    Training metrics are means over all micro-batches and ranks of a step, validation metrics over all rows; `over`
+    names the items that are averaged. docs/metrics.py writes docs/metrics.md from all definitions.
     """
 
     unit: str
-    over: str  # what it is a mean or a sum of
+    over: str  # the items it is a mean or sum over
     formula: str
-    compared: Mapping[str, str] = MappingProxyType({})  # with which library or plain loop, by which test
+    compared: Mapping[str, str] = MappingProxyType({})  # library or plain loop: the test that compares with it
 
 
 class LossParts(NamedTuple):
-    """What an objective makes of a micro-batch; sums, not means, so that parts of a step add up."""
+    """The results of one micro-batch, as sums rather than means, so that the parts of a step add up."""
 
     loss_sum: Tensor  # differentiable, summed over trained tokens
-    n_tokens: Tensor  # int64, trained tokens (the objective's unit of weight)
-    sums: dict[str, Tensor]  # detached sums over the same tokens, reported divided by the step's count
+    n_tokens: Tensor  # int64, trained tokens, or the pairs or answers that the loss is averaged over
+    sums: dict[str, Tensor]  # detached sums over the same tokens, divided by the step's count when reported
 
 
 class StepResult(NamedTuple):
-    """A finished optimizer step, still on the device: reading a value waits for it."""
+    """The results of a finished optimizer step, still on the device: reading a value waits for the device."""
 
-    step: int  # optimizer steps done, this one included
+    step: int  # number of optimizer steps done, including this one
     rows: str  # checksum of the rows it trained on
     lr: float
     grad_norm: Tensor  # global L2 norm before clipping
-    n_tokens: Tensor  # trained tokens of the step, all ranks
-    seen: Tensor  # tokens the model read in it, without padding, all ranks
+    n_tokens: Tensor  # trained tokens of the step, over all ranks
+    seen: Tensor  # tokens the model processed in the step, without padding, over all ranks
     sums: dict[str, Tensor]  # this rank's sums
 
 
 def with_routers(loss_sum: Tensor, n: Tensor, sums: dict[str, Tensor], forward: LogProbs) -> LossParts:
-    """Loss and sums of a micro-batch of weight `n` with those of the routers in its forward."""
+    """Builds the LossParts of a micro-batch of weight `n`, adding the router losses of its forward pass."""
     sums = sums | {name: value * n for name, value in forward.aux.items()}
     return LossParts(loss_sum if forward.router_loss is None else loss_sum + forward.router_loss * n, n, sums)
 
 
 def add_sums(total: dict[str, Tensor], part: dict[str, Tensor]) -> None:
-    """Adds `part` into `total`, in place, name by name."""
+    """Adds the values of `part` to those of `total`, in place."""
     for name, value in part.items():
         total[name] = total[name] + value if name in total else value

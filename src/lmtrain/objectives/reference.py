@@ -1,8 +1,8 @@
 """The reference model of preference optimisation: the model at the start of the run, frozen and never saved.
 
-frozen_copy   the trained parameters' first values, put in their place for a forward: a copy of what is trained
-              only, so of the adapter where one is trained, whether it was new or is continued
-adapter_off   the frozen base under a new adapter, at no cost in memory
+frozen_copy   the initial values of the trained parameters, swapped in for a forward pass: a copy of the trained
+              parameters only, so of just the adapter where one is trained, whether it is new or continued
+adapter_off   the frozen base model with its new adapter disabled, at no cost in memory
 precomputed   log-probabilities of all rows, computed once before training and kept in data.cache_dir
 none          for losses that have no reference
 """
@@ -31,21 +31,21 @@ from lmtrain.strategies.sharding import reshard
 
 
 class Choice(NamedTuple):
-    """What a model is held to: frozen_copy, adapter_off, precomputed or none; and why, where auto chose it."""
+    """The kind of reference: frozen_copy, adapter_off, precomputed or none; and the reason for it, if auto chose it."""
 
     kind: str
     why: str = ""
 
 
 def choose(wanted: str, model: nn.Module, why_online: str) -> Choice:
-    """objective.reference, auto resolved for this model.
+    """Returns the kind of reference that objective.reference=`wanted` means for this model, resolving auto.
 
     Args:
-        why_online: why it doesn't pay, or isn't possible, to precompute the reference of a model that is trained
-            whole; "" where it pays.
+        why_online: why it doesn't pay off, or isn't possible, to precompute the reference of a model whose parameters
+            are all trained; "" if it pays off.
 
     Raises:
-        UserError: the adapter's base is not where the run starts.
+        UserError: adapter_off is wanted, but the base model is not the model the run starts from.
     """
     obstacle = _why_not_adapter_off(model)
     if wanted == "adapter_off" and obstacle:
@@ -65,7 +65,7 @@ def choose(wanted: str, model: nn.Module, why_online: str) -> Choice:
 
 
 def _why_not_adapter_off(model: nn.Module) -> str | None:
-    """Why the model without its adapter is not the model as it is now; None where it is."""
+    """Returns why the model with its adapter disabled differs from the model as it is now, or None if it does not."""
     adapter = adapter_of(model)
     if reads_memory(model) and has_been_trained(model):
         return "the memory has been trained before"
@@ -86,7 +86,7 @@ def _why_not_adapter_off(model: nn.Module) -> str | None:
 
 
 def first_values_hash(model: nn.Module) -> str:
-    """A hash of the trained parameters' shapes and some of their values: tells models apart, in milliseconds."""
+    """Returns a hash of the trained parameters' shapes and of some of their values; it takes milliseconds."""
     digest = hashlib.sha256()
     for name, p in model.named_parameters():
         if p.requires_grad:
@@ -97,13 +97,14 @@ def first_values_hash(model: nn.Module) -> str:
 
 
 class FrozenCopy:
-    """The trained parameters of a model as they are now; `in_place()` puts them where the trained ones are.
+    """A copy of a model's trained parameters at construction; `in_place()` swaps it in for the trained ones.
 
-    Held in a plain dict, so that neither checkpoints nor optimizers see it; of sharded parameters this rank's parts.
+    It is kept in a plain dict, so that neither checkpoints nor optimizers see it. Of sharded parameters it holds this
+    rank's shards.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = [model]  # in a list: no submodule
+        self.model = [model]  # in a list, so that it never becomes a submodule
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.values = {name: held(p).clone() for name, p in self.parameters.items()}
 
@@ -114,7 +115,7 @@ class FrozenCopy:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within it the model computes with the first values; no gradient may be taken through what it computes."""
+        """Swaps in the initial values within the context; nothing computed there may be backpropagated through."""
         self._swap()
         try:
             yield
@@ -123,23 +124,23 @@ class FrozenCopy:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        reshard(self.model[0])  # what is gathered is of the values that are in place now
-        torch.clear_autocast_cache()  # and so are the casts that autocast keeps, by the tensor object
+        reshard(self.model[0])  # parameters that are gathered now hold the values before the swap
+        torch.clear_autocast_cache()  # and so do the casts that autocast caches by tensor object
         for name, p in self.parameters.items():
-            if is_part(p):  # it is gathered from the memory it has: what is in it changes places
+            if is_part(p):  # it is gathered from its own storage, so the contents are swapped
                 swap(held(p), self.values[name])
             else:
                 trained = p.data
-                p.data = self.values[name].to(p)  # moved to the model's device and dtype the first time
+                p.data = self.values[name].to(p)  # moved to the model's device and dtype by the first swap
                 self.values[name] = trained
 
     def changed(self) -> list[str]:
-        """Names of parameters that no longer hold their first values."""
+        """Returns the names of parameters that no longer hold their initial values."""
         return [name for name, p in self.parameters.items() if not torch.equal(held(p), self.values[name].to(held(p)))]
 
 
 def weights_hash(model: nn.Module) -> str:
-    """SHA-256 over all parameters and buffers of a model."""
+    """Returns the SHA-256 of the state dict of a model: its parameters and persistent buffers."""
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         if isinstance(tensor, Tensor):
@@ -149,7 +150,7 @@ def weights_hash(model: nn.Module) -> str:
 
 
 class Precomputed:
-    """Log-probabilities of the answers of all rows under the model as it is, from a cache or computed into it.
+    """Log-probabilities of all rows' answers under the initial model, read from a cache or computed into it.
 
     Args:
         cache_dir: data.cache_dir.
@@ -161,16 +162,17 @@ class Precomputed:
         self.folder: Path | None = None
 
     def key(self, model: nn.Module) -> str:
-        """Names the numbers: weights, and what a forward does with them."""
+        """Returns the cache key: a hash of the weights and of all settings that a forward pass depends on."""
         identity = json.dumps(self.identity, sort_keys=True, default=str)
         return hashlib.sha256(f"{weights_hash(model)} {identity}".encode()).hexdigest()[:16]
 
     def find(self, model: nn.Module, splits: dict[str, Any], numbers: Callable[[Any, np.ndarray], np.ndarray]) -> None:
-        """Sets `reference` of every split's rows; `numbers` gives those of some, int64 [n], of one: [n, answers] fp64.
+        """Sets `reference` of the rows of every split, read from the cache or computed.
 
-        All ranks of a run must call it: each computes its share of the parts, then one makes the folder of them. Where
-        nodes share no disk, each node computes what the others have. Interrupted, the next call goes on with the parts
-        that were kept.
+        `numbers(rows, indices)` computes the log-probabilities of the rows of one split at `indices` (int64 [n]), fp64
+        [n, answers]. All ranks must call this method: each computes its share of the parts, then one rank joins them
+        into the cache folder. If nodes share no disk, each node also computes the parts of the other nodes. After an
+        interruption, the next call continues with the parts saved so far.
         """
         folder = self.folder = self.cache_dir / f"reference-{self.key(model)}"
         parts = parts_of(folder)
@@ -203,6 +205,6 @@ class Precomputed:
         if world.rank() == 0:
             print(f"reference log-probabilities on {world.size()} ranks, once for this model and data", flush=True)
         for turn, (name, rows) in enumerate(splits.items()):
-            rank = (world.rank() + turn) % world.size()  # else the first rank had the first part of each
+            rank = (world.rank() + turn) % world.size()  # rotated: else rank 0 would get the first part of every split
             compute_share(parts / name, np.arange(len(rows)), functools.partial(numbers, rows), rank, world.size())
         world.together(lambda: None)

@@ -1,8 +1,8 @@
 """Reward models: one number for an answer, learned from pairs of which one is preferred (Bradley and Terry 1952).
 
 The loss is that of Ouyang et al. 2022 (arXiv:2203.02155, eq. 1), with the margin of Llama 2 (Touvron et al. 2023,
-arXiv:2307.09288, eq. 2) where the data has one. A micro-batch is what `data.examples.pair_rows.PairRows` reads. The
-unit of weight is the pair.
+arXiv:2307.09288, eq. 2) if the data has one. A micro-batch is what `data.examples.pair_rows.PairRows` reads. The loss
+is a mean over pairs.
 """
 
 from dataclasses import dataclass
@@ -59,7 +59,7 @@ class RewardOptions(ObjectiveConfig):
 
 
 class RewardModel(Objective):
-    """The model is a `...ForSequenceClassification` of transformers with one label."""
+    """The objective of reward models; the model is a transformers `...ForSequenceClassification` with one label."""
 
     Options = RewardOptions
     definitions = REWARDS
@@ -87,7 +87,7 @@ class RewardModel(Objective):
         return [("loss", f"Bradley-Terry{margin}{centred}; a scalar head at the last token that is no padding")]
 
     def rewards(self, batch: dict[str, Tensor]) -> tuple[Tensor, LogProbs]:
-        """Of the chosen and the rejected answers, fp64 [P, 2]; and what the model's forward gave."""
+        """Returns rewards of the chosen and the rejected answers, fp64 [P, 2], and the output of the forward pass."""
         ids = batch["input_ids"]
         prefixes = Prefixes(batch["prefix_lengths"], batch["kv_index"], batch["cu_kv"]) if "kv_index" in batch else None
         at = last_real(ids, batch["ends"], padding_of(self.model.model))
@@ -98,7 +98,7 @@ class RewardModel(Objective):
         rewards, out = self.rewards(batch)
         chosen, rejected = rewards.unbind(1)
         n = batch["pairs"]
-        real = (n > 0).to(rewards.dtype)  # the pair of an empty micro-batch weighs nothing
+        real = (n > 0).to(rewards.dtype)  # the dummy pair of an empty micro-batch has weight 0
         margin = batch["margin"].view(torch.float64) if "margin" in batch else None
         loss_sum = bradley_terry(chosen, rejected, margin, self.centring).sum() * real
         means = {
@@ -113,5 +113,5 @@ class RewardModel(Objective):
 
     @torch.no_grad()
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
-        """`rewards`: of the chosen and the rejected answers, fp64 [P, 2]."""
+        """Returns `rewards` of the chosen and the rejected answers, fp64 [P, 2]."""
         return {"rewards": self.rewards(batch)[0]}

@@ -1,4 +1,4 @@
-"""Losses of routers in an objective: what those of a micro-batch know of the step, and what a resumed run holds to."""
+"""Router losses in a training step: statistics of the whole step, and the settings that a resumed run must keep."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +17,7 @@ _LOSSES = "tests/losses/test_router_losses.py"
 _TOKENS = (
     "tokens of a micro-batch (router.scope=step: of the step), then micro-batches by their trained tokens or pairs"
 )
-# Named by RouterLosses.names(). A token makes k of C choices; router.over_layers says how layers are put together.
+# Keyed by RouterLosses.names(). A token makes k of C choices; router.over_layers says how layers are combined.
 ROUTERS = {
     "router/load_balance": Definition(
         "1 where even",
@@ -41,24 +41,24 @@ ROUTERS = {
 
 
 def hold_to(objective: Any, began: dict[str, Any], wanted: str) -> None:
-    """What router.over_layers=auto was when a run began, by its checkpoint's fingerprint, holds to its end.
+    """Keeps what router.over_layers=auto meant when a run began, read from the fingerprint of its checkpoint.
 
     wanted: router.over_layers of the config.
     """
-    form = began.get("keys", {}).get("router.over_layers", "sum")  # which auto was in earlier versions
+    form = began.get("keys", {}).get("router.over_layers", "sum")  # what auto meant in earlier versions
     if wanted == "auto" and form != "mean":
         objective.fingerprint["keys"]["router.over_layers"] = objective.model.router_losses.over_layers = form
 
 
 def routed(objective: Any, step: int, micro_batches: list[Batch], units: Tensor) -> Iterator[Batch]:
-    """The micro-batches, one by one, to be trained in this order.
+    """Yields the micro-batches one by one, in the order in which they must be trained.
 
-    With router.scope=step the gradient of each needs to know how often the tokens of all chose each choice, so all are
-    read once before, without gradients; the generators are then put back, so that they are read alike. A step of one
-    micro-batch is read once: its routers' totals are summed over ranks in its forward.
+    With router.scope=step the gradient of each depends on how often the tokens of all of them chose each choice. So all
+    go through a forward pass without gradients first; the generators are then reset, so that the second pass draws the
+    same random numbers. A step of one micro-batch takes one pass: its router totals are summed over ranks in it.
 
     Args:
-        units: of the step and all ranks, what its sums are divided by, 0-dim.
+        units: what the step's sums are divided by, over all ranks, 0-dim.
     """
     losses = objective.model.router_losses
     losses.chosen = {}

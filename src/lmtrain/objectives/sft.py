@@ -11,16 +11,16 @@ from lmtrain.objectives.parts import LossParts
 
 
 class SFT(CausalLM):
-    """A micro-batch is {input_ids, labels, seen, [position_ids, cu_seqlens]}; labels are set on learned tokens only."""
+    """Fine-tuning. A micro-batch is {input_ids, labels, seen, [position_ids, cu_seqlens]}; labels on learned tokens."""
 
-    _batch: dict[str, Tensor]  # the running micro-batch
+    _batch: dict[str, Tensor]  # the current micro-batch
 
     Options = SFTConfig
 
     def prepare(self, config: Config, corpus: Corpus) -> None:
-        """NEFTune (Jain et al. 2023, arXiv:2310.05914): uniform noise of alpha / sqrt(T D) on embeddings, in training.
+        """Adds NEFTune (Jain et al. 2023, arXiv:2310.05914): uniform noise of alpha / sqrt(T D) on training embeddings.
 
-        T is the length of an example: of the document where rows are packed, of the row where they are padded.
+        T is the length of an example (of the document if rows are packed, of the row if padded), D the embedding size.
         """
         assert isinstance(config.objective, SFTConfig)
         alpha = config.objective.neftune_alpha
@@ -38,7 +38,7 @@ class SFT(CausalLM):
 
 
 def token_lengths(batch: dict[str, Tensor]) -> Tensor:
-    """Length of the example that each token belongs to, int64 [B, T, 1]."""
+    """Returns the length of the example that each token belongs to, int64 [B, T, 1]."""
     rows, length = batch["input_ids"].shape
     if "cu_seqlens" not in batch:
         return torch.full((rows, length, 1), length, device=batch["input_ids"].device)
@@ -47,6 +47,6 @@ def token_lengths(batch: dict[str, Tensor]) -> Tensor:
 
 
 def add_noise(embedded: Tensor, alpha: float, lengths: Tensor) -> Tensor:
-    """Embeddings [B, T, D] plus noise for examples of these `lengths` [B, T, 1]."""
+    """Adds noise to embeddings [B, T, D], scaled by the `lengths` [B, T, 1] of their examples."""
     size = alpha / (lengths * embedded.shape[-1]).sqrt()
     return embedded + torch.empty_like(embedded).uniform_(-1, 1) * size.to(embedded.dtype)

@@ -1,10 +1,10 @@
-"""What must be true of the first steps of an objective; it costs nothing after them.
+"""Checks on the first steps of an objective, which cost nothing afterwards.
 
-Of any objective: once steps were taken that must show (`FirstSteps`), trained weights are others and frozen ones are
-not (`weights_move`). Of one with a reference: before the first step policy and reference give the same
-log-probabilities (`check_agreement`, `check_start`), and then they don't any more (`answers_move`).
-
-What the loss of a first step should be is said of no objective else: weights from scratch may have any scale.
+For every objective: once enough steps were taken for a change to be visible (`FirstSteps`), trained weights must have
+changed and frozen ones must not (`weights_move`). With a reference: policy and reference must give the same
+log-probabilities before the first step (`check_agreement`, `check_start`), and different ones afterwards
+(`answers_move`). Only preference losses are checked for the value of the first loss: with other objectives, weights
+initialised from scratch may have any scale.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,31 +20,31 @@ from lmtrain.errors import RunError
 from lmtrain.losses.preferences import LOSSES, LossOptions, Pairs, Ratios, preference_losses
 from lmtrain.models.blocks import evaluating
 
-FULL = (1e-4, 1e-6)  # how far log-probabilities may differ, absolutely and relative to them, in fp32
-HALF = (5e-2, 2e-3)  # the same where matrices are multiplied in half precision
-# Learning rates, times gradient norms up to 1, that must sum to this before log-probabilities have to be others: an
-# update of less, of a new adapter say, may be rounded away. In fp32, and in half precision.
+FULL = (1e-4, 1e-6)  # absolute and relative tolerance of log-probabilities in fp32
+HALF = (5e-2, 2e-3)  # the same if matrices are multiplied in half precision
+# Log-probabilities must have changed once the sum over steps of learning rate times gradient norm (at most 1) reaches
+# this: a smaller update, of a new adapter say, may be rounded away. In fp32, and in half precision.
 MUST_SHOW = (1e-6, 1e-4)
-# The same of weights, and the first step to look after: some optimizers change weights every few steps only, or begin
-# with far smaller steps than their learning rate says.
+# The same for weights, and the first step to check: some optimizers change weights only every few steps, or begin with
+# far smaller steps than their learning rate suggests.
 WEIGHTS_MUST_SHOW, WEIGHTS_SINCE = (1e-4, 1e-2), 20
-CHUNK = 2**22  # elements of a tensor that are summed at once
+CHUNK = 2**22  # elements of a tensor that are summed at a time
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @torch.no_grad()
 def check_agreement(objective: Any, batch: dict[str, Tensor], answers: Sequence[str]) -> tuple[Tensor, ...]:
-    """Log-probabilities [rows, answers] under policy and reference, and by how much they may differ.
+    """Checks that policy and reference agree; returns the log-probabilities [rows, answers] of both and the tolerance.
 
     Both are computed without dropout, as the reference always is.
 
     Args:
-        objective: a `ReferenceObjective`; so it is below wherever there is a reference.
+        objective: a `ReferenceObjective`, as in all functions below that use a reference.
         batch: the first micro-batch of the run.
-        answers: what the answers of a row are called.
+        answers: names of the answers of a row, for the error message.
 
     Raises:
-        RunError: they differ by more.
+        RunError: they differ by more than the tolerance.
     """
     with evaluating(objective.model):
         policy, _ = objective.answer_log_probs(batch)
@@ -63,10 +63,10 @@ def _is_full(objective: Any) -> bool:
 
 
 def check_start(objective: Any, batch: dict[str, Tensor]) -> Tensor:
-    """The policy's log-probabilities [pairs, 2] before the first step.
+    """Returns the policy's log-probabilities [pairs, 2] before the first step, after checking them and the loss.
 
     Raises:
-        RunError: they are not the reference's, or the loss is not its known value.
+        RunError: they differ from the reference's, or the loss differs from its known value at log-ratios of 0.
     """
     policy, reference, allowed = check_agreement(objective, batch, ("chosen answer of pair", "rejected answer of pair"))
     tokens = batch["lengths"].view(-1, 2)
@@ -85,16 +85,16 @@ def check_start(objective: Any, batch: dict[str, Tensor]) -> Tensor:
 
 
 class FirstSteps:
-    """Looks once, after the first step whose updates must show, whether they did.
+    """A check that runs once, after the first step whose updates must be visible.
 
-    That is step `since` of a run, or a logged one after it where rates are tiny, as in a warm-up. Until then nothing is
-    read from the device.
+    It runs at step `since` of a run, or at a later logged step while learning rates are tiny, as in a warm-up. Until
+    then nothing is read from the device.
 
     Args:
-        must_show: what learning rates, times gradient norms up to 1, must sum to: an update of less, of a new adapter
-            say, may be rounded away.
-        wrong: what is wrong, and why that may be; None where nothing is. Every rank calls it.
-        slowest: the rate of a step is that of the slowest group of parameters, not of the fastest.
+        must_show: the sum of learning rates, times gradient norms up to 1, from which a change must be visible: a
+            smaller update, of a new adapter say, may be rounded away.
+        wrong: returns what is wrong and the likely reason, or None if nothing is. Every rank calls it.
+        slowest: take the smallest learning rate of all parameter groups as that of a step, instead of the largest.
     """
 
     def __init__(
@@ -104,26 +104,26 @@ class FirstSteps:
         self.rates, self.moved = 0.0, torch.zeros(())
 
     def over(self, step: int, rates: Sequence[float], grad_norm: Tensor, may_wait: bool) -> bool:
-        """Whether nothing is left to look at after a step; to be asked after each, once it is taken.
+        """Runs the check if it is due; returns whether it is finished. Must be called after each optimizer step.
 
         Args:
-            rates: the learning rates of the step.
-            grad_norm: before clipping, 0-dim; of a step that was left out not finite.
-            may_wait: for the device, as a step that is logged does.
+            rates: the learning rates of the step, one per parameter group.
+            grad_norm: before clipping, 0-dim; it may be non-finite if the step was skipped.
+            may_wait: whether the host may wait for the device, as in a step that is logged.
 
         Raises:
-            RunError: what is wrong, and that learning rate and gradients are not zero.
+            RunError: the check failed although learning rate and gradients are not zero.
         """
         rate = min(rates) if self.slowest else max(rates)
         self.rates += rate
         finite = torch.nan_to_num(grad_norm.detach(), 0.0, 0.0, 0.0).clamp(0, 1)
         self.moved = self.moved.to(finite) + rate * finite
         if rate == 0 < max(rates):
-            return True  # nobody knows of which group the gradients were
+            return True  # the gradient norm doesn't tell which group it comes from
         if not may_wait or step < self.since or self.rates < self.must_show:
             return False
         if self.moved.item() < self.must_show:
-            return self.rates > 1000 * self.must_show  # gradients of nearly nothing, as grad_norm tells
+            return self.rates > 1000 * self.must_show  # gradients are nearly zero, as grad_norm shows
         found = self.wrong()
         if found is not None:
             what, why = found
@@ -135,7 +135,7 @@ class FirstSteps:
 
 
 def check_judged(optimizer: torch.optim.Optimizer, step: int, judged: int) -> None:
-    """Raises RunError where the gradients of `step` were not looked at; `judged` is the last step whose were."""
+    """Raises RunError if the gradients of `step` were not checked; `judged` is the last step whose gradients were."""
     if judged != step:
         raise RunError(
             f"{type(optimizer).__name__}.step(closure) doesn't call its closure, in which gradients are clipped and "
@@ -144,7 +144,7 @@ def check_judged(optimizer: torch.optim.Optimizer, step: int, judged: int) -> No
 
 
 def weights_move(objective: Any) -> FirstSteps:
-    """Looks whether trained weights have changed, and no frozen one; to be called before the first step."""
+    """Builds the check that trained weights change and frozen ones don't; must be called before the first step."""
     names, trained, before = _weights(objective)
 
     def wrong() -> tuple[str, str] | None:
@@ -170,9 +170,9 @@ def weights_move(objective: Any) -> FirstSteps:
 
 @torch.no_grad()
 def _weights(objective: Any) -> tuple[list[str], Tensor, Tensor]:
-    """Names, which are trained (bool [N], in host memory), and checksums (int64 [N]) of this rank's parameters.
+    """Returns names, which are trained (bool [N], in host memory) and checksums (int64 [N]) of this rank's parameters.
 
-    Frozen ones in whole numbers are left out: kernels may lay quantised weights out again.
+    Integer parameters and tensor subclasses are left out: kernels may change the memory layout of quantised weights.
     """
     names, trained, sums = [], [], []
     for name, p in objective.model.named_parameters():
@@ -187,14 +187,14 @@ def _weights(objective: Any) -> tuple[list[str], Tensor, Tensor]:
 
 
 def _checksum(tensor: Tensor) -> Tensor:
-    """Checksum of all bits, int64, 0-dim: sums of the values read as integers and of their squares."""
+    """Computes a checksum of all bits, int64, 0-dim: the sum of the values, read as integers, and of their squares."""
     whole = tensor.detach().contiguous().flatten().view(INTEGERS[tensor.element_size()])
     parts = (part.long() for part in whole.split(CHUNK))
     return torch.stack([(part * (part + 1)).sum() for part in parts]).sum()
 
 
 def answers_move(objective: Any, batch: dict[str, Tensor], before: Tensor) -> FirstSteps:
-    """Looks whether the policy has moved, and from the reference.
+    """Builds the check that the policy's log-probabilities change, and differ from the reference's.
 
     Args:
         batch: the first micro-batch of the run.
@@ -224,7 +224,7 @@ def _what_stood_still(objective: Any, what: str) -> tuple[str, str]:
 
 
 def loss_slack(name: str, options: LossOptions, ratio: float) -> float:
-    """How far a loss may be from its value at zero where log-ratios are up to `ratio` instead."""
+    """Returns how far a loss may be from its value at log-ratios of 0 if they are up to `ratio` instead."""
     options = options._replace(sft_weight=0.0)
     at_zero = LOSSES[name].at_zero
     assert at_zero is not None

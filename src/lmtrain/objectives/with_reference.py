@@ -1,4 +1,4 @@
-"""What objectives that hold the model to a reference share: log-probabilities of answers under both."""
+"""The base class of objectives with a reference: log-probabilities of answers under policy and reference."""
 
 from abc import abstractmethod
 from contextlib import AbstractContextManager
@@ -25,7 +25,7 @@ from lmtrain.objectives.start_check import FirstSteps, answers_move
 
 
 def why_not_precomputed(config: Config, corpus: Corpus | None) -> str:
-    """Why log-probabilities of the reference can't be had before training unless asked for; "" where they can."""
+    """Returns why auto can't precompute the reference's log-probabilities before training; "" if it can."""
     if corpus is None:
         return "this objective's rows keep no log-probabilities"
     if world.size() > 1 and config.trainer.strategy in SHARING:
@@ -34,7 +34,7 @@ def why_not_precomputed(config: Config, corpus: Corpus | None) -> str:
 
 
 def why_online_is_less(config: Config, corpus: Corpus | None) -> str:
-    """Why a forward of the reference a step is less work than one over all pairs; "" where it is not."""
+    """Returns why a reference forward in each step is less work than one pass over all pairs; "" if it is not."""
     if corpus is None:
         return ""
     t, sizes = config.trainer, step_sizes(config.data)
@@ -49,17 +49,17 @@ def why_online_is_less(config: Config, corpus: Corpus | None) -> str:
 
 
 class ReferenceObjective(Objective):
-    """A row is one answer to a prompt, or `answers` of them; `prepare` calls `settle_reference`."""
+    """Base class: a row is a prompt with `answers` answers, one or more; `prepare` calls `settle_reference`."""
 
     loss_is_nll = False
     answers: int
 
     def settle_reference(self, wanted: str, config: Config, corpus: Corpus | None = None) -> None:
-        """Sets `reference`, auto resolved: the model as it is now, before a checkpoint is read.
+        """Sets `reference`, resolving auto; the reference is the model as it is now, before a checkpoint is read.
 
         Args:
             wanted: auto, frozen_copy, adapter_off, precomputed or none.
-            corpus: whose rows take a `reference`, log-probabilities [rows, answers]; None where they take none.
+            corpus: data whose rows can store a `reference`, log-probabilities [rows, answers]; None if they can't.
 
         Raises:
             UserError: see `reference.choose`.
@@ -67,7 +67,7 @@ class ReferenceObjective(Objective):
         self.wanted, self._config, self._corpus = wanted, config, corpus
         why_online = why_not_precomputed(config, corpus) or why_online_is_less(config, corpus)
         self._use(world.from_first(lambda: choose(wanted, self.model.model, why_online)))
-        # On resume the model is built again: it has to be the one the run started with.
+        # On resume the model is built again: it must be the one that the run started with.
         if self.reference != "none":
             self.fingerprint["contents"]["reference"] = world.from_first(lambda: first_values_hash(self.model))
 
@@ -88,8 +88,8 @@ class ReferenceObjective(Objective):
             self.precomputed = Precomputed(config.data.cache_dir, {**contents, **of_model(config)})
 
     def continue_from(self, saved: dict[str, Any]) -> None:
-        """What auto chose when the run began holds to its end: the other differs from it by rounding."""
-        began = saved.get("reference", "frozen_copy")  # earlier versions precomputed only what they were told to
+        """Keeps what auto chose when the run began, as frozen_copy and precomputed differ by rounding."""
+        began = saved.get("reference", "frozen_copy")  # in earlier versions auto never meant precomputed
         either = {"frozen_copy", "precomputed"}
         if self.wanted != "auto" or began == self.reference or {began, self.reference} != either:
             return
@@ -101,15 +101,15 @@ class ReferenceObjective(Objective):
         checkpoint["reference"] = self.reference
 
     def reference_words(self) -> str:
-        """Describes the reference for the plan."""
+        """Returns a description of the reference for the plan."""
         return self.reference + (f" ({self.why_reference})" if self.why_reference else "")
 
     @abstractmethod
     def check_start(self, batch: dict[str, Tensor]) -> Tensor:
-        """The model's log-probabilities [rows, answers] of the first micro-batch of the run.
+        """Checks that policy and reference agree; returns log-probabilities [rows, answers] of the first micro-batch.
 
         Raises:
-            RunError: they are not the reference's.
+            RunError: the policy's log-probabilities differ from the reference's.
         """
 
     def looks(self, batch: dict[str, Tensor]) -> list[FirstSteps]:
@@ -118,16 +118,16 @@ class ReferenceObjective(Objective):
         return [answers_move(self, batch, self.check_start(batch)), *super().looks(batch)]
 
     def setup(self, stage: str) -> None:
-        """Computes the reference's log-probabilities, before a checkpoint is read into the model."""
+        """Precomputes the reference's log-probabilities if wanted, before a checkpoint is read into the model."""
         if self.precomputed is None or self._corpus is None:
             return
-        # All there are, whichever of them the run reads: the next one finds them.
+        # All rows, even those that this run doesn't read: later runs find them in the cache.
         splits: dict[str, Any] = {"train": self._corpus.train, "val": self._corpus.val}
         splits = {name: rows for name, rows in splits.items() if rows is not None}
         self.precomputed.find(self.model, splits, self._reference_of)
 
     def _reference_of(self, rows: Any, chosen: np.ndarray) -> np.ndarray:
-        """Log-probabilities of the answers of some rows, int64 [n], under the model as it is, [n, answers] fp64."""
+        """Computes answer log-probabilities [n, answers] fp64 of the `chosen` rows, int64 [n], under this model."""
         precision: Any = self.trainer.precision_plugin
         device, size = self.trainer.strategy.root_device, self._config.data.micro_batch_size
         model = precision.convert_module(self.model).to(device)
@@ -147,26 +147,26 @@ class ReferenceObjective(Objective):
         super().on_load_checkpoint(checkpoint)
         adapter = adapter_of(self.model.model)
         if self.frozen_copy is not None and adapter is not None:
-            # Another machine's PiSSA differs in its last bits; base and first values have to be of one machine.
+            # PiSSA's last bits differ between machines; base and initial values must come from the same one.
             self.frozen_copy.replace({f"model.{name}": value for name, value in adapter.start.items()})
 
     def token_log_probs(self, batch: dict[str, Tensor], temperature: float = 1.0) -> tuple[Tensor, LogProbs]:
-        """Log-probabilities [C] fp64 of the answers' tokens under the model as it is, and what its forward gave."""
+        """Returns fp64 log-probabilities [C] of the answers' tokens under this model, and the forward's output."""
         inputs: dict[str, Any] = {name: batch[name] for name in ("input_ids", "scored", "before")}
-        inputs |= {name: batch.get(name) for name in ("position_ids", "cu_seqlens")}  # absent where rows are padded
+        inputs |= {name: batch.get(name) for name in ("position_ids", "cu_seqlens")}  # absent in padded batches
         prefixes = Prefixes(batch["prefix_lengths"], batch["kv_index"], batch["cu_kv"]) if "kv_index" in batch else None
         out = self.model.log_probs(**inputs, prefixes=prefixes, temperature=temperature)
-        # One by one, hundreds of terms lose 1e-3 in fp32, and a sum of hundreds is itself known to 3e-5 only.
+        # In fp32, hundreds of terms added one by one lose 1e-3, and a value in the hundreds is only exact to 3e-5.
         return out.tokens.double(), out
 
     def answer_log_probs(self, batch: dict[str, Tensor]) -> tuple[Tensor, LogProbs]:
-        """Summed log-probabilities [rows, answers] fp64 under the model as it is, and those of all tokens."""
+        """Returns summed fp64 log-probabilities [rows, answers] under this model, and the forward's output."""
         exact, out = self.token_log_probs(batch)
         sums = torch.zeros(len(batch["lengths"]), device=exact.device, dtype=exact.dtype)
         return sums.index_add(0, batch["answer"], exact).view(-1, self.answers), out
 
     def reference_log_probs(self, batch: dict[str, Tensor]) -> Tensor | None:
-        """Summed log-probabilities [rows, answers] under the reference, None for losses without one."""
+        """Returns summed log-probabilities [rows, answers] under the reference, or None for losses without one."""
         if self.reference == "none":
             return None
         if self.reference == "precomputed":
@@ -176,7 +176,7 @@ class ReferenceObjective(Objective):
 
     @torch.no_grad()
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
-        """`log_probs`: of each answer, summed over its tokens, fp64 [rows, answers]; DPO's are (chosen, rejected)."""
+        """Returns `log_probs` of each answer, summed over its tokens, fp64 [rows, answers]; DPO: (chosen, rejected)."""
         return {"log_probs": self.answer_log_probs(batch)[0]}
 
     def _reference_weights(self) -> AbstractContextManager[None]:

@@ -1,7 +1,7 @@
-"""Adafactor: Adam's second moment kept as one row and one column. Shazeer & Stern 2018 (arXiv:1804.04235).
+"""Adafactor: Adam's second moment stored as one row and one column. Shazeer & Stern 2018 (arXiv:1804.04235).
 
-Why not a library's: torch's caps the step at 1/sqrt(t) behind the schedule's back, waits for the GPU twice a parameter
-and fails on sharded parameters; transformers' fails on those too and, with bfloat16 weights, doesn't resume exactly.
+Why not a library's: torch's caps the step at 1/sqrt(t) whatever the schedule, waits for the GPU twice per parameter
+and fails on sharded parameters; transformers' also fails on those and, with bfloat16 weights, doesn't resume exactly.
 """
 
 from itertools import chain
@@ -17,8 +17,8 @@ from lmtrain.optim.skipping import SkippingOptimizer, factor, or_else
 class Adafactor(SkippingOptimizer):
     """Algorithms 4 and 5 of the paper without momentum; the relative step size is the given `lr`.
 
-    A parameter moves by `lr` times its own root mean square (at least `min_parameter_rms`, the paper's epsilon_2), its
-    update's root mean square clipped to `clip_threshold`. Weight decay is decoupled: lr * weight_decay, as in AdamW.
+    A parameter moves by `lr` times its own root mean square (at least `min_parameter_rms`, the paper's epsilon_2); its
+    update's root mean square is clipped to `clip_threshold`. Weight decay is decoupled: lr * weight_decay, as in AdamW.
     State in float32: `step`, and `row` [..., rows] and `column` [..., columns] of a matrix or `square` of a vector.
     """
 
@@ -51,7 +51,7 @@ class Adafactor(SkippingOptimizer):
         super().__init__(params, defaults)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the state as it was saved, in float32; torch alone would cast it to the parameters' dtype."""
+        """Restores the state in float32, as it was saved; torch alone would cast it to the parameters' dtype."""
         super().load_state_dict(state_dict)
         saved_ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         parameters = chain.from_iterable(group["params"] for group in self.param_groups)
@@ -66,7 +66,7 @@ class Adafactor(SkippingOptimizer):
     def _update_one(self, parameter: Tensor, group: dict[str, Any]) -> None:
         gradient: Tensor = parameter.grad.float()  # type: ignore[union-attr]
         if parameter.ndim >= 2:
-            gradient = whole(gradient)  # a sharded one: rows and columns are averaged over all of it
+            gradient = whole(gradient)  # gathered if sharded: rows and columns are averaged over the full matrix
         state = self.state[parameter]
         if not state:
             state.update(_initial_state(gradient))
@@ -85,13 +85,13 @@ class Adafactor(SkippingOptimizer):
         clip = (whole(_rms(update)) / group["clip_threshold"]).clamp(min=1)
         scale = whole(_rms(parameter.float())).clamp(min=group["min_parameter_rms"])
         change = update.mul_(group["lr"] * scale / clip)
-        (change,) = or_else(self, [change], [torch.zeros_like(change)])  # not finite where the first step is left out
+        (change,) = or_else(self, [change], [torch.zeros_like(change)])  # not finite if the first step is skipped
         parameter.mul_(1 - group["lr"] * group["weight_decay"] * kept)
         parameter.sub_(like(change, parameter))
 
 
 def _share_of_new(step: Tensor, beta2_decay: float) -> Tensor | float:
-    """1 - beta2: how much of the new squares goes into the means; on a GPU 0-dim fp32, so that nothing waits for it."""
+    """Returns 1 - beta2, the weight of the new squares in the means; on a GPU as 0-dim fp32, without a host sync."""
     if step.device.type == "cpu":
         return float(max(step.item(), 1.0) ** beta2_decay)
     return (step.double().clamp(min=1) ** beta2_decay).float()

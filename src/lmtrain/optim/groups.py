@@ -1,6 +1,6 @@
-"""Which parameters are trained with which learning rate and weight decay.
+"""Parameter groups: which parameters are trained with which learning rate and weight decay.
 
-Weight decay is for matrices. Everything of two or more dimensions decays, embeddings and the output layer included, as
+Weight decay is for matrices. Everything of two or more dimensions decays, including embeddings and the output layer, as
 in GPT-2/3, Llama and nanoGPT; biases and norms never do. (OLMo 2, arXiv:2501.00656, leaves the embeddings out:
 `optimizer.groups=[{pattern: embed|wte|wpe, weight_decay: 0}]`.)
 """
@@ -18,21 +18,21 @@ from lmtrain.config.schema import OptimizerConfig
 from lmtrain.errors import UserError
 
 RULE_KEYS = ("pattern", "lr", "weight_decay", "name")
-# Some biases (of experts) and norms (of heads) have two dimensions, so their names decide.
-# Patterns of groups that need only a name: {name: memory, lr: 1.0e-3}.
+# Patterns of the groups for which an entry needs only a name: {name: memory, lr: 1.0e-3}.
 _ADAPTER, _MEMORY = "lora_|trainable_tokens_delta", r"\.memory(_bank)?\."
 PRESETS = {"memory": _MEMORY, "adapter": _ADAPTER, "base": f"^(?!.*({_ADAPTER}|{_MEMORY}))"}
-_NOTHING = {  # why such a group is empty
+_NOTHING = {  # why such a group may be empty
     "memory": "this model has no memory (peft=memory, peft=memory_lora or memory=bank give it one)",
     "adapter": "no adapter is trained (peft=lora or peft=memory_lora bring one)",
     "base": "the base is frozen",
 }
+# Some biases (of experts) and norms (of heads) have two dimensions, so they are recognised by their names.
 _BIAS_OR_NORM = re.compile(r"bias$|norm[^.]*(\.weight)?$", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class _Rule:
-    """One entry of optimizer.groups; an empty pattern takes what no other rule did."""
+    """One entry of optimizer.groups; the rule with an empty pattern has the parameters that no other rule matches."""
 
     name: str
     pattern: str
@@ -43,11 +43,11 @@ class _Rule:
 def parameter_groups(
     named_parameters: Iterable[tuple[str, nn.Parameter]], cfg: OptimizerConfig
 ) -> list[dict[str, Any]]:
-    """The trainable parameters, each in exactly one group, as `torch.optim` takes them.
+    """Splits the trainable parameters into groups, as `torch.optim` takes them, each parameter in exactly one.
 
-    A group has `params` and their `param_names`, its own `name`, `lr` and `base_lr` (the same until `set_lr`), and
-    `weight_decay`; for Muon also `algorithm`: muon or adamw. What no pattern takes comes first. Frozen parameters are
-    left out, tied ones stand once, under their first name.
+    A group has `params` and their `param_names`, its own `name`, `lr` and `base_lr` (equal until `set_lr`), and
+    `weight_decay`; for Muon also `algorithm`: muon or adamw. Parameters that match no pattern come first. Frozen
+    parameters are left out, tied ones appear once, under their first name.
 
     Raises UserError if nothing is trainable, or an entry of cfg.groups is malformed or matches nothing.
     """
@@ -82,7 +82,7 @@ def parameter_groups(
 
 
 def is_matrix(name: str, parameter: nn.Parameter) -> bool:
-    """Whether weight decay applies: two or more dimensions, and neither a bias nor a norm."""
+    """Returns whether weight decay applies: two or more dimensions, and neither a bias nor a norm."""
     return parameter.ndim >= 2 and not _BIAS_OR_NORM.search(name)
 
 
@@ -93,7 +93,7 @@ def set_lr(optimizer: torch.optim.Optimizer, factor: float) -> None:
 
 
 def table_rows(groups: Iterable[dict[str, Any]]) -> list[tuple[str, int, int, float, float]]:
-    """One row a group, to be printed: name, tensors, parameters, learning rate, weight decay."""
+    """Returns one row per group, for printing: name, tensors, parameters, learning rate, weight decay."""
     return [
         (g["name"], len(g["params"]), sum(p.numel() for p in g["params"]), g["base_lr"], g["weight_decay"])
         for g in groups
@@ -164,7 +164,7 @@ def _check_matches(rule: _Rule, owners: dict[str, _Rule]) -> None:
 
 
 def _adamw_pattern(cfg: OptimizerConfig) -> str | None:
-    """Which matrices are AdamW's although Muon could take them; None for all other optimizers."""
+    """Returns the pattern of matrices that AdamW takes although Muon could, or None for all other optimizers."""
     if not isinstance(cfg, MuonConfig):
         return None
     check_pattern("optimizer.adamw_pattern", cfg.adamw_pattern)
@@ -172,7 +172,7 @@ def _adamw_pattern(cfg: OptimizerConfig) -> str | None:
 
 
 def _algorithm(name: str, parameter: nn.Parameter, adamw_pattern: str | None) -> str:
-    """Muon takes hidden matrices: two dimensions, or experts stacked along a third. AdamW takes the rest."""
+    """Returns muon for hidden matrices (2D, or experts stacked along a third axis), else adamw; "" without Muon."""
     if adamw_pattern is None:
         return ""
     stacked_experts = parameter.ndim == 3 and "experts" in name

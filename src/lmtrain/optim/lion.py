@@ -10,10 +10,10 @@ from lmtrain.optim.skipping import SkippingOptimizer, change, factor
 
 
 class Lion(SkippingOptimizer):
-    """Lion with decoupled weight decay (arXiv:2302.06675, algorithm 2). State: one `momentum` tensor a parameter.
+    """Lion with decoupled weight decay (arXiv:2302.06675, algorithm 2). State: one `momentum` tensor per parameter.
 
-    Every coordinate moves by exactly `lr`, so it wants a learning rate 3 to 10 times smaller than AdamW's and a weight
-    decay larger by the same factor.
+    Every coordinate moves by exactly `lr`, so Lion needs a learning rate 3 to 10 times smaller than AdamW's and a
+    weight decay larger by the same factor.
     """
 
     def __init__(
@@ -24,7 +24,7 @@ class Lion(SkippingOptimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        """All at once: a handful of kernels instead of five a parameter. Of a sharded one this rank's part."""
+        """Updates all parameters at once: a handful of kernels instead of five per parameter. Shards stay local."""
         beta1, beta2 = group["betas"]
         momenta, gradients = self._momenta_and_gradients(parameters)
         directions = torch._foreach_lerp(momenta, gradients, 1 - beta1)

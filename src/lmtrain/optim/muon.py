@@ -1,12 +1,12 @@
-"""Muon for hidden matrices beside AdamW for all else, as one optimizer.
+"""Muon for hidden matrices and AdamW for all other parameters, as one optimizer.
 
 Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) replaces a matrix's momentum by the nearest orthogonal
 matrix. Its update is scaled to AdamW's usual size (Liu et al. 2025, arXiv:2502.16982, "Moonlight"), so both parts share
 one learning rate and one weight decay.
 
-Why not `torch.optim.Muon`, which computes the same: it refuses experts, which transformers stacks into one parameter
-[experts, rows, columns]; it takes one matrix at a time, where equal shapes can go together; and it always multiplies in
-bfloat16, 25 times slower than float32 on a CPU that only emulates it.
+Why not `torch.optim.Muon`, which computes the same: it rejects experts, which transformers stacks into one parameter
+[experts, rows, columns]; it processes one matrix at a time, although equal shapes can be batched; and it always
+multiplies in bfloat16, 25 times slower than float32 on a CPU that only emulates it.
 """
 
 import math
@@ -23,21 +23,21 @@ from lmtrain.distributed.devices import cpu_multiplies_bf16
 from lmtrain.distributed.dtensor import as_part_of, held, is_part, like, rows_shared_over, whole
 from lmtrain.optim.skipping import SkippingOptimizer, can_skip, change, factor
 
-# Jordan's quintic: steepest at zero, so small singular values grow fastest; all end between about 0.7 and 1.2.
+# Jordan's quintic: steepest at zero, so small singular values grow fastest; all end up between about 0.7 and 1.2.
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 # AdamW's updates have a root mean square of 0.2 to 0.4 (arXiv:2502.16982, section 2.2).
 ADAMW_UPDATE_RMS = 0.2
-# Elements of matrices that are orthogonalised together: bounds the extra memory, far above where batching still pays.
+# Maximum elements of a batch of matrices: bounds the extra memory; larger batches would be no faster.
 BATCH_ELEMENTS = 2**25
 
 
 def orthogonalize(matrices: Tensor, steps: int) -> Tensor:
-    """About U V^T for each matrix U S V^T of a batch, by a Newton-Schulz iteration.
+    """Approximates U V^T for each matrix U S V^T of a batch, by a Newton-Schulz iteration.
 
     Args:
         matrices: [N, rows, columns], any floating dtype. A transposed (GPT-2's Conv1D) or fused (q, k and v in one)
-            matrix is as good as any other.
-        steps: iterations; 5 is what the coefficients were chosen for.
+            matrix works as well as any other.
+        steps: iterations; the coefficients were chosen for 5.
 
     Returns: [N, rows, columns] in bfloat16, or in float32 where bfloat16 isn't native.
     """
@@ -55,14 +55,14 @@ def orthogonalize(matrices: Tensor, steps: int) -> Tensor:
 
 
 def orthogonalize_together(matrices: Tensor, steps: int) -> Tensor:
-    """As `orthogonalize`, of matrices that all ranks have: each computes its share of them and sends it to the others.
+    """Orthogonalizes matrices that all ranks hold: each rank computes its share of them and sends it to the others.
 
-    The work is divided by the number of ranks; what is sent are the updates, in the dtype they are computed in.
+    The work is divided by the number of ranks; only the updates are sent, in the dtype they are computed in.
     """
     ranks, n = world.size(), len(matrices)
     if ranks == 1 or n == 1:
         return orthogonalize(matrices, steps)
-    share = -(-n // ranks)  # of the last ranks some may have fewer, or none
+    share = -(-n // ranks)  # the last ranks may have fewer, or none
     mine = matrices[world.rank() * share : (world.rank() + 1) * share]
     shape = (share, *matrices.shape[1:])
     found = torch.zeros(shape, dtype=_matmul_dtype(matrices.device.type), device=matrices.device)
@@ -74,19 +74,19 @@ def orthogonalize_together(matrices: Tensor, steps: int) -> Tensor:
 
 
 def orthogonalize_rows(rows: Tensor, steps: int, group: dist.ProcessGroup) -> Tensor:
-    """As `orthogonalize`, of matrices whose rows are shared out evenly over the ranks of a group.
+    """Orthogonalizes matrices whose rows are sharded evenly over the ranks of a group.
 
-    Each rank gets all rows of its share of the matrices, computes these and sends every rank its rows of the result, so
-    what a rank receives is two times the size of its own rows, whatever the number of ranks.
+    Each rank gets all rows of its share of the matrices, orthogonalizes these and sends every rank its rows of the
+    result, so a rank receives twice the size of its own rows, whatever the number of ranks.
 
     Args:
-        rows: [N, rows / ranks, columns], this rank's.
-        steps: as of `orthogonalize`.
+        rows: [N, rows / ranks, columns], this rank's rows.
+        steps: as in `orthogonalize`.
 
     Returns: [N, rows / ranks, columns], this rank's rows of the results, in the dtype they are computed in.
     """
     ranks, n = dist.get_world_size(group), len(rows)
-    share = -(-n // ranks)  # of the last ranks some may have fewer, or none
+    share = -(-n // ranks)  # the last ranks may have fewer, or none
     mine = max(0, min(share, n - dist.get_rank(group) * share))
     sent = rows.new_zeros((ranks * share, *rows.shape[1:]), dtype=_matmul_dtype(rows.device.type))
     sent[:n] = rows
@@ -96,7 +96,7 @@ def orthogonalize_rows(rows: Tensor, steps: int, group: dist.ProcessGroup) -> Te
     if mine:
         matrices[:mine] = orthogonalize(matrices[:mine], steps)
     sent = matrices.unflatten(1, (ranks, -1)).transpose(0, 1).flatten(0, 1).contiguous()
-    found = torch.empty_like(sent)  # not `received`: with one matrix a rank that is what is sent
+    found = torch.empty_like(sent)  # not `received`: with one matrix per rank, `sent` is a view of it
     dist.all_to_all_single(found, sent, group=group)
     return found[:n]
 
@@ -110,7 +110,7 @@ class Muon(SkippingOptimizer):
     """Muon with Moonlight's update scale 0.2 * sqrt(max(rows, columns)) and decoupled weight decay.
 
     Parameters are matrices [rows, columns] or stacks of them [..., rows, columns]. State: one `momentum` tensor each.
-    The scale doesn't tell rows from columns, so transposed weights need no care.
+    The scale is symmetric in rows and columns, so transposed weights need no special case.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Muon(SkippingOptimizer):
                 self._update(batch, group)
 
     def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        """One step for parameters of one shape: as many kernels for a hundred as for one."""
+        """Updates parameters of one shape, with as many kernels for a hundred of them as for one."""
         directions, ranks = self._directions(parameters, group), rows_shared_over(parameters[0])
         if ranks is None:
             parts = _of_whole_matrices(directions, parameters, group["ns_steps"])
@@ -152,7 +152,7 @@ class Muon(SkippingOptimizer):
         change([held(p) for p in parameters], parts, group["lr"] * factor(self), group["weight_decay"], scale)
 
     def _directions(self, parameters: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
-        """The momenta with the new gradients in them; with Nesterov's, a gradient counts once more."""
+        """Adds the new gradients to the momenta; returns the directions, with Nesterov the gradient added once more."""
         weight, (momenta, gradients) = group["momentum"], self._momenta_and_gradients(parameters)
         torch._foreach_lerp_(momenta, gradients, 1 - weight)
         if not group["nesterov"]:
@@ -162,9 +162,9 @@ class Muon(SkippingOptimizer):
 
 
 def _of_whole_matrices(directions: list[Tensor], parameters: list[Tensor], steps: int) -> list[Tensor]:
-    """What this rank holds of the orthogonal matrices, where it has all of the directions or is sent them."""
+    """Returns this rank's shards of the orthogonalized matrices, gathering the directions first if they are sharded."""
     if is_part(parameters[0]):
-        dtype = _matmul_dtype(parameters[0].device.type)  # which they are rounded to anyway: half as much is sent
+        dtype = _matmul_dtype(parameters[0].device.type)  # they are rounded to it anyway, and half as much is sent
         directions = [whole(d.to(dtype)) for d in directions]
     stacked = torch.stack(directions)  # [P, ..., rows, columns]
     matrices = stacked.flatten(0, -3)  # [N, rows, columns]
@@ -173,7 +173,7 @@ def _of_whole_matrices(directions: list[Tensor], parameters: list[Tensor], steps
 
 
 def _equal_shapes(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Lists of parameters of one shape, dtype and device, at most BATCH_ELEMENTS elements together, or one a rank."""
+    """Yields lists of parameters of one shape, dtype and device, at most BATCH_ELEMENTS elements, or one per rank."""
     alike: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
     for p in parameters:
         alike[p.shape, p.dtype, p.device].append(p)
@@ -184,10 +184,10 @@ def _equal_shapes(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 class MuonWithAdamW(SkippingOptimizer):
-    """Groups with `algorithm: muon` are stepped by Muon, those with `algorithm: adamw` by torch's AdamW.
+    """An optimizer that steps groups with `algorithm: muon` by Muon, those with `algorithm: adamw` by torch's AdamW.
 
-    To the outside it is one optimizer (Lightning would count the steps of two twice). The parts are views: they hold
-    this optimizer's own group dicts and its state, so there is one of each to read, change, save and load.
+    To its users it is one optimizer (Lightning would count the steps of two twice). The parts are views: they use this
+    optimizer's own group dicts and its state, so there is one copy to read, change, save and load.
     """
 
     def __init__(self, params: Any, *, muon: dict[str, Any], adamw: dict[str, Any]) -> None:
@@ -199,7 +199,7 @@ class MuonWithAdamW(SkippingOptimizer):
         self._build_parts()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # Loading a state dict and unpickling put new groups and state in place: the parts must follow.
+        # Loading a state dict and unpickling replace groups and state, so the parts must be rebuilt.
         super().__setstate__(state)
         self._build_parts()
 
@@ -216,7 +216,7 @@ class MuonWithAdamW(SkippingOptimizer):
         for algorithm, cls in classes.items():
             groups = [g for g in self.param_groups if g["algorithm"] == algorithm]
             if groups:
-                part = cls(groups, **self._options[algorithm])  # writes what a group leaves open into its dict
+                part = cls(groups, **self._options[algorithm])  # fills in the options that a group's dict lacks
                 part.state = self.state
                 self._parts.append(part)
 

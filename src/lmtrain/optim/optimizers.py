@@ -1,4 +1,4 @@
-"""The optimizer of a config, over its parameter groups."""
+"""Builds the optimizer that the config selects, over its parameter groups."""
 
 import dataclasses
 import inspect
@@ -24,13 +24,13 @@ Groups = list[dict[str, Any]]
 def build_optimizer(
     named_parameters: Iterable[tuple[str, nn.Parameter]], cfg: OptimizerConfig, allow_target: Sequence[str] = ()
 ) -> torch.optim.Optimizer:
-    """One optimizer for all trainable parameters; its state dict holds plain containers and tensors only.
+    """Builds one optimizer for all trainable parameters; its state dict holds plain containers and tensors only.
 
     Args:
         named_parameters: `model.named_parameters()`.
-        allow_target: run.allow_target, packages that `cfg._target_` may name a class of.
+        allow_target: run.allow_target, the packages from which `cfg._target_` may name a class.
 
-    Raises UserError for an impossible value, or a package that isn't installed.
+    Raises UserError for an invalid value, or a package that isn't installed.
     """
     if cfg._target_ is not None:
         return _custom(parameter_groups(named_parameters, cfg), cfg, allow_target)
@@ -42,28 +42,28 @@ def build_optimizer(
 
 
 def _adamw(groups: Groups, cfg: AdamWConfig) -> torch.optim.Optimizer:
-    """Loshchilov & Hutter 2019 (arXiv:1711.05101), torch's own."""
+    """Builds torch's AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101)."""
     optimizer = torch.optim.AdamW(groups, **_adamw_arguments(cfg))
-    # Else the gradient scaler of 16-mixed would leave unscaling to the fused step, after the gradients were clipped.
+    # Else the gradient scaler of 16-mixed would leave unscaling to the fused step, which comes after clipping.
     optimizer._step_supports_amp_scaling = False
     optimizer.register_load_state_dict_pre_hook(_stay_fused)
     return optimizer
 
 
 def _stay_fused(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Checkpoints of earlier versions may say otherwise, and torch would go on as they say."""
+    """Keeps the fused setting: torch would take that of the checkpoint, which may differ in earlier versions."""
     groups = [{**g, "fused": True} if "fused" in g else g for g in state_dict["param_groups"]]
     return {**state_dict, "param_groups": groups}
 
 
 def _adamw_arguments(cfg: AdamWConfig) -> dict[str, Any]:
-    # The fused kernel is the fastest on GPUs and CPUs, there by a factor of 3 to 10, and leaves out a bad update by
-    # itself, without a wait (skipping.py).
+    # The fused kernel is the fastest on GPUs, and on CPUs by a factor of 3 to 10, and skips a bad update by itself,
+    # without a host sync (skipping.py).
     return {"betas": _betas(cfg), "eps": cfg.eps, "fused": True}
 
 
 def _adamw_8bit(groups: Groups, cfg: AdamW8bitConfig) -> torch.optim.Optimizer:
-    """Dettmers et al. 2022 (arXiv:2110.02861): both moments in 8 bits, quantised in blocks of 256."""
+    """Builds AdamW with both moments in 8 bits, quantised in blocks of 256 (Dettmers et al. 2022, arXiv:2110.02861)."""
     try:
         from bitsandbytes.optim import AdamW8bit, GlobalOptimManager
     except ImportError as error:
@@ -71,7 +71,7 @@ def _adamw_8bit(groups: Groups, cfg: AdamW8bitConfig) -> torch.optim.Optimizer:
             f'optimizer=adamw_8bit needs bitsandbytes ({error}): pip install "lmtrain[bitsandbytes]"'
         ) from None
     optimizer = AdamW8bit(groups, betas=_betas(cfg), eps=cfg.eps)
-    # Exceptions are kept by position in a manager that all optimizers of the process share: give this one its own.
+    # Exceptions are stored by position in a manager that all optimizers of the process share, so this one gets its own.
     manager = optimizer.mng = GlobalOptimManager.__new__(GlobalOptimManager)
     manager.initialize()
     pattern = cfg.full_state_pattern
@@ -109,14 +109,14 @@ _BUILDERS: dict[str, Callable[[Groups, Any], torch.optim.Optimizer]] = {
 
 
 def _custom(groups: Groups, cfg: OptimizerConfig, allow_target: Sequence[str]) -> torch.optim.Optimizer:
-    """Any subclass of torch.optim.Optimizer, with those keys of the section that are its arguments."""
+    """Builds a custom torch.optim.Optimizer from the section's own keys, plus lr and weight_decay if it takes them."""
     target = str(cfg._target_)
     takes = inspect.signature(find_class(target, "optimizer", torch.optim.Optimizer, allow_target)).parameters
     own = {f.name for f in dataclasses.fields(OptimizerConfig)}
     entry = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg) if f.name not in own}
     entry |= {name: getattr(cfg, name) for name in ("lr", "weight_decay") if name in takes} | {"_target_": target}
     optimizer = build_target(entry, "optimizer", torch.optim.Optimizer, allow_target, first=(groups,))
-    optimizer._step_supports_amp_scaling = False  # as of AdamW
+    optimizer._step_supports_amp_scaling = False  # as in _adamw
     return optimizer
 
 

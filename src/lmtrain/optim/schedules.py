@@ -1,15 +1,15 @@
-"""Learning-rate schedules as closed functions of the step: nothing to save, nothing to restore. Imports no torch.
+"""Learning-rate schedules as pure functions of the step: no state to save or restore. Imports no torch.
 
 One convention for all of them, with T = total_steps and w = warmup steps:
 
 - Steps are counted from 0; `step` is the one about to be taken, so a run takes the steps 0 ... T-1.
 - Warmup is linear, (step + 1) / (w + 1): the first step already learns and step w is the first at the full rate.
-- Decay runs from 1 at step w to the floor at step T. The last step taken, T-1, is therefore one notch above the
+- Decay runs from 1 at step w to the floor at step T. The last step taken, T-1, is therefore slightly above the
   floor: with a floor of 0, no step is spent at a learning rate of 0. From step T on the factor stays at the floor.
 
-The range test (Smith 2017, arXiv:1506.01186) stands here too: which rate its curve of losses suggests.
+The module also has the range test (Smith 2017, arXiv:1506.01186), which suggests a rate from a curve of losses.
 
-nanoGPT and transformers let the decay end at T too; transformers' warmup, step / w, spends its first step at 0.
+nanoGPT and transformers also end the decay at T; transformers' warmup, step / w, spends its first step at 0.
 """
 
 import functools
@@ -30,7 +30,7 @@ from lmtrain.config.schema import ScheduleConfig
 from lmtrain.config.targets import building, find_class
 from lmtrain.errors import UserError
 
-# Fraction of the decay done, from 0 to 1, to the share of the learning rate that is left, from 1 to 0.
+# Map the fraction of the decay done, from 0 to 1, to the share of the learning rate that is left, from 1 to 0.
 DECAY_SHAPES: dict[str, Callable[[float], float]] = {
     "linear": lambda progress: 1 - progress,
     "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
@@ -39,7 +39,7 @@ DECAY_SHAPES: dict[str, Callable[[float], float]] = {
 
 
 class LRSchedule(ABC):
-    """A schedule of your own, named by `schedule._target_`; the keys beside it are the fields of its `Options`.
+    """Base class of custom schedules, named by `schedule._target_`; the keys beside it are the fields of its `Options`.
 
     class Stairs(LRSchedule):
         Options = StairsOptions  # a dataclass derived from lmtrain.config.schema.ScheduleConfig, with `every`
@@ -55,26 +55,27 @@ class LRSchedule(ABC):
 
     @abstractmethod
     def factor(self, step: int, total_steps: int) -> float:
-        """What multiplies every group's base learning rate, 0 or more. A function of its arguments alone: nothing of
-        it is saved, and a resumed run asks for its own steps first.
+        """Returns the factor of every group's base learning rate, 0 or more.
+
+        It must depend on its arguments only: no state is saved, and a resumed run starts at a later step.
 
         Args:
             step: the step about to be taken, counted from 0 at the end of lmtrain's warmup.
-            total_steps: of the run after the warmup; a run that was made longer goes on past it.
+            total_steps: steps of the run after the warmup; a run that was extended goes on past it.
         """
 
 
 def build_schedule(
     cfg: ScheduleConfig, total_steps: int, allow_target: Sequence[str] = ()
 ) -> Callable[[int, int | None], float]:
-    """The schedule as a function of the step about to be taken and the steps of the run.
+    """Returns the schedule as a function of the step about to be taken and the number of steps of the run.
 
     Args:
-        total_steps: of this run, for a first look at a class of your own.
-        allow_target: run.allow_target, packages that `cfg._target_` may name a class of.
+        total_steps: of this run; used to test a custom schedule.
+        allow_target: run.allow_target, the packages from which `cfg._target_` may name a class.
 
     Raises:
-        UserError: a class that is not a schedule, raises, gives no rate or is not a function of the step.
+        UserError: the class is not a schedule, raises, returns no valid factor, or depends on more than the step.
     """
     if cfg._target_ is None:
         return functools.partial(lr_factor, cfg)
@@ -104,14 +105,14 @@ def _own_factor(own: LRSchedule, step: int, total_steps: int | None) -> float:
 
 
 def lr_factor(schedule: ScheduleConfig, step: int, total_steps: int | None) -> float:
-    """What multiplies every group's base learning rate at optimizer step `step`, in [0, 1].
+    """Returns the factor of every group's base learning rate at optimizer step `step`, in [0, 1].
 
     Args:
         step: the step about to be taken, from 0.
         total_steps: optimizer steps of the whole run; None only for constant and inverse_sqrt without warmup_ratio.
 
     Sources: cosine and restarts, Loshchilov & Hutter 2017 (arXiv:1608.03983); inverse square root, Vaswani et al.
-    2017 (arXiv:1706.03762) with the timescale apart from the warmup; warmup-stable-decay, Hu et al. 2024
+    2017 (arXiv:1706.03762) with a timescale independent of the warmup; warmup-stable-decay, Hu et al. 2024
     (arXiv:2404.06395), its `sqrt` shape from Hägele et al. 2024 (arXiv:2405.18392). `range_test` rises geometrically
     from the floor at step 0 to 1 at step T-1, without a warmup (Smith 2017, arXiv:1506.01186).
 
@@ -122,7 +123,7 @@ def lr_factor(schedule: ScheduleConfig, step: int, total_steps: int | None) -> f
         if total_steps is None:
             raise UserError("schedule.name=range_test needs the run's length: set trainer.max_steps")
         return schedule.min_lr_ratio ** (1 - min(1.0, step / max(1, total_steps - 1)))
-    if not isinstance(schedule, ToFloorConfig):  # defined without knowing where the run ends
+    if not isinstance(schedule, ToFloorConfig):  # independent of the length of the run
         if step < warmup:
             return (step + 1) / (warmup + 1)
         return _inverse_sqrt(schedule.timescale, step - warmup) if isinstance(schedule, InverseSqrtConfig) else 1.0
@@ -146,7 +147,7 @@ def lr_factor(schedule: ScheduleConfig, step: int, total_steps: int | None) -> f
 
 
 def warmup_steps(schedule: ScheduleConfig, total_steps: int | None) -> int:
-    """Steps below the full rate at the start: `warmup_steps`, or `warmup_ratio` of the run, rounded up; else 0."""
+    """Returns the number of warmup steps: `warmup_steps`, or `warmup_ratio` of the run, rounded up; else 0."""
     if schedule.warmup_ratio is None:
         return schedule.warmup_steps or 0
     if schedule.warmup_ratio == 0:
@@ -160,7 +161,7 @@ def warmup_steps(schedule: ScheduleConfig, total_steps: int | None) -> int:
 
 
 def _decay(schedule: ToFloorConfig, progress: float) -> float:
-    """The share of the learning rate above the floor that is left after `progress` (0 up to 1) of the decay."""
+    """Returns the share of the learning rate above the floor that is left after `progress` (0 up to 1) of the decay."""
     if isinstance(schedule, PolynomialConfig):
         return (1 - progress) ** schedule.power
     if isinstance(schedule, CosineRestartsConfig):
@@ -175,44 +176,44 @@ def _inverse_sqrt(timescale: int, steps_after_warmup: int) -> float:
 
 
 def _share(ratio: float, total_steps: int) -> int:
-    """A share of the run in steps, rounded up; 0.1 of 30 is 3 although 0.1 * 30 is a hair more."""
+    """Returns a share of the run in steps, rounded up; 0.1 of 30 is 3 although 0.1 * 30 is slightly more in fp64."""
     return math.ceil(round(ratio * total_steps, 6))
 
 
-_FEWEST, _APART = 10, 2  # steps that a curve is made of, and that its slope is taken over to either side
+_FEWEST, _APART = 10, 2  # minimum steps of a curve; steps to either side over which its slope is taken
 
 
 class Smoothed:
-    """The exponential moving average of a series, its start corrected (as Adam's moments are)."""
+    """The exponential moving average of a series, with bias correction at its start (as for Adam's moments)."""
 
     def __init__(self, memory: float) -> None:
         self.memory, self.sum, self.count = memory, 0.0, 0
 
     def add(self, value: float) -> float:
-        """The average with `value` in it."""
+        """Adds `value`; returns the average with it."""
         self.count += 1
         self.sum = self.memory * self.sum + (1 - self.memory) * value
         return self.sum / (1 - self.memory**self.count)
 
 
 class Suggestion(NamedTuple):
-    """lr: the suggested rate; steepest: where the loss falls fastest; lowest: where it ends to fall."""
+    """lr: the suggested rate; steepest: where the loss falls fastest; lowest: where it stops falling."""
 
     lr: float
     steepest: float
     lowest: float
-    smoothed: list[float]  # the losses the three were read from, one a rate
+    smoothed: list[float]  # the losses the three were derived from, one per rate
 
 
 def suggest(rates: Sequence[float], losses: Sequence[float], smoothing: float) -> Suggestion | None:
-    """The rate that a range test suggests; None where the loss never fell.
+    """Returns the rate that a range test suggests, or None if the loss never fell or too few losses are finite.
 
-    Between the rate at which the smoothed loss falls fastest, which is slow but safe, and the one where it ends to
-    fall, which is too fast for a whole run: their geometric mean.
+    It is the geometric mean of the rate at which the smoothed loss falls fastest, which is slow but safe, and the one
+    at which it stops falling, which is too fast for a whole run.
 
     Args:
         rates: ascending, a constant factor apart.
-        losses: of the steps at these rates; the first one that is not finite and what follows are left out.
+        losses: of the steps at these rates; the first one that is not finite and all after it are ignored.
     """
     finite = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), len(losses))
     average = Smoothed(smoothing)
@@ -220,7 +221,7 @@ def suggest(rates: Sequence[float], losses: Sequence[float], smoothing: float) -
     if len(smoothed) < _FEWEST:
         return None
     lowest = min(range(len(smoothed)), key=smoothed.__getitem__)
-    # Over several steps, as neighbours are nearly equal where the loss is smoothed.
+    # Slopes are taken over several steps, as neighbouring smoothed losses are nearly equal.
     slopes = {i: smoothed[i + _APART] - smoothed[i - _APART] for i in range(_APART, lowest - _APART + 1)}
     steepest = min(slopes, key=slopes.__getitem__, default=None)
     if steepest is None or slopes[steepest] >= 0:

@@ -1,9 +1,9 @@
-"""Skips an update that the device found to be bad (not finite, a spike), without a host sync.
+"""Skips an update that was found to be bad on the device (not finite, a spike), without a host sync.
 
-torch's fused optimizers read a tensor `found_inf` from themselves: where it is 1, a step changes neither weights nor
-state. lmtrain's own optimizers do the same; `can_skip` says which can. For any other the host waits once a step to know
-whether to step at all: those of a user's own, and bitsandbytes' 8-bit AdamW, which counts its steps in Python and so
-can't have one taken back on the device.
+torch's fused optimizers read their own attribute `found_inf`, a tensor: where it is 1, a step changes neither weights
+nor state. lmtrain's own optimizers do the same; `can_skip` says which optimizers can. For all others the host waits
+once per step to know whether to step at all: custom optimizers, and bitsandbytes' 8-bit AdamW, which counts its steps
+in Python, so that a step can't be undone on the device.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from lmtrain.distributed.dtensor import held
 
 
 class SkippingOptimizer(torch.optim.Optimizer):
-    """Base of lmtrain's own optimizers: what their steps share."""
+    """Base class of lmtrain's own optimizers, with what their steps share."""
 
     takes_found_inf = True
 
@@ -36,11 +36,11 @@ class SkippingOptimizer(torch.optim.Optimizer):
                 self._update(parameters, group)
 
     def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        """One step for parameters of one group, all of which have a gradient."""
+        """Takes one step for parameters of one group, all of which have a gradient."""
         raise NotImplementedError
 
     def _momenta_and_gradients(self, parameters: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """What this rank holds of the momenta, made where there are none, and of the gradients."""
+        """Returns this rank's shards of the momenta, created if missing, and of the gradients (see `or_else`)."""
         for p in parameters:
             if "momentum" not in self.state[p]:
                 self.state[p]["momentum"] = torch.zeros_like(p)
@@ -49,18 +49,18 @@ class SkippingOptimizer(torch.optim.Optimizer):
 
 
 def can_skip(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step of the optimizer leaves everything as it is where its `found_inf` is 1."""
+    """Returns whether a step of the optimizer changes nothing where its `found_inf` is 1."""
     return bool(optimizer.defaults.get("fused")) or bool(getattr(optimizer, "takes_found_inf", False))
 
 
 def factor(optimizer: torch.optim.Optimizer) -> Tensor | float:
-    """What a change is multiplied by: 0-dim fp32, 0 where the step is to be left out; 1.0 where nobody asked."""
+    """Returns the factor of a change, 0-dim fp32, 0 if the step must be skipped; 1.0 if `found_inf` is not set."""
     found_inf = getattr(optimizer, "found_inf", None)
     return 1.0 if found_inf is None else 1.0 - found_inf
 
 
 def or_else(optimizer: torch.optim.Optimizer, gradients: list[Tensor], instead: list[Tensor]) -> list[Tensor]:
-    """The gradients, or where the step is to be left out `instead`: a gradient that isn't finite stays so times 0."""
+    """Returns the gradients, or `instead` if the step must be skipped: a non-finite gradient times 0 is not finite."""
     found_inf = getattr(optimizer, "found_inf", None)
     if found_inf is None:
         return gradients
@@ -75,7 +75,7 @@ def change(
     weight_decay: float,
     scale: float = 1.0,
 ) -> None:
-    """`weights * (1 - lr * weight_decay) - lr * scale * directions`, in place; `directions` may be overwritten."""
+    """Sets weights to `weights * (1 - lr * weight_decay) - lr * scale * directions`; may overwrite `directions`."""
     torch._foreach_mul_(weights, 1 - lr * weight_decay)
     if isinstance(lr, Tensor):
         torch._foreach_mul_(directions, lr * scale)

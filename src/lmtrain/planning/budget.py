@@ -1,7 +1,7 @@
-"""How many steps fit into a budget: of minutes by the time that some take here, of tokens or FLOPs by counting.
+"""The number of steps that fit into a budget: of minutes, by timing some steps; of tokens or FLOPs, by counting.
 
-The number becomes trainer.max_steps. With budget.minutes callbacks/time_budget.py keeps it at what the clock says while
-the run trains.
+The number becomes trainer.max_steps. With budget.minutes, callbacks/time_budget.py adjusts it to the clock while the
+run trains.
 """
 
 import copy
@@ -37,29 +37,29 @@ from lmtrain.run_folder import folder as run_dir
 from lmtrain.run_folder.folder import RunDir
 from lmtrain.terminal import quiet_libraries, status
 
-_MEASURED_S = 1.2  # how long steps are measured; a step that takes longer is measured _FEWEST times
-_VALIDATIONS = 10.5  # of a run; the half keeps the last of them away from that at the end
-# On a CPU steps are measured uncompiled: the share of their time that compiled ones take, and seconds of compiling.
+_MEASURED_S = 1.2  # how long steps are measured; slow steps are measured _FEWEST times
+_VALIDATIONS = 10.5  # per run; the half keeps the last of them away from the validation at the end
+# On a CPU, uncompiled steps are measured: the share of their time that compiled ones take, and seconds of compiling.
 _COMPILED, _COMPILING_S = 0.68, 20.0
-_FEWEST, _MOST, _RANKS = 4, 400, 20  # steps; the last with several ranks
+_FEWEST, _MOST, _RANKS = 4, 400, 20  # numbers of measured steps; the last one with several ranks
 
 
 @dataclass
 class Measured:
-    """What steps take here, in seconds."""
+    """Durations measured on this machine, in seconds."""
 
-    starting: float  # until the first step
+    starting: float  # from the start to the first step
     step: float
     validation: float
 
 
 def settle(config: Config, began: float) -> list[str]:
-    """Sets trainer.max_steps by config.budget; minutes are counted from `began`, a time.time().
+    """Sets trainer.max_steps from config.budget; minutes are counted from `began`, a time.time().
 
-    Validations are spread over the steps, where how often was not typed. A length that was typed wins.
+    Spreads the validations over the steps unless their interval was typed. A typed run length overrides the budget.
 
     Returns:
-        Words that the command lacks: the depth of model=dial that was chosen. With these it has to be composed again.
+        Overrides to add to the command, for the chosen depth of model=dial. The config must then be composed again.
 
     Raises:
         UserError: see `_settle_minutes` and `_settle_amount`.
@@ -77,13 +77,13 @@ def settle(config: Config, began: float) -> list[str]:
 
 
 def _settle_amount(config: Config, typed: Mapping[str, Any]) -> None:
-    """Sets trainer.max_steps to the least number of steps that use budget.tokens, or budget.flops, up.
+    """Sets trainer.max_steps to the smallest number of steps that uses up budget.tokens or budget.flops.
 
-    FLOPs are those of `flops_per_token`, of forward and backward.
+    FLOPs are those of forward and backward, counted by `flops_per_token`.
 
     Raises:
-        UserError: rows that are not as long as data.seq_len says, of which tokens can't be told before they are read;
-            budget.flops with ranks of another launcher.
+        UserError: rows differ in length, so that their tokens can't be counted before they are read; or budget.flops is
+            set under torchrun or SLURM.
     """
     if config.data.rows != "text" or config.data.packing == "off":
         raise UserError(
@@ -101,7 +101,7 @@ def _settle_amount(config: Config, typed: Mapping[str, Any]) -> None:
         devices.resolve_auto(config)
         model = estimation.build(config, len(build_corpus(config).tokenizer))
         tokens = config.budget.flops / flops_per_token(model, config.data.seq_len)
-    rows = math.ceil(tokens / config.data.seq_len)  # type: ignore[operator]  # shorter first ones are cut out of these
+    rows = math.ceil(tokens / config.data.seq_len)  # type: ignore[operator]  # short rows are cut from full ones
     steps = step_sizes(config.data).steps_for(rows)
     config.trainer.max_steps = steps
     if "trainer.val_check_interval" not in typed:
@@ -109,13 +109,13 @@ def _settle_amount(config: Config, typed: Mapping[str, Any]) -> None:
 
 
 def _settle_minutes(config: Config, began: float, typed: Mapping[str, Any]) -> list[str]:
-    """Sets trainer.max_steps to the steps that end within budget.minutes, as `settle` says.
+    """Sets trainer.max_steps to the number of steps that end within budget.minutes, as described in `settle`.
 
-    A run that is continued goes on with the number it had. Data that is small for the time is not passed over more
-    often than helps.
+    A continued run keeps its number of steps. Data that is small for the time is trained on for a limited number of
+    epochs, because more rarely help.
 
     Raises:
-        UserError: ranks of another launcher, no time left for training, a trial that fails.
+        UserError: the run is started under torchrun or SLURM, no time is left for training, or a trial fails.
     """
     if ranks.started_by() is not None:
         raise UserError(
@@ -165,16 +165,16 @@ def _settle_minutes(config: Config, began: float, typed: Mapping[str, Any]) -> l
 
 
 def _decays(config: Config, typed: Mapping[str, Any]) -> bool:
-    """Returns whether the budget chooses the weight decay, by the number of epochs; only Muon's was measured."""
+    """Returns whether the weight decay depends on the number of epochs: measured only for model=dial with Muon."""
     muon = config.model.name == dial.NAME and config.optimizer.name == "muon"
     return muon and "optimizer.weight_decay" not in typed
 
 
-_expected: list[Measured] = []  # of the depth that was just chosen, for the same command composed with it
+_expected: list[Measured] = []  # for the depth just chosen; used when the command is composed again with that depth
 
 
 def _at_depth(took: Measured, config: Config, depth: int, same_rows: bool) -> Measured:
-    """What was measured at the config's depth, at another depth of the dial: saves a second measurement."""
+    """Converts durations measured at the config's depth to another depth of the dial, saving a second measurement."""
     before: int = config.model.num_hidden_layers  # type: ignore[attr-defined]
     token = dial.cost(depth) / dial.cost(before)
     rows = 1.0 if same_rows else depth / before
@@ -187,7 +187,7 @@ def _depth(config: Config, seconds: float, step: float, unique: float) -> int:
 
 
 def _chosen_before(config: Config) -> dict[str, Any] | None:
-    """The config of the run that is to be continued, which holds its steps; None where none is there."""
+    """Returns the saved config of the run to continue, which contains its number of steps, or None."""
     file = run_dir.locate(config) / "config.yaml"
     if run_dir.resume_mode(config) == "none" or not file.is_file():
         return None
@@ -200,10 +200,10 @@ def _chosen_before(config: Config) -> dict[str, Any] | None:
 
 
 def measure(config: Config, corpus: Corpus) -> Measured:
-    """What starting, a step and a validation take, from some steps on rows of the corpus."""
+    """Measures starting and steps on rows of the corpus, and estimates the duration of a validation from them."""
     starting, times = _alone(config, corpus) if int(config.trainer.devices) == 1 else _on_ranks(config)
     steps = [after - before for before, after in itertools.pairwise(times)]
-    step = median(steps[len(steps) // 2 :])  # in the first, memory is taken and code compiled
+    step = median(steps[len(steps) // 2 :])  # the first half allocates memory and compiles code
     if _compiles_later(config):
         starting, step = starting + _COMPILING_S, _COMPILED * step
     return Measured(starting, step, _validation(config, corpus, step))
@@ -215,7 +215,7 @@ def _compiles_later(config: Config) -> bool:
 
 
 def _alone(config: Config, corpus: Corpus) -> tuple[float, list[float]]:
-    """Seconds of building a run in this process, and the times of its steps."""
+    """Returns the seconds of building a run in this process, and the time.time() at the end of each of its steps."""
     tried, began = copy.deepcopy(config), time.time()
     devices.set_threads(tried.trainer.num_threads, 1)
     tried.trainer.profiler = None
@@ -233,7 +233,7 @@ def _alone(config: Config, corpus: Corpus) -> tuple[float, list[float]]:
 
 
 def _on_ranks(config: Config) -> tuple[float, list[float]]:
-    """Seconds from the start of a trial's ranks to its first step, and the times of its steps."""
+    """Returns the seconds from starting a trial's ranks to its first step, and the time.time() of each of its steps."""
     tried = copy.deepcopy(config)
     tried.budget.minutes = None
     with trial.folder_beside_runs(config, "budget") as folder:
@@ -244,7 +244,7 @@ def _on_ranks(config: Config) -> tuple[float, list[float]]:
 
 
 def _validation(config: Config, corpus: Corpus, step: float) -> float:
-    """Seconds of a validation, from those of a step: its tokens only go forward."""
+    """Estimates the seconds of a validation from those of a step; its tokens take only a forward."""
     if corpus.val is None:
         return 0.0
     rows = seen_rows(corpus.val, config.data.micro_batch_size, config.trainer.limit_val_batches)
@@ -252,9 +252,9 @@ def _validation(config: Config, corpus: Corpus, step: float) -> float:
 
 
 def steps_within(seconds: float, took: Measured, config: Config) -> int:
-    """The steps that end after `seconds` from now, with starting, validations and the end.
+    """Returns how many steps end within `seconds` from now, after starting, validations and the end of the run.
 
-    Raises UserError where fewer than ten do.
+    Raises UserError if there are fewer than ten.
     """
     every = config.trainer.val_check_interval
     left = seconds - took.starting - took.validation - ENDING_S

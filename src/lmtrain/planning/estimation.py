@@ -1,4 +1,4 @@
-"""What a run would cost, from its config alone: the model's shapes on the meta device, nothing read or allocated."""
+"""Estimates of a run's cost from its config alone: the model is on the meta device, no data is read or allocated."""
 
 import copy
 import itertools
@@ -36,7 +36,7 @@ DEVICES = {
     "mi300x": (192, "MI300X"), "t4": (15, "T4"), "v100": (32, "V100"),
 }  # fmt: skip
 FSDP, ZERO = "trainer.strategy=fsdp", "trainer.strategy=deepspeed"
-# Each way to spread a run over its devices, and about how much longer a step takes than under ddp.
+# Ways to distribute a run over its devices: the overrides, and the approximate time of a step relative to ddp.
 STRATEGIES: dict[str, tuple[list[str], float]] = {
     "ddp": (["trainer.strategy=ddp"], 1.0),
     "fsdp": ([FSDP], 1.1),
@@ -45,11 +45,11 @@ STRATEGIES: dict[str, tuple[list[str], float]] = {
     "deepspeed 2": ([ZERO, "trainer.deepspeed.stage=2"], 1.05),
     "deepspeed 3": ([ZERO, "trainer.deepspeed.stage=3"], 1.2),
 }
-CHECKPOINTING, EIGHT_BIT, SMALLER_BATCH = 1.33, 1.02, 1.03  # likewise; the last for each halving of the micro-batch
+CHECKPOINTING, EIGHT_BIT, SMALLER_BATCH = 1.33, 1.02, 1.03  # relative too; the last per halving of the micro-batch
 
 
 class Vocabulary:
-    """A tokenizer's size, which is all of it that a model's shape depends on."""
+    """A stand-in for a tokenizer that has only its size, which is all that a model's shapes depend on."""
 
     eos_token_id = 0
 
@@ -65,7 +65,7 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class Device:
-    """What a model has to fit on."""
+    """The device that a run has to fit on."""
 
     words: str
     bytes: float
@@ -74,14 +74,14 @@ class Device:
 
 @dataclass(frozen=True)
 class Change:
-    """Overrides that make a run smaller, and about how much longer a step then takes."""
+    """Overrides that reduce a run's memory, and approximately how many times as long a step then takes."""
 
     overrides: tuple[str, ...]
     slower: float
 
 
 def device_of(config: Config) -> Device:
-    """estimate.device, or the one that is here. UserError for an unknown name."""
+    """Returns the device that estimate.device names, or this machine's. Raises UserError for an unknown name."""
     asked = config.estimate.device
     if asked is None:
         if torch.cuda.is_available():
@@ -102,7 +102,7 @@ def device_of(config: Config) -> Device:
 
 
 def resolve(config: Config) -> None:
-    """What `auto` in config.trainer would be on the device that is estimated for; auto devices are one, unless here."""
+    """Resolves `auto` in config.trainer for the estimated device; devices=auto is one, unless it is this machine's."""
     t = config.trainer
     here = config.estimate.device is None
     if t.accelerator in ("auto", "gpu"):
@@ -121,7 +121,7 @@ def resolve(config: Config) -> None:
 
 
 def vocabulary(config: Config) -> Vocabulary:
-    """Vocabulary size of the tokenizer that the run would have; UserError where only the data tells."""
+    """Returns the vocabulary size of the run's tokenizer. Raises UserError if only the data determines it."""
     t = config.tokenizer
     added = list(t.add_tokens or [])
     if t.kind == "bpe" and t.vocab_size:
@@ -141,13 +141,13 @@ def vocabulary(config: Config) -> Vocabulary:
 
 
 def build(config: Config, tokens: int | None = None) -> PreTrainedModel:
-    """The model's shapes; `tokens` is the size of its tokenizer's vocabulary, where that is known."""
+    """Builds the model on the meta device; `tokens` is its tokenizer's vocabulary size, if known."""
     with torch.device("meta"):
         return build_trainable_model(config, vocabulary(config) if tokens is None else Vocabulary(tokens, []))
 
 
 def memory(model: PreTrainedModel, config: Config) -> dict[str, int]:
-    """Bytes of one device by part; of objective=dpo with the copy of what is trained, where it has or may have one."""
+    """Returns the bytes on one device by part; for DPO with the frozen copy of the model, if it has or may have one."""
     card = None if config.estimate.device is None else int(device_of(config).bytes)
     parts = flops.memory_estimate(model, config, card)
     o = config.objective
@@ -158,7 +158,7 @@ def memory(model: PreTrainedModel, config: Config) -> dict[str, int]:
 
 
 def checkpoint_bytes(model: PreTrainedModel, config: Config) -> int:
-    """Weights that are trained, their optimizer state and their average."""
+    """Returns the size of a checkpoint: the trained weights, their optimizer state and their average."""
     whole = copy.deepcopy(config)
     whole.trainer.strategy = "ddp"
     parts = flops.memory_estimate(model, whole)
@@ -166,7 +166,7 @@ def checkpoint_bytes(model: PreTrainedModel, config: Config) -> int:
 
 
 def changed(config: Config, overrides: tuple[str, ...] | list[str]) -> Config | None:
-    """The config with these set; None where that is refused."""
+    """Returns a copy of the config with these overrides, or None if the combination is refused."""
     found = copy.deepcopy(config)
     for override in overrides:
         key, _, value = override.partition("=")
@@ -181,13 +181,13 @@ def changed(config: Config, overrides: tuple[str, ...] | list[str]) -> Config | 
 
 
 def by_strategy(model: PreTrainedModel, config: Config) -> dict[str, dict[str, int]]:
-    """Memory by part under each strategy that goes with the config."""
+    """Returns the memory by part under each strategy that is compatible with the config."""
     found = {name: changed(config, overrides) for name, (overrides, _) in STRATEGIES.items()}
     return {name: memory(model, other) for name, other in found.items() if other is not None}
 
 
 def ways_to_fit(model: PreTrainedModel, config: Config, room: float) -> list[Change]:
-    """The three quickest changes that bring a device's memory to `room` bytes, each without what it can do without."""
+    """Returns up to three changes that fit a device into `room` bytes, fastest first, without superfluous overrides."""
     fitting: list[Change] = []
     for choice in sorted(itertools.product(*_choices(config)), key=lambda change: _together(change).slower):
         change = _together(choice)
@@ -202,7 +202,7 @@ def ways_to_fit(model: PreTrainedModel, config: Config, room: float) -> list[Cha
 
 
 def _kinds(change: Change) -> set[str]:
-    """The overrides, whatever the size of the micro-batch: larger ones are quicker and come first."""
+    """Returns the overrides, ignoring the size of the micro-batch: larger ones are faster and come first."""
     return {o.partition("=")[0] if o.startswith("data.micro_batch_size") else o for o in change.overrides}
 
 
@@ -212,7 +212,7 @@ def _together(changes: tuple[Change, ...]) -> Change:
 
 
 def _choices(config: Config) -> list[list[Change]]:
-    """For each thing that can be changed: leaving it, and what it can be changed to."""
+    """Returns, for each setting that can be changed, the choices: to leave it, or one of the possible changes."""
     nothing, t = Change((), 1.0), config.trainer
     sizes, size = [nothing], config.data.micro_batch_size
     while size % 2 == 0:
@@ -233,11 +233,11 @@ def _choices(config: Config) -> list[list[Change]]:
 
 
 def estimate(config: Config) -> int:
-    """Prints parameters, FLOPs, sizes, memory under each strategy, time, and what would make it fit."""
+    """Prints parameters, FLOPs, sizes, memory under each strategy, time, and what would make the run fit."""
     terminal.quiet_libraries()
     device = device_of(config)
     resolve(config)
-    split_over(config, int(config.trainer.devices) * config.trainer.num_nodes)  # refused as a run's would be
+    split_over(config, int(config.trainer.devices) * config.trainer.num_nodes)  # raises the same errors as a run
     model = build(config)
     console = terminal.console()
     console.print(terminal.facts(rows(model, config, device)))
@@ -262,7 +262,7 @@ def estimate(config: Config) -> int:
 
 
 def rows(model: Any, config: Config, device: Device) -> list[tuple[str, str]]:
-    """(what, in words) of everything that does not depend on the strategy."""
+    """Returns (name, text) pairs about everything that does not depend on the strategy."""
 
     c, t = config, config.trainer
     total, trained, tables = flops.parameter_counts(model)
@@ -291,7 +291,7 @@ def rows(model: Any, config: Config, device: Device) -> list[tuple[str, str]]:
 
 
 def time_words(c: Config, device: Device, tokens: int | None, per_token: float, world: int) -> str:
-    """How long the run takes, and by which speed."""
+    """Describes how long the run takes, and the speed that this assumes."""
 
     speed, by = c.estimate.tokens_per_s, "estimate.tokens_per_s"
     if speed is None and device.peak is not None:
@@ -305,7 +305,7 @@ def time_words(c: Config, device: Device, tokens: int | None, per_token: float, 
 
 
 def memory_table(found: dict[str, dict[str, int]], room: float) -> Any:
-    """A row a strategy: memory of a device by part, and whether it fits."""
+    """Builds a table with a row per strategy: the memory of a device by part, and whether it fits."""
 
     most = max((sum(memory.values()) for memory in found.values()), default=0)
     unit, digits, name = (2**30, 1, "GiB") if most >= 2**32 else (2**20, 0, "MiB")

@@ -1,4 +1,4 @@
-"""A few steps of a run in a process of their own: what they need and give, without a trace in the run itself.
+"""Trials: a few steps of a run in a separate process, to measure them without leaving a trace in the run itself.
 
 The process gets a config that differs from the run's only in what is shown, saved and validated, and in the schedule.
 """
@@ -29,12 +29,12 @@ _NEVER = 2**31 - 1
 
 
 class OutOfMemory(Exception):
-    """The trial needed more memory than there is."""
+    """Raised when a trial needs more memory than is available."""
 
 
 @contextlib.contextmanager
 def folder_beside_runs(config: Config, name: str) -> Iterator[Path]:
-    """A folder for trials in run.root, removed at the end; UserError where none can be made."""
+    """Yields a temporary folder for trials in run.root. Raises UserError if it can't be created."""
     root = make_root(config)
     folder = temporary_beside(root / name)
     try:
@@ -48,7 +48,7 @@ def folder_beside_runs(config: Config, name: str) -> Iterator[Path]:
 
 
 class LongestRows:
-    """The `count` longest of some rows, longest first, the same in every epoch: what needs the most memory."""
+    """The `count` longest of some rows, longest first and the same in every epoch: they need the most memory."""
 
     def __init__(self, rows: Rows, count: int) -> None:
         self.rows = rows
@@ -66,7 +66,7 @@ class LongestRows:
 
 
 def config_of(config: Config, folder: Path, steps: int, **ends: Any) -> Config:
-    """The config of `steps` steps of a run in `folder`, which write folder/curve.jsonl and save nothing.
+    """Returns the config of a trial of `steps` steps in `folder`, which writes folder/curve.jsonl and saves nothing.
 
     Args:
         ends: further arguments of callbacks/stopping.py's EndsEarly.
@@ -74,11 +74,11 @@ def config_of(config: Config, folder: Path, steps: int, **ends: Any) -> Config:
     trial = copy.deepcopy(config)
     run, t = trial.run, trial.trainer
     run.name, run.dir, run.resume, run.time_limit = None, str(folder / "run"), "none", None
-    t.max_steps, t.max_epochs = steps + 1, None  # the last step would be validated and saved
+    t.max_steps, t.max_epochs = steps + 1, None  # one more, because the last step is validated and saved
     t.val_check_interval = t.save_every_n_steps = t.profiler = None
     t.val_before_training, t.fast_dev_run, t.max_restarts = False, False, 0
-    t.spike_factor, t.max_bad_steps = None, _NEVER  # a loss that leaps is what is looked for
-    # Rows and steps at their full size, which is what most of the run has and what needs the most memory.
+    t.spike_factor, t.max_bad_steps = None, _NEVER  # spikes of the loss are what a range test looks for
+    # Rows and batches of full size, which most of the run has and which need the most memory.
     trial.data.curriculum.by = trial.data.batch_warmup.start_size = None
     trial.callbacks.early_stopping.enabled = False
     trial.callbacks.samples.every_n_validations, trial.callbacks.samples.metrics = 0, []
@@ -91,13 +91,13 @@ def config_of(config: Config, folder: Path, steps: int, **ends: Any) -> Config:
 
 
 def run(trial: Config, folder: Path, longest_rows: bool = False) -> list[dict[str, Any]]:
-    """{"step", "lr", "loss"} of each step that the trial took.
+    """Runs a trial and returns {"step", "lr", "loss", "time"} of each step that it took.
 
     Args:
-        longest_rows: trains on the longest rows in place of those that are due, on one device.
+        longest_rows: trains on the longest rows instead of the run's first ones, on one device.
 
     Raises:
-        OutOfMemory: of a device.
+        OutOfMemory: the trial ran out of memory.
         RunError, UserError: any other failure, with the trial's own message.
     """
     folder.mkdir(parents=True)
@@ -108,7 +108,7 @@ def run(trial: Config, folder: Path, longest_rows: bool = False) -> list[dict[st
     text = (folder / "log.txt").read_text(encoding="utf-8", errors="replace")
     if code == errors.FINISHED:
         return list(read_jsonl(folder / "curve.jsonl"))
-    if "out of memory" in text.lower() or code == -9:  # killed: by the kernel, whose memory it was
+    if "out of memory" in text.lower() or code == -9:  # -9: killed by the kernel for lack of memory
         raise OutOfMemory
     said = [line.removeprefix("error: ") for line in text.splitlines() if line.startswith("error: ")]
     why = said[-1] if said else f"exit code {code}:\n{text[-3000:]}"
@@ -121,7 +121,7 @@ def _in_process(words: list[str], log: IO[str]) -> int:
 
 
 def _with_longest_rows(config: Config) -> int:
-    """Trains as `start` does on one device, on the longest rows where they are padded."""
+    """Trains as `start` does on one device; if rows are padded, on the longest ones."""
     from lmtrain.distributed import devices
     from lmtrain.run.session import Session
 

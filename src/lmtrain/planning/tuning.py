@@ -1,4 +1,4 @@
-"""What a run should be told before it begins: its learning rate, by a range test, and its largest micro-batch."""
+"""Tuning of settings before a run: the learning rate, by a range test, and the largest micro-batch that fits."""
 
 import copy
 import json
@@ -21,13 +21,13 @@ from lmtrain.run.start import start
 from lmtrain.run_folder import folder as run_dir
 from lmtrain.secrets import command
 
-_REACH = 1000.0  # a range test reaches so many times below and above optimizer.lr, unless told otherwise
-_PROBE_STEPS = 2  # the second step has the optimizer's state beside its gradients
+_REACH = 1000.0  # by default, a range test extends by this factor below and above optimizer.lr
+_PROBE_STEPS = 2  # from the second step on, optimizer state and gradients are in memory together
 
 
 @dataclass
 class Found:
-    """What was found, in the keys of the config; `tried` says how."""
+    """The settings that were found, by config key; `tried` describes the attempts."""
 
     lr: float | None = None
     groups: list[dict[str, Any]] | None = None
@@ -37,14 +37,14 @@ class Found:
     tried: list[str] = field(default_factory=list)
 
     def overrides(self) -> list[str]:
-        """To be typed after the overrides of the run."""
+        """Returns the settings as overrides, to be typed after those of the run."""
         lr = [f"optimizer.lr={self.lr:.2g}"] if self.lr is not None else []
         groups = [f"optimizer.groups={_as_list(self.groups)}"] if self.groups else []
         size = [f"data.micro_batch_size={self.micro_batch_size}"] if self.micro_batch_size is not None else []
         return [*lr, *groups, *size]
 
     def put_into(self, config: Config) -> None:
-        """Sets the keys, as the overrides would."""
+        """Sets the found values in a config, as the overrides would."""
         if self.lr is not None:
             config.optimizer.lr = self.lr
         if self.groups:
@@ -59,14 +59,16 @@ def _as_list(groups: list[dict[str, Any]]) -> str:
 
 
 def largest_micro_batch(config: Config, folder: Path, found: Found) -> None:
-    """Sets the largest micro-batch that fits, if it is another than the config's; tried on CUDA, estimated on a CPU.
+    """Finds the largest micro-batch that fits and sets it in `found` if it differs from the config's.
+
+    On CUDA sizes are tried, on a CPU their memory is estimated.
 
     Args:
-        config: with nothing left at auto.
-        folder: a new one, for trials.
+        config: with all `auto` values resolved.
+        folder: a new folder for trials.
 
     Raises:
-        RunError: one row at a time is too much.
+        RunError: not even a micro-batch of one row fits.
     """
     sizes, fits = micro_batch_sizes(config), _estimated if config.trainer.accelerator == "cpu" else _tried
     for size in sizes:
@@ -84,7 +86,7 @@ def largest_micro_batch(config: Config, folder: Path, found: Found) -> None:
 
 
 def micro_batch_sizes(config: Config) -> list[int]:
-    """Rows of a step that one device reads, and divisors of it, each at most half of the one before, down to 1."""
+    """Returns a device's rows per step, and divisors of that number, each at most half of the previous, down to 1."""
     split = split_over(config, int(config.trainer.devices))
     rows = split.micro_batch_size * split.accumulation
     sizes = [rows]
@@ -114,10 +116,10 @@ def _tried(config: Config, folder: Path) -> tuple[bool, str]:
 
 
 def range_test(config: Config, folder: Path, found: Found) -> None:
-    """Sets the rate that a range test over the run's first rows suggests, and the rates of groups in proportion.
+    """Finds the learning rate by a range test over the run's first rows, and scales those of parameter groups.
 
     Raises:
-        UserError: there is no range, or the loss fell nowhere in it.
+        UserError: the range is empty, or the loss did not fall anywhere in it.
     """
     settings, lr = config.tune, config.optimizer.lr
     if not lr and not (settings.min_lr and settings.max_lr):
@@ -148,14 +150,14 @@ def range_test(config: Config, folder: Path, found: Found) -> None:
 
 
 def scaled(groups: list[dict[str, Any]], lr: float, new: float) -> list[dict[str, Any]] | None:
-    """optimizer.groups in the proportion they have to `lr`, beside `new`; None where none has a rate of its own."""
+    """Scales the learning rates in optimizer.groups from base rate `lr` to `new`; None if no group has its own rate."""
     if not lr or not any(group.get("lr") for group in groups):
         return None
     return [group | ({"lr": float(f"{group['lr'] * new / lr:.3g}")} if group.get("lr") else {}) for group in groups]
 
 
 def write(found: Found, folder: Path) -> list[Path]:
-    """tune.json and, where matplotlib is installed, lr.png in `folder`; returns what was written."""
+    """Writes tune.json and, if matplotlib is installed, lr.png to `folder`; returns the paths of the files."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tree = {**asdict(found), "overrides": found.overrides()}
@@ -171,7 +173,7 @@ def write(found: Found, folder: Path) -> list[Path]:
 
 
 def _draw(found: Found, path: Path) -> list[Path]:
-    """The losses over the rates, with the suggestion; nothing without matplotlib."""
+    """Plots the loss over the learning rate, with the suggested rate; without matplotlib, writes nothing."""
     try:
         import matplotlib
     except ImportError:
@@ -198,7 +200,7 @@ def _draw(found: Found, path: Path) -> list[Path]:
 
 
 def tune(config: Config) -> int:
-    """Looks for both in trials of their own, prints the overrides to type, and with tune.apply trains with them."""
+    """Finds learning rate and micro-batch by trials and prints the overrides; with tune.apply, trains with them."""
     if ranks.started_by() is not None or config.trainer.num_nodes > 1:
         raise UserError("lmtrain.tune starts the ranks of one node itself: start it without torchrun and srun")
     if config.tune.apply and (run_dir.locate(config) / "config.yaml").exists():
@@ -217,13 +219,13 @@ def tune(config: Config) -> int:
     if not config.tune.apply:
         return errors.FINISHED
     found.put_into(config)
-    config.tune.apply = False  # the run is the one that the line above starts
+    config.tune.apply = False  # as in the run that the printed command starts
     ranks.note_typed([*words, *overrides])
     return start(config)
 
 
 def look(config: Config) -> Found:
-    """What is found in trials, whose folder is removed."""
+    """Runs the trials that the config asks for, in a temporary folder, and returns what they found."""
     found, tried = Found(), copy.deepcopy(config)
     with trial.folder_beside_runs(config, "tune") as folder:
         devices.resolve_auto(tried)
@@ -236,7 +238,7 @@ def look(config: Config) -> Found:
 
 
 def results(config: Config) -> Path:
-    """The folder for tune.json and lr.png."""
+    """Returns the folder for tune.json and lr.png."""
     if config.tune.dir is not None:
         return Path(config.tune.dir).expanduser().absolute()
     name = config.run.name or datetime.now().strftime("%Y-%m-%d_%H-%M-%S")

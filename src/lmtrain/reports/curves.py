@@ -1,7 +1,7 @@
-"""Rows of metrics.jsonl as curves and heat maps to draw. Imports no torch.
+"""Turns rows of metrics.jsonl into curves and heat maps for drawing. Imports no torch.
 
 Curves are grouped into charts and thinned so that no peak is lost. A heat map shows how routers' choices are spread
-over a training: steps to the right, choices downwards.
+over the course of training: steps on the x axis, choices on the y axis.
 """
 
 import math
@@ -9,17 +9,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-MAX_POINTS = 1500  # of a curve: about three for each pixel of a chart
-# No curves: what a row stands at, and what only makes sense as a sum.
+MAX_POINTS = 1500  # per curve: about three for each pixel of a chart
+# Keys without a curve: those that locate a row, and those that are meaningful only as sums.
 _LEFT_OUT = ("step", "tokens_seen", "rows", "bad_steps", "time", "step_ms", "data_wait_ms")
-# Charts that come first, in this order; their titles.
+# The charts that come first, in this order, and their titles.
 FIRST = {"loss": "Loss", "lr": "Learning rate", "grad_norm": "Gradient norm", "tokens_per_s": "Speed, tokens/s",
          "samples_per_s": "Rows/s", "memory_gib": "Memory, GiB", "host_memory_gib": "Host memory, GiB",
          "mfu": "Share of peak FLOP/s", "perplexity": "Perplexity",
          "bits_per_byte": "Bits per byte"}  # fmt: skip
 
 
-# What stands along a chart's values; of others the last part of their name.
+# Labels of the y axis; other charts use the last part of their name.
 AXES = {"loss": "loss", "lr": "learning rate", "grad_norm": "norm", "tokens_per_s": "tokens/s", "memory_gib": "GiB",
         "host_memory_gib": "GiB", "samples_per_s": "rows/s", "mfu": "share", "perplexity": "perplexity",
         "bits_per_byte": "bits/byte"}  # fmt: skip
@@ -27,7 +27,7 @@ AXES = {"loss": "loss", "lr": "learning rate", "grad_norm": "norm", "tokens_per_
 
 @dataclass
 class Curve:
-    """Values `y` at steps `x`, ascending."""
+    """A curve: values `y` at ascending steps `x`."""
 
     name: str
     x: list[int] = field(default_factory=list)
@@ -35,7 +35,7 @@ class Curve:
 
 
 def with_names_of_today(row: dict[str, Any]) -> dict[str, Any]:
-    """A row in which numbers that had another name in earlier versions have today's."""
+    """Returns the row with metrics named as in earlier versions renamed to their current names."""
     if not any("aux/" in key for key in row):
         return row
     memory = "router/memory/" if any("aux/router_" in key for key in row) else "router/"
@@ -54,7 +54,7 @@ def _changed(key: str, changes: dict[str, str]) -> str:
 
 
 def charts(rows: Iterable[dict[str, Any]]) -> dict[str, list[Curve]]:
-    """{chart: its curves}, without numbers that are not finite; train/loss and val/loss are two of the chart `loss`."""
+    """Returns {chart: its curves} without non-finite values; train/loss and val/loss are both in the chart `loss`."""
     curves: dict[str, Curve] = {}
     for row in rows:
         for key, value in row.items():
@@ -71,14 +71,14 @@ def charts(rows: Iterable[dict[str, Any]]) -> dict[str, list[Curve]]:
 
 
 def _chart_of(key: str) -> str:
-    """val/loss, train/loss and val/wiki/loss of a set of its own stand in the chart `loss`."""
+    """Returns the chart of a key: `loss` for train/loss, val/loss and val/wiki/loss (a separate validation set)."""
     name = key.removeprefix("train/").removeprefix("val/")
     last = name.rpartition("/")[2]
     return last if key.startswith("val/") and last in FIRST else name
 
 
 def thinned(curve: Curve, most: int = MAX_POINTS) -> Curve:
-    """At most about `most` points: of each stretch the least and the greatest value, and the ends."""
+    """Thins a curve to about `most` points: the minimum and maximum of each interval, and both ends."""
     count = len(curve.x)
     if count <= most:
         return curve
@@ -90,17 +90,17 @@ def thinned(curve: Curve, most: int = MAX_POINTS) -> Curve:
     return Curve(curve.name, [curve.x[i] for i in chosen], [curve.y[i] for i in chosen])
 
 
-COLUMNS = 120  # at most; of more logged steps, neighbouring ones are averaged
-# Times the even share from which on a cell is darker than the one before; what is below the first stays empty.
+COLUMNS = 120  # maximum number of columns; of more logged steps, neighbouring ones are averaged
+# Thresholds of a cell's darkness, as multiples of the uniform share; cells below the first stay empty.
 LEVELS = (0.05, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 TITLES = {"router/chapters": ("Chapters of the memory", "chapter"), "router/experts": ("Experts", "expert")}
 
 
 @dataclass
 class HeatMap:
-    """cells: [columns][choices], shares of a column's choices; first, last: the steps it spans; one: what is chosen.
+    """A heat map of routers' choices; `cells` [columns][choices] are each column's shares.
 
-    about: the model, and how many a token chooses.
+    first, last: the steps it spans. one: noun for a choice (expert, chapter). about: the model and its top-k.
     """
 
     title: str
@@ -112,7 +112,7 @@ class HeatMap:
 
 
 def heat_maps(rows: Iterable[dict[str, Any]]) -> list[HeatMap]:
-    """Draws how often routers chose each expert, from rows of metrics.jsonl; none where there is no router."""
+    """Returns heat maps of how often routers chose each expert or chapter; none if the rows have no such metrics."""
     found: dict[str, list[tuple[int, list[float]]]] = {}
     for row in rows:
         for key in TITLES:
@@ -132,12 +132,12 @@ def _columns(told: list[list[float]]) -> list[list[float]]:
 
 
 def level(share: float, choices: int) -> int:
-    """How dark a cell is: 0 (hardly ever chosen) to len(LEVELS)."""
+    """Returns a cell's darkness: 0 (hardly ever chosen) to len(LEVELS)."""
     return sum(share * choices >= least for least in LEVELS)
 
 
 def drawn(heat: HeatMap) -> str:
-    """An SVG of one path for each level."""
+    """Draws the heat map as SVG with one path per level of darkness."""
     wide, high = len(heat.cells), len(heat.cells[0])
     paths: dict[int, list[str]] = {}
     for x, column in enumerate(heat.cells):

@@ -1,4 +1,4 @@
-"""Statistics and samples of prepared data for `lmtrain inspect`: counts, lengths, decoded rows with the loss mask."""
+"""The `lmtrain inspect` command: counts, lengths, and decoded rows with their loss mask, of prepared data."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -23,12 +23,12 @@ from lmtrain.run_folder import trained
 from lmtrain.terminal import visible
 
 _PERCENTILES = (0, 5, 25, 50, 75, 95, 99, 100)
-_BINS, _BAR = 16, 48  # of the histogram: bars, and characters of the longest
+_BINS, _BAR = 16, 48  # of the histogram: number of bars, and length of the longest in characters
 
 
 @dataclass
 class Sample:
-    """A row's tokens; `left_out` of them stand where the first of `head` pieces end."""
+    """The decoded tokens of a row; `left_out` tokens between `head` and `tail` are omitted."""
 
     title: str
     head: list[TokenPiece]
@@ -39,14 +39,14 @@ class Sample:
 @dataclass
 class Inspection:
     split: str
-    rows: list[tuple[str, str]]  # what became of the split's rows: (what, how many)
-    lengths: np.ndarray | None  # int64 [n], tokens of each document or example; None where borders are not known
-    learned: np.ndarray | None  # int64 [n], learned tokens of each example; None where all are
-    unit: str  # what has a length: document, example
+    rows: list[tuple[str, str]]  # facts about the split's rows: (name, value)
+    lengths: np.ndarray | None  # int64 [n], tokens of each document or example; None if borders are unknown
+    learned: np.ndarray | None  # int64 [n], learned tokens of each example; None if all are
+    unit: str  # what `lengths` measures: document, piece or example
     samples: list[Sample]
 
     def percentiles(self) -> tuple[list[str], list[list[str]]]:
-        """A table: its header and its lines."""
+        """Returns the header and the lines of a table of length percentiles."""
         assert self.lengths is not None
         columns = {f"tokens of {self.unit}s": self.lengths}
         if self.learned is not None:
@@ -59,7 +59,7 @@ class Inspection:
         return ["", *columns], [*lines, ["mean", *(f"{values.mean():,.1f}" for values in columns.values())]]
 
     def histogram(self) -> list[tuple[int, int, int]]:
-        """(shortest, longest, how many) of each bar."""
+        """Returns (shortest, longest, count) of each bar."""
         assert self.lengths is not None
         low, high = int(self.lengths.min()), int(self.lengths.max())
         width = -(-(high - low + 1) // _BINS)
@@ -69,7 +69,7 @@ class Inspection:
 
 
 def inspect(config: Config) -> int:
-    """Prints what became of the rows, how long they are, and some of them token by token; writes inspect.html."""
+    """Prints row counts, lengths and decoded sample rows, and writes them to inspect.html if set."""
     terminal.quiet_libraries()
     if config.run_dir is not None and config.inspect.text is None:
         raise UserError("run_dir is read with inspect.text only: the chapters of a memory that a text reads")
@@ -84,7 +84,7 @@ def inspect(config: Config) -> int:
 
 
 def _show_chapters(config: Config, text: str) -> int:
-    """Prints which chapters of its memory the model of run_dir reads."""
+    """Prints which chapters of its memory the model of run_dir reads for each token of `text`."""
     if config.run_dir is None:
         raise UserError("inspect.text: which model? set run_dir to a run or an export with a memory")
     model, tokenizer = trained.load(config.run_dir, "best", trust.granted(config))
@@ -94,9 +94,9 @@ def _show_chapters(config: Config, text: str) -> int:
 
 
 def look(config: Config) -> Inspection:
-    """Prepares the data of `config`, or finds it, and looks into the split that inspect.split names.
+    """Prepares the data of `config` (or finds it in the cache) and collects statistics of the split inspect.split.
 
-    Rows without a learned token are counted and not refused, however many: they are what one may be looking for.
+    Any number of rows without a learned token is accepted and counted, since finding them may be the user's aim.
 
     Raises:
         UserError: the data can't be prepared, or has no such split.
@@ -122,7 +122,7 @@ def look(config: Config) -> Inspection:
 
 
 def _row_facts(corpus: Corpus, rows: Any, config: Config) -> list[tuple[str, str]]:
-    """What became of a split's rows, one (what, how many) a line."""
+    """Returns the facts about a split's rows as (name, value) lines."""
     split = config.inspect.split
     known = corpus.splits[split]
     if config.data.rows == "text":
@@ -157,7 +157,7 @@ def _row_facts(corpus: Corpus, rows: Any, config: Config) -> list[tuple[str, str
 
 
 def _lengths(rows: Any) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Tokens, and learned tokens, of each example; of text the tokens of each document."""
+    """Returns tokens and learned tokens of each example; for text, tokens of each document (if known) and None."""
     if isinstance(rows, Windows):
         if any(shard.docs is None for shard in rows.shards):
             return None, None
@@ -167,7 +167,7 @@ def _lengths(rows: Any) -> tuple[np.ndarray | None, np.ndarray | None]:
 
 
 def _samples(tokenizer: Any, rows: Any, config: Config) -> list[Sample]:
-    """inspect.samples rows, evenly spread: examples one by one though they may be packed; both answers of a pair."""
+    """Returns inspect.samples evenly spaced rows; packed examples are shown one by one, pairs with both answers."""
     group = getattr(rows, "group", 1)
     number = len(rows) if isinstance(rows, Windows) else len(rows.examples) // group
     wanted = min(config.inspect.samples, number)
@@ -184,7 +184,7 @@ def _samples(tokenizer: Any, rows: Any, config: Config) -> list[Sample]:
 
 
 def row_mask(batch: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """The first row of a micro-batch: its token ids int64 [T], and which are learned, bool [T]; without padding."""
+    """Returns a micro-batch's first row without padding: token ids int64 [T], and which are learned, bool [T]."""
     ids = batch["input_ids"][0].numpy()
     learned = np.zeros(len(ids), dtype=bool)
     if "labels" in batch:
@@ -193,7 +193,7 @@ def row_mask(batch: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
         scored = batch["scored"].numpy()
         scored = scored[scored < len(ids)]
         learned[scored] = True
-        if "cu_seqlens" not in batch:  # an answer a row, padded after what is scored
+        if "cu_seqlens" not in batch:  # one answer per row, padded after its last scored token
             return ids[: scored[-1] + 1], learned[: scored[-1] + 1]
     seen = min(len(ids), int(batch["seen"])) if "seen" in batch else len(ids)
     return ids[:seen], learned[:seen]
@@ -210,7 +210,7 @@ def _sample(tokenizer: Any, title: str, row: tuple[np.ndarray, np.ndarray], conf
 
 
 def show(found: Inspection, console: Console) -> None:
-    """Prints it, in colour where the console has any."""
+    """Prints the inspection, in colour if the console supports it."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
     table.add_column(overflow="fold")
@@ -247,11 +247,11 @@ def _show_lengths(found: Inspection, console: Console) -> None:
     console.print()
 
 
-_ROW, _LABEL, _WIDE = 18, 130, 520  # of the histogram's bars, in pixels: height, room for the label, the longest
+_ROW, _LABEL, _WIDE = 18, 130, 520  # of the histogram's bars in pixels: height, width of the labels, longest bar
 
 
 def page(found: Inspection) -> str:
-    """One HTML file to share: nothing is loaded from elsewhere, light and dark as the reader likes."""
+    """Builds a self-contained HTML page that loads no other files and follows the reader's light or dark mode."""
     facts = "".join(f"<tr><th>{as_text(name)}</th><td>{as_text(value)}</td></tr>" for name, value in found.rows)
     parts = [f"<h1>{as_text(found.split)} split</h1>", f"<table>{facts}</table>"]
     if found.lengths is not None:

@@ -1,4 +1,4 @@
-"""Status, step, best score and age of the runs in a folder, read without torch."""
+"""Lists the runs in a folder with status, step, best score and time of the last change. Imports no torch."""
 
 import contextlib
 import json
@@ -24,13 +24,13 @@ _UNITS = ((86400, "d"), (3600, "h"), (60, "min"))
 
 @dataclass(frozen=True)
 class Listed:
-    """A run as its folder shows it."""
+    """The state of a run as read from its folder."""
 
     path: Path
-    status: str  # running, interrupted (no summary.json: killed), unreadable, or summary.json's own
-    step: int  # optimizer steps, as last logged
+    status: str  # running, interrupted (killed: no summary.json), not begun, unreadable, or as in summary.json
+    step: int  # last logged optimizer step
     max_steps: int | None
-    best: str | None  # the monitored score in words
+    best: str | None  # the best monitored score and its step, as text
     changed: float  # time.time() of the last change
 
     def steps(self) -> str:
@@ -43,7 +43,7 @@ class Listed:
 
 
 def runs_under(folder: Path) -> list[Listed]:
-    """The runs in `folder` (or the run it is), those changed last first; folders inside runs are not looked into."""
+    """Returns the runs in `folder` (or the run that it is), latest change first; does not search inside runs."""
     found = []
     for place, below, files in os.walk(folder):
         if "config.yaml" in files and ("metrics.jsonl" in files or "checkpoints" in below or "summary.json" in files):
@@ -53,7 +53,7 @@ def runs_under(folder: Path) -> list[Listed]:
 
 
 def show(folder: Path) -> int:
-    """Prints a table of the runs, the one that changed last first; UserError where there is none."""
+    """Prints a table of the runs, latest change first; UserError if there is none."""
     found = runs_under(folder)
     if not found:
         raise UserError(
@@ -72,7 +72,7 @@ def show(folder: Path) -> int:
 
 
 def read(run: RunDir) -> Listed:
-    """What the folder of one run says."""
+    """Reads the state of one run from its folder."""
     config = _config(run)
     summary = _json(run.summary)
     monitor, mode = config["checkpoint"]["monitor"], config["checkpoint"]["mode"]
@@ -83,7 +83,7 @@ def read(run: RunDir) -> Listed:
         run.path,
         status,
         step,
-        # budget.minutes and epochs may end a run at another step than the config's.
+        # budget.minutes and epochs may end a run at a step other than max_steps.
         step if status == "finished" else whole(config["trainer"]["max_steps"]),
         f"{monitor} {best[1]:.4f} at step {best[0]:,}" if best is not None else None,
         max(p.stat().st_mtime for p in files),
@@ -110,7 +110,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def whole(value: Any) -> int | None:
-    """The value, if it is a whole number; None for whatever else stands in its place."""
+    """Returns the value if it is an int (not a bool), otherwise None."""
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
@@ -123,7 +123,7 @@ def _status(run: RunDir, summary: dict[str, Any]) -> str:
 
 
 def _last_and_best(metrics: Path, monitor: str, mode: str) -> tuple[int, tuple[int, float] | None]:
-    """The last logged step, and step and value of the best `monitor`; lines that can't be read are left out."""
+    """Returns the last logged step, and step and value of the best `monitor`; unreadable lines are skipped."""
     last, best = 0, None
     if not metrics.is_file():
         return last, best

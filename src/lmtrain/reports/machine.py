@@ -1,4 +1,4 @@
-"""What `lmtrain doctor` looks at: packages, devices, compilers, disk, memory, the hub, and two short measurements."""
+"""The checks of `lmtrain doctor`: packages, devices, compiler, disk, memory, the hub, and two short benchmarks."""
 
 import importlib.metadata
 import os
@@ -16,7 +16,7 @@ from rich.text import Text
 
 from lmtrain import errors, terminal
 
-OPTIONAL = {  # distribution: (extra, what it is for)
+OPTIONAL = {  # distribution: (extra, purpose)
     "bitsandbytes": ("bitsandbytes", "peft=qlora, optimizer=adamw_8bit"),
     "torchao": ("fp8", "trainer.precision=fp8"),
     "deepspeed": ("deepspeed", "trainer.strategy=deepspeed"),
@@ -37,11 +37,11 @@ class Finding(NamedTuple):
     name: str
     good: bool
     words: str
-    needed: bool = False  # whether training can't run without it
+    needed: bool = False  # whether training requires it
 
 
 def diagnose(folder: Path) -> int:
-    """Prints what was found, a line each, as it is found; says what is missing and how to get it."""
+    """Prints each finding as it is made, with advice on how to install missing parts; returns the exit code."""
     console, missing = terminal.console(), 0
     for finding in findings(folder):
         missing += finding.needed and not finding.good
@@ -50,7 +50,7 @@ def diagnose(folder: Path) -> int:
         line.add_column(width=7, style=style)
         line.add_column(width=23, style="bold")
         line.add_column(overflow="fold")
-        line.add_row(sign, Text(finding.name), Text(finding.words))  # as they are: [ray] is not markup
+        line.add_row(sign, Text(finding.name), Text(finding.words))  # Text: [ray] is not markup
         console.print(line)
     if missing:
         errors.print_error(f"training can't run here: parts it needs and lacks, named above: {missing}")
@@ -59,7 +59,7 @@ def diagnose(folder: Path) -> int:
 
 
 def findings(folder: Path) -> Iterator[Finding]:
-    """Everything found, quickest first; `folder` is where runs would be written."""
+    """Yields all findings, roughly the quickest checks first; `folder` is where runs would be written."""
     yield Finding("python", True, f"{platform.python_version()} on {platform.platform(terse=True).strip()}")
     needed = list(_packages())
     yield from needed
@@ -75,7 +75,7 @@ def findings(folder: Path) -> Iterator[Finding]:
 
 
 def _packages() -> Iterator[Finding]:
-    """The packages that lmtrain requires, by its own metadata."""
+    """Checks the packages that lmtrain's own metadata requires."""
     requirements = importlib.metadata.requires("lmtrain") or []
     for requirement in (r for r in requirements if "extra ==" not in r):
         name = re.split(r"[<>=!~;\[ ]", requirement)[0]
@@ -137,7 +137,7 @@ def _devices() -> Iterator[Finding]:
 
 
 def _matmul() -> Finding:
-    """Multiplies two fp32 and two bf16 matrices for half a second each, on the device that trains."""
+    """Measures FLOP/s by multiplying fp32, then bf16 matrices for half a second each, on the GPU if there is one."""
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -160,7 +160,7 @@ def _matmul() -> Finding:
 
 
 def _reading(folder: Path) -> Finding:
-    """Writes a file and reads it back from the disk, where the system can be asked to forget it."""
+    """Measures read speed on a file just written, evicted from the page cache first where the system supports it."""
     there = next(p for p in (folder, *folder.parents) if p.exists())
     try:
         with tempfile.NamedTemporaryFile(dir=there) as file:

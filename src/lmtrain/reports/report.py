@@ -1,4 +1,4 @@
-"""Reads a run's folder for its HTML page; of a run that is still written, what is there. Imports no torch."""
+"""Reads a run's folder, finished or still being written, and writes its HTML report. Imports no torch."""
 
 import contextlib
 import dataclasses
@@ -23,14 +23,14 @@ from lmtrain.reports.report_page import Told
 from lmtrain.run_folder.folder import RunDir, checkpoint_names, gives_rewards, loading_class
 from lmtrain.secrets import shown_in
 
-_PROMPTS, _STEPS = 12, 15  # samples shown: so many prompts, and of each so many steps spread over the training
-# Keys that say where things lie or what other commands do, not what was trained.
+_PROMPTS, _STEPS = 12, 15  # samples shown: number of prompts, and of steps for each, spread over the training
+# Keys that set locations or the behaviour of other commands; they do not describe what was trained.
 _NOT_SHOWN = ("run_dir", "run.", "hydra.", "generate.", "evaluate.", "estimate.", "inspect.", "report.", "chat.",
               "sweep.", "data.cache_dir", "debug.")  # fmt: skip
 
 
 def report(folders: list[Path], out: Path | None) -> int:
-    """Writes <run>/report.html, or report.html where several are compared."""
+    """Writes the report to `out`, by default <run>/report.html, or ./report.html for several runs."""
     runs: list[RunDir] = []
     for folder in folders:
         found = [RunDir(run.path) for run in listing.runs_under(folder)]
@@ -43,13 +43,13 @@ def report(folders: list[Path], out: Path | None) -> int:
 
 
 def write_own(run: RunDir) -> Path:
-    """<run>/report.html, once summary.json says how the run ended (its lock is still held)."""
+    """Writes <run>/report.html at the end of a run, when summary.json is complete but the run's lock is still held."""
     write_atomic(run.report, report_page.page([told(run, ended=True)]))
     return run.report
 
 
 def write(runs: list[RunDir], file: Path) -> Path:
-    """A page of one run or several; RunError where it can't be written."""
+    """Writes a page of one or several runs to `file`; RunError if that fails."""
     names = {run.path: run.path.name for run in runs}
     if len(set(names.values())) < len(names):  # runs of several sweeps: 0, 1, ... in each
         names = {path: str(Path(*path.parts[-2:])) for path in names}
@@ -59,7 +59,7 @@ def write(runs: list[RunDir], file: Path) -> Path:
 
 @contextlib.contextmanager
 def _reading(file: Path) -> Iterator[None]:
-    """UserError that names the file where what is made of its content fails: lines that are JSON, but not ours."""
+    """Converts errors from processing `file` (such as valid JSON of another format) into a UserError that names it."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
@@ -67,7 +67,7 @@ def _reading(file: Path) -> Iterator[None]:
 
 
 def told(run: RunDir, name: str | None = None, ended: bool = False) -> Told:
-    """What the folder tells; UserError where it is not a run's, or a line in it can't be read."""
+    """Collects the contents of a run's page; UserError if the folder is not a run's, or a file of it can't be read."""
     if not run.config.exists():
         raise UserError(f"{run.path} is not a run: it has no config.yaml")
     config, listed = shown_in(rules.read(run.config)), listing.read(run)
@@ -154,7 +154,7 @@ def _subtitle(config: dict[str, Any], listed: listing.Listed) -> str:
 def _headline(
     listed: listing.Listed, summary: dict[str, Any], rows: list[dict[str, Any]], monitor: str
 ) -> list[tuple[str, str]]:
-    """The score, the tokens and the time, as far as the folder tells them."""
+    """Returns the score, the number of trained tokens and the time, as far as the folder has them."""
     found = []
     best = summary.get("best_metric") or {}
     trained = next(
@@ -178,7 +178,7 @@ def _headline(
 
 
 def _short(number: float) -> str:
-    """12,345,678 -> '12.3 M'."""
+    """Formats a large number with a unit prefix: 12,345,678 -> '12.3 M'."""
     for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
         if number >= size:
             return f"{number / min(size, 1e3 if letter == 'k' else size):.3g} {letter}"
@@ -186,7 +186,7 @@ def _short(number: float) -> str:
 
 
 def time_in_words(seconds: float) -> str:
-    """75 -> '1 min 15 s'."""
+    """Formats a duration: 75 -> '1 min 15 s'."""
     whole = int(seconds)
     if whole < 60:
         return f"{seconds:.0f} s"
@@ -195,7 +195,7 @@ def time_in_words(seconds: float) -> str:
 
 
 def _typed(config: dict[str, Any], summary: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """(key, value, default) of the overrides that the command line had, but for where things lie."""
+    """Returns (key, value, default) of the command line's overrides, except the keys of _NOT_SHOWN."""
     words = shlex.split(str(summary.get("command", "")))[3:]
     defaults, leaves = _defaults(), dict(_leaves(config))
     found = []
@@ -207,7 +207,7 @@ def _typed(config: dict[str, Any], summary: dict[str, Any]) -> list[tuple[str, s
 
 
 def _about_routing(config: dict[str, Any], one: str) -> str:
-    """The model, and how many chapters or experts a token chooses."""
+    """Describes the model and how many chapters or experts each token chooses."""
     model = config.get("model", {})
     chosen = config.get("memory", {}).get("top_k") if one == "chapter" else model.get("num_experts_per_tok")
     named = model.get("name_or_path") or model.get("name")
@@ -232,7 +232,7 @@ def _leaves(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def _changed(config: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """(key, default, value) where the run's config is not what a bare `lmtrain.train` would have."""
+    """Returns (key, default, value) where the run's config differs from that of `lmtrain.train` without overrides."""
     defaults = _defaults()
     pairs = [(key, defaults.get(key), value) for key, value in _leaves(config) if not key.startswith(_NOT_SHOWN)]
     return [(key, _words(default), _words(value)) for key, default, value in pairs if default != value]
@@ -247,9 +247,9 @@ def _samples(run: RunDir) -> dict[str, list[tuple[int, str, str | None]]]:
     for row in read_jsonl(run.samples):
         prompt, step = str(row.get("prompt", "")), listing.whole(row.get("step"))
         if step is None:
-            continue  # no sample of ours
+            continue  # not a sample written by lmtrain
         text = str(row.get("text", ""))
-        if "reward" in row:  # of a rollout, whose prompts are others at each step
+        if "reward" in row:  # from a rollout, whose prompts differ at each step
             prompt, text = f"{row.get('which')} completion of a rollout", f"{prompt}{text}\n(reward {row['reward']})"
         if prompt in found or len(found) < _PROMPTS:
             found.setdefault(prompt, []).append((step, text, row.get("reference")))
@@ -257,7 +257,7 @@ def _samples(run: RunDir) -> dict[str, list[tuple[int, str, str | None]]]:
 
 
 def _spread(texts: list[Any]) -> list[Any]:
-    """The first, the last, and evenly what is between."""
+    """Returns at most _STEPS evenly spaced texts, including the first and the last."""
     if len(texts) <= _STEPS:
         return texts
     return [texts[i * (len(texts) - 1) // (_STEPS - 1)] for i in range(_STEPS)]
@@ -270,7 +270,7 @@ def _evaluations(run: RunDir) -> list[tuple[str, dict[str, float]]]:
             scores = json.loads(read_regular(file))["scores"]
             found.append((file.stem, {str(k): float(v) for k, v in scores.items()}))
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            continue  # no evaluation of ours
+            continue  # not an evaluation written by lmtrain
     return found
 
 
@@ -288,13 +288,13 @@ def _checkpoints(run: RunDir) -> list[tuple[str, str]]:
 
 
 def _history(run: RunDir, summary: dict[str, Any]) -> list[str]:
-    """When training began and went on, and how it ended."""
+    """Returns lines that say when training started and resumed, and how it ended."""
     lines = []
     for i, row in enumerate(read_jsonl(run.starts)):
         try:
             moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(float(row["time"])))
         except (KeyError, TypeError, ValueError, OverflowError, OSError):
-            continue  # no start of ours
+            continue  # not a start written by lmtrain
         began, step = "restarted" if i else "began", listing.whole(row.get("step"))
         lines.append(f"{moment}: resumed from step {step:,}" if step else f"{moment}: {began}")
     if summary.get("status") and lines:

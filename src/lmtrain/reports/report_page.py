@@ -1,4 +1,4 @@
-"""A run, or several compared, as one HTML page without a network. What a run holds is text here, never markup."""
+"""Builds a self-contained HTML page of one run or of several compared; all contents of runs are escaped."""
 
 import json
 import re
@@ -14,21 +14,22 @@ from lmtrain.reports import curves
 from lmtrain.reports.curves import FIRST, Curve, HeatMap, thinned
 from lmtrain.terminal import visible
 
-_WIDE, _HIGH, _STATIC = 600, 260, 200  # of a chart drawn without JavaScript: its size, points of a curve
-_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 22, 10, 42  # its margins, those of report.js
-_LONG = 3000  # characters of a sample that are shown
-# Strokes that stay apart in black and white, as of stroke-dasharray; the first is solid.
+_WIDE, _HIGH, _STATIC = 600, 260, 200  # of a chart drawn without JavaScript: width, height, points per curve
+_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 22, 10, 42  # its margins, as in report.js
+_LONG = 3000  # maximum number of characters shown of a sample
+# Values of stroke-dasharray that are distinguishable in black and white; the first is solid.
 DASHES = ("", "8 4", "2 3", "12 3 2 3", "5 2", "1 5", "14 5", "6 2 2 2 2 2")
 
 
 @dataclass
 class Told:
-    """What a run's folder tells.
+    """The contents of a run's page, as read from its folder.
 
-    subtitle: how far it is, of what. headline: three (number, what it is) for the top of the page. typed: (key, value,
-    default) of the command line. changed: (key, its default, the run's), whoever changed it. samples: {prompt: [(step,
-    text, reference)]}. evaluations: (name, {score: value}). history: lines about starts and stops. score: what runs are
-    ranked by, its name with it; lower is better unless `higher_is_better`.
+    subtitle: status, step, objective, model and data. headline: up to three (number, description) for the top of the
+    page. typed: (key, value, default) of command-line overrides. changed: (key, default, value) of all keys that differ
+    from the defaults, whatever set them. samples: {prompt: [(step, text, reference)]}. evaluations: (name, {score:
+    value}). history: lines about starts and stops. score: value by which runs are ranked; lower is better unless
+    `higher_is_better`.
     """
 
     name: str
@@ -50,7 +51,7 @@ class Told:
 
 
 def page(runs: Sequence[Told]) -> str:
-    """The whole document; several runs are shown best first."""
+    """Builds the whole document; several runs are shown best first."""
     runs = ranked(runs)
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
     curves = overlaid(runs)
@@ -59,13 +60,13 @@ def page(runs: Sequence[Told]) -> str:
 
 
 def script(curves: dict[str, list[dict[str, Any]]]) -> str:
-    """What draws the charts of a page again as its reader zooms and smooths, with their numbers."""
+    """Returns the script that redraws the page's charts when the reader zooms or smooths, with the curves' data."""
     data = json.dumps(curves, separators=(",", ":")).replace("<", "\\u003c")
     return f'<script type="application/json" id="curves">{data}</script>\n<script>{asset("report.js")}</script>'
 
 
 def document(title: str, style: str, body: Iterable[str]) -> str:
-    """A whole HTML document; `body` is markup, a block a line."""
+    """Builds a complete HTML document; `body` holds blocks of markup, one per line."""
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -76,7 +77,7 @@ def document(title: str, style: str, body: Iterable[str]) -> str:
 
 
 def write_page(page: str, path: str) -> Path:
-    """Writes a page of lmtrain inspect; returns its absolute path. UserError where it can't be written."""
+    """Writes a page of lmtrain inspect and returns its absolute path; UserError if that fails."""
     file = Path(path).expanduser().absolute()
     try:
         file.write_text(page, encoding="utf-8")
@@ -86,28 +87,28 @@ def write_page(page: str, path: str) -> Path:
 
 
 def asset(name: str) -> str:
-    """A style sheet or a script that stands beside this file."""
+    """Reads a style sheet or script from the folder of this module."""
     return (files("lmtrain.reports") / name).read_text(encoding="utf-8")
 
 
 def as_text(text: str) -> str:
-    """Escaped: what a run holds is not markup."""
+    """Escapes text for HTML, as the contents of a run are not markup."""
     return escape(visible(text))
 
 
 def broken(text: str) -> str:
-    """Escaped; a long name may go on in the next line after a sign that joins its words, and nowhere else."""
+    """Escapes text for HTML; allows line breaks only after separators (such as / and _) that precede a letter."""
     return "<wbr>".join(map(as_text, re.split(r"(?<=[/_.=,:-])(?=[^\W\d])", text)))
 
 
 def ranked(runs: Sequence[Told]) -> list[Told]:
-    """Best score first, those without one last."""
+    """Sorts runs by score, best first; runs without a score come last."""
     sign = -1.0 if runs[0].higher_is_better else 1.0
     return sorted(runs, key=lambda run: (run.score is None, sign * (run.score or 0.0)))
 
 
 def overlaid(runs: Sequence[Told]) -> dict[str, list[dict[str, Any]]]:
-    """{chart: its lines} for the page's script; of several runs each has one colour and one stroke."""
+    """Returns {chart: its lines} for the page's script; with several runs, each run has one colour and one stroke."""
     found: dict[str, list[dict[str, Any]]] = {}
     for number, run in enumerate(runs):
         for chart, lines in run.charts.items():
@@ -118,7 +119,7 @@ def overlaid(runs: Sequence[Told]) -> dict[str, list[dict[str, Any]]]:
 
 
 def line_of(curve: Curve, name: str, number: int) -> dict[str, Any]:
-    """A line of a chart; those of validations are thick and have a dot at each."""
+    """Returns the data of a chart's line; lines of validation metrics are drawn thick with dots (`val`)."""
     return {
         "name": name,
         "x": curve.x,
@@ -130,7 +131,7 @@ def line_of(curve: Curve, name: str, number: int) -> dict[str, Any]:
 
 
 def _one(run: Told, curves: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """Three numbers, the loss beside the newest sample, then the rest, folded."""
+    """Builds the body for one run: the headline, the loss beside the newest sample, and the rest in folded sections."""
     parts = [f'<p class="soft">{broken(run.subtitle)}</p>', numbers(run.headline)]
     loss = {name: lines for name, lines in curves.items() if name == "loss"}
     lead = [*(figure(name, lines) for name, lines in loss.items()), *_newest(run)]
@@ -153,7 +154,7 @@ def _one(run: Told, curves: dict[str, list[dict[str, Any]]]) -> list[str]:
 
 
 def numbers(headline: Iterable[tuple[str, str]]) -> str:
-    """The large numbers at the top, each with what it is."""
+    """Builds the large numbers at the top of the page, each with its description."""
     boxes = "".join(f"<div><b>{as_text(value)}</b><span>{broken(what)}</span></div>" for value, what in headline)
     return f'<div class="numbers">{boxes}</div>'
 
@@ -163,7 +164,7 @@ def folded(title: str, body: Iterable[str]) -> str:
 
 
 def _newest(run: Told) -> list[str]:
-    """The last text that the run wrote for its first prompt."""
+    """Builds the block with the latest sample for the run's first prompt."""
     if not run.samples:
         return []
     prompt, texts = next(iter(run.samples.items()))
@@ -175,7 +176,7 @@ def _newest(run: Told) -> list[str]:
 
 
 def _settings(run: Told) -> list[str]:
-    """What the command line set; folded, all that is not as a bare `lmtrain.train` has it."""
+    """Builds a table of command-line overrides and a folded table of all keys that differ from the defaults."""
     set_ = table(("key", "set to", "default"), run.typed) if run.typed else "<p>Nothing: every key has its default.</p>"
     if not run.changed:
         return [set_]
@@ -184,7 +185,7 @@ def _settings(run: Told) -> list[str]:
 
 
 def heat_figure(heat: HeatMap) -> str:
-    """A heat map with its axes and what its colours mean."""
+    """Builds the figure of a heat map with axes and a legend of its colours."""
     choices = len(heat.cells[0])
     swatches = "".join(
         f'<span><i style="opacity:{(i + 1) / len(curves.LEVELS):.2f}"></i>from {least:g}</span>'
@@ -216,7 +217,7 @@ def _several(runs: Sequence[Told], curves: dict[str, list[dict[str, Any]]]) -> l
 
 
 def smoothing() -> str:
-    """The slider that the page's script reads, and how to zoom."""
+    """Builds the smoothing slider that the page's script reads, and a hint on zooming."""
     slider = '<label>smoothing <input id="smoothing" type="range" min="0" max="0.98" step="0.02" value="0"></label>'
     return f'<p class="controls">{slider}<span class="soft">drag to zoom, double click for all</span></p>'
 
@@ -226,7 +227,7 @@ def charts_of(curves: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def figure(chart: str, lines: list[dict[str, Any]], title: str | None = None) -> str:
-    """A chart, with its lines' names and strokes above it."""
+    """Builds a chart with the names and strokes of its lines above it."""
     legend = "".join(f"<i>{_stroke(line)}{broken(line['name'])}</i>" for line in lines)
     label = f'role="img" aria-label="{as_text(chart)} by step"'
     axis = curves.AXES.get(chart.rpartition(": ")[2], chart.rpartition("/")[2])
@@ -243,13 +244,13 @@ def _stroke(line: dict[str, Any]) -> str:
 
 
 def _look(line: dict[str, Any]) -> str:
-    """Attributes of a line's path."""
+    """Returns the SVG attributes of a line's path."""
     width = 2.4 if line["val"] else 1.5
     return f'stroke="var(--c{line["colour"]})" stroke-dasharray="{line["dash"]}" stroke-width="{width}"'
 
 
 def _paths(lines: list[dict[str, Any]], axis: str) -> str:
-    """The curves as they are drawn where JavaScript is off."""
+    """Draws the curves and axes as SVG, for browsers without JavaScript."""
     xs, ys = ([v for line in lines for v in line[axis]] for axis in "xy")
     left, bottom = min(xs), min(ys)
     wide, high = (max(xs) - left) or 1, (max(ys) - bottom) or 1.0

@@ -1,4 +1,4 @@
-"""Decoded tokens for people: their borders, the loss mask in colour, the chapters of a memory that they read."""
+"""Human-readable views of tokens: borders, the loss mask in colour, the memory chapters that each token reads."""
 
 import colorsys
 from collections import Counter
@@ -18,15 +18,15 @@ from lmtrain.models.attention import generation_mode
 from lmtrain.reports.report_page import as_text, asset, document, write_page
 from lmtrain.terminal import counted, visible
 
-LEARNED = ("black on #9be09b", "black on #79cf79")  # neighbouring tokens take turns
+LEARNED = ("black on #9be09b", "black on #79cf79")  # two shades that alternate between neighbouring tokens
 GIVEN = ("", "dim")
-OPEN, CLOSE, BORDER = "⟦", "⟧", "╎"  # what stands for colour where there is none
-_LONGEST_CHARACTER = 4  # tokens that one character can be spread over: it has at most as many bytes
+OPEN, CLOSE, BORDER = "⟦", "⟧", "╎"  # marks used instead of colour
+_LONGEST_CHARACTER = 4  # maximum number of tokens per character, as UTF-8 has at most 4 bytes
 
 
 @dataclass(frozen=True)
 class TokenPiece:
-    """A token's text; of several tokens where only together they are a character."""
+    """The text of one token, or of several tokens that form a character only together."""
 
     text: str
     ids: tuple[int, ...]
@@ -35,7 +35,7 @@ class TokenPiece:
 
 
 def pieces(tokenizer: Any, ids: Sequence[int], learned: Sequence[bool]) -> list[TokenPiece]:
-    """The tokens' texts, which joined are the text of all."""
+    """Decodes tokens into pieces whose concatenation is the whole text."""
     special = set(tokenizer.all_special_ids)
     found: list[TokenPiece] = []
     waiting: list[int] = []
@@ -52,7 +52,7 @@ def pieces(tokenizer: Any, ids: Sequence[int], learned: Sequence[bool]) -> list[
 
 
 def _decode_after(tokenizer: Any, before: tuple[int, ...], ids: list[int]) -> str:
-    """The text of `ids` where they follow `before`: some tokenizers leave out the space a text begins with."""
+    """Decodes `ids` as they follow `before`, since some tokenizers drop the space at the start of a text."""
     options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
     context = tokenizer.decode(list(before), **options) if before else ""
     whole = tokenizer.decode([*before, *ids], **options)
@@ -64,7 +64,7 @@ def has_colour(console: Console) -> bool:
 
 
 def marked(shown: Sequence[TokenPiece], colour: bool) -> Text:
-    """The pieces in a row, learned ones on green; without colour in ⟦ ⟧, with ╎ between tokens."""
+    """Joins the pieces, with learned ones on green; without colour learned runs are in ⟦ ⟧, with ╎ between tokens."""
     text, before = Text(), False
     for number, piece in enumerate(shown):
         words = visible(piece.text).replace("\n", "↵\n")
@@ -84,20 +84,20 @@ def marked(shown: Sequence[TokenPiece], colour: bool) -> Text:
 
 
 def legend(colour: bool) -> Text:
-    """What `marked` shows, in a few words."""
+    """Returns a legend for the output of `marked`."""
     if not colour:
         return Text(f"{OPEN}learned{CLOSE} given, {BORDER} between tokens, ↵ ends a line")
     words = Text(" learned ", style=LEARNED[0])
     return words.append(" given, token by token; ", "default").append("bold", "bold").append(": special, ↵ ends a line")
 
 
-_IN_LEGEND = 12  # chapters that the page's legend lists, those that most tokens read
-_TURN = 137.5  # degrees between the hues of neighbouring chapters: the golden angle keeps all of them apart
+_IN_LEGEND = 12  # number of chapters in the page's legend: those that most tokens read
+_TURN = 137.5  # degrees between the hues of consecutive chapters: the golden angle keeps hues distinct
 
 
 @torch.no_grad()
 def chapters_read(model: PreTrainedModel, ids: list[int]) -> dict[int, list[list[int]]]:
-    """By number of decoder layer, for each token the chapters it reads, likeliest first.
+    """Returns, for each decoder layer with a memory, the chapters that each token reads, most probable first.
 
     Raises:
         UserError: the model has no memory.
@@ -117,13 +117,13 @@ def chapters_read(model: PreTrainedModel, ids: list[int]) -> dict[int, list[list
 def show_chapters(
     model: PreTrainedModel, tokenizer: Any, text: str, console: Console, html: str | None, name: str
 ) -> None:
-    """Prints the text once a layer, each token in the colour of its first chapter; writes `html`.
+    """Prints the text once per memory layer, each token in the colour of its first chapter; writes `html` if set.
 
     Args:
-        name: of the model, for the page.
+        name: the model's name, for the page.
 
     Raises:
-        UserError: no text, no memory, or the page can't be written.
+        UserError: the text is empty, the model has no memory, or the page can't be written.
     """
     ids = tokenizer(text)["input_ids"]
     if not ids:
@@ -145,7 +145,7 @@ def show_chapters(
 
 
 def _rgb(chapter: int) -> str:
-    """A light colour of the chapter's own, #rrggbb."""
+    """Returns a distinct light colour for the chapter, as #rrggbb."""
     parts = colorsys.hsv_to_rgb(chapter * _TURN % 360 / 360, 1, 1)
     return "#" + "".join(f"{int(150 + 100 * part):02x}" for part in parts)
 

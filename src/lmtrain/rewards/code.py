@@ -1,9 +1,9 @@
-"""Runs the code of an answer with its row's tests, in a process of its own with little time, memory and no network.
+"""Runs the code of an answer with its row's tests, in a process of its own with limited time and memory and no network.
 
-What this protects against: an endless loop; a program that starts others (they end with it, in a process namespace),
-one that eats all memory or fills the disk, one that calls out (where the system lets an unprivileged process have a
-network namespace; else it is refused, unless `network=true`), and writing by chance into the folder of the run: it
-starts in an empty folder without the run's environment. What it doesn't: code that means harm can read every file that
+It protects against: an endless loop; a program that starts others (they end with it, in a process namespace), uses up
+all memory, fills the disk or accesses the network (if the system lets an unprivileged process have a network namespace;
+else the reward is refused, unless `network=true`); and accidental writes to the run folder, as the program starts in an
+empty folder without the run's environment. It doesn't protect against malicious code, which can read every file that
 the user may read and attack the kernel. For models that are not trusted run all of the training in a container or a
 virtual machine.
 """
@@ -30,14 +30,14 @@ _FILE_BYTES, _PROCESSES = 16 * 2**20, 64
 
 
 def code_of(completion: str) -> str:
-    """The last fenced block of Python, or all of the text where there is none."""
+    """Returns the last fenced block of Python, or the whole text if there is none."""
     blocks = _FENCE.findall(completion)
     return blocks[-1] if blocks else completion
 
 
 @cache
 def without_network() -> tuple[str, ...] | None:
-    """The command that starts another one without network; None where this system refuses it."""
+    """Returns the command that starts another one without network, or None if this system does not allow it."""
     unshare = shutil.which("unshare")
     if unshare is None:
         return None
@@ -47,7 +47,7 @@ def without_network() -> tuple[str, ...] | None:
 
 
 class CodeTests(Reward):
-    """1 where the answer's Python code, followed by the tests of its row, ends without an error; else 0.
+    """A reward of 1 if the answer's Python code, followed by the tests of its row, ends without an error; else 0.
 
     A program that fails, runs too long or needs too much memory is a wrong answer, not a failure of the reward.
     """
@@ -62,11 +62,11 @@ class CodeTests(Reward):
     ) -> None:
         """
         Args:
-            column: holds Python code, assertions say, that is run after the answer's.
-            seconds: of processor time, and of the clock.
-            memory_mb: of address space.
+            column: the column of Python code, such as assertions, that is run after the answer's.
+            seconds: limit of processor time, and of wall-clock time.
+            memory_mb: limit of address space.
             network: whether the code may use the network.
-            jobs: programs that run side by side; None: one a core.
+            jobs: number of programs that run in parallel; None: one per core.
         """
         if not network and without_network() is None:
             raise UserError(
@@ -95,7 +95,7 @@ class CodeTests(Reward):
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
             )
-            # A program that leaves early, by sys.exit(0) say, has not come to its tests: the end says a word.
+            # A program that exits early, by sys.exit(0) say, has not run its tests: a secret word marks the end.
             word, said = secrets.token_hex(16), b""
             try:
                 said, _ = process.communicate(f"{word}\n{program}".encode(), timeout=self.seconds + 1)
@@ -103,12 +103,12 @@ class CodeTests(Reward):
                 pass
             finally:
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # with all that it has started
+                    os.killpg(process.pid, signal.SIGKILL)  # with all processes it has started
                 process.wait()
         return float(process.returncode == 0 and said == word.encode())
 
 
-# Sets the limits in the new process itself, then runs what stands on its standard input.
+# Sets the limits in the new process itself, then runs the program read from its standard input.
 _LIMITED = rf"""
 import os, resource, sys
 seconds, memory = float(sys.argv[1]), int(sys.argv[2])

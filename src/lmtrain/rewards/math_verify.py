@@ -9,7 +9,7 @@ from lmtrain.rewards.base import Reward, needed
 
 
 class MathVerify(Reward):
-    """1 where math-verify finds the completion's answer equal to the reference: 1/2, 0.5 and \\frac{1}{2} are."""
+    """A reward of `right` if math-verify finds the answer equal to the reference, as are 1/2, 0.5 and \\frac{1}{2}."""
 
     def __init__(self, column: str = "answer", right: float = 1.0, wrong: float = 0.0) -> None:
         if importlib.util.find_spec("math_verify") is None:
@@ -21,7 +21,7 @@ class MathVerify(Reward):
 
         found = []
         for completion, reference in zip(completions, needed(columns, self.column, "MathVerify"), strict=True):
-            # Its own timeouts set alarms; the reward's timeout is lmtrain's.
+            # math-verify's own timeouts are off, as they set alarm signals, which lmtrain's timeout of rewards uses.
             wanted = math_verify.parse(str(reference), parsing_timeout=None)
             given = math_verify.parse(completion, parsing_timeout=None)
             equal = math_verify.verify(wanted, given, timeout_seconds=None)

@@ -1,4 +1,4 @@
-"""A reward model as a reward: what it says of the prompt's conversation with the completion as its last answer."""
+"""A reward model as a reward: its score of the prompt's conversation with the completion as the last answer."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,13 +18,13 @@ from lmtrain.rewards.base import Reward
 
 
 class ModelReward(Reward):
-    """Its weights are frozen, on the device of training; text goes through its own chat template, where it has one."""
+    """The score of a frozen model on the training device; text goes through its own chat template, if it has one."""
 
     def __init__(self, name_or_path: str | None = None, batch_size: int = 16) -> None:
         """
         Args:
-            name_or_path: a run of objective=reward, its export, or a name of the hub.
-            batch_size: completions read at once.
+            name_or_path: a run of objective=reward, its export, or a model name on the hub.
+            batch_size: number of completions scored at once.
 
         Raises:
             UserError: there is no such model, or it has no head that gives one number.
@@ -48,7 +48,7 @@ class ModelReward(Reward):
         return found
 
     def _ids(self, prompt: Any, completion: str) -> list[int]:
-        """Raises ValueError for a conversation that is longer than the model's positions."""
+        """Returns the conversation's token ids; raises ValueError if there are more than the model has positions."""
         if self.tokenizer.chat_template is None and isinstance(prompt, str):
             text = f"{prompt}{completion}{self.tokenizer.eos_token or ''}"
         else:
@@ -62,7 +62,7 @@ class ModelReward(Reward):
 
 
 def asked(prompt: Any) -> list[dict[str, Any]]:
-    """The turns of a prompt; an answer that the data has at its end is left off."""
+    """Returns the turns of a prompt, without the assistant's turns at its end."""
     try:
         turns = prompt_turns({"prompt": prompt}, "the prompt")
     except BadRow as error:
@@ -73,7 +73,7 @@ def asked(prompt: Any) -> list[dict[str, Any]]:
 
 
 def load(name: str, key: str) -> tuple[PreTrainedModel, Any]:
-    """A frozen model with a scalar head, and its tokenizer; no code that comes with it runs."""
+    """Loads a frozen model with a scalar head, and its tokenizer, without running code that comes with it."""
     options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": not _is_there(name)}
     try:
         model = _load(name, options)
@@ -94,7 +94,7 @@ def load(name: str, key: str) -> tuple[PreTrainedModel, Any]:
 
 
 def _is_there(name: str) -> bool:
-    """False for a name that the hub can't be asked about, of which a cached copy may do."""
+    """Returns whether a model is a folder or on the hub; if not, or if the hub is unreachable, a cached copy may do."""
     try:
         return Path(name).is_dir() or bool(hub.commit_of("model", name, None))
     except hub.Unreachable:
@@ -102,7 +102,7 @@ def _is_there(name: str) -> bool:
 
 
 def _load(name: str, options: dict[str, Any]) -> PreTrainedModel | None:
-    """None where the model has another head."""
+    """Loads the model, or returns None if it has another head."""
     if (Path(name) / "adapter_config.json").exists():
         from lmtrain.adapters.lora import gives_rewards, load_adapter
 

@@ -1,4 +1,4 @@
-"""Scores completions by all rewards of the config: weights, what failed, how long it may take."""
+"""Scores completions with all rewards of the config, with their weights, failures and a timeout."""
 
 import math
 import signal
@@ -14,7 +14,7 @@ from lmtrain.config.targets import build_target
 from lmtrain.errors import RunError, UserError
 from lmtrain.rewards.base import Reward
 
-SOLE = "reward"  # the name of a reward that is alone
+SOLE = "reward"  # the name of a reward that is the only one
 
 
 class Part(NamedTuple):
@@ -27,7 +27,7 @@ class Part(NamedTuple):
 
 @dataclass
 class ScoredCompletions:
-    """Of N completions, by the name of each reward; NaN where it failed or said nothing."""
+    """The scores of N completions, by name of the reward; NaN where it failed or returned None."""
 
     parts: dict[str, list[float]]
     total: list[float]  # the weighted sum; NaN where a part failed
@@ -36,10 +36,10 @@ class ScoredCompletions:
 
 
 def build_rewards(config: Mapping[str, Any], allow_target: Sequence[str]) -> list[Part]:
-    """The rewards that config.reward names: one with its arguments, or {parts: {name: {_target_, weight, ...}}}.
+    """Builds the rewards that config.reward names: one with its arguments, or {parts: {name: {_target_, weight, ...}}}.
 
     Raises:
-        UserError: there is none, or one is no Reward.
+        UserError: there is none, or one is not a Reward.
     """
     if "_target_" in config and config.get("parts"):
         raise UserError("reward has a _target_ and parts: name one reward, or put both under reward.parts")
@@ -63,10 +63,10 @@ def build_rewards(config: Mapping[str, Any], allow_target: Sequence[str]) -> lis
 
 
 class Scorer:
-    """Calls each reward with all completions of a rollout; counts what fails instead of taking it for 0."""
+    """A scorer that calls each reward with all completions of a rollout; it counts failures instead of scoring 0."""
 
     def __init__(self, parts: Sequence[Part], timeout: float) -> None:
-        """timeout: seconds that a call of one reward may take."""
+        """timeout: maximum seconds of one call of a reward."""
         self.parts, self.timeout = list(parts), timeout
 
     def __call__(
@@ -74,7 +74,7 @@ class Scorer:
     ) -> ScoredCompletions:
         """
         Raises:
-            UserError: a reward gives what is no list of numbers, or reads a column that isn't there.
+            UserError: a reward does not return a list of numbers, or reads a column that isn't there.
         """
         scores = ScoredCompletions({}, [0.0] * len(completions), [False] * len(completions))
         for part in self.parts:
@@ -91,14 +91,14 @@ class Scorer:
     def _outcomes(
         self, part: Part, prompts: Sequence[Any], completions: Sequence[str], columns: Mapping[str, Any]
     ) -> list[float | str]:
-        """Of each completion a number, NaN where the reward says nothing of it, or what went wrong."""
+        """Returns for each completion a number, NaN if the reward returned None, or a message if it failed."""
         try:
             return self._called(part, prompts, completions, columns)
         except (UserError, RunError):
             raise
         except _TookTooLong:
             return [self._too_long(part)] * len(completions)
-        except Exception:  # of one of them: which one?
+        except Exception:  # find out for which completion
             return [self._alone(part, prompts, completions, columns, slice(i, i + 1)) for i in range(len(completions))]
 
     def _too_long(self, part: Part) -> str:
@@ -113,7 +113,7 @@ class Scorer:
             raise
         except _TookTooLong:
             return self._too_long(part)
-        except Exception as error:  # a user's own code
+        except Exception as error:  # user code may raise anything
             return f"{part.name} raised {type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
     def _called(
@@ -152,15 +152,15 @@ def _shown(value: Any) -> str:
 
 
 class _TookTooLong(BaseException):
-    """Raised inside a reward that runs too long; no `except Exception` of its own can swallow it."""
+    """Raised inside a reward that runs too long; not an Exception, so that its `except Exception` can't swallow it."""
 
 
 @contextmanager
 def at_most(seconds: float) -> Iterator[None]:
-    """Ends what runs within, with _TookTooLong, after so many seconds.
+    """Raises _TookTooLong inside the context after this many seconds.
 
-    An alarm of the process interrupts Python code and system calls, not a long call of C code; where this is not the
-    main thread, which alone gets signals, nothing ends it.
+    A process alarm interrupts Python code and system calls, but not a long call of C code. Outside the main thread,
+    which alone receives signals, and on systems without setitimer, there is no timeout.
     """
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield

@@ -1,4 +1,4 @@
-"""Rewards that look at the text of an answer: a final number, a pattern, a length."""
+"""Rewards computed from the text of an answer: a final number, a pattern, a length."""
 
 import re
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ _NUMBER = re.compile(r"[-+]?\$?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|[-+]?\.\d+")
 
 
 def final_number(text: str, after: str | None = None) -> Decimal | None:
-    """The last number of a text, of what follows the last `after` where that is there; None where there is none."""
+    """Returns the last number of a text, or of what follows the last `after` in it, or None if there is none."""
     if after is not None:
         _, found, text = text.rpartition(after)
         if not found:
@@ -25,7 +25,7 @@ def final_number(text: str, after: str | None = None) -> Decimal | None:
 
 
 class ExactNumber(Reward):
-    """`right` where the last number of the completion is the last of the reference, as decimals: 1,000.0 is 1000."""
+    """A reward of `right` if the completion's last number equals the reference's, as decimals: 1,000.0 is 1000."""
 
     def __init__(
         self,
@@ -37,8 +37,8 @@ class ExactNumber(Reward):
     ) -> None:
         """
         Args:
-            column: holds the reference, a number or a text that ends with one.
-            after: only what follows the last of these in a completion counts, "####" say; None: all of it.
+            column: the column of the reference, a number or a text that ends with one.
+            after: only what follows the last of these in a completion counts, such as "####"; None: all of it.
             reference_after: the same for the reference.
         """
         self.column, self.after, self.reference_after = column, after, reference_after
@@ -55,7 +55,7 @@ class ExactNumber(Reward):
 
 
 class Equal(Reward):
-    """`right` where the completion is the reference, but for white space around both."""
+    """A reward of `right` if the completion equals the reference, ignoring white space around both."""
 
     def __init__(self, column: str = "answer", right: float = 1.0, wrong: float = 0.0) -> None:
         self.column, self.right, self.wrong = column, right, wrong
@@ -66,13 +66,13 @@ class Equal(Reward):
 
 
 class Regex(Reward):
-    """`right` where a pattern is found, and with `whole` where all of the completion is it."""
+    """A reward of `right` if a pattern is found or, with `whole`, if it matches the whole completion."""
 
     def __init__(self, pattern: str, whole: bool = True, right: float = 1.0, wrong: float = 0.0) -> None:
         """
         Args:
-            pattern: of Python's re, in which `.` also stands for an end of line.
-            whole: whether the completion has to be it from its first character to its last.
+            pattern: a regular expression of Python's re, in which `.` also matches the end of a line.
+            whole: whether the pattern has to match the completion from its first character to its last.
         """
         try:
             self.pattern = re.compile(pattern, re.DOTALL)
@@ -86,7 +86,7 @@ class Regex(Reward):
 
 
 class TaggedFormat(Regex):
-    """Thoughts between one pair of tags, then the answer between another, and nothing else (DeepSeek-R1's format)."""
+    """A reward for thoughts between one pair of tags, then the answer between another, and no more (as DeepSeek-R1)."""
 
     def __init__(self, thought: str = "think", answer: str = "answer", right: float = 1.0, wrong: float = 0.0) -> None:
         t, a = re.escape(thought), re.escape(answer)
@@ -95,7 +95,7 @@ class TaggedFormat(Regex):
 
 
 class LengthPenalty(Reward):
-    """-1 for each token beyond `most`, over `scale`; with `least` also for those missing below it."""
+    """A penalty of 1 / `scale` for each token beyond `most`, and for each one missing below `least`."""
 
     def __init__(self, most: int, least: int = 0, scale: float = 100.0) -> None:
         self.most, self.least, self.scale = most, least, scale

@@ -1,4 +1,4 @@
-"""The interface of what samples completions: prompts in, tokens with their log-probabilities out."""
+"""The interface of engines that sample completions: prompts in, tokens with their log-probabilities out."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -12,46 +12,46 @@ _BITS = 40  # probabilities are rounded down to multiples of 2**-40
 
 
 class Request(NamedTuple):
-    """A completion that is wanted."""
+    """A request for one completion."""
 
-    prompt: Sequence[int]  # ids, at least one
-    key: int  # 64 bits: all that is random of the completion follows from it
+    prompt: Sequence[int]  # token ids, at least one
+    key: int  # 64 bits: the seed of everything random in the completion
 
 
 class Sampling(NamedTuple):
-    """How tokens are drawn."""
+    """The settings of sampling."""
 
     max_new_tokens: int
-    temperature: float  # 0: always the likeliest token
-    top_p: float  # among the fewest tokens that have this share of the probability; 1: all
-    end_ids: tuple[int, ...]  # a completion ends with the first of them
+    temperature: float  # 0: always the most likely token
+    top_p: float  # draw from the fewest tokens that have this share of the probability; 1: from all
+    end_ids: tuple[int, ...]  # a completion ends at the first of these
 
 
 class SampledText(NamedTuple):
-    """A sampled completion of T tokens, its ending token included."""
+    """A sampled completion of T tokens, including its ending token."""
 
     ids: list[int]
-    log_probs: list[float]  # of each token at the sampling temperature, before top_p cuts anything off
-    entropy: float  # nats, of the distributions its tokens were drawn from, summed
-    ended: bool  # by an ending token; False: cut off at max_new_tokens
+    log_probs: list[float]  # of each token at the sampling temperature, before top_p is applied
+    entropy: float  # nats, summed over the distributions of its tokens, before top_p is applied
+    ended: bool  # whether by an ending token; False: cut off at max_new_tokens
 
 
 class Engine(ABC):
-    """Samples completions with the weights of the model that is trained."""
+    """Base class of engines, which sample completions with the weights of the model that is trained."""
 
     @abstractmethod
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[SampledText]:
-        """A completion for each request, in their order.
+        """Returns a completion for each request, in their order.
 
-        The same requests under the same weights give the same completions. Other requests beside them change how
-        matrices are multiplied, so the last bits of a probability, and a token whose draw falls within those bits.
+        The same requests under the same weights give the same completions. Other requests in the batch change how
+        matrices are multiplied, hence the last bits of a probability, and a token if its draw falls within those bits.
         """
 
 
 def draw(logits: Tensor, keys: Tensor, at: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
-    """A token for each row of logits, from nothing but the row, its key and the token's place.
+    """Draws a token for each row of logits, which depends only on the row, its key and the token's position.
 
-    Probabilities become whole numbers, of which sums are exact in any order. Tokens of a probability below 2**-40 are
+    Probabilities are converted to integers, whose sums are exact in any order. Tokens of a probability below 2**-40 are
     never drawn.
 
     Args:
@@ -76,7 +76,7 @@ def draw(logits: Tensor, keys: Tensor, at: Tensor, sampling: Sampling) -> tuple[
             limit = (shares.sum(-1, keepdim=True).double() * sampling.top_p).long()
             shares = shares.masked_fill(before >= limit, 0)
         upto = shares.cumsum(-1)
-        # A share of the sum, not a remainder: where the sum differs in its last bits, so does what is drawn.
+        # A fraction of the sum, not a remainder: if the sum differs in its last bits only, so does the ticket.
         ticket = (_shifted(noise(keys, at), 11).double() * 2.0**-53 * upto[:, -1].double()).long()
         tokens = (upto <= ticket[:, None]).sum(-1).clamp(max=logits.shape[1] - 1)
         tokens = tokens if order is None else order.gather(1, tokens[:, None])[:, 0]
@@ -84,7 +84,7 @@ def draw(logits: Tensor, keys: Tensor, at: Tensor, sampling: Sampling) -> tuple[
 
 
 def noise(keys: Tensor, at: Tensor) -> Tensor:
-    """64 random bits as int64, [B], of each key at each place (splitmix64, Steele et al. 2014); wraps."""
+    """Returns 64 random bits for each key and position, int64 [B] (splitmix64, Steele et al. 2014); overflow wraps."""
     x = keys + (at + 1) * _signed(0x9E3779B97F4A7C15)
     x = (x ^ _shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ _shifted(x, 27)) * _signed(0x94D049BB133111EB)
@@ -92,15 +92,15 @@ def noise(keys: Tensor, at: Tensor) -> Tensor:
 
 
 def _signed(value: int) -> int:
-    """The int64 that has the bits of a 64-bit number."""
+    """Returns the int64 that has the bits of an unsigned 64-bit number."""
     return value - (1 << 64) if value >> 63 else value
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """`x >> bits` of what int64 holds as if it had no sign."""
+    """Returns `x >> bits`, reading int64 as unsigned."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def as_keys(requests: Sequence[Request], device: torch.device) -> Tensor:
-    """Keys of the requests, int64 [B]."""
+    """Returns the keys of the requests, int64 [B]."""
     return torch.tensor([_signed(r.key & _MASK64) for r in requests], dtype=torch.int64, device=device)

@@ -1,8 +1,8 @@
-"""Sampling with the weights in training, in their process: a batch in which finished rows make room for waiting ones.
+"""Sampling with the weights being trained, in the same process: waiting prompts replace finished rows of a batch.
 
-Rows are padded on the left, so all end in the same column. A prompt that several completions are wanted of is read
-once. Rows that have ended leave the batch and its cache; where the cache is keys and values alone, waiting prompts are
-read and take their places, and columns in which no row has a token any more are cut off.
+Rows are padded on the left, so all end in the same column. A prompt with several completions is processed once.
+Finished rows are removed from the batch and its cache; if the cache holds keys and values only, waiting prompts are
+processed and take their places, and columns in which no row has a token any more are cut off.
 """
 
 from collections import deque
@@ -19,20 +19,20 @@ from lmtrain.models.attention import generation_mode
 from lmtrain.models.blocks import evaluating
 from lmtrain.rollouts.engine import Engine, Request, SampledText, Sampling, as_keys, draw
 
-LEAVE_FROM = 8  # rows that have ended leave the batch once they are one in so many
+LEAVE_FROM = 8  # finished rows are removed once they are at least 1 / LEAVE_FROM of the batch
 
 
 class InProcess(Engine):
-    """Calls the transformers model itself, in evaluation mode."""
+    """An engine that calls the transformers model itself, in evaluation mode."""
 
     def __init__(self, model: PreTrainedModel, batch_size: int) -> None:
-        """batch_size: the most completions that are written at once."""
+        """batch_size: maximum number of completions that are generated at once."""
         self.model, self.batch_size = model, batch_size
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[SampledText]:
         found: list[SampledText | None] = [None] * len(requests)
-        # Longest first: those that wait until the end are short, and prompts of near lengths are read together.
+        # Longest first: the last ones to wait are short, and prompts of similar lengths are processed together.
         order = sorted(range(len(requests)), key=lambda i: -len(requests[i].prompt))
         waiting = deque(order)
         with evaluating(self.model), generation_mode(self.model):
@@ -47,29 +47,29 @@ class InProcess(Engine):
 
 
 class _Batch:
-    """The rows that are being written: what they hold so far, their cache, and the logits of their next tokens."""
+    """The rows being generated: their tokens so far, their cache, and the logits of their next tokens."""
 
     def __init__(self, model: PreTrainedModel, requests: Sequence[Request], sampling: Sampling) -> None:
         self.model, self.requests, self.sampling = model, requests, sampling
         self.device = model.device
         self.ends = torch.tensor(sampling.end_ids, dtype=torch.int64, device=self.device)
         self.last_only = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
-        self.rows: list[int] = []  # the request of each row
+        self.rows: list[int] = []  # index of the request of each row
         self.cache: Any = None
         self.logits = torch.zeros(0)  # [B, V]
         self.mask = torch.zeros(0, 0, dtype=torch.int64)  # [B, columns], 1 where a row has a token
-        self.written = torch.zeros(0, dtype=torch.int64)  # [B], tokens of each completion so far
+        self.written = torch.zeros(0, dtype=torch.int64)  # [B], number of tokens of each completion so far
         self.keys = self.positions = self.written
         self.live = torch.zeros(0, dtype=torch.bool)  # [B]
         self.tokens = self.log_probs = torch.zeros(0, 0)  # [B, max_new_tokens + 1]
         self.entropy = torch.zeros(0)  # [B]
 
     def takes_more(self) -> bool:
-        """Whether rows can join those that are being written."""
+        """Returns whether rows can join those that are being generated."""
         return all(type(layer) is DynamicLayer for layer in self.cache.layers)
 
     def add(self, rows: list[int]) -> None:
-        """Reads the prompts of some requests and puts them into the batch."""
+        """Processes the prompts of some requests and adds them to the batch."""
         prompts = [tuple(self.requests[row].prompt) for row in rows]
         unique = list(dict.fromkeys(prompts))
         place = {prompt: i for i, prompt in enumerate(unique)}
@@ -98,7 +98,7 @@ class _Batch:
         self.rows = [*self.rows, *rows]
 
     def _read(self, prompts: list[tuple[int, ...]]) -> tuple[Any, Tensor, Tensor]:
-        """Cache, logits of the next token [P, V] and mask [P, T] of prompts."""
+        """Runs the model on prompts; returns their cache, logits of the next token [P, V] and mask [P, T]."""
         longest = max(map(len, prompts))
         ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=self.device)
         mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=self.device)
@@ -109,7 +109,7 @@ class _Batch:
         return out.past_key_values, out.logits[:, -1], mask
 
     def _join(self, cache: Any, mask: Tensor) -> None:
-        """Puts the cache of more rows below that of the batch, both padded on the left to the same columns."""
+        """Appends the cache of more rows to that of the batch, both padded on the left to the same columns."""
         columns = max(self.mask.shape[1], mask.shape[1])
         missing = [columns - m.shape[1] for m in (self.mask, mask)]
         for mine, theirs in zip(self.cache.layers, cache.layers, strict=True):
@@ -119,10 +119,10 @@ class _Batch:
         self.mask = torch.cat([F.pad(m, (left, 0)) for m, left in zip((self.mask, mask), missing, strict=True)])
 
     def step(self) -> list[tuple[int, SampledText]]:
-        """Draws a token for each row; returns the completions that have left the batch, with their requests."""
+        """Draws a token for each row; returns the completions that have left the batch, with their request indices."""
         tokens, log_probs, entropy = draw(self.logits, self.keys, self.written, self.sampling)
         live, most = self.live, self.sampling.max_new_tokens
-        at = torch.where(live, self.written, most)[:, None]  # of rows that have ended into the last column, unread
+        at = torch.where(live, self.written, most)[:, None]  # finished rows write to the last column, never read
         self.tokens.scatter_(1, at, tokens[:, None])
         self.log_probs.scatter_(1, at, log_probs[:, None])
         self.entropy += entropy * live
@@ -134,7 +134,7 @@ class _Batch:
         return left
 
     def _leave(self) -> list[tuple[int, SampledText]]:
-        """Takes out the rows that have ended, once they are enough; what they hold."""
+        """Removes the finished rows once there are enough of them; returns their completions."""
         live = self.live.tolist()
         gone = [i for i, stays in enumerate(live) if not stays]
         if not gone or (len(gone) < len(live) and len(gone) * LEAVE_FROM < len(live)):
@@ -165,7 +165,7 @@ class _Batch:
                           ids[-1] in self.sampling.end_ids)  # fmt: skip
 
     def _advance(self) -> None:
-        """Reads the tokens that were drawn."""
+        """Runs the model on the tokens that were drawn."""
         tokens = self.tokens.gather(1, (self.written - 1)[:, None])  # [B, 1]
         self.mask = F.pad(self.mask, (0, 1), value=1)
         out = self.model(input_ids=tokens, attention_mask=self.mask, position_ids=self.positions[:, None],

@@ -1,4 +1,4 @@
-"""A rollout: the completions of some prompts with their rewards and advantages, and the tensors that are trained on."""
+"""A rollout: completions of some prompts with their rewards and advantages, and the tensors to train on them."""
 
 import itertools
 from collections import Counter
@@ -19,7 +19,7 @@ from lmtrain.losses.policy import Variant, advantages, deviation, overlong_penal
 from lmtrain.rewards.scoring import Scorer
 from lmtrain.rollouts.engine import Engine, Request, SampledText, Sampling
 
-_ROLLOUT = 0x726F6C6C  # sets the seeds of completions apart from all others
+_ROLLOUT = 0x726F6C6C  # separates the seeds of completions from all others
 
 
 @dataclass
@@ -29,12 +29,12 @@ class Group:
     prompt: PromptRow
     completions: list[SampledText]
     texts: list[str]
-    parts: dict[str, list[float]]  # rewards by name; NaN where one failed or said nothing
-    rewards: Tensor  # fp64 [G], the weighted sum with the overlong punishment; NaN where a part failed
-    penalties: list[float]  # of overlong completions
+    parts: dict[str, list[float]]  # rewards by name; NaN where one failed or returned None
+    rewards: Tensor  # fp64 [G], the weighted sum with the overlong penalty; NaN where a part failed
+    penalties: list[float]  # overlong penalty of each completion
     advantages: Tensor  # fp64 [G]
-    resampled: int = 0  # how often another prompt took its place
-    old: list[list[float]] | None = None  # log-probabilities by the trainer's forward, where weights change meanwhile
+    resampled: int = 0  # how often the prompt was replaced by another
+    old: list[list[float]] | None = None  # log-probabilities by the trainer's forward, if rollouts serve several steps
 
     @property
     def has_signal(self) -> bool:
@@ -43,7 +43,7 @@ class Group:
 
 @dataclass
 class Maker:
-    """Makes groups of prompts: samples, scores, compares."""
+    """A maker of groups: it samples, scores and compares completions of prompts."""
 
     engine: Engine
     sampling: Sampling
@@ -52,13 +52,13 @@ class Maker:
     variant: Variant
     group_size: int
     overlong_buffer: int
-    data: DataConfig  # whose columns say which is the prompt's
+    data: DataConfig  # data.columns tells which column is the prompt
     seed: int
 
     def groups(self, step: int, prompts: Sequence[PromptRow], attempt: int = 0) -> tuple[list[Group], Counter[str]]:
-        """The groups of prompts of a step, and how often which failure of a reward was seen.
+        """Returns the groups of prompts of a step, and the number of occurrences of each reward failure.
 
-        attempt: 0 for the step's own prompts; more for those that took the place of groups without signal.
+        attempt: 0 for the step's own prompts; higher for those that replace groups without signal.
         """
         if not prompts:
             return [], Counter()
@@ -88,17 +88,18 @@ class Maker:
 
 
 def tensors_of(groups: Sequence[Group], *, padded: bool, mask_cut_off: bool) -> dict[str, Tensor]:
-    """What is trained on of some groups, A completions with their prompts laid out as `lay_answers` does.
+    """Builds the training tensors of some groups, A completions with their prompts laid out as by `lay_answers`.
 
     Args:
-        padded: each completion is a row of its own, for models that can't keep several in a row apart.
-        mask_cut_off: completions that were cut off weigh nothing.
+        padded: each completion is a row of its own, for models that can't separate several in a row.
+        mask_cut_off: completions that were cut off have weight 0.
 
     Returns:
-        input_ids, position_ids, cu_seqlens, scored, before, answer and lengths as of `PairRows.read`; of the C tokens
-        sampler fp64 bits as int64 [C], the sampler's log-probabilities; of completions advantages and entropy, the
-        same [A], as are rewards; weight int64 [A]; place int64 [A], the number of the completion, group after group;
-        sampled int64 []: A, 0 where there are none and one of two tokens stands for them.
+        input_ids, position_ids, cu_seqlens, scored, before, answer and lengths as of `PairRows.read`; for the C tokens
+        sampler, fp64 bits as int64 [C], the sampler's log-probabilities, and old, the trainer's, if all groups have
+        them; for the completions advantages, entropy and rewards, fp64 bits as int64 [A]; weight int64 [A]; place int64
+        [A], the number of the completion, group after group; sampled int64 []: A, or 0 if there are none and a dummy of
+        two tokens is in their place.
     """
     if not groups:
         batch = lay_answers([(np.zeros(2, dtype=np.int64), np.array([False, True]))], [0])
@@ -134,14 +135,15 @@ def tensors_of(groups: Sequence[Group], *, padded: bool, mask_cut_off: bool) -> 
 
 
 def _laid(groups: Sequence[Group]) -> list[tuple[Group, int]]:
-    """The completions of some groups in the order of a micro-batch: by length, so that attention over documents one by
-    one has long runs of one shape."""
+    """Returns the completions of some groups in the order of a micro-batch: by length, so that attention over documents
+    one by one has long runs of one shape.
+    """
     each = [(group, i) for group in groups for i in range(len(group.completions))]
     return sorted(each, key=lambda at: len(at[0].prompt.ids) + len(at[0].completions[at[1]].ids))
 
 
 def keep_old(groups: Sequence[Group], log_probs: Tensor) -> None:
-    """Keeps the trainer's log-probabilities [C] of a micro-batch of these groups."""
+    """Stores the trainer's log-probabilities [C] of a micro-batch of these groups in them."""
     values, at = log_probs.tolist(), 0
     for group in groups:
         group.old = [[] for _ in group.completions]
@@ -153,15 +155,15 @@ def keep_old(groups: Sequence[Group], log_probs: Tensor) -> None:
 
 
 def _bits(values: Sequence[float]) -> Tensor:
-    """fp64 as int64: what is floating-point in a batch is rounded to the model's dtype on its way to the device."""
+    """Returns fp64 as int64 bits: floating-point tensors of a batch are rounded to the model's dtype on transfer."""
     return torch.tensor(list(values), dtype=torch.float64).view(torch.int64)
 
 
 def report_of(groups: Sequence[Group], names: Sequence[str]) -> dict[str, float]:
-    """Sums over the completions of some groups, of what the record says of a rollout.
+    """Sums what is recorded of a rollout over the completions of some groups.
 
     Args:
-        names: of the rewards of a sum.
+        names: of the rewards of a weighted sum.
     """
     sums = dict.fromkeys([*REPORTED, *(f"reward/{n}" for n in names), *(f"scored/{n}" for n in names)], 0.0)
     for group in groups:
@@ -192,7 +194,7 @@ _PLAIN = [field.name for field in fields(Group)][2:]  # all but the prompt and i
 
 
 def pack_groups(groups: Sequence[Group]) -> dict[str, Any]:
-    """Groups as plain containers, which a checkpoint may hold."""
+    """Converts groups to plain containers and tensors, which a checkpoint may hold."""
     return {
         "prompts": [tuple(group.prompt) for group in groups],
         "completions": [[tuple(c) for c in group.completions] for group in groups],
@@ -201,7 +203,7 @@ def pack_groups(groups: Sequence[Group]) -> dict[str, Any]:
 
 
 def unpack_groups(packed: Mapping[str, Any]) -> list[Group]:
-    """What `pack_groups` was given."""
+    """Restores the groups that `pack_groups` was given."""
     return [
         Group(PromptRow(*prompt), [SampledText(*c) for c in completions], *rest)
         for prompt, completions, *rest in zip(

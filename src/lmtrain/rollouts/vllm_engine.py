@@ -1,8 +1,8 @@
-"""Sampling by vLLM on the device of training, behind the same interface (an optional extra, for CUDA).
+"""Sampling by vLLM on the training device, behind the same interface (an optional extra, for CUDA).
 
-vLLM has kernels of its own, so its log-probabilities differ from the trainer's: train/sampler_difference says by how
-much, and objective.importance_cap corrects for it. Its random numbers are its own too: seeded by each completion's key,
-but other batches may give other completions.
+vLLM has its own kernels, so its log-probabilities differ from the trainer's: train/sampler_difference says by how
+much, and objective.importance_cap corrects for it. It also has its own random numbers: they are seeded by each
+completion's key, but other batches may give other completions.
 """
 
 import importlib.util
@@ -18,10 +18,10 @@ from lmtrain.rollouts.engine import Engine, Request, SampledText, Sampling
 
 
 class VLLM(Engine):
-    """An engine made at the first rollout; the weights in training are copied into it before each."""
+    """An engine that is created at the first rollout; the trained weights are copied into it before each rollout."""
 
     def __init__(self, model: PreTrainedModel, memory_share: float = 0.3) -> None:
-        """memory_share: of the device's memory, for vLLM's weights and cache.
+        """memory_share: share of the device's memory for vLLM's weights and cache.
 
         Raises:
             UserError: vLLM is not installed.
@@ -79,5 +79,5 @@ class VLLM(Engine):
 def _completion(output: Any, sampling: Sampling) -> SampledText:
     ids = list(output.token_ids)
     log_probs = [step[token].logprob for step, token in zip(output.logprobs, ids, strict=True)]
-    # In the mean a token's negative log-probability is the entropy of what it was drawn from.
+    # The expected negative log-probability of a token is the entropy of its distribution.
     return SampledText(ids, log_probs, -sum(log_probs), ids[-1] in sampling.end_ids)

@@ -1,4 +1,4 @@
-"""From config to objects, in one order: data, model, optimizer, objective, callbacks, loggers, trainer.
+"""Builds a run's objects from its config, in order: data, model, optimizer, objective, callbacks, loggers, trainer.
 
 Nothing else in lmtrain instantiates these.
 """
@@ -65,7 +65,7 @@ Schedule = Callable[[int, int | None], float]
 
 @dataclass
 class Run:
-    """Everything a run needs, built."""
+    """All objects of a run, built from its config."""
 
     config: Config
     dir: RunDir
@@ -81,17 +81,17 @@ class Run:
 
     @property
     def total_steps(self) -> int:
-        """Of the run, as it is planned now: a budget of time may change it."""
+        """The number of steps of the run as currently planned; a time budget may change it."""
         return self.objective.total_steps
 
     def set_length(self, steps: int) -> None:
-        """Gives a run with a budget the length that its checkpoint has."""
+        """Sets the number of steps of a resumed run with a time budget."""
         budget = next(c for c in self.trainer.callbacks if isinstance(c, TimeBudget))  # type: ignore[attr-defined]
         budget.set_length(self.trainer, self.objective, steps)
 
 
 def build(config: Config, run_dir: RunDir, console: Console, started: float) -> Run:
-    """Builds every object of a run; UserError for what only data or model can tell."""
+    """Builds every object of a run; raises UserError for mistakes that only the data or the model reveal."""
     quiet_libraries()
     for feature in features_on(config):
         feature.check_machine(config)
@@ -123,20 +123,20 @@ def build(config: Config, run_dir: RunDir, console: Console, started: float) -> 
 
 
 def at_most(config: Config, rows: int) -> int:
-    """Steps after which the passes over the data are done that a run with a budget may make."""
+    """Returns the most steps of a run with a time budget: those of trainer.max_epochs, or ENDLESS if it is not set."""
     epochs = config.trainer.max_epochs
     return ENDLESS if epochs is None else horizon(None, epochs, rows, step_sizes(config.data))
 
 
 def ranking(config: Config, corpus: Corpus, val_sets: dict[str, ValSet]) -> str:
-    """How checkpoints are ranked by checkpoint.monitor: min, max, or LAST where it is measured on too few rows."""
+    """Returns how checkpoint.monitor ranks checkpoints: min, max, or LAST if it is measured on too few rows."""
     rows, _ = measured_on(corpus, val_sets, config.checkpoint.monitor)
     few = rows is not None and count(rows) < config.checkpoint.min_val_rows
     return retention.LAST if few else config.checkpoint.mode
 
 
 def rows_to_train(config: Config, corpus: Corpus) -> Rows:
-    """All of the training rows, or those of trainer.overfit_batches steps."""
+    """Returns all training rows, or those of trainer.overfit_batches steps if that is set."""
     steps = config.trainer.overfit_batches
     return first_rows(corpus.train, steps * config.data.global_batch_size) if steps else corpus.train
 
@@ -208,7 +208,7 @@ def build_objective(config: Config, corpus: Corpus, total_steps: int, stop: Stop
 
 
 def scaled_by_rows(data: DataConfig, schedule: Schedule) -> Schedule:
-    """The schedule's factor, times what data.batch_warmup.lr_scaling has for steps of fewer rows."""
+    """Returns the schedule, its factor multiplied by that of data.batch_warmup.lr_scaling for steps of fewer rows."""
     sizes, scaling = step_sizes(data), data.batch_warmup.lr_scaling
     return lambda step, total_steps: schedule(step, total_steps) * rate_factor(sizes, scaling, step)
 
@@ -219,7 +219,7 @@ def build_language_model(config: Config, tokenizer: Any, in_files: bool = False)
 
 
 def run_fingerprint(config: Config, corpus: Corpus, hf_model: Any) -> Fingerprint:
-    """What a resumed run must share with its beginning to continue it exactly."""
+    """Returns the fingerprint: what a resumed run must share with the original one to continue it exactly."""
     architecture = {k: v for k, v in hf_model.config.to_dict().items() if k != "_name_or_path"}
     contents = {
         "data": corpus.fingerprint,
@@ -230,7 +230,7 @@ def run_fingerprint(config: Config, corpus: Corpus, hf_model: Any) -> Fingerprin
     }
     earlier = {"tokenizer": plain_text_hash(corpus.tokenizer), "model": short_hash(architecture)}
     found = fingerprint(config, contents, earlier)
-    found["keys"]["router.over_layers"] = over_layers(config)  # auto resolved
+    found["keys"]["router.over_layers"] = over_layers(config)  # with auto resolved
     return found
 
 
@@ -259,18 +259,18 @@ def build_samples(config: Config, run_dir: RunDir, corpus: Corpus, console: Cons
     prompts = prompts_of(cfg, corpus, config.data.system_prompt)
     scores = TextMetrics(cfg.metrics, config.run.allow_target)
     every = config.trainer.val_check_interval
-    # A run with a budget shows what it writes within its first minute.
+    # A run with a time budget shows samples within its first minute.
     early = math.ceil(every / 3) if config.budget.minutes is not None and every is not None else None
     return Samples(run_dir.samples, corpus.tokenizer, prompts, corpus.end_ids, cfg, scores, console, config.seed, early)
 
 
 def cluster_environment() -> ClusterEnvironment:
-    """Where a rank finds the others: in the variables that the elastic launcher, torchrun or ranks.py have set."""
+    """Returns how a rank finds the others: by variables that the elastic launcher, torchrun or ranks.py have set."""
     return TorchElasticEnvironment() if ranks.find() is not None else LightningEnvironment()
 
 
 def build_profiler(name: str | None, run_dir: RunDir) -> Profiler | None:
-    """Lightning's; its report, or its trace, is written to profile* in the run's folder."""
+    """Builds Lightning's profiler `name`, if any; it writes its report or trace to profile* in the run's folder."""
     makers = {"simple": SimpleProfiler, "advanced": AdvancedProfiler, "pytorch": PyTorchProfiler}
     return makers[name](dirpath=run_dir.path, filename="profile") if name is not None else None
 
@@ -278,7 +278,7 @@ def build_profiler(name: str | None, run_dir: RunDir) -> Profiler | None:
 def build_trainer(
     config: Config, run_dir: RunDir, callbacks: list[pl.Callback], records: Records | None, total_steps: int
 ) -> pl.Trainer:
-    """Lightning's Trainer; without `records` it logs and saves nothing."""
+    """Builds Lightning's Trainer; without `records` it logs and saves nothing."""
     t = config.trainer
     devices.set_matmul_precision(t)
     precision, plugins = for_lightning(config)
@@ -290,7 +290,7 @@ def build_trainer(
         precision=precision,  # type: ignore[arg-type]
         max_steps=total_steps,
         max_epochs=-1,
-        # The Validation callback says when; this keeps Lightning's own trigger from firing.
+        # The Validation callback decides when to validate; this keeps Lightning's own trigger from firing.
         val_check_interval=2**62,
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
@@ -301,14 +301,14 @@ def build_trainer(
         logger=False if records is None else build_loggers(config.logger, run_dir, records),
         log_every_n_steps=t.log_every_n_steps,
         callbacks=callbacks,
-        # Named, or Lightning takes any process of a SLURM job for a rank, and saves inside its signal handler.
+        # Set explicitly: else Lightning takes any process of a SLURM job for a rank and saves in its signal handler.
         plugins=[FolderCheckpointIO(background=config.checkpoint.async_save), cluster_environment(), *plugins],
         default_root_dir=Path(run_dir.path),
         benchmark=t.benchmark,
         deterministic=t.deterministic or None,  # type: ignore[arg-type]
         detect_anomaly=t.detect_anomaly,
         profiler=build_profiler(t.profiler, run_dir),
-        # Tensors gathered in it could not be used in training.
+        # Tensors gathered in inference mode could not be used in training.
         inference_mode=t.inference_mode and t.strategy not in SHARING,
     )
     lightning_private.broadcast_no_sigterm(trainer)

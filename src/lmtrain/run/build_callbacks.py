@@ -40,13 +40,13 @@ from lmtrain.objectives.base import Objective
 from lmtrain.objectives.grpo_options import GRPOOptions
 from lmtrain.run_folder.folder import RunDir
 
-_PAUSES = 60  # seconds between attempts to read, which ranks wait besides
+_PAUSES = 60  # seconds: ranks also wait for the pauses between read attempts
 
 
 def check_monitors(
     config: Config, corpus: Corpus, objective: Objective, samples: Samples | None, val_sets: dict[str, ValSet]
 ) -> None:
-    """Raises UserError where the best checkpoint, or early stopping, would wait for a number that never comes."""
+    """Raises UserError if the best checkpoint or early stopping needs a metric that not every validation reports."""
     stopping = config.callbacks.early_stopping
     if stopping.enabled and corpus.val is None and not val_sets:
         raise UserError(
@@ -65,12 +65,12 @@ def check_monitors(
     for key, name in monitors.items():
         if every > 1 and name in [f"val/{score}" for score in scores]:
             raise UserError(f"{key}={name} is needed at every validation: set callbacks.samples.every_n_validations=1")
-        if known and name not in known and not config.callbacks.extra:  # which may log others
+        if known and name not in known and not config.callbacks.extra:  # extra callbacks may log others
             raise UserError(f"{key}={name}: this run's validations report {', '.join(known)}")
 
 
 def _reported(objective: Objective, bytes_per_token: float | None) -> list[str]:
-    """Names of what the validation of one set reports."""
+    """Returns the names of the metrics that the validation of one set reports."""
     names = objective.validation_names()
     if not objective.loss_is_nll:
         return names
@@ -78,12 +78,12 @@ def _reported(objective: Objective, bytes_per_token: float | None) -> list[str]:
 
 
 class Length(NamedTuple):
-    """How long a run is planned to be."""
+    """The planned length of a run."""
 
     steps: int
-    at_most: int  # steps that a budget of time may make of it
-    validated: int  # rows that a validation reads
-    epoch_tokens: float  # of the training data
+    at_most: int  # the most steps that a time budget may extend it to
+    validated: int  # rows that each validation reads
+    epoch_tokens: float  # tokens of the training data
 
 
 def build_callbacks(
@@ -98,7 +98,7 @@ def build_callbacks(
     scored_on: Callable[[str], str | None],
     ranking: str,
 ) -> list[pl.Callback]:
-    """In the order they run: numbers, validation, samples, screen, a user's own, the record, the checkpoint last."""
+    """Builds the callbacks in running order: metrics, validation, samples, progress, the user's, record, checkpoint."""
     cb, t = config.callbacks, config.trainer
     average = WeightAverage(cb.ema) if cb.ema.enabled else None
     validation = Validation(
@@ -134,9 +134,9 @@ def build_callbacks(
         samples,
         bar,
         *_users_callbacks(config),
-        feed,  # may ask for a stop
+        feed,  # may request a stop
         time_budget(config, console, length, [part for part in parts if part is not None]),
-        # A request to stop is obeyed once all have logged: some Lightning callbacks log an extra time when they see it.
+        # Comes after all that log: some Lightning callbacks log an extra time when they see that a stop was requested.
         preemption,
         WriteRecords(metrics.records),
         checkpoints,
@@ -162,7 +162,7 @@ def _forecast(config: Config, metrics: Metrics, length: Length, console: Console
 
 
 def time_budget(config: Config, console: Console, length: Length, parts: Sequence[pl.Callback]) -> TimeBudget | None:
-    """What keeps the run within budget.minutes; `parts`: what has to be told of another length."""
+    """Builds the callback that keeps the run within budget.minutes; `parts` are told when its length changes."""
     if config.budget.minutes is None:
         return None
     return TimeBudget(
@@ -183,7 +183,7 @@ def _users_callbacks(config: Config) -> list[pl.Callback]:
 
 
 def outside(config: Config, run_dir: RunDir, callbacks: list[pl.Callback]) -> list[str]:
-    """A word on each place outside the run's folder and the cache that loggers and callbacks of the user's name."""
+    """Returns a note on each path outside the run's folder and the cache that the user's loggers and callbacks name."""
     roots = [run_dir.path, Path(config.data.cache_dir).expanduser()]
     named = [(f"logger.{name}", options) for name, options in config.logger.items()]
     named += [
@@ -213,7 +213,7 @@ def early_stopping(cfg: EarlyStoppingConfig, scored_on: Callable[[str], str | No
 def build_feed(
     config: Config, run_dir: RunDir, corpus: Corpus, stop: StopRequest, total_steps: int
 ) -> FeedStream | None:
-    """Builds what feeds a stream: an empty ring in the run's folder, and what fills it."""
+    """Builds the callback that feeds a stream, and an empty ring for it in the run's folder; None without a stream."""
     if corpus.stream is None:
         return None
     assert isinstance(corpus.train, StreamRows)
@@ -224,7 +224,7 @@ def build_feed(
 
 
 def check_patience(config: Config) -> None:
-    """UserError where other ranks would give up on the first one while it still tries to read."""
+    """Raises UserError if the other ranks would time out while rank 0 still retries reading."""
     patience = config.data.ring_patience or 0.0
     longest = config.trainer.rank_timeout - _PAUSES
     if world.size() > 1 and patience > longest:
@@ -236,7 +236,7 @@ def check_patience(config: Config) -> None:
 
 
 def _make_empty(folder: Path) -> None:
-    """What a killed run has left there is made again from its checkpoint."""
+    """Empties the folder: what a killed run left in it is produced again from its checkpoint."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
 
@@ -248,7 +248,7 @@ def progress_bar(config: Config, console: Console, total_steps: int) -> RichBar 
     if style == "rich":
         return RichBar(console, total_steps)
     if style == "plain":
-        # A sweep of many trials shows validations alone.
+        # A trial of a sweep prints only its validations.
         every = math.inf if os.environ.get(TRIAL) == "1" else config.callbacks.progress.plain_every_seconds
         return PlainLines(console, total_steps, every)
     return None

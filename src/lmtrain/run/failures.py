@@ -1,4 +1,4 @@
-"""Explains exceptions raised while training in one message: what happened, and what to change."""
+"""Explains exceptions raised during training, each in one message: what happened, and what to change."""
 
 import math
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ GIB = 2**30
 
 
 def explain(error: BaseException, run: "Run") -> RunError | None:
-    """What a user can do about `error`, or None where only a traceback helps."""
+    """Returns a RunError that says what to do about `error`, or None if only a traceback helps."""
     if isinstance(error, torch.OutOfMemoryError) or errors.out_of_memory(error):
         return out_of_memory(error, run)
     if not isinstance(error, RunError) and disk_full(error):
@@ -30,19 +30,19 @@ def explain(error: BaseException, run: "Run") -> RunError | None:
             f"a data loading process ended unexpectedly ({first_line(error)}): most often memory; set "
             f"data.num_workers=0 to load in the training process and see its own error; {last_good(run)}"
         )
-    if run.trainer.world_size > 1 and "Timed out waiting" in str(error):  # gloo's words
+    if run.trainer.world_size > 1 and "Timed out waiting" in str(error):  # gloo's message
         return RunError(
             f"rank {run.trainer.global_rank} waited {run.config.trainer.rank_timeout} s for another that did nothing "
             f"(trainer.rank_timeout): what that one was doing stands in its own output, and of GPUs in "
             f"{world.traces()}, which torchfrtrace reads; {last_good(run)}"
         )
-    if isinstance(error, MisconfigurationException) or "self.log(" in str(error):  # Lightning's words
+    if isinstance(error, MisconfigurationException) or "self.log(" in str(error):  # Lightning's message
         return RunError(f"{' '.join(str(error).split())}; {last_good(run)}")
     return None
 
 
 def refuse_lost_model(run: "Run") -> None:
-    """Raises RunError where the last validation has no finite loss: such a run has not finished anything."""
+    """Raises RunError if the loss of the last validation is not finite: such a run counts as failed."""
     last = run.metrics.last_val
     loss = last.get("val/loss", 0.0)
     if not math.isfinite(loss):
@@ -54,14 +54,14 @@ def refuse_lost_model(run: "Run") -> None:
 
 
 def lost_worker(error: BaseException, run: "Run") -> bool:
-    """Whether a loader worker died: torch says so, or the pipe to it broke in the middle of a batch."""
+    """Returns whether a data loader worker died: torch reports it, or its pipe broke in the middle of a batch."""
     if isinstance(error, RuntimeError) and "DataLoader worker" in str(error):
         return True
     return run.config.data.num_workers > 0 and isinstance(error, ConnectionError | EOFError)
 
 
 def last_good(run: "Run") -> str:
-    """Where the run can go on from."""
+    """Describes the checkpoint that the run can be continued from."""
     from lmtrain.checkpoints import store
 
     newest = store.scan(run.dir.checkpoints)
@@ -71,7 +71,7 @@ def last_good(run: "Run") -> str:
 
 
 def out_of_memory(error: BaseException, run: "Run") -> RunError:
-    """What took the memory, and three overrides that need less of it."""
+    """Returns a RunError that lists what took the memory and up to three overrides that reduce it."""
     c = run.config
     parts = flops.memory_estimate(run.objective.model.model, c)
     took = ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in sorted(parts.items(), key=lambda p: -p[1]))

@@ -1,4 +1,4 @@
-"""The features of a run: all that cut across rooms, each asked for what it says of itself (models/feature.py)."""
+"""The registry of a run's features, which cut across packages; their interface is in models/feature.py."""
 
 from typing import Any
 
@@ -18,6 +18,6 @@ def features_on(config: Config) -> list[Feature]:
 
 
 def contents_of_features(model: PreTrainedModel, config: Config) -> dict[str, Any]:
-    """What a checkpoint has to agree in, by the feature's class name; those that say nothing are left out."""
+    """Returns what a checkpoint must agree in for the active features, by class name; those without it are omitted."""
     found = {f"{FEATURE}{type(f).__name__.lower()}": f.content(model, config) for f in features_on(config)}
     return {name: content for name, content in found.items() if content is not None}

@@ -1,4 +1,4 @@
-"""What to type after a run: to try its model, to score it, to train it further, to continue where it was stopped."""
+"""Commands suggested after a run: to try its model, evaluate it, train it further, or continue a stopped run."""
 
 import os
 import re
@@ -18,11 +18,11 @@ from lmtrain.secrets import command
 if TYPE_CHECKING:
     from lmtrain.run.build import Run
 
-_PROMPT = 40  # characters of a prompt, at most
+_PROMPT = 40  # maximum number of characters of a prompt
 
 
 def say_how_to_go_on(run: "Run") -> None:
-    """The command that continues this run, after its checkpoint was written; of a sweep or a pipeline, they say it."""
+    """Prints why the run stopped and the command that continues it, which a sweep or pipeline prints itself."""
     step = run.trainer.global_step
     saved = "the checkpoint is written" if step > 0 else "there is no checkpoint yet"
     stopped = f"stopped by {run.preemption.stop.why()} at step {step:,} of {run.total_steps:,}; {saved}"
@@ -34,19 +34,19 @@ def say_how_to_go_on(run: "Run") -> None:
 
 
 def next_commands(run: "Run", status: str) -> list[str]:
-    """What people type after a run: text from it or a talk with it, its scores, and how it is trained further."""
+    """Returns the commands a user is likely to run next: generate or chat, evaluate, and train further."""
     here = near(run.dir.path)
     chats = run.config.data.rows != "text" and own_template(run.corpus.tokenizer) is not None
     first = command("chat", [here]) if chats else command("generate", [here, _prompt(run)])
-    lines = [] if run.config.objective.scalar_head else [first]  # which writes nothing
+    lines = [] if run.config.objective.scalar_head else [first]  # a scalar head generates no text
     lines += [command("evaluate", [here])] if run.corpus.val is not None else []
-    if status != "stopped_early":  # more steps are not what it lacks
+    if status != "stopped_early":  # more steps would not help
         lines.append(continuing(run, *longer(run)))
     return lines
 
 
 def continuing(run: "Run", *changes: str) -> str:
-    """The command that continues this very run, with `changes` in the place of what it set before."""
+    """Returns the command that continues this run, with `changes` replacing its overrides of the same keys."""
     words = typed()
     keys = typed_keys(words)
     named = run.config.run.name is not None and "run.dir" not in keys and keys.get("run.resume", "auto") == "auto"
@@ -57,12 +57,12 @@ def continuing(run: "Run", *changes: str) -> str:
 
 
 def near(path: Path) -> str:
-    """The path as it is typed from here."""
+    """Returns the path as a user would type it: relative to the current directory if it lies below that."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def _prompt(run: "Run") -> str:
-    """The first words of a validation row; of other rows than text, what many stories begin with."""
+    """Returns the first words of a validation row of text if they are printable, else a common opening of stories."""
     if run.config.data.rows == "text" and run.corpus.val is not None:
         text = re.sub(r"\s+", " ", a_prompt(run.corpus.val, run.corpus.tokenizer)).strip()
         words = text if len(text) <= _PROMPT else text[:_PROMPT].rpartition(" ")[0]
@@ -72,7 +72,7 @@ def _prompt(run: "Run") -> str:
 
 
 def longer(run: "Run") -> list[str]:
-    """Twice the length, by the key that ended the run; the other key, where it would end it earlier, is taken away."""
+    """Returns overrides that double the key that ended the run and unset the other key if it would end it earlier."""
     chosen = run.config.budget.chosen
     if chosen is not None:
         return [f"budget.{chosen}={2 * getattr(run.config.budget, chosen):g}"]

@@ -1,7 +1,7 @@
-"""Ranks on one node, started by torch's elastic launcher, which passes signals on and ends all when one fails.
+"""Launches ranks on one node with torch's elastic launcher, which forwards signals and ends all ranks if one fails.
 
-The parent resolved the config and writes it into a file that the ranks read: a rank never parses the command line.
-Those of a training read <run>/ranks/config.yaml, and Lightning's TorchElasticEnvironment takes it from there.
+The parent process resolves the config and writes it into a file that the ranks read: a rank never parses the command
+line. Training ranks read <run>/ranks/config.yaml; Lightning finds their layout through TorchElasticEnvironment.
 """
 
 import contextlib
@@ -39,14 +39,14 @@ from lmtrain.run_folder.folder import RunDir
 from lmtrain.terminal import lenient
 
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
-_LAUNCHER = "LMTRAIN_LAUNCHER_PID"  # tells ranks whom to end with
-_SHUTDOWN_SECONDS = 300  # time for ranks to reach their step's end and save after a signal
-_SAME_ERROR_SECONDS = 5  # for rank 0 to meet, and print, the error that another rank met
+_LAUNCHER = "LMTRAIN_LAUNCHER_PID"  # environment variable with the launcher's process id: ranks end when it does
+_SHUTDOWN_SECONDS = 300  # time for ranks to finish their step and save after a signal
+_SAME_ERROR_SECONDS = 5  # time for rank 0 to encounter and print the error that another rank noted
 
 
 @contextlib.contextmanager
 def _process_as_it_was() -> Iterator[None]:
-    """Puts back what the elastic launcher changes; its log lines are hidden, since the ranks print their own."""
+    """Restores what the elastic launcher changes; hides its log lines, since the ranks print their own."""
     handlers = {number: signal.getsignal(number) for number in map(signal.Signals.__getitem__, _SIGNALS)}
     environ, disabled = dict(os.environ), logging.root.manager.disable
     logging.disable(logging.ERROR)
@@ -61,14 +61,14 @@ def _process_as_it_was() -> Iterator[None]:
 
 
 def launch_ranks(module: str, config: Config, folder: Path, processes: int, max_restarts: int = 0) -> int:
-    """Runs `processes` ranks, each `python -m MODULE <folder>/config.yaml <what is open>`, until the last has left.
+    """Runs `processes` ranks of `python -m MODULE <folder>/config.yaml <trust grants>` until the last one has exited.
 
     Args:
-        folder: of the config, the launcher's logs and the notes of ranks that failed; it exists.
+        folder: an existing folder for the config, the launcher's logs and the failure notes of ranks.
 
     Returns:
-        0; of a rank that failed WRONG_INPUT, which it has explained, or FAILED, explained here; -n where the signal
-        n came, which was passed on to the ranks.
+        0 on success; WRONG_INPUT if a rank failed with it, after it has printed why; FAILED for any other failure,
+        after printing it here; -n if signal n arrived, which was forwarded to the ranks.
     """
     write_atomic(folder / "config.yaml", rules.dump(config))
     with _process_as_it_was(), tempfile.TemporaryDirectory(prefix="lmtrain_") as meeting:
@@ -84,9 +84,9 @@ def _launch(module: str, folder: Path, processes: int, max_restarts: int, opened
 
     os.environ |= {_LAUNCHER: str(os.getpid()), TYPED: shlex.join(typed())}
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
-    os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # a rank that a library's crash ends says where it was
+    os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # a rank that crashes in native code prints its stack
     world.write_traces_to(folder)
-    ranks.limit_spinning()  # where Python code, not the command line, starts the run
+    ranks.limit_spinning()  # needed if Python code, not the command line, starts the run
     settings = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -107,7 +107,7 @@ def _launch(module: str, folder: Path, processes: int, max_restarts: int, opened
         note = _read_note(folder, rank)
         code = failure.failures[rank].exitcode if note is None else note[1]
         if code == errors.WRONG_INPUT:
-            return errors.WRONG_INPUT  # the rank, or rank 0 for all, has said why
+            return errors.WRONG_INPUT  # the rank, or rank 0 on behalf of all, has printed why
         errors.print_error(f"rank {rank} failed first, {_how(code)}")
         return errors.FAILED
     except SignalException as stopped:
@@ -120,12 +120,12 @@ def _note_of_failure(folder: Path, rank: int) -> Path:
 
 
 def _note_failure(path: Path, nanoseconds: int, code: int) -> None:
-    with contextlib.suppress(OSError):  # the disk may be what failed
+    with contextlib.suppress(OSError):  # a disk failure may be the cause
         write_atomic(path, f"{nanoseconds} {code}")
 
 
 def _read_note(folder: Path, rank: int) -> tuple[int, int] | None:
-    """When a rank failed and the exit code that it meant to give: the launcher's SIGTERM may come before its exit."""
+    """Returns (time in ns, intended exit code) as noted by a failed rank, or None; SIGTERM may precede its exit."""
     note = _note_of_failure(folder, rank)
     if not note.exists():
         return None
@@ -134,7 +134,7 @@ def _read_note(folder: Path, rank: int) -> tuple[int, int] | None:
 
 
 def _has_failed(folder: Path, rank: int) -> bool:
-    """Whether that rank has noted an error, or does so within _SAME_ERROR_SECONDS."""
+    """Returns whether the rank has noted an error, waiting up to _SAME_ERROR_SECONDS for it."""
     end = time.monotonic() + _SAME_ERROR_SECONDS
     while not _note_of_failure(folder, rank).exists():
         if time.monotonic() > end:
@@ -144,10 +144,10 @@ def _has_failed(folder: Path, rank: int) -> bool:
 
 
 def _first_to_fail(folder: Path, failures: dict[int, Any]) -> int:
-    """The rank that the others went down with, of torch's ProcessFailure by rank.
+    """Returns the rank whose failure made the others fail, given torch's ProcessFailure by rank.
 
-    A rank that raised an error has noted when. One without a note was killed, which the others noticed, unless it was
-    ended because of them: by the launcher (SIGTERM, SIGKILL seconds later) or by NCCL's watchdog (SIGABRT).
+    A rank that raised an error has noted the time. A rank without a note was killed and made the others fail, unless it
+    was ended because of them: by the launcher (SIGTERM, SIGKILL seconds later) or by NCCL's watchdog (SIGABRT).
     """
     earliest = min(failure.timestamp for failure in failures.values())  # seconds
 
@@ -163,7 +163,7 @@ def _first_to_fail(folder: Path, failures: dict[int, Any]) -> int:
 
 
 def _how(code: int) -> str:
-    """How a rank ended, by its exit code."""
+    """Describes how a rank ended, from its exit code."""
     if code >= 0:
         return f"with exit code {code}; its traceback stands above"
     memory = ": the machine ran out of memory, most likely" if code == -signal.SIGKILL else ""
@@ -171,22 +171,22 @@ def _how(code: int) -> str:
 
 
 def as_rank(words: Sequence[str], job: Callable[[Config], int]) -> int:
-    """The exit code that `job` gives in one rank, which ends with its launcher; a mistake is one message.
+    """Runs `job` in one rank, which ends with its launcher; prints errors as one message and returns the exit code.
 
     Args:
-        words: of the rank's command line: the config's file, and what its parent was opened for, which no file says.
+        words: the rank's command line: the config file, and its parent's trust grants, which no file can hold.
     """
     config_path = Path(words[0])
-    if _LAUNCHER in os.environ:  # a launcher that was killed can't pass on a signal: save and leave
+    if _LAUNCHER in os.environ:  # a killed launcher can't forward a signal: save and exit
         end_with_parent(int(os.environ[_LAUNCHER]), signal.SIGTERM)
     lenient()
     failed_at = _note_of_failure(config_path.parent, int(os.environ["RANK"]))
-    failed_at.unlink(missing_ok=True)  # of an earlier start
+    failed_at.unlink(missing_ok=True)  # left by an earlier start
     try:
         return job(rules.load(config_path, trust.of_words(words[1:]), own=True))
     except (UserError, RunError) as error:
         now = time.time_ns()
-        printed = print_from_rank(error)  # before a write: the launcher ends this rank soon after another has left
+        printed = print_from_rank(error)  # before writing: this rank is ended soon after another has exited
         _note_failure(failed_at, now, error.exit_code)
         if not printed and not _has_failed(config_path.parent, rank=0):
             errors.print_error(str(error))
@@ -199,26 +199,26 @@ def as_rank(words: Sequence[str], job: Callable[[Config], int]) -> int:
 
 
 def _clear_after_launcher() -> None:
-    """Removes the folder in which the ranks found each other, where the launcher was killed before it could."""
+    """Removes the ranks' rendezvous folder if the launcher was killed before it could do so."""
     launcher = os.environ.get(_LAUNCHER)
     if launcher is not None and os.getppid() != int(launcher) and is_first():
         shutil.rmtree(os.environ[world.MEETING], ignore_errors=True)
 
 
 def launch(run: RunDir, config: Config, processes: int) -> int:
-    """Trains on `processes` ranks; returns the exit code. The run's config.yaml is rank 0's to write, once checked."""
+    """Trains on `processes` ranks; returns the exit code. Rank 0 writes the run's config.yaml once it is checked."""
     run.ranks.mkdir(exist_ok=True)
-    before = run.read_summary()  # of an earlier start; training begins with its removal
+    before = run.read_summary()  # of an earlier start; removed when training begins
     code = launch_ranks("lmtrain.run.launch", config, run.ranks, processes, config.trainer.max_restarts)
-    if code <= 0:  # after a signal the ranks have saved, if they could
+    if code <= 0:  # after a signal the ranks have saved, if possible
         code = _by_summary(run, before)
-    if code != errors.FAILED:  # only a failed launch leaves its rank logs
+    if code != errors.FAILED:  # only a failed launch keeps its rank logs
         shutil.rmtree(run.ranks, ignore_errors=True)
     return code
 
 
 def _by_summary(run: RunDir, before: dict[str, Any] | None) -> int:
-    """The exit code of ranks that failed in nothing."""
+    """Returns the exit code of a launch in which no rank failed, from summary.json."""
     summary = run.read_summary()
     status = summary["status"] if summary is not None else None
     if status is None or (summary == before and status != "preempted"):
@@ -230,7 +230,7 @@ def _by_summary(run: RunDir, before: dict[str, Any] | None) -> int:
 
 
 def rank_main(words: Sequence[str]) -> int:
-    """One rank: reads the config and trains. A preempted rank exits 0, as its siblings must; summary.json tells."""
+    """Trains as one rank. If preempted it returns 0, which torch's launcher needs; the parent reads summary.json."""
     from lmtrain.run.session import Session
 
     def train(config: Config) -> int:

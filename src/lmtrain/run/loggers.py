@@ -1,6 +1,6 @@
-"""TensorBoard, CSV, W&B and MLflow, each in the run's folder, and metrics.jsonl, which is written in any case.
+"""Loggers for TensorBoard, CSV, W&B and MLflow, each in the run's folder; metrics.jsonl is always written.
 
-All get the same records, at the same steps (callbacks/records.py).
+All of them get the same records at the same steps (callbacks/records.py).
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from lmtrain.strategies import lightning_private
 class TensorBoard(Joined, TensorBoardLogger):
     """TensorBoard event files in <run>/tensorboard."""
 
-    params: dict[str, Any]  # of the run, for the hparams page
+    params: dict[str, Any]  # the run's config, for the hparams page
     _validated: Row | None = None
     _ends = False
 
@@ -45,7 +45,7 @@ class TensorBoard(Joined, TensorBoardLogger):
             super().log_metrics(metrics, step)
 
     def finalize(self, status: str = "success") -> None:
-        """The hparams page: the config beside the last validation's numbers."""
+        """Logs the config with the last validation's metrics (hparams page) if the run succeeded; closes the logger."""
         if status == "success" and self._validated is not None and self in self.records.joined:
             final = {f"final/{k}": v for k, v in self._validated.items() if k.startswith("val/")}
             self._ends = True
@@ -55,20 +55,20 @@ class TensorBoard(Joined, TensorBoardLogger):
         super().finalize(status)
 
     def open_run(self, after: int, tell: Callable[[str], None]) -> None:
-        """What earlier processes logged from the step `after` on is not shown: it is logged again."""
+        """Opens the run and hides what earlier processes logged from step `after` on, which is logged again."""
         lightning_private.purge_from(self, after)
         super().open_run(after, tell)
 
 
 class CSV(Joined, CSVLogger):
-    """<run>/csv/metrics.csv."""
+    """The CSV logger, which writes <run>/csv/metrics.csv."""
 
 
 class WandB(Joined, WandbLogger):
-    """What was sent can't be taken back: a resumed run, whose records are the same again, doesn't repeat it."""
+    """The W&B logger. Sent rows can't be withdrawn, so a resumed run, with the same records, doesn't resend them."""
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Numbers join the record; what only W&B takes (tables, images, which its other methods send) goes there."""
+        """Adds plain values to the record; sends what only W&B accepts (tables, images) to W&B directly."""
         plain = {k: v for k, v in metrics.items() if isinstance(v, Real | str | torch.Tensor)}
         super().log_metrics(plain, step)
         media = {k: v for k, v in metrics.items() if k not in plain}
@@ -76,7 +76,7 @@ class WandB(Joined, WandbLogger):
             WandbLogger.log_metrics(self, media, self.records.step)
 
     def note_sent(self, rows: list[Row]) -> None:
-        """All of `rows`, but for what W&B's own process, which writes late, had not written when a run was killed."""
+        """Marks all of `rows` as sent, even those that W&B's own process had not written yet when a run was killed."""
         sent: dict[str, set[int]] = {}
         for row in rows:
             for name in row:
@@ -87,7 +87,7 @@ class WandB(Joined, WandbLogger):
         self.log_text("samples", columns=columns, data=rows)
 
     def open_run(self, after: int, tell: Callable[[str], None]) -> None:
-        """Opens the run, on rank 0; without a login or a network one that is kept here, to be sent later."""
+        """Opens the run on rank 0; without a login or network, an offline run that can be uploaded later."""
         import wandb
 
         _leave_inherited_service()
@@ -97,7 +97,7 @@ class WandB(Joined, WandbLogger):
         except Exception as error:
             if self._offline or lightning_private.wandb_options(self).get("mode") in ("offline", "disabled"):
                 raise
-            wandb.teardown()  # its process believes that the run has begun
+            wandb.teardown()  # its service process believes that the run has begun
             lightning_private.wandb_options(self)["mode"] = "offline"
             with _hidden_command():
                 _ = self.experiment
@@ -108,10 +108,10 @@ class WandB(Joined, WandbLogger):
 
 
 def _leave_inherited_service() -> None:
-    """Makes W&B start a service of this process's own where WANDB_SERVICE names the one of a process that started us.
+    """Makes W&B start its own service for this process if WANDB_SERVICE names that of a parent process.
 
-    That one may still hold the ID of a run that was killed, end before this run, or write its rows after we have left.
-    Its value is VERSION-PID-KIND-ADDRESS.
+    The parent's service may still hold the ID of a killed run, end before this run does, or write its rows after this
+    process has exited. The variable's value is VERSION-PID-KIND-ADDRESS.
     """
     token = os.environ.get("WANDB_SERVICE", "")
     if token and token.split("-")[1:2] != [str(os.getpid())]:
@@ -120,7 +120,7 @@ def _leave_inherited_service() -> None:
 
 @contextlib.contextmanager
 def _hidden_command() -> Iterator[None]:
-    """Within it the command line is one without secrets: W&B keeps it beside the config."""
+    """Removes secrets from sys.argv within the context, since W&B stores the command line with the config."""
     typed, sys.argv = sys.argv, [*map(secrets.shown, sys.argv)]
     try:
         yield
@@ -128,11 +128,11 @@ def _hidden_command() -> Iterator[None]:
         sys.argv = typed
 
 
-ALLOW_FILES = "MLFLOW_ALLOW_FILE_STORE"  # MLflow 3 refuses stores of files without it
+ALLOW_FILES = "MLFLOW_ALLOW_FILE_STORE"  # MLflow 3 refuses file stores unless this is set
 
 
 class MLflow(Joined, MLFlowLogger):
-    """A store of files in <run>/mlflow, or a server; a resumed run goes on in the same run, whose id is kept here."""
+    """The MLflow logger, to files in <run>/mlflow or to a server; a resumed run continues the MLflow run of its id."""
 
     def __init__(self, folder: Path, tracking_uri: str | None, **options: Any) -> None:
         uri = tracking_uri or f"file:{folder / 'mlflow'}"
@@ -144,7 +144,7 @@ class MLflow(Joined, MLFlowLogger):
         super().__init__(tracking_uri=uri, run_id=run_id, **options)
 
     def open_run(self, after: int, tell: Callable[[str], None]) -> None:
-        """Opens the run, on rank 0; raises what MLflow raises."""
+        """Opens the run on rank 0; raises whatever MLflow raises."""
         if world.rank() > 0:
             return
         client: Any = self.experiment
@@ -154,13 +154,13 @@ class MLflow(Joined, MLFlowLogger):
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any]) -> None:  # type: ignore[override]
-        """A parameter of MLflow's can't be changed: those of the run's first start stay."""
+        """Logs the parameters that are new: MLflow can't change parameters, so those of the run's first start stay."""
         client: Any = self.experiment
         known = client.get_run(self.run_id).data.params
         super().log_hyperparams({name: value for name, value in flat(params).items() if name not in known})
 
     def note_sent(self, rows: list[Row]) -> None:
-        """What the run has, which may be less than `rows`."""
+        """Marks as sent what the MLflow run holds, which may be less than `rows`."""
         client: Any = self.experiment
         names = client.get_run(self.run_id).data.metrics
         self.sent = {name: {m.step for m in client.get_metric_history(self.run_id, name)} for name in names}
@@ -173,7 +173,7 @@ class MLflow(Joined, MLFlowLogger):
 
 
 def flat(params: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested names joined by '/', as every logger of Lightning writes them."""
+    """Flattens nested parameters, with names joined by '/' as in all of Lightning's loggers."""
     found: dict[str, Any] = {}
     for name, value in params.items():
         if isinstance(value, Mapping) and value:
@@ -184,7 +184,7 @@ def flat(params: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def build_loggers(wanted: dict[str, Any], run_dir: RunDir, records: Records) -> list[Logger]:
-    """The loggers `wanted` (options by name), and `records`; nothing is written or asked of a server yet."""
+    """Builds the loggers in `wanted` (options by name), followed by `records`; contacts no server yet."""
     makers = {"tensorboard": _tensorboard, "csv": _csv, "wandb": _wandb, "mlflow": _mlflow}
     loggers: list[Any] = []
     for name, options in wanted.items():
@@ -209,12 +209,12 @@ def _tensorboard(options: dict[str, Any], run_dir: RunDir) -> Logger:
 
 
 def _csv(options: dict[str, Any], run_dir: RunDir) -> Logger:
-    # Each row at once: Lightning's interval counts steps, and none of the logged ones may fall on it.
+    # Flush every row: Lightning flushes at steps that are multiples of its interval, and no logged step may be one.
     return CSV(save_dir=str(run_dir.path), name="", version="csv", flush_logs_every_n_steps=1, **options)
 
 
 def _wandb(options: dict[str, Any], run_dir: RunDir) -> Logger:
-    """W&B with an id kept in the run's folder, so that a resumed run continues the same one."""
+    """Builds the W&B logger with an id stored in the run's folder, so that a resumed run continues the same W&B run."""
     folder = run_dir.path / "wandb"
     folder.mkdir(exist_ok=True)
     run_id = world.from_first(lambda: _run_id(folder / "run_id"))
@@ -233,12 +233,12 @@ def _run_id(file: Path) -> str:
 
 
 def start_loggers(loggers: Iterable[Logger], step: int, tell: Callable[[str], None]) -> None:
-    """Opens files and connections, which loggers put off until they are needed; the run goes on after `step` steps.
+    """Opens files and connections, which loggers otherwise open lazily; the run continues after `step` steps.
 
-    `tell` gets what the user should know.
+    `tell` is called with notes for the user.
 
     Raises:
-        UserError: an option that the logger doesn't have, a server that doesn't answer.
+        UserError: a logger doesn't have an option, or a server doesn't answer.
         RunError: the disk is full.
     """
     for logger in loggers:
@@ -253,7 +253,7 @@ def start_loggers(loggers: Iterable[Logger], step: int, tell: Callable[[str], No
 
 
 def log_config(loggers: Iterable[Logger], config: dict[str, Any]) -> None:
-    """The resolved config as hyperparameters: W&B's config, hparams.yaml of TensorBoard and csv, MLflow's params."""
+    """Logs the resolved config: as W&B's config, hparams.yaml of TensorBoard and CSV, and MLflow's params."""
     for logger in loggers:
         if isinstance(logger, TensorBoard):
             logger.params = config
@@ -261,7 +261,7 @@ def log_config(loggers: Iterable[Logger], config: dict[str, Any]) -> None:
 
 
 def note_sent(loggers: Iterable[Logger], run_dir: RunDir) -> None:
-    """Tells W&B and MLflow what earlier processes have sent; called before metrics.jsonl is cut back."""
+    """Tells W&B and MLflow which rows earlier processes have sent; must be called before metrics.jsonl is truncated."""
     rows = readable_rows(run_dir.metrics)
     for logger in loggers:
         if rows and isinstance(logger, Joined):
@@ -269,9 +269,10 @@ def note_sent(loggers: Iterable[Logger], run_dir: RunDir) -> None:
 
 
 def write_again(loggers: Iterable[Logger], run_dir: RunDir, step: int) -> None:
-    """Puts back what goes when a run is resumed after `step`, or what was not sent when it was killed.
+    """Writes again the records that a logger lost when the run was resumed after `step`, or had not yet sent.
 
-    Lightning's CSV file begins again: all records. TensorBoard drops what it had from `step` on: that step's.
+    Lightning starts its CSV file anew, so it gets all records; TensorBoard, which drops what it had from `step` on,
+    gets those of that step. Trackers skip what they have been sent before.
     """
     for logger in loggers:
         if isinstance(logger, Joined):

@@ -1,4 +1,4 @@
-"""What a user reads before training: the plan, notes on its settings, and the first row as the model will see it."""
+"""The output shown before training: the plan, notes on its settings, and the first row as the model will see it."""
 
 import io
 import os
@@ -43,13 +43,13 @@ from lmtrain.terminal import counted, visible
 if TYPE_CHECKING:
     from lmtrain.run.build import Run
 
-_SHOWN = 160  # tokens of the first row
-_LINES = 2  # of it in a log
+_SHOWN = 160  # tokens of the first row that are shown
+_LINES = 2  # lines of the first row that are shown in a log
 _SI = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def si(value: float, unit: str = "") -> str:
-    """1234567 -> '1.23 M'."""
+    """Formats a number with an SI prefix: 1234567 -> '1.23 M'."""
     for size, letter in _SI:
         if abs(value) >= size:
             return f"{value / size:.3g} {letter}{unit}"
@@ -57,7 +57,7 @@ def si(value: float, unit: str = "") -> str:
 
 
 def show(run: "Run", resumed_from: str | None, done: int, notes: list[str]) -> None:
-    """Prints the plan, the parameter groups and the decoded first row; `done` steps lie behind."""
+    """Prints the plan, the parameter groups and the decoded first row; `done` is the number of steps trained before."""
     table = terminal.facts((name, shown(value)) for name, value in plan_rows(run, resumed_from, done))
     parts: list[Any] = [table, Text(), groups_table(run)]
     parts += [Text(f"note: {shown(note)}", style="yellow") for note in [*notes, *advice(run)]]
@@ -77,13 +77,13 @@ def show(run: "Run", resumed_from: str | None, done: int, notes: list[str]) -> N
 
 
 def _clipped(text: Text) -> Text:
-    """The first lines, for a log; plan.txt has all."""
+    """Returns the first lines of the text, for a log; plan.txt holds all of it."""
     lines = text.split("\n", allow_blank=True)
     return text if len(lines) <= _LINES else Text("\n").join([*lines[:_LINES], Text("...")])
 
 
 def as_text(panels: list[Panel]) -> str:
-    """What is shown, as plain text 120 columns wide."""
+    """Renders the panels as plain text, 120 columns wide."""
     file = io.StringIO()
     terminal.console(file=file, width=120, color_system=None, force_terminal=False).print(*panels, sep="\n")
     return file.getvalue()
@@ -129,7 +129,7 @@ def plan_rows(run: "Run", resumed_from: str | None, done: int) -> list[tuple[str
 
 
 def growth_rows(c: Config) -> list[tuple[str, str]]:
-    """What grows while the run is young, and when."""
+    """Returns the plan's rows on what grows early in the run (row length, rows per step), and when."""
     lengths, sizes, found = row_lengths(c.data), step_sizes(c.data), []
     if lengths is not None:
         found.append(("row length", f"{lengths.in_words()}: tokens; the tokens per step stay the same"))
@@ -141,7 +141,7 @@ def growth_rows(c: Config) -> list[tuple[str, str]]:
 
 
 def flops_in_all(run: "Run", tokens_per_row: float) -> float:
-    """FLOPs of the whole run; attention over shorter rows takes fewer."""
+    """Returns the FLOPs of the whole run, with fewer for attention over shorter rows."""
     c, model = run.config, run.objective.model.model
     lengths, sizes = row_lengths(c.data) or Stages.constant(c.data.seq_len), step_sizes(c.data)
     ends = [min(end, run.total_steps) for end in [*lengths.starts[1:], run.total_steps]]
@@ -152,7 +152,7 @@ def flops_in_all(run: "Run", tokens_per_row: float) -> float:
 
 
 def compile_words(run: "Run") -> str:
-    """What torch.compile is applied to, or why nothing on a GPU or in a long run on a CPU."""
+    """Describes what torch.compile is applied to, or why it is not, on a GPU or in a CPU run with budget.minutes."""
     t = run.config.trainer
     if t.compile:
         return f", compiled: {len(decoder_blocks(run.objective.model.model))} blocks and the loss"
@@ -168,13 +168,13 @@ def matmul_words(c: "Config") -> str:
 
 
 def instead_words(c: "Config") -> str:
-    """What is computed where it isn't what was asked for; Lightning's own warning of it is not shown."""
+    """Names the precision that replaces an unsupported one; Lightning's own warning about it is not shown."""
     replaced = c.trainer.precision == "16-mixed" and c.trainer.accelerator == "cpu"
     return ", computed as bf16-mixed (Lightning has no 16-mixed on a CPU)," if replaced else ""
 
 
 def average_words(c: Config) -> str:
-    """What callbacks.ema does."""
+    """Describes the weight averaging of callbacks.ema."""
     ema = c.callbacks.ema
     since = f" from step {ema.update_starting_at_step:,} on" if ema.update_starting_at_step else ""
     steps = "every step" if ema.update_every_n_steps == 1 else f"every {ema.update_every_n_steps:,} steps"
@@ -182,7 +182,7 @@ def average_words(c: Config) -> str:
 
 
 def stopping_words(c: Config) -> str:
-    """When the run ends before its last step."""
+    """Describes when early stopping ends the run."""
     es = c.callbacks.early_stopping
     by = f" by more than {es.threshold:g}" if es.threshold else ""
     reached = "" if es.stop_at is None else f"when {es.monitor} reaches {es.stop_at:g}, or "
@@ -190,7 +190,7 @@ def stopping_words(c: Config) -> str:
 
 
 def validation_words(run: "Run") -> str:
-    """How many of how many rows, and when."""
+    """Describes how many of the validation rows are used, and when."""
     c, rows = run.config, run.corpus.val
     if rows is None:
         return "none"
@@ -202,7 +202,7 @@ def validation_words(run: "Run") -> str:
 
 
 def _seen_in_training(run: "Run") -> str:
-    """How much of the validation text the training text holds too, where it is more than a few words."""
+    """Describes the share of the validation text that the training text also contains, if it is at least 1 %."""
     train, val, token = run.corpus.train, run.corpus.val, run.corpus.val_bytes_per_token
     if not isinstance(train, Windows) or not isinstance(val, Windows) or not token:
         return ""
@@ -223,17 +223,17 @@ def groups_table(run: "Run") -> Table:
 
 
 def first_row(run: "Run") -> tuple[Text, Text]:
-    """A decoded part of the first row, and what it shows: text with its documents, or answers with what is learned."""
+    """Returns a decoded part of the first row and its title; documents, or the tokens trained on, are marked in it."""
     c = run.config
     rows = rows_of_step(run.corpus.train, 0, sizes=step_sizes(c.data), seed=c.seed)
     read, title = run.corpus.train, Text("first training row  ")
-    if run.corpus.stream is not None and run.corpus.val is not None:  # nothing is read of it yet
+    if run.corpus.stream is not None and run.corpus.val is not None:  # the stream is not read yet
         read, rows, title = run.corpus.val, np.zeros((1, 2), dtype=np.int64), Text("first validation row  ")
     batch, tokenizer = read.read(rows[:1]), run.corpus.tokenizer
     if c.data.rows == "text":
         return documents(tokenizer, batch["input_ids"][0, :_SHOWN].tolist()), title.append("(│ ends a document)")
     ids, learned = row_mask(batch)
-    # From where a learned token is seen with what comes before it.
+    # Start so that the first trained token is visible with its context.
     start = max(0, int(learned.argmax()) - _SHOWN // 2)
     part, colour = slice(start, start + _SHOWN), has_colour(run.console)
     shown = marked(pieces(tokenizer, ids[part].tolist(), learned[part].tolist()), colour)
@@ -241,7 +241,7 @@ def first_row(run: "Run") -> tuple[Text, Text]:
 
 
 def documents(tokenizer: Any, ids: list[int]) -> Text:
-    """The decoded tokens, with a bar where a document ends."""
+    """Decodes the tokens, with a bar after each document."""
     text, piece = Text(), list[int]()
     for token in ids:
         piece.append(token)
@@ -253,11 +253,11 @@ def documents(tokenizer: Any, ids: list[int]) -> Text:
     return text
 
 
-_COMPILING_PAYS = 1e13  # FLOPs: a minute or two of a CPU
+_COMPILING_PAYS = 1e13  # FLOPs, one or two minutes on a CPU: longer runs gain from compiling
 
 
 def for_size(run: "Run", epochs: float) -> list[str]:
-    """What the size of the model and the length of the run call for."""
+    """Returns notes on a model too large for its text, and on compiling in a long run on a CPU."""
     c, model, notes = run.config, run.objective.model.model, []
     total, _, embedding = flops.parameter_counts(model)
     tokens = run.corpus.epoch_tokens
@@ -281,7 +281,7 @@ def for_size(run: "Run", epochs: float) -> list[str]:
 
 
 def for_repeats(c: Config, epochs: float) -> list[str]:
-    """Returns what many epochs over the same data call for."""
+    """Returns notes on training for many epochs on the same data."""
     dialed = c.model.name == dial.NAME and c.optimizer.name == "muon"
     decay = f"optimizer.weight_decay={dial.WEIGHT_DECAY:g}"
     if dialed and epochs > 1 and c.optimizer.weight_decay >= dial.WEIGHT_DECAY:
@@ -296,7 +296,7 @@ def for_repeats(c: Config, epochs: float) -> list[str]:
 
 
 def advice(run: "Run") -> list[str]:
-    """What a practitioner would say, looking at the plan."""
+    """Returns the notes that a practitioner would make on the plan."""
     c, corpus, notes = run.config, run.corpus, []
     epochs = step_sizes(c.data).before(run.total_steps) / len(corpus.train)
     if corpus.stream is None:
@@ -341,7 +341,7 @@ def advice(run: "Run") -> list[str]:
 
 
 def for_mixtures(rows: Any, total_steps: int) -> list[str]:
-    """Notes on a mixture: weights that the run ends before, sources that are seen many times."""
+    """Returns notes on a mixture: weight changes after the end of the run, and sources repeated for many epochs."""
     mixture = getattr(rows, "mixture", None)
     if mixture is None:
         return []
@@ -357,7 +357,7 @@ def for_mixtures(rows: Any, total_steps: int) -> list[str]:
 
 
 def for_gpus(run: "Run") -> list[str]:
-    """Settings that keep a GPU waiting, and what to set instead."""
+    """Returns notes on settings that slow down training on a GPU, and on what to set instead."""
     c, model, notes = run.config, run.objective.model, []
     if c.trainer.strategy != "deepspeed" and not can_skip(run.objective._optimizer):
         notes.append(
@@ -384,19 +384,19 @@ def for_gpus(run: "Run") -> list[str]:
 
 
 def checkpointing_words(c: Config) -> str:
-    """What blocks keep for their backward, where that is not all."""
+    """Describes which activations blocks keep for the backward pass under activation checkpointing."""
     kept = {True: "", "selective": " (selective: products and attention are kept)", "offload": " (in host memory)"}
     how = c.trainer.activation_checkpointing
     return f", activation checkpointing{kept[how]}" if how else ""
 
 
 def not_measured() -> list[str]:
-    """What records lack on a GPU of which nothing tells utilisation and power."""
+    """Returns a note on the GPU metrics that are not logged because the NVML package is not installed."""
     return [] if has_nvml() else ['gpu_utilization and gpu_watts are not logged: pip install "lmtrain[nvml]"']
 
 
 def unlikely(c: Config, total_steps: int, cores: int, typed: Collection[str]) -> list[str]:
-    """Values that can be meant, but rarely are; `typed`: the keys of the command line."""
+    """Returns notes on values that are valid but rarely intended; `typed` holds the command line's keys."""
     notes = []
     if c.optimizer.lr == 0:
         notes.append("optimizer.lr=0: nothing will be learned")
@@ -419,7 +419,7 @@ def unlikely(c: Config, total_steps: int, cores: int, typed: Collection[str]) ->
 
 
 def leaves_out_bos(tokenizer: Any) -> bool:
-    """Whether a chat begins without the token that plain text begins with."""
+    """Returns whether a chat begins without the BOS token that plain text begins with."""
     from lmtrain.data.chat.templates import own_template, user_turn
 
     template, plain = own_template(tokenizer), tokenizer("a")["input_ids"]
@@ -427,5 +427,5 @@ def leaves_out_bos(tokenizer: Any) -> bool:
         return False
     try:
         return user_turn(tokenizer, template, "a", None)[0] != tokenizer.bos_token_id
-    except UserError:  # a template that takes no such turn
+    except UserError:  # the template rejects such a turn
         return False

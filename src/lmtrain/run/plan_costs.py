@@ -1,4 +1,4 @@
-"""The plan's lines on time and memory: how long by an earlier run of its kind or its GPU, what a device holds."""
+"""The plan's rows on time and memory: duration from an earlier similar run or the GPU's peak, memory per device."""
 
 import copy
 import socket
@@ -19,13 +19,13 @@ from lmtrain.run_folder.folder import RunDir
 if TYPE_CHECKING:
     from lmtrain.run.build import Run
 
-_NEWEST = 30  # runs beside this one that are looked into
-_STEP = 256  # tokens that a device has of a row: lengths are told in multiples
-_MOST = 2**15  # of them: no row is tried beyond 8 M tokens a device
+_NEWEST = 30  # sibling runs that are examined, newest first
+_STEP = 256  # tokens of a row per device; row lengths are multiples of this
+_MOST = 2**15  # multiples of _STEP: no row beyond 8 M tokens per device is tried
 
 
 def speed_of(config: Config, model: PreTrainedModel, world_size: int) -> dict[str, Any]:
-    """What tokens/s depends on; two runs that agree in it are as fast as each other. Stands in summary.json."""
+    """Returns the settings tokens/s depends on; runs that agree in them are equally fast. Stored in summary.json."""
     c, t = config, config.trainer
     total, trained, _ = flops.parameter_counts(model)
     return {
@@ -46,7 +46,7 @@ def speed_of(config: Config, model: PreTrainedModel, world_size: int) -> dict[st
 
 
 def time_words(run: "Run", tokens: float, flops_per_token: float) -> str:
-    """Time of training `tokens` more tokens, validation apart, and how that is known."""
+    """Describes the time to train `tokens` more tokens, without validation, and what the estimate is based on."""
     found = earlier(speed_of(run.config, run.objective.model.model, run.trainer.world_size), run.dir.path)
     if found is not None:
         before, speed = found
@@ -60,9 +60,9 @@ def time_words(run: "Run", tokens: float, flops_per_token: float) -> str:
 
 
 def earlier(mine: dict[str, Any], run: Path) -> tuple[RunDir, float] | None:
-    """The newest run in this or a sibling folder that agrees in all that speed depends on, and its tokens/s.
+    """Returns the newest run in this or a sibling folder with the same `speed_of`, and its tokens/s; None without one.
 
-    mine: what `speed_of` says of the run in the folder `run`.
+    `mine` is the result of `speed_of` for the run in the folder `run`.
     """
     root = run.parent
     folders = [p for p in root.iterdir() if p.is_dir()] if root.is_dir() else []
@@ -86,7 +86,7 @@ def _summary(folder: Path) -> dict[str, Any]:
 
 
 def span(seconds: float) -> str:
-    """90 -> '1.5 minutes'."""
+    """Formats a duration: 90 -> '1.5 minutes'."""
     seconds = max(seconds, 1)
     for size, unit in ((86400, "days"), (3600, "hours"), (60, "minutes")):
         if seconds >= 1.5 * size:
@@ -108,7 +108,7 @@ def memory_rows(model: PreTrainedModel, c: Config) -> list[tuple[str, str]]:
 
 
 def longest_row_words(model: PreTrainedModel, c: Config, card_bytes: int) -> str:
-    """How long rows may be that groups of devices share, and without sharing."""
+    """Describes how long rows may be with the config's context parallelism, and without it."""
     room = int(card_bytes * (1 - c.estimate.headroom))
     key, size = "trainer.fsdp.context_parallel_size", context_parallel(c.trainer)
     alone = copy.deepcopy(c)
@@ -123,9 +123,9 @@ def longest_row_words(model: PreTrainedModel, c: Config, card_bytes: int) -> str
 
 
 def longest_row(model: PreTrainedModel, c: Config, room: int) -> int:
-    """The most tokens of a row, a multiple of 256 on each device, with which the estimate is within `room` bytes."""
+    """Returns the longest row, in multiples of 256 tokens per device, whose estimated memory fits in `room` bytes."""
     step, tried = _STEP * context_parallel(c.trainer), copy.deepcopy(c)
-    low, high = 0, _MOST  # steps that fit, that are too many
+    low, high = 0, _MOST  # multiples of `step` that fit, and that are too many
     while high - low > 1:
         middle = (low + high) // 2
         tried.data.seq_len = middle * step

@@ -1,11 +1,11 @@
-"""A run from Python: `lmtrain.compose` and `lmtrain.build`, which do what the command line does, step by step.
+"""The Python API of a run: `lmtrain.compose` and `lmtrain.build` do what the command line does, step by step.
 
     config = lmtrain.compose(["model=gpt_nano", "data.path=book.txt", "trainer.max_steps=100"])
     run = lmtrain.build(config)
     run.fit()
 
-`run.objective` and `run.datamodule` are a LightningModule and a LightningDataModule: they work under a Trainer of your
-own too. Importing this module imports no torch.
+`run.objective` and `run.datamodule` are a LightningModule and a LightningDataModule: they also work under a
+Trainer of your own. Importing this module does not import torch.
 """
 
 import contextlib
@@ -29,18 +29,18 @@ if TYPE_CHECKING:
 
 
 def compose(overrides: Sequence[str] = (), config_dir: str | None = None) -> Config:
-    """The config that the command line would make of the same words; UserError where one is wrong."""
-    ranks.note_typed(list(overrides))  # for messages that repeat them: a notebook's own command line is another
+    """Composes the config that the command line would make of the same overrides; raises UserError if one is wrong."""
+    ranks.note_typed(list(overrides))  # messages repeat these; a notebook's own command line differs
     return rules.check(rules.compose(list(overrides), config_dir))
 
 
 def build(config: Config) -> "PythonRun":
-    """Data, model, objective and Trainer of a run on one device, in its folder, which other processes are kept out of.
+    """Builds data, model, objective and Trainer of a run on one device; locks its folder against other processes.
 
-    A run that is there continues as it does on the command line: by run.name, or run.resume.
+    An existing run continues as on the command line: through run.name or run.resume.
 
     Raises:
-        UserError: what the command line refuses, or more than one device.
+        UserError: the command line would refuse the config, or it asks for more than one device.
     """
     from lmtrain.distributed import devices
     from lmtrain.run.session import Session
@@ -67,7 +67,7 @@ def build(config: Config) -> "PythonRun":
 
 
 class PythonRun:
-    """A run, built: train it with `fit`, look at it with `validate` and `sample`."""
+    """A fully built run: train it with `fit`, inspect it with `validate` and `sample`."""
 
     def __init__(self, session: "Session") -> None:
         self._session, self._held = session, contextlib.ExitStack()
@@ -84,19 +84,19 @@ class PythonRun:
         self._fitted = run_dir.is_finished(session.config)
 
     def fit(self) -> dict[str, Any]:
-        """Trains to the end, or to a request to stop, and exports; returns what summary.json holds.
+        """Trains to the end and exports, or trains until a stop request; returns the contents of summary.json.
 
-        A run that has finished is left as it is.
+        A run that has already finished is not trained again.
         """
         if not self._fitted:
             self._fitted = True
             with self._held:
                 self._session.train(self._run)
-            self._session.checkpoint = None  # the weights are here now
+            self._session.checkpoint = None  # the model now holds the trained weights
         return self._session.folder.read_summary() or {}
 
     def validate(self) -> dict[str, float]:
-        """val/loss and the rest, of the weights as they are, or of the checkpoint the run will continue from.
+        """Returns val/loss and the other metrics of the current weights, or of the checkpoint the run continues from.
 
         Nothing is written to the run's folder.
         """
@@ -114,7 +114,7 @@ class PythonRun:
         return {name: value for name, value in found.items() if name != "step"}
 
     def sample(self, prompt: str, **settings: Any) -> str:
-        """What the model continues `prompt` with; `settings` are those of config.generate, such as max_new_tokens."""
+        """Returns the model's continuation of `prompt`; `settings` override config.generate, such as max_new_tokens."""
         from lmtrain.generation.sampling import sample_text, settings_of
 
         chosen = {**settings_of(self.config.generate), "seed": self.config.seed, **settings}

@@ -1,7 +1,7 @@
 """Replays one step of a run exactly and inspects it: `debug=replay debug.step=N` added to the run's command.
 
-Starts from the newest checkpoint at or before that step. Order, dropout and weights follow from it, so the step is the
-very one that was trained. Nothing in the run's folder is touched.
+The replay starts from the newest checkpoint at or before that step. Data order, dropout and weights follow from the
+checkpoint, so the step is exactly the one that was trained. Nothing in the run's folder is changed.
 """
 
 from pathlib import Path
@@ -26,7 +26,7 @@ from lmtrain.terminal import quiet_libraries
 
 
 def replay(config: Config) -> int:
-    """Prints what is not finite in step debug.step, each micro-batch's loss and the largest gradients."""
+    """Replays step debug.step; prints its non-finite values, the loss of each micro-batch and the largest gradients."""
     run = RunDir(run_dir.locate(config))
     step = config.debug.get("step")
     if not isinstance(step, int) or step < 0:
@@ -36,7 +36,7 @@ def replay(config: Config) -> int:
     devices.set_threads(config.trainer.num_threads, 1)
     quiet_libraries()
     t = config.trainer
-    t.compile = False  # a compiled block has no modules to look into
+    t.compile = False  # hooks can't observe the modules inside a compiled block
     t.devices, t.num_nodes, t.strategy, t.profiler = 1, 1, "auto", None
     corpus = build.build_corpus(config)
     objective = build.build_objective(config, corpus, step + 1)
@@ -70,7 +70,7 @@ def _newest_at_or_before(folder: Path, step: int) -> Path | None:
 
 
 class Microscope(pl.Callback):
-    """Watches one step: module outputs as they are computed, gradients before they are clipped."""
+    """A callback that records one step: module outputs as they are computed, and gradients before clipping."""
 
     def __init__(self, step: int) -> None:
         self.step = step

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 
 def find(config: Config, folder: RunDir, tell: Callable[[str], None], compare: Compare) -> Path | None:
-    """The checkpoint run.resume asks for, undamaged by what `compare` reads; `tell` gets what the user should know.
+    """Returns the checkpoint run.resume asks for, verified with `compare`, or None; `tell` is called with notes.
 
     Raises:
-        UserError: a path given by hand does not exist or is damaged; of run.resume=auto, all checkpoints are.
-        RunError: the disk does not give a checkpoint's files.
+        UserError: a given path is missing or damaged, or the run has newer ones; with run.resume=auto, all are damaged.
+        RunError: a checkpoint's files cannot be read from the disk.
     """
     mode = run_dir.resume_mode(config)
     if mode == "none":
@@ -64,7 +64,7 @@ def find(config: Config, folder: RunDir, tell: Callable[[str], None], compare: C
 
 
 def _tell_of_unverified(folder: Path, tell: Callable[[str], None]) -> None:
-    """Manifests of earlier versions had no checksum: `best` is chosen by scores that nothing vouches for."""
+    """Reports manifests of earlier versions, which have no checksum: `best` then depends on unverified scores."""
     unverified = [p.name for p, content in retention.manifests(folder).items() if not content["verified"]]
     if unverified:
         tell(
@@ -74,9 +74,9 @@ def _tell_of_unverified(folder: Path, tell: Callable[[str], None]) -> None:
 
 
 def keep_validation_split(config: Config, folder: RunDir, tell: Callable[[str], None]) -> None:
-    """Sets data.min_val_rows to that of the run that is to be continued, so that its split stays what it was.
+    """Sets data.min_val_rows to the value of the run that is continued, so that its validation split does not change.
 
-    Runs of earlier versions have none, and held out data.val_fraction of small data, too.
+    Runs of earlier versions have no such value: they held out data.val_fraction of small datasets as well.
     """
     mode, data = run_dir.resume_mode(config), config.data
     if mode == "none" or "data.min_val_rows" in typed_keys(typed()) or not data.min_val_rows:
@@ -93,7 +93,7 @@ def keep_validation_split(config: Config, folder: RunDir, tell: Callable[[str], 
 
 
 def named_alike(ours: Fingerprint, theirs: dict[str, Any], corpus: Corpus) -> Fingerprint:
-    """A run's fingerprint, with its data called what the checkpoint calls it, where an earlier version would have."""
+    """Returns `ours` with the checkpoint's hash of the data, if an earlier version would give our data that hash."""
     contents = theirs["contents"] if "keys" in theirs else theirs
     data = contents.get("data")
     if data == ours["contents"]["data"] or data not in corpus.earlier_fingerprints():
@@ -109,12 +109,12 @@ def check_fingerprint(
     tell: Callable[[str], None],
     scored_on: str | None = None,
 ) -> None:
-    """Refuses to continue a run whose data, tokenizer, model or anything else that is learned by changed.
+    """Refuses to continue a run if its data, tokenizer, model or any other setting that affects learning has changed.
 
-    `tell` gets what changed that may, and what the checkpoint doesn't say.
+    `tell` is called with permitted changes, and with what could not be compared with the checkpoint.
 
     Raises:
-        UserError: what changed is not in run.allow_change, or what is there is not known.
+        UserError: a change is not listed in run.allow_change, or a name listed there is unknown.
     """
     allowed = config.run.allow_change
     check_names(allowed, ours, config)
@@ -141,7 +141,7 @@ def check_fingerprint(
 
 
 def _last_start(checkpoint: Path, config: Config) -> dict[str, Any]:
-    """What the config.yaml beside the checkpoints has for the keys of `config`; nothing where it can't be read."""
+    """Returns the values that the run's config.yaml has for the keys of `config`; {} if it can't be read."""
     try:
         return read_config(rules.read(checkpoint.parents[1] / "config.yaml"), config)
     except UserError:
@@ -149,13 +149,13 @@ def _last_start(checkpoint: Path, config: Config) -> dict[str, Any]:
 
 
 def fit_schedule(run: "Run", saved: dict[str, Any], tell: Callable[[str], None]) -> None:
-    """When the run was made longer or shorter: keep the schedule it began with, or stretch it; reported.
+    """Keeps or rescales the learning rate schedule of a run that was made longer or shorter, and reports which.
 
-    A run with a budget of time goes on with the length that it had when it was saved, or with what its larger budget
-    gives.
+    A run with a time budget continues with the number of steps it had when it was saved, or with that of its larger
+    budget.
 
     Args:
-        saved: trainer.pt of the checkpoint.
+        saved: the contents of the checkpoint's trainer.pt.
     """
     schedule_steps = saved["schedule_steps"]
     if run.config.budget.minutes is not None:
@@ -177,7 +177,7 @@ def fit_schedule(run: "Run", saved: dict[str, Any], tell: Callable[[str], None])
 
 
 def _check_full_rate(config: Config, saved: dict[str, Any]) -> None:
-    """Raises UserError where the rate of the checkpoint that a cooldown begins at is not its run's full one."""
+    """Raises UserError if the learning rate at the checkpoint that a cooldown starts from is not the peak."""
     step = saved["global_step"]
     if not isinstance(config.schedule, WarmupStableDecayConfig) or step != config.schedule.decay_from:
         return  # the cooldown itself is continued
@@ -193,28 +193,31 @@ def _fit_budget(run: "Run", saved: dict[str, Any], tell: Callable[[str], None]) 
     seconds, step = 60 * run.config.budget.minutes, saved["global_step"]  # type: ignore[operator]
     used = saved["callbacks"].get(TimeBudget.__name__, {}).get("used", 0.0)
     steps = saved["schedule_steps"]
-    if step >= steps and used < 0.95 * seconds:  # it has ended, and the budget is larger now
+    if step >= steps and used < 0.95 * seconds:  # the run had ended, and the budget is larger now
         steps = max(step + 1, round(step * seconds / max(used, 1.0)))
     run.set_length(steps)
     tell(f"{used / 60:.1f} of {seconds / 60:g} minutes of the budget were used up to step {step:,}")
 
 
 def knows_validation(checkpoint: Path) -> bool:
-    """Whether its step was validated before it was saved. If one was due there, the resumed run begins with it."""
+    """Returns whether its step was validated before saving; if not and one was due, the resumed run starts with it."""
     state = store.load_trainer_state(checkpoint)["callbacks"][Metrics.__name__]
     return state["last_val"].get("step") == store.step_of(checkpoint)
 
 
 def let_last_validation_run(run: "Run", checkpoint: Path | None) -> None:
-    """Lightning skips a fit whose steps are done: it is told of one more, and callbacks/validation.py takes it back."""
+    """Adds 1 to max_steps if only the last validation is missing: Lightning skips a fit whose steps are all done.
+
+    The callback in callbacks/validation.py sets it back.
+    """
     if checkpoint is not None and store.step_of(checkpoint) == run.total_steps and not knows_validation(checkpoint):
         run.trainer.fit_loop.epoch_loop.max_steps = run.total_steps + 1
 
 
 def rewind(run: "Run", checkpoint: Path | None, tell: Callable[[str], None]) -> str | None:
-    """Sweeps leftovers and cuts the run's logs back to the checkpoint's step; returns where it continues, in words.
+    """Removes leftovers and truncates the run's logs to the checkpoint's step; describes where the run continues.
 
-    Every rank must call it; `tell` gets on rank 0 what the user should know.
+    Every rank must call it; `tell` is called on rank 0 with notes for the user.
     """
     world.from_first(lambda: _rewind(run, checkpoint, tell))
     if checkpoint is None:
@@ -223,7 +226,7 @@ def rewind(run: "Run", checkpoint: Path | None, tell: Callable[[str], None]) -> 
 
 
 def _rewind(run: "Run", checkpoint: Path | None, tell: Callable[[str], None]) -> None:
-    step = store.step_of(checkpoint) if checkpoint is not None else -1  # nothing stays
+    step = store.step_of(checkpoint) if checkpoint is not None else -1  # keeps no rows
     validated = checkpoint is not None and knows_validation(checkpoint)
     try:
         store.sweep(run.dir.path)
@@ -241,7 +244,7 @@ def _rewind(run: "Run", checkpoint: Path | None, tell: Callable[[str], None]) ->
 
 
 def _set_damaged_aside(folder: Path, checkpoint: Path | None, tell: Callable[[str], None]) -> None:
-    """None after `checkpoint` is whole (see `find`): they must not count for what is kept, and nothing is removed."""
+    """Renames checkpoints after `checkpoint`, all damaged (see `find`): retention must not count or delete them."""
     if checkpoint is None:
         return
     for path in store.scan(folder):
@@ -253,7 +256,7 @@ def _set_damaged_aside(folder: Path, checkpoint: Path | None, tell: Callable[[st
 
 def _tell_of_lost_rows(run: "Run", checkpoint: Path, tell: Callable[[str], None]) -> None:
     state = store.load_trainer_state(checkpoint)["callbacks"][Metrics.__name__]
-    written, found = state.get("rows"), run.metrics.records.rows  # older checkpoints don't know how many there were
+    written, found = state.get("rows"), run.metrics.records.rows  # older checkpoints don't hold their number
     if found == 0 or (written is not None and found < written):
         of = f" of {written:,}" if written is not None else ""
         lost = f"has {found:,}{of} records" if run.dir.metrics.exists() else "is missing"

@@ -1,7 +1,7 @@
 """One process of a run, from its resolved config to its exit code: the whole run on one device, or one rank of it.
 
-`start.py` makes it for a run on one device and for ranks that torchrun or SLURM started, `launch.py` for the ranks it
-starts itself.
+`start.py` creates a Session for a run on one device and for ranks that torchrun or SLURM started, `launch.py` for the
+ranks it starts itself.
 """
 
 import contextlib
@@ -32,32 +32,32 @@ from lmtrain.run_folder.folder import RunDir
 
 
 class Session:
-    """Builds a run, trains it and ends it: `Session(config, folder).run()`, or `build` and `train`."""
+    """A run in this process, from building to export: `Session(config, folder).run()`, or `build` and then `train`."""
 
     def __init__(self, config: Config, folder: RunDir) -> None:
         self.config, self.folder = config, folder
         self.started = time.time()
-        self.notes: list[str] = []  # what the plan says besides
-        self.checkpoint: Path | None = None  # where it continues
-        self.is_done = False  # it has trained for as many steps before
+        self.notes: list[str] = []  # shown with the plan
+        self.checkpoint: Path | None = None  # the one to continue from
+        self.is_done = False  # whether an earlier process trained all of its steps
 
     def run(self) -> int:
-        """Trains in `folder`; returns the exit code."""
+        """Builds the run and trains it in its folder; returns the exit code."""
         with contextlib.ExitStack() as stack:
             return self.train(self.build(stack))
 
     def build(self, stack: contextlib.ExitStack) -> Run:
-        """Everything the run needs; other processes are kept out of its folder until `stack` ends."""
+        """Builds everything the run needs; its folder is locked against other processes until `stack` is closed."""
         resume.keep_validation_split(self.config, self.folder, self.notes.append)
         freeze(self.config)
         world.connect(self.config.trainer.accelerator, self.config.trainer.rank_timeout)
         if world.size() > 1:
-            world.write_traces_to(self.folder.path)  # but where the launcher has named a folder
+            world.write_traces_to(self.folder.path)  # unless the launcher has set a folder
         world.together(lambda: self._lock(stack) if world.rank() == 0 else None)
         return self._build()
 
     def train(self, run: Run) -> int:
-        """Trains what `build` gave; returns the exit code."""
+        """Trains the run that `build` returned; returns the exit code."""
         if self.is_done:
             run.console.print(run_dir.nothing_to_do(self.folder), soft_wrap=True, highlight=False)
             return errors.FINISHED
@@ -65,10 +65,10 @@ class Session:
         return self._fit(run)
 
     def _lock(self, stack: contextlib.ExitStack) -> None:
-        """Keeps other processes out of the folder until `stack` ends."""
+        """Locks the folder against other processes until `stack` is closed."""
         run_dir.refuse_links(self.folder.path)
         stack.enter_context(lock.held(self.folder.path))
-        # A run that was waited for began after this command had looked.
+        # If the lock was waited for, another run may have started here since this was checked.
         run_dir.refuse_to_overwrite(self.folder, self.config)
 
     def _build(self) -> Run:
@@ -76,11 +76,11 @@ class Session:
         config, notes = self.config, self.notes
         terminal.be_quiet(config.run.quiet)
         devices.set_threads(config.trainer.num_threads, int(config.trainer.devices))
-        # Read whole to be checked: once.
+        # Verifying a checkpoint reads all of it, so the ranks do it once, together.
         self.checkpoint = helped_by_ranks(lambda compare: resume.find(config, self.folder, notes.append, compare))
         console = terminal.console(quiet=os.environ.get("RANK", "0") != "0")
         run = build.build(config, self.folder, console, self.started)
-        # A wrong field of export.generation, or a missing token, ends the command here, not after the training.
+        # A wrong field of export.generation or a missing upload token must raise here, not after the training.
         check_upload(config.export)
         hf_folder.generation_config(run.objective.model.model, run.corpus.tokenizer, None, config.export.generation)
         if self.checkpoint is not None:
@@ -103,13 +103,13 @@ class Session:
             said = store.read_manifest(self.checkpoint).get("tokenizer")
             found = run_dir.tokenizer_files(self.folder)
             if said and found == said:
-                return  # as it was written, maybe by another version of the libraries
+                return  # unchanged, though maybe written by another version of the libraries
             if said and found:
                 self.notes.append(f"{self.folder.tokenizer} was changed since {self.checkpoint.name}: rewritten")
         run_dir.write_tokenizer(self.folder, tokenizer)
 
     def _fit(self, run: Run) -> int:
-        """Trains from the checkpoint (or the start), then ends the run."""
+        """Trains from the checkpoint (or the start) and finishes the run; returns the exit code."""
         resumed_from = resume.rewind(run, self.checkpoint, self.notes.append)
         resume.let_last_validation_run(run, self.checkpoint)
         loggers.log_config(run.trainer.loggers, rules.to_plain(self.config))
@@ -130,7 +130,7 @@ class Session:
             return self._end(run)
 
     def _end(self, run: Run) -> int:
-        """Exports, writes summary.json and says how the run went."""
+        """Exports, writes summary.json and prints the results; returns the exit code."""
         status = ending(run)
         if not run.trainer.is_global_zero:
             return errors.PREEMPTED if status == "preempted" else errors.FINISHED
@@ -150,14 +150,14 @@ class Session:
             summary.note_failure(run, self.started, error)
             raise
         summary.show(run, summary.write_summary(run, status, self.started), exported)
-        if exported and run.config.export.push_to is not None:  # the run has finished, whatever becomes of this
+        if exported and run.config.export.push_to is not None:  # even if this fails, the run has finished
             message = f"{run.dir.path.name}, step {run.trainer.global_step}"
             print(f"uploaded to {push(exported[-1], run.config.export, message)}")
         return errors.FINISHED
 
 
 def ending(run: Run) -> str:
-    """finished, preempted or stopped_early."""
+    """Returns the status of a run that has ended: finished, preempted or stopped_early."""
     if run.trainer.global_step >= run.total_steps and not run.preemption.interrupted_validation:
         return "finished"
     return "preempted" if run.preemption.stopped else "stopped_early"

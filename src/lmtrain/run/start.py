@@ -1,6 +1,6 @@
-"""What `lmtrain.train` does with a config: a run on one device, on ranks that it starts, or as one of started ranks.
+"""Starts training from a config: on one device, on ranks launched from here, or as one of several started ranks.
 
-Torch is imported here, where the run is known to begin, not before.
+Torch is imported here, once it is certain that training starts, and not earlier.
 """
 
 import os
@@ -73,7 +73,7 @@ def _session(config: Config, folder: RunDir) -> int:
 
 
 def _as_rank(config: Config, layout: RankLayout) -> int:
-    """Trains as one rank of torchrun's or SLURM's; the exit code is the same on all where nothing fails."""
+    """Trains as one rank started by torchrun or SLURM; returns the exit code, the same on all ranks if none fails."""
     import torch.distributed as dist
 
     from lmtrain.distributed import process_group as world
@@ -92,12 +92,12 @@ def _as_rank(config: Config, layout: RankLayout) -> int:
         code = _train_as_told(rules.undumped(text, "the config"), path, existed if layout.rank == 0 else None)
     dist.destroy_process_group()
     if code == errors.PREEMPTED and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
-        return errors.FINISHED  # torchrun would start the ranks again, past the time limit; summary.json tells
+        return errors.FINISHED  # torchrun would restart the ranks, past the time limit; summary.json has the status
     return code
 
 
 def place(config: Config, layout: RankLayout) -> None:
-    """Sets devices and nodes to what was started; UserError where the command line says otherwise."""
+    """Sets trainer.devices and num_nodes to what was started; raises UserError if the config asks for others."""
     from lmtrain.distributed import devices
 
     t = config.trainer
@@ -110,7 +110,7 @@ def place(config: Config, layout: RankLayout) -> None:
 
 
 def _open_for_all(config: Config) -> tuple[str, str] | int:
-    """(config as YAML, folder) of the run to train, or the exit code where it has finished."""
+    """Returns (config as YAML, folder) of the run to train, or the exit code if the run has already finished."""
     if run_dir.is_finished(config):
         return errors.FINISHED
     folder = run_dir.open_run(config)
@@ -118,7 +118,7 @@ def _open_for_all(config: Config) -> tuple[str, str] | int:
 
 
 def _train_as_told(config: DictConfig, path: str, existed: Path | None) -> int:
-    """Trains in the folder; where `existed` is given, a new folder in which no training began is removed again."""
+    """Trains in the folder `path`; if `existed` is given, removes a new folder in which no training began."""
     folder = RunDir(Path(path))
     fresh = not folder.config.exists()
     try:

@@ -1,4 +1,4 @@
-"""How a run ended: summary.json, the table on the screen, the export."""
+"""The end of a run: summary.json, the table on the screen, and the export."""
 
 import contextlib
 import os
@@ -68,7 +68,7 @@ def versions() -> dict[str, str]:
 
 
 def git_state() -> dict[str, Any] | None:
-    """{commit, dirty} of the repository that the working folder is in, null outside; dirty: tracked files differ."""
+    """Returns {commit, dirty} of the repository around the working folder, or None; dirty: tracked files changed."""
     try:
         commit = _git("rev-parse", "HEAD")
         return {"commit": commit.strip(), "dirty": bool(_git("status", "--porcelain", "--untracked-files=no").strip())}
@@ -77,13 +77,13 @@ def git_state() -> dict[str, Any] | None:
 
 
 def _git(*words: str) -> str:
-    # Without the repository's own file-system monitor, a program that its config names.
+    # Disables core.fsmonitor, with which a repository's config can name a program for git to run.
     line = ["git", "-c", "core.fsmonitor=false", *words]
     return subprocess.run(line, capture_output=True, text=True, timeout=10, check=True).stdout
 
 
 def write_summary(run: "Run", status: str, started: float, error: BaseException | None = None) -> dict[str, Any]:
-    """summary.json: written last, so its presence says that the run has ended and how."""
+    """Writes and returns summary.json, at the end of a run: its presence shows that the run has ended, and how."""
     checkpoints = store.scan(run.dir.checkpoints)
     scores = retention.scores(run.dir.checkpoints, run.config.checkpoint.monitor, run.scored_on)
     best = retention.best_of(scores, run.ranking)
@@ -109,7 +109,7 @@ def write_summary(run: "Run", status: str, started: float, error: BaseException 
         "git": git_state(),
         "versions": versions(),
     }
-    # What a run with a budget was expected to end at: bits per byte, low and high, and the step when it was said.
+    # The forecast for a run with a budget: the final bits per byte, its bounds, and the step it was made at.
     made = next((c.made for c in run.trainer.callbacks if isinstance(c, Forecast)), None)  # type: ignore[attr-defined]
     if made is not None:
         summary["forecast"] = made
@@ -119,22 +119,22 @@ def write_summary(run: "Run", status: str, started: float, error: BaseException 
         summary["error"] = f"{type(error).__name__}: {error}"
     run.dir.write_summary(summary)
     if run.config.report.enabled:
-        with contextlib.suppress(OSError, UserError, RunError):  # a full disk is said where it matters
+        with contextlib.suppress(OSError, UserError, RunError):  # a full disk is reported where it matters
             report.write_own(run.dir)
     return summary
 
 
 def peak_memory() -> int:
-    """The most bytes of GPU memory that were allocated; without a GPU, of memory that this process held."""
+    """Returns the peak GPU memory allocated in bytes; without a GPU, the peak resident memory of this process."""
     if torch.cuda.is_available() and torch.cuda.max_memory_allocated():
         return torch.cuda.max_memory_allocated()
     return peak_resident_bytes()
 
 
 def note_failure(run: "Run", started: float, error: BaseException) -> None:
-    """summary.json of a run that failed."""
+    """Writes summary.json of a run that failed, on rank 0."""
     if run.trainer.is_global_zero:
-        with contextlib.suppress(RunError):  # the disk may be what failed; `error` is what the user should read
+        with contextlib.suppress(RunError):  # if the disk failed, `error` is still what the user should read
             write_summary(run, "failed", started, error=error)
 
 
@@ -148,15 +148,15 @@ def export(run: "Run") -> list[Path]:
     rows, cfg = run.corpus.val or run.corpus.train, run.config.export
     example = rows.read(np.zeros((1, 2), dtype=np.int64))["input_ids"][:, : run.config.data.seq_len]
     model: Any = run.objective.model.model
-    if sharding.is_sharded(run.objective.model):  # the same weights, in one piece
-        # A base that was shared out, as it is too large for one GPU, has no room there beside its parts.
+    if sharding.is_sharded(run.objective.model):  # loads the same weights unsharded
+        # On the host: a base model that is sharded because of its size does not fit on one GPU beside its shard.
         model, _, _ = from_run(run.dir, "last", trust.granted(run.config), on_host=True)
     else:
         for feature in features_on(run.config):
             feature.restore_model(model)
     folders = [(run.dir.export, False)]
     if cfg.merge and adapter_of(model) is not None:
-        folders.append((run.dir.export_merged, True))  # last: it changes the model
+        folders.append((run.dir.export_merged, True))  # last, because merging changes the model
     return [
         export_model(
             model,
@@ -175,8 +175,8 @@ def export(run: "Run") -> list[Path]:
 
 
 def show(run: "Run", summary: dict[str, Any], exported: list[Path]) -> None:
-    """A small table: loss, best step, tokens/s, memory, time, where curves and exports are; then what to type next."""
-    if os.environ.get(TRIAL) == "1":  # the sweep says it
+    """Prints a table (loss, best step, tokens/s, memory, time, paths of curves and exports) and suggested commands."""
+    if os.environ.get(TRIAL) == "1":  # the sweep reports its trials
         return
     val, title = run.metrics.last_val, f"{summary['status'].replace('_', ' ')} at step {summary['step']:,}"
     if os.environ.get(TRIAL) or run.config.run.quiet:
@@ -190,7 +190,7 @@ def show(run: "Run", summary: dict[str, Any], exported: list[Path]) -> None:
 
 
 def facts_of(run: "Run", summary: dict[str, Any], exported: list[Path]) -> list[tuple[str, str]]:
-    """(what, in words) of a run that has ended."""
+    """Returns the rows of the table printed at the end of a run, as (name, value in words)."""
     last, rows = {**run.metrics.last_train, **run.metrics.last_val}, list[tuple[str, str]]()
     keys = ("train/loss", "val/loss", "val/perplexity", "val/bits_per_byte", "val/rewards/accuracy",
             "val/rewards/margin")  # fmt: skip

@@ -1,6 +1,6 @@
-"""What `lmtrain verify` does: proves exact resume on a config and a machine.
+"""The `lmtrain verify` command: checks that a run with this config resumes exactly on this machine.
 
-Trains a few steps without interruption, then again with a SIGKILL in the middle and a resume, and compares the rows
+It trains a few steps without interruption, then again with a SIGKILL in the middle and a resume, and compares the rows
 trained on, every logged number and every weight.
 """
 
@@ -26,12 +26,12 @@ from lmtrain.files import read_jsonl
 from lmtrain.run_folder.folder import make_root
 
 STEPS, SAVE_EVERY, KILL_AFTER = 6, 2, 3
-GROWN_UP = 4  # the step from which on what grows (data.curriculum, data.batch_warmup) has grown up
+GROWN_UP = 4  # the step at which row length (data.curriculum) and step size (data.batch_warmup) stop growing
 _TIMEOUT_SECONDS = 1800
 
 
 def verify(config: Config) -> int:
-    """Runs the proof in a temporary folder; 0 if the resumed run equals the uninterrupted one, 1 if not."""
+    """Runs the check in a temporary folder; returns 0 if the resumed run equals the uninterrupted one, else 1."""
     left_out = ("run.", "trainer.max_steps", "trainer.max_epochs", "+")
     overrides = [w for w in ranks.typed() if trust.key_in(w) or not w.startswith(left_out)]
     folder = Path(tempfile.mkdtemp(prefix="lmtrain_verify_", dir=make_root(config)))
@@ -59,14 +59,14 @@ def verify(config: Config) -> int:
 
 
 def growing(config: Config) -> list[str]:
-    """Settings by which what grows has grown up before these few steps end."""
+    """Returns overrides with which row length and step size reach their final values within these few steps."""
     data = config.data
     asked = {"curriculum": data.curriculum.by, "batch_warmup": data.batch_warmup.start_size}
     return [f"data.{section}.steps={GROWN_UP}" for section, value in asked.items() if value is not None]
 
 
 def promise(config: Config) -> str:
-    """What a resume keeps where the numbers may differ: on a GPU, without deterministic algorithms. Else nothing."""
+    """Describes what a resume guarantees if numbers may differ (on a GPU without deterministic algorithms), else ''."""
     devices.resolve_auto(config)
     if config.trainer.accelerator != "cuda" or config.trainer.deterministic is True:
         return ""
@@ -105,7 +105,7 @@ def _finish(process: subprocess.Popen[str]) -> None:
 
 
 def _kill_after(process: subprocess.Popen[str], metrics: Path, step: int) -> None:
-    """SIGKILLs the run as soon as `step` is logged; RunError if it ends before."""
+    """Kills the run with SIGKILL as soon as `step` is logged; raises RunError if it ends before that."""
     while process.poll() is None:
         if any(row["step"] >= step for row in read_jsonl(metrics)):
             process.send_signal(signal.SIGKILL)
@@ -117,7 +117,7 @@ def _kill_after(process: subprocess.Popen[str], metrics: Path, step: int) -> Non
 
 
 def differences(a: Path, b: Path) -> list[str]:
-    """What differs between two finished runs: logged rows (times apart) and the last checkpoint's weights."""
+    """Describes how two finished runs differ, in logged rows (times excluded) and in the last checkpoint's weights."""
     problems = []
     rows_a, rows_b = ([without_times(r) for r in read_jsonl(run / "metrics.jsonl")] for run in (a, b))
     if len(rows_a) != len(rows_b):

@@ -1,4 +1,4 @@
-"""Cuts a run's logs (metrics.jsonl, samples.jsonl) back to the step it resumes from; keeps a copy of a damaged one."""
+"""Truncates a run's logs (metrics.jsonl, samples.jsonl) to the step it resumes from; backs up damaged ones."""
 
 import os
 import shutil
@@ -10,17 +10,17 @@ from lmtrain.files import aside, open_regular, parse_row, write_atomic
 
 
 def cut_back(path: Path, step: int, validated: bool, tell: Callable[[str], None]) -> int:
-    """Cuts a JSON-lines file back to the rows with `step` <= step, so that a resumed run writes each step once.
+    """Truncates a JSON-lines file to the rows with `step` <= step, so that a resumed run writes each step once.
 
-    Where `step` is not `validated`, what its validation wrote goes too: it will be made again. Where lines can't be
-    read, or don't stand in order, `tell` gets what was wrong, and the file as it was is kept beside it.
+    Unless `step` is `validated`, the rows of its validation are removed too, since it will be repeated. If lines are
+    unreadable or out of order, `tell` gets a description of the problem and a copy of the original file is kept.
 
     Returns:
-        The number of rows that stay.
+        The number of rows that remain.
     """
     if not path.exists():
         return 0
-    rows, size = 0, 0  # of the lines that stay
+    rows, size = 0, 0  # of the remaining lines
     went_on, problems = False, []
     for number, (line, stays, problem) in enumerate(_judge(path, step, validated), 1):
         if problem is None and stays and went_on:
@@ -40,7 +40,7 @@ def cut_back(path: Path, step: int, validated: bool, tell: Callable[[str], None]
 
 
 def _judge(path: Path, step: int, validated: bool) -> Iterator[tuple[bytes, bool, str | None]]:
-    """Each line, whether it stays where a run goes on after `step`, and why it can't be read."""
+    """Yields each line, whether to keep it when a run resumes after `step`, and why it is unreadable (or None)."""
     with open_regular(path) as file:
         for line in file:
             if not line.endswith(b"\n") and b"\0" not in line:
@@ -57,21 +57,21 @@ def _judge(path: Path, step: int, validated: bool) -> Iterator[tuple[bytes, bool
 
 
 def readable_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file that may be damaged, as far as they can be read."""
+    """Returns all readable rows of a file that may be damaged."""
     if not path.exists():
         return []
     return [parse_row(line) for line, _, problem in _judge(path, 0, False) if problem is None]
 
 
 def of_validation(row: dict[str, Any]) -> bool:
-    """Of metrics.jsonl or samples.jsonl."""
-    of_step = "rows" in row  # a record of training, whatever else was logged with it
+    """Returns whether a row of metrics.jsonl or samples.jsonl was written by a validation."""
+    of_step = "rows" in row  # a training record, whatever else it contains
     of_rollout = "reward" in row  # completions of a step's rollout
     return ("prompt" in row and not of_rollout) or (not of_step and any(key.startswith("val/") for key in row))
 
 
 def _rewrite(path: Path, lines: list[bytes], problems: list[str], tell: Callable[[str], None]) -> None:
-    """Keeps `lines` alone of a damaged file, and a copy of it as it was."""
+    """Replaces a damaged file by `lines`, after saving a copy of the original beside it."""
     kept = aside(path)
     shutil.copyfile(path, kept)
     write_atomic(path, b"".join(lines).decode("utf-8"))

@@ -1,6 +1,6 @@
-"""The run's folder: what is in it, how it is written, how it is found again. Imports no torch.
+"""The run folder: its contents, and functions that locate, create, reopen and write it. Imports no torch.
 
-A run writes into its own folder only, whoever made that: links that lead out of it are refused.
+A run writes only inside its own folder, even if the folder came from someone else: links leading out are refused.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from lmtrain.terminal import counted
 
 
 class RunDir:
-    """Paths inside one run's folder, `path`."""
+    """Paths inside the folder `path` of one run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -31,19 +31,19 @@ class RunDir:
         self.samples = path / "samples.jsonl"
         self.plan = path / "plan.txt"
         self.summary = path / "summary.json"
-        self.starts = path / "starts.jsonl"  # a line for each time a process began to train here: {"time", "step"}
+        self.starts = path / "starts.jsonl"  # a line for each start or resumption of training: {"time", "step"}
         self.report = path / "report.html"
         self.checkpoints = path / "checkpoints"
         self.tokenizer = path / "tokenizer"
-        self.ring = path / "ring"  # tokens ahead of a run that trains on a stream; gone when it has ended
-        self.ranks = path / "ranks"  # what the parent of several ranks writes for them, before the run itself begins
+        self.ring = path / "ring"  # prefetched tokens of a run that trains on a stream; removed when the run ends
+        self.ranks = path / "ranks"  # config and logs that a multi-rank launch writes before the run itself begins
         self.export = path / "export"
-        self.export_merged = path / "export_merged"  # adapter and base as one model, beside the adapter in `export`
+        self.export_merged = path / "export_merged"  # adapter and base merged into one model; `export` has the adapter
 
     def discard_if_unused(self, existed: Path) -> None:
-        """Removes a new folder in which no training began: a config that was refused leaves nothing behind.
+        """Removes a new run folder in which no training started, so that a rejected config leaves nothing behind.
 
-        `existed` is the part of the path that was there before, which stays.
+        `existed` is the part of the path that existed before; it is kept.
         """
         if self.metrics.exists() or self.summary.exists() or checkpoint_names(self.checkpoints):
             return
@@ -51,17 +51,17 @@ class RunDir:
             return
         for entry in self.path.iterdir() if self.path.is_dir() else ():
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-        with contextlib.suppress(OSError):  # another run has begun beside it
+        with contextlib.suppress(OSError):  # not empty: another run has started beside it
             for folder in (self.path, *self.path.parents):
                 if folder == existed:
                     break
                 folder.rmdir()
 
     def read_summary(self) -> dict[str, Any] | None:
-        """How the run ended; None where that has not been written.
+        """Returns the contents of summary.json, which says how the run ended, or None if there is none.
 
         Raises:
-            UserError: it is not what `write_summary` wrote.
+            UserError: the file can't be read or lacks a valid status or best_metric.
         """
         try:
             summary = json.loads(read_regular(self.summary))
@@ -80,15 +80,15 @@ class RunDir:
 
 
 def note_start(run: RunDir, checkpoint: Path | None) -> None:
-    """Adds a line to starts.jsonl: now, from the step of `checkpoint`, training begins or goes on."""
+    """Appends the current time and the step at which training starts or resumes to starts.jsonl."""
     number = checkpoint.name.rpartition("_")[2] if checkpoint is not None else "0"
     step = int(number) if number.isdigit() else None
-    with contextlib.suppress(OSError), run.starts.open("a", encoding="utf-8") as file:  # a note, no part of the run
+    with contextlib.suppress(OSError), run.starts.open("a", encoding="utf-8") as file:  # optional: failures are ignored
         file.write(json.dumps({"time": round(time.time(), 3), "step": step}) + "\n")
 
 
 def _check_summary(summary: Any) -> None:
-    """ValueError where it lacks what decides whether the run goes on, and how it is judged."""
+    """Raises ValueError unless the summary has a status and any best_metric is a dict of numbers (or None)."""
     if not isinstance(summary, dict) or not isinstance(summary.get("status"), str):
         raise ValueError("it has no status")
     best = summary.get("best_metric") or {}
@@ -101,7 +101,7 @@ def checkpoint_names(folder: Path) -> list[str]:
 
 
 def locate(config: Config) -> Path:
-    """Where this run lives: run.dir, or <root>/<name>, or <root>/<date>_<time> (made unique)."""
+    """Returns the path of the run's folder: run.dir, <root>/<name>, or <root>/<date>_<time> (made unique)."""
     if config.run.dir is not None:
         return Path(config.run.dir).expanduser().absolute()
     root = Path(config.run.root).expanduser().absolute()
@@ -115,7 +115,7 @@ def locate(config: Config) -> Path:
 
 
 def make_root(config: Config) -> Path:
-    """run.root, which is made if it is not there; UserError where it can't be."""
+    """Returns run.root, creating it if it does not exist; UserError if that fails."""
     root = Path(config.run.root).expanduser().absolute()
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -125,14 +125,14 @@ def make_root(config: Config) -> Path:
 
 
 def existing_part(path: Path) -> Path:
-    """The longest part of a path that is there."""
+    """Returns the longest part of a path that exists."""
     return next(p for p in (path, *path.parents) if p.exists())
 
 
 def resume_mode(config: Config) -> str:
-    """none, auto, or a checkpoint's path; a named run continues unless told otherwise.
+    """Returns none, auto, or a checkpoint's path; a run with run.name resumes (auto) unless run.resume is set.
 
-    A cooldown begins at its checkpoint and continues, as others do, where its own folder has one.
+    A cooldown run starts from run.cooldown_from and resumes (auto) once its own folder has a checkpoint.
     """
     cooldown_from = config.run.cooldown_from
     if cooldown_from is not None:
@@ -143,14 +143,14 @@ def resume_mode(config: Config) -> str:
 
 
 def asked(config: Config) -> dict[str, Any]:
-    """What decides when a run has ended."""
+    """Returns the config values that determine the length of a run."""
     t, chosen = config.trainer, config.budget.chosen
     budget = {} if chosen is None else {chosen: getattr(config.budget, chosen)}
     return {"max_steps": t.max_steps, "max_epochs": t.max_epochs, **budget}
 
 
 def is_finished(config: Config) -> bool:
-    """Whether the run of this config has ended and no other length is asked for now; then it says so."""
+    """Returns whether the run of this config has ended with the same requested length; prints a message if so."""
     folder = RunDir(locate(config))
     if resume_mode(config) != "auto" or not folder.config.exists():
         return False
@@ -162,19 +162,19 @@ def is_finished(config: Config) -> bool:
 
 
 def has_ended(folder: RunDir, step: int) -> bool:
-    """Whether a run has ended, and said so, with the checkpoint of this step."""
+    """Returns whether the run's summary says that it ended at this step."""
     summary = _ended(folder)
     return summary is not None and summary["step"] == step
 
 
 def _ended(folder: RunDir) -> dict[str, Any] | None:
-    """The summary of a run that has ended and said so."""
+    """Returns the summary of a run with status finished or stopped_early, otherwise None."""
     summary = folder.read_summary()
     return summary if summary is not None and summary["status"] in ("finished", "stopped_early") else None
 
 
 def nothing_to_do(folder: RunDir) -> str:
-    """What is said of a finished run, with the length that would train it further."""
+    """Returns the message for a finished run, which names the setting that would train it further."""
     summary = folder.read_summary() or {}
     asked, step = summary.get("asked") or {}, summary.get("step", 0)
     epochs = asked.get("max_epochs")
@@ -191,16 +191,16 @@ def nothing_to_do(folder: RunDir) -> str:
 
 
 def foreign_files(run: RunDir) -> list[Path]:
-    """What lies in a folder that holds no run yet, but for what a start that was killed early leaves."""
+    """Returns the entries of a folder without a run, except the leftovers of a start that was killed early."""
     entries = [p for p in run.path.iterdir() if ".tmp" not in p.name and p.name != run_lock.NAME]
     return [p for p in entries if p != run.ranks and (p != run.checkpoints or any(p.iterdir()))]
 
 
 def open_run(config: Config) -> RunDir:
-    """Makes or reopens the run's folder; sets config.run.dir to it.
+    """Creates or reopens the run's folder and sets config.run.dir to it.
 
     Raises:
-        UserError: the folder can't be written, holds something else, or holds a run and resume=none.
+        UserError: the folder can't be written, holds other files or links out of it, or holds a run and resume=none.
     """
     path = locate(config)
     run = RunDir(path)
@@ -220,14 +220,14 @@ def open_run(config: Config) -> RunDir:
         probe.unlink()
     except OSError as error:
         if isinstance(error, FileExistsError) and not named:
-            return open_run(config)  # a run that began in the same second has taken the name
+            return open_run(config)  # a run that started in the same second has this name
         raise UserError(f"cannot write the run folder {path}: {error.strerror}; set run.dir to one you can") from None
     config.run.dir = str(path)
     return run
 
 
 def refuse_to_overwrite(run: RunDir, config: Config) -> None:
-    """UserError where the folder holds a run that `config` does not continue."""
+    """Raises UserError if the folder holds a run that `config` does not resume."""
     if run.config.exists() and resume_mode(config) == "none":
         raise UserError(
             f"{run.path} holds a run already, and nothing in it is overwritten: continue it with run.resume=auto, "
@@ -236,7 +236,7 @@ def refuse_to_overwrite(run: RunDir, config: Config) -> None:
 
 
 def write_config(run: RunDir, config: Config) -> None:
-    """config.yaml of the run; a resumed run's earlier one is kept as config.1.yaml and so on when it differs."""
+    """Writes the run's config.yaml; if it differs, an earlier one is kept as config.1.yaml, config.2.yaml, ..."""
     text = config_rules.dump(config)
     if run.config.exists():
         if read_regular(run.config) == text:
@@ -249,7 +249,7 @@ def write_config(run: RunDir, config: Config) -> None:
 
 
 def tokenizer_files(run: RunDir) -> dict[str, str] | None:
-    """The hashes of the files of the run's tokenizer; None where they can't be read."""
+    """Returns the hashes of the run's tokenizer files, or None if they can't be read."""
     from lmtrain.data import tokenizers
 
     try:
@@ -259,7 +259,7 @@ def tokenizer_files(run: RunDir) -> dict[str, str] | None:
 
 
 def write_tokenizer(run: RunDir, tokenizer: Any) -> None:
-    """The run's own copy of its tokenizer, for whoever generates from it; complete or absent."""
+    """Writes the run's own copy of its tokenizer, which loading the model later needs; complete or not at all."""
     from lmtrain.data import tokenizers
 
     temporary = temporary_beside(run.tokenizer)
@@ -278,7 +278,7 @@ def write_tokenizer(run: RunDir, tokenizer: Any) -> None:
 
 
 def refuse_link_at(path: Path, folder: Path) -> None:
-    """Raises UserError where a path that is to be written to leads out of `folder`."""
+    """Raises UserError if a path to be written resolves to a location outside of `folder`."""
     target, inside = os.path.realpath(path), os.path.realpath(folder)
     if target != inside and not target.startswith(f"{inside}/"):
         raise UserError(
@@ -288,9 +288,9 @@ def refuse_link_at(path: Path, folder: Path) -> None:
 
 
 def refuse_links(folder: Path) -> None:
-    """Raises UserError where a link below a run's folder leads out of it, where other files would be written.
+    """Raises UserError if a link inside a run's folder leads out of it, as writing would change files elsewhere.
 
-    W&B links the log of its own service into the folder of each start, which no later start writes to.
+    Exempt are W&B's links to the log of its service: W&B makes one per start, and later starts do not write to it.
     """
     for place, below, files in os.walk(folder):
         for path in (Path(place) / name for name in (*below, *files)):
@@ -299,7 +299,7 @@ def refuse_links(folder: Path) -> None:
 
 
 def gives_rewards(export: Path) -> bool:
-    """Whether an exported folder holds a model with a scalar head, or an adapter of one."""
+    """Returns whether an exported folder holds a model with a scalar head, or an adapter for one."""
     adapter = export / "adapter_config.json"
     if adapter.exists():
         return json.loads(adapter.read_text(encoding="utf-8")).get("task_type") == "SEQ_CLS"
@@ -309,7 +309,7 @@ def gives_rewards(export: Path) -> bool:
 
 
 def loading_class(export: Path) -> tuple[str, str]:
-    """The package and the class that load an exported folder."""
+    """Returns the names of the package and the class that load an exported folder."""
     kind = "SequenceClassification" if gives_rewards(export) else "CausalLM"
     is_adapter = (export / "adapter_config.json").exists()
     return ("peft", f"AutoPeftModelFor{kind}") if is_adapter else ("transformers", f"AutoModelFor{kind}")

@@ -1,7 +1,8 @@
-"""One process at a time trains in a run's folder: rank 0, or the only one, holds the lock of the file `.lock` in it.
+"""A lock that lets one process at a time train in a run's folder; rank 0 (or the only process) locks `.lock` in it.
 
-Ranks whose launcher was killed are still saving when the same command is started again; and commands are started twice
-by mistake. The operating system gives the lock back when its holder has ended, however it ended; the file stays.
+It is needed because ranks whose launcher was killed may still be saving when the same command is started again, and
+because commands are started twice by mistake. The operating system releases the lock whenever its holder ends, even if
+it crashes; the file stays.
 """
 
 import contextlib
@@ -14,29 +15,29 @@ from filelock import FileLock, Timeout
 from lmtrain.errors import RunError
 
 NAME = ".lock"
-_PATIENCE_SECONDS = 300  # what a launcher gives its ranks to save (launch.py)
+_PATIENCE_SECONDS = 300  # the time a launcher gives its ranks to save (launch.py)
 
 
 def taken(folder: Path) -> bool:
-    """Whether a process trains there now. Looking leaves nothing behind."""
+    """Returns whether a process is training in the folder; the check creates no file."""
     try:
         if (folder / NAME).exists():
             with FileLock(folder / NAME, timeout=0):
                 return False
     except Timeout:
         return True
-    except OSError:  # someone else's folder, or a file system without locks
+    except OSError:  # no permission, or a file system without locks
         pass
     return False
 
 
 @contextlib.contextmanager
 def held(folder: Path, patience: float = _PATIENCE_SECONDS) -> Iterator[None]:
-    """Waits until no other process trains in the folder, and keeps others out; not on a file system without locks.
+    """Waits until no other process trains in the folder, then locks it; does nothing on a file system without locks.
 
     Raises:
-        RunError: the other one is still there after `patience` seconds, or has removed the folder: its config was
-            refused.
+        RunError: the other process still holds the lock after `patience` seconds, or it has removed the folder because
+            its config was rejected.
     """
     lock = FileLock(folder / NAME)
     with contextlib.suppress(OSError):
@@ -52,13 +53,13 @@ def held(folder: Path, patience: float = _PATIENCE_SECONDS) -> Iterator[None]:
 
 def _wait(lock: FileLock, folder: Path, patience: float) -> None:
     try:
-        opened = os.open(folder, os.O_RDONLY)  # no new folder gets this one's inode while it is open
+        opened = os.open(folder, os.O_RDONLY)  # while it is open, no new folder can get its inode
     except FileNotFoundError:
         raise _removed(folder) from None
     print(f"another process is still training in {folder}: waiting for it to end", flush=True)
     try:
         lock.acquire(timeout=patience, poll_interval=0.2)
-        if folder.stat().st_ino != os.fstat(opened).st_ino:  # acquiring made it again
+        if folder.stat().st_ino != os.fstat(opened).st_ino:  # acquire() recreated the folder
             (folder / NAME).unlink()
             lock.release()
             with contextlib.suppress(OSError):  # not empty: another process is in it

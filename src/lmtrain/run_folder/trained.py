@@ -1,4 +1,4 @@
-"""A trained model and its tokenizer, on its device: from a run's checkpoint, an exported folder or the hub."""
+"""Loads a trained model and its tokenizer from a run's checkpoint, an exported folder or the hub, onto its device."""
 
 import difflib
 from pathlib import Path
@@ -25,19 +25,19 @@ from lmtrain.models.scalar_head import has_scalar_head, padding_of, refuse_scala
 from lmtrain.objectives.base import Objective
 from lmtrain.run_folder.folder import RunDir
 
-_TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "merges.txt")  # transformers makes an empty one without them
+_TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "merges.txt")  # without them transformers makes an empty one
 _PREFIX = "model.model."  # LightningModule.model (LanguageModel) .model (transformers)
 
 
 def from_run(
     run: RunDir, which: str, grants: trust.Grants, *, on_host: bool = False
 ) -> tuple[PreTrainedModel, Any, Path]:
-    """Model, tokenizer and the checkpoint's folder; `which` is best, last or a checkpoint's name.
+    """Returns the model, the tokenizer and the checkpoint's folder; `which` is best, last or a checkpoint's name.
 
-    With callbacks.ema the model has the average. `grants` is what the user has opened (config/trust.py).
+    With callbacks.ema the model has the averaged weights. `grants` are the permissions the user gave (config/trust.py).
 
-    The model is fp32 and on the CPU; one with a quantised base is on the GPU it was trained on, if that is here and not
-    `on_host` is asked for.
+    The model is in fp32 on the CPU; with a quantized base it is on the device of its config's trainer.accelerator,
+    unless there is no GPU or `on_host` is set.
     """
     config = rules.load(run.config, grants)
     checkpoint = find_checkpoint(run, which)
@@ -46,8 +46,8 @@ def from_run(
     tokenizer = tokenizers.read(run.tokenizer)
     if config.peft.quantization is None or on_host or not torch.cuda.is_available():
         config.trainer.accelerator = "cpu"
-    config.trainer.strategy = "auto"  # this process holds all of it
-    pl.seed_everything(config.seed, verbose=False)  # what is drawn for a vocabulary that grew
+    config.trainer.strategy = "auto"  # this process holds the whole model
+    pl.seed_everything(config.seed, verbose=False)  # for random embeddings of new tokens
     model = build_trainable_model(config, tokenizer)
     weights = {name.removeprefix(_PREFIX): tensor for name, tensor in store.load_weights(checkpoint).items()}
     check_weights(model, weights)
@@ -60,10 +60,10 @@ def from_run(
 
 
 def set_average(model: PreTrainedModel, trainer_state: dict[str, Any]) -> None:
-    """Gives `model` the average that callbacks=ema has kept in a checkpoint's trainer.pt, where there is one.
+    """Loads the weight average of callbacks=ema from a checkpoint's trainer.pt into `model`, if there is one.
 
     Raises:
-        UserError: the average is of other parameters.
+        UserError: the average has parameters that the model lacks.
     """
     state = trainer_state["callbacks"].get("WeightAverage", {})
     average = {name.removeprefix(_PREFIX): value for name, value in state.get("average", {}).items()}
@@ -74,20 +74,20 @@ def set_average(model: PreTrainedModel, trainer_state: dict[str, Any]) -> None:
 
 
 def check_tokenizer(run: RunDir, fingerprint: dict[str, Any]) -> None:
-    """Compares the run's tokenizer/ with what its checkpoints say of it: the ids it gives, and every file.
+    """Compares the run's tokenizer/ with the records in its checkpoints: the ids it gives and the hash of every file.
 
     Args:
-        fingerprint: of the checkpoint that is read.
+        fingerprint: the fingerprint stored in the checkpoint that is loaded.
 
     Raises:
-        UserError: it is another tokenizer, or can't be read. Which one checkpoints of earlier versions tell by its ids.
+        UserError: the tokenizer differs or can't be read. Checkpoints of earlier versions record only its ids.
     """
     known = fingerprint.get("contents", fingerprint).get("tokenizer")
     told = [c["tokenizer"] for c in retention.manifests(run.checkpoints).values() if c.get("tokenizer")]
     try:
         found = tokenizers.file_hashes(run.tokenizer)
         alike = known is None or "tokenizer.json" not in found or tokenizers.gives_ids_of(run.tokenizer, known)
-    except Exception as error:  # tokenizers raises Exception itself for what is no tokenizer
+    except Exception as error:  # the tokenizers library raises plain Exception
         raise UserError(f"{run.tokenizer} can't be read as a tokenizer: {first_line(error)}") from None
     names = sorted(n for n in {*found, *(told[-1] if told else {})} if told and found.get(n) != told[-1].get(n))
     if not alike or (told and found not in told):
@@ -99,10 +99,10 @@ def check_tokenizer(run: RunDir, fingerprint: dict[str, Any]) -> None:
 
 
 def find_checkpoint(run: RunDir, which: str) -> Path:
-    """The undamaged checkpoint called `which`; best falls back to last where nothing was validated."""
+    """Returns the path of checkpoint `which`, if undamaged; best falls back to last if nothing was validated."""
     candidates = [which, "last"] if which == "best" else [which]
     path = next((p for c in candidates if (p := run.checkpoints / c).exists()), None)
-    if path is None and candidates[-1] == "last":  # a file system without links
+    if path is None and candidates[-1] == "last":  # the file system has no symbolic links
         path = next(reversed(store.scan(run.checkpoints)), None)
     if path is None:
         there = ", ".join(p.name for p in store.scan(run.checkpoints)) or "none"
@@ -115,14 +115,16 @@ def find_checkpoint(run: RunDir, which: str) -> Path:
 
 
 def load(name: str, which: str, grants: trust.Grants) -> tuple[PreTrainedModel, Any]:
-    """Model and tokenizer from a run's folder, a Hugging Face folder or a hub name.
+    """Loads a model and its tokenizer from a run's folder, a Hugging Face folder or a hub name.
 
     Args:
-        which: checkpoint of a run.
-        grants: what the user has opened (config/trust.py); by default no code that comes with the weights runs.
+        which: the checkpoint, if it is a run.
+        grants: permissions the user gave (config/trust.py); without them no code that comes with the weights runs.
 
     Raises:
-        UserError: there is no such model, or it needs its own code, which may not run.
+        UserError: the model does not exist or can't be loaded, has no tokenizer, or needs its own code, which may not
+            run.
+        RunError: the weights or the run's checkpoint are damaged.
     """
     path = Path(name).expanduser()
     if (path / "config.yaml").exists():
@@ -141,17 +143,17 @@ def load(name: str, which: str, grants: trust.Grants) -> tuple[PreTrainedModel, 
             model = load_adapter(path)
         elif path.exists() and is_exported(path):
             model = memory_export.load(path)
-            options["config"] = model.config  # else the tokenizer asks to run the folder's code
+            options["config"] = model.config  # else loading the tokenizer needs trust_remote_code
         else:
             model = folder.from_pretrained(name, **options)
         if not path.exists() or any(any(path.glob(names)) for names in _TOKENIZER_FILES):
             tokenizer = tokenizers.usable(AutoTokenizer.from_pretrained(name, **options))
-            if has_scalar_head(model) and padding_of(model) is None:  # an adapter's base says nothing of it
+            if has_scalar_head(model) and padding_of(model) is None:  # an adapter's base does not set it
                 set_padding(model, tokenizer)
             return model, tokenizer
     except UserError:
         raise
-    except Exception as error:  # the hub's, transformers', safetensors' and pickle's errors share no base class
+    except Exception as error:  # errors of the hub, transformers, safetensors and pickle share no base class
         if not code_runs and "trust_remote_code" in str(error):
             raise UserError(f"{name} brings its own code: if you trust it, set model.trust_remote_code=true") from error
         if path.exists():
@@ -166,10 +168,10 @@ def load(name: str, which: str, grants: trust.Grants) -> tuple[PreTrainedModel, 
 
 
 def _on_hub(name: str, path: Path) -> bool:
-    """Whether the hub answers that it has `name`; False where it can't be asked, and a cached copy may do.
+    """Returns True if the hub has `name`, False if the hub is unreachable, in which case a cached copy may exist.
 
     Raises:
-        UserError: `name` is a mistyped folder, or no name of the hub's.
+        UserError: `name` is a path that does not exist, or the hub has no accessible model of that name.
     """
     if name.startswith(("/", ".", "~")) or (path.parent != Path() and (path.parent.exists() or name.count("/") > 1)):
         there = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
@@ -186,7 +188,7 @@ def _on_hub(name: str, path: Path) -> bool:
 
 
 def load_asked(config: Config) -> tuple[PreTrainedModel, Any]:
-    """The model of run_dir, at generate.checkpoint, on its device, and its tokenizer; UserError without run_dir."""
+    """Loads run_dir's model at generate.checkpoint, on its device, and its tokenizer; UserError without run_dir."""
     if config.run_dir is None:
         raise UserError("which model? set run_dir=outputs/<name>, an exported folder or a hub name")
     model, tokenizer = load(config.run_dir, config.generate.checkpoint, trust.granted(config))
@@ -196,7 +198,7 @@ def load_asked(config: Config) -> tuple[PreTrainedModel, Any]:
 
 
 def place(hf_model: Any, accelerator: str) -> None:
-    """Puts a model on the GPU where there is one and the CPU is not asked for; a quantised one stays where it is."""
+    """Moves a model to the GPU if there is one, unless accelerator is cpu; a quantized model stays on its device."""
     if accelerator == "cpu" or not torch.cuda.is_available():
         return
     if getattr(hf_model.config, "quantization_config", None) is None:

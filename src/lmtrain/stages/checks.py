@@ -1,4 +1,4 @@
-"""What can be found wrong with a stage's data before the stages it needs have run: files, rows, lengths, templates."""
+"""Checks of a stage's data that are possible before the stages it needs have run: files, rows, lengths, templates."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +13,9 @@ from lmtrain.stages.plan import PipelinePlan, PlannedEvaluation, PlannedStage
 
 
 def check(plan: PipelinePlan, begun: set[str]) -> None:
-    """Raises UserError for the first stage or evaluation that could not be trained on its data.
+    """Raises UserError for the first stage or evaluation whose data can't be used.
 
-    Notes the rows counted and the files' digests in each stage. Rows are not read again of what is in `begun`.
+    Records row counts and file digests in each stage. Rows of stages and evaluations in `begun` are not read again.
     """
     for one in plan.stages:
         with definition.naming(f"stage {one.name}"):
@@ -50,7 +50,7 @@ def _check_evaluation(one: PlannedEvaluation, begun: set[str]) -> None:
 
 
 def _digests(data: DataConfig) -> list[str]:
-    """What the files hold that are read, also checked to be there; of data of the hub nothing, which is not asked."""
+    """Returns digests of the data files, after checking that they exist; none for bins, or for the Hub, not queried."""
     if data.source == "bins":
         folder = Path(str(data.path)).expanduser()
         if not folder.is_dir():
@@ -72,10 +72,10 @@ def _digests(data: DataConfig) -> list[str]:
 
 
 def _read_all(data: DataConfig, split: str) -> int | None:
-    """The rows of a split, each read as the conversation or the pairs it holds; None where there is no such split.
+    """Counts the rows of a split, parsing each as a conversation or pairs; None if the split is missing or empty.
 
     Raises:
-        UserError: a row can't be read, and data.on_bad_row=raise.
+        UserError: a row can't be parsed, and data.on_bad_row=raise.
     """
     from lmtrain.data.chat.turns import BadRow
     from lmtrain.data.sources.choose import open_parts, split_records
@@ -112,7 +112,7 @@ def _read_row(row: dict[str, Any] | str, where: str, data: DataConfig) -> None:
 
 
 def _base(plan: PipelinePlan, one: PlannedStage) -> PlannedStage | None:
-    """The stage whose export is the model this one begins with."""
+    """Returns the stage whose export is the model that this stage starts from, or None."""
     for word in reversed(one.stage.words):
         match = REFERENCE.search(word)
         if key_of(word) == "model.name_or_path":
@@ -121,7 +121,7 @@ def _base(plan: PipelinePlan, one: PlannedStage) -> PlannedStage | None:
 
 
 def lineage(plan: PipelinePlan, one: PlannedStage) -> Iterator[PlannedStage]:
-    """The stage, the one it begins with, and so on to the first."""
+    """Yields the stage, the stage whose model it starts from, and so on to the first."""
     found: PlannedStage | None = one
     while found is not None:
         yield found
@@ -138,13 +138,13 @@ def _check_length(c: Config, base: PlannedStage) -> None:
 
 
 def _check_template(plan: PipelinePlan, one: PlannedStage) -> None:
-    """Raises UserError where a chat template is missing, or is made of tokens that no stage has added."""
+    """Raises UserError if a chat template is missing, or contains special tokens that no stage has added."""
     data = one.config.data
     if data.rows == "text":
         return
     behind = list(lineage(plan, one))
     if behind[-1].config.tokenizer.kind == "hub":
-        return  # one that may bring tokens and template of its own: the stage itself tells
+        return  # this tokenizer may have its own tokens and template: the stage itself checks them
     templates = [s.config.data.chat_template for s in behind if s.config.data.chat_template]
     columns = {"prompt_completion", "text", "preference_text"}
     if not templates and data.conversation_format not in columns:

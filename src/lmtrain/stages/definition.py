@@ -1,4 +1,4 @@
-"""A pipeline as it is written: stages and evaluations, each a list of overrides, out of conf/pipeline/<name>.yaml.
+"""A pipeline as written in conf/pipeline/<name>.yaml: stages and evaluations, each with a list of overrides.
 
     stages:
       pretrain:
@@ -10,8 +10,8 @@
         of: [pretrain, sft]
         overrides: [data=chat_jsonl, data.val_path=held_out.jsonl]
 
-`${stage.NAME.export}` is the folder that stage exports, `export_merged` that of its merged adapter, `run` its run's
-folder. A stage needs those it names so, and those under `needs`. Imports no torch.
+`${stage.NAME.export}` is the folder that stage NAME exports, `export_merged` that of its merged adapter, `run` its run
+folder. A stage depends on the stages that it references this way and on those under `needs`. Imports no torch.
 """
 
 import dataclasses
@@ -32,14 +32,14 @@ from lmtrain.errors import UserError, did_you_mean
 from lmtrain.files import read_regular
 
 REFERENCE = re.compile(r"\$\{stage\.([^.}]*)\.?([^}]*)\}")
-FOLDERS = ("export", "export_merged", "run")  # what of a stage can be named
+FOLDERS = ("export", "export_merged", "run")  # the folders of a stage that can be referenced
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 SECTIONS = {field.name for field in dataclasses.fields(Config)} | {"stage", "experiment", "evaluations", "stages"}
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A run of lmtrain.train, of overrides as written."""
+    """A run of lmtrain.train, with its overrides as written in the file."""
 
     name: str
     words: tuple[str, ...]
@@ -48,7 +48,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """lmtrain.evaluate on what each of the stages `of` has exported."""
+    """A run of lmtrain.evaluate on the export of each of the stages in `of`."""
 
     name: str
     words: tuple[str, ...]
@@ -58,7 +58,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Stages in an order in which each comes after those it needs."""
+    """A pipeline, with its stages in an order in which each comes after those it needs."""
 
     name: str
     stages: tuple[Stage, ...]
@@ -68,7 +68,7 @@ class Pipeline:
 
 @contextmanager
 def naming(what: str) -> Iterator[None]:
-    """Puts what is wrong before what a UserError says of it."""
+    """Prefixes the message of a UserError raised inside with `what`, the part of the pipeline it is about."""
     try:
         yield
     except UserError as error:
@@ -76,7 +76,7 @@ def naming(what: str) -> Iterator[None]:
 
 
 def find(name: str, config_dir: str | None) -> Path:
-    """The file of a pipeline: of lmtrain's own, of --config-dir, or a path; UserError where there is none."""
+    """Returns the file of a pipeline: of lmtrain, of --config-dir, or a path. Raises UserError if none exists."""
     folders = [*([Path(config_dir)] if config_dir else []), conf_dir()]
     places = [folder / "pipeline" / f"{name}.yaml" for folder in folders]
     if name.endswith((".yaml", ".yml")):
@@ -90,10 +90,10 @@ def find(name: str, config_dir: str | None) -> Path:
 
 
 def read(path: Path) -> Pipeline:
-    """The pipeline that a file holds.
+    """Reads a pipeline from a file.
 
     Raises:
-        UserError: it can't be read, or a stage needs one that isn't there, or itself, by whatever way round.
+        UserError: the file can't be read, or a stage needs an unknown stage or, directly or indirectly, itself.
     """
     try:
         tree = safe_yaml.parse(read_regular(path), str(path))
@@ -112,7 +112,7 @@ def read(path: Path) -> Pipeline:
 
 
 def in_order(stages: dict[str, Stage]) -> list[Stage]:
-    """Each after those it needs, else as written; UserError where they need one another in a circle."""
+    """Sorts stages so that each comes after those it needs, else as written. Raises UserError for circular needs."""
     sorter: TopologicalSorter[str] = TopologicalSorter({name: stage.needs for name, stage in stages.items()})
     try:
         sorter.prepare()
@@ -172,7 +172,7 @@ def _all_needs(words: tuple[str, ...], named: tuple[str, ...]) -> tuple[str, ...
 
 
 def needs_of(words: tuple[str, ...]) -> list[str]:
-    """The stages that overrides name; UserError where one names nothing that a stage has."""
+    """Returns the stages that overrides reference. Raises UserError if a reference names no folder of a stage."""
     found = [match for word in words for match in REFERENCE.finditer(word)]
     for match in found:
         if match[2] not in FOLDERS:
@@ -191,12 +191,12 @@ def _check_needs(all_of_them: list[Stage | Evaluation], stages: dict[str, Stage]
                 raise UserError(f"{kind} {one.name} needs {needed}, which is not a stage{known}")
 
 
-_OWN = ("run.name", "run.root", "run.dir")  # of the pipeline's folder
+_OWN = ("run.name", "run.root", "run.dir")  # keys of the pipeline's own folder
 
 
 @dataclass
 class Typed:
-    """Words of the command line: the pipeline's own, those of all stages, those of one stage or evaluation."""
+    """The words of the command line: those for the pipeline, for all stages, and for one stage or evaluation."""
 
     pipeline: str
     own: dict[str, str] = field(default_factory=dict)
@@ -204,7 +204,7 @@ class Typed:
     of: dict[str, list[str]] = field(default_factory=dict)
 
     def folder(self, name: str) -> Path:
-        """Folder of the pipeline `name`: run.dir, or run.root/run.name, outputs/<pipeline> unless said otherwise."""
+        """Returns the folder of pipeline `name`: run.dir, or run.root/run.name, by default outputs/<pipeline>."""
         given = {key: text.strip("'\"") for key, text in self.own.items()}
         name_of_folder("run.name", given.get("run.name"))
         if "run.dir" in given:
@@ -213,7 +213,7 @@ class Typed:
 
 
 def pipeline_of(words: list[str]) -> str:
-    """The value of pipeline=...; UserError where there is none."""
+    """Returns the value of pipeline=... on the command line. Raises UserError if there is none."""
     named = [word.partition("=")[2] for word in words if word.startswith("pipeline=")]
     bare = next((word for word in words if "=" not in word and not word.startswith("~")), None)
     if not named and bare is not None:
@@ -228,7 +228,7 @@ def key_of(word: str) -> str:
 
 
 def sort(words: list[str], pipeline: Pipeline) -> Typed:
-    """Deals the words out: sft.optimizer.lr=1e-4 to the stage sft, run.name to the pipeline, others to all stages."""
+    """Assigns the words: sft.optimizer.lr=1e-4 to the stage sft, run.name to the pipeline, others to all stages."""
     typed = Typed(pipeline_of(words))
     names = [*(s.name for s in pipeline.stages), *(e.name for e in pipeline.evaluations)]
     for word in words:
@@ -249,7 +249,7 @@ def sort(words: list[str], pipeline: Pipeline) -> Typed:
 
 
 def extended(pipeline: Pipeline, typed: Typed) -> Pipeline:
-    """The pipeline with the words typed for single stages and evaluations added to theirs."""
+    """Returns the pipeline with the words typed for single stages and evaluations appended to their overrides."""
 
     def more(name: str, words: tuple[str, ...]) -> tuple[str, ...]:
         added = [w for w in typed.of.get(name, []) if "=" in w or w.startswith("~")]
@@ -267,7 +267,7 @@ def extended(pipeline: Pipeline, typed: Typed) -> Pipeline:
 
 
 def resolved(words: Sequence[str], folder: Path) -> list[str]:
-    """The words with each `${stage.NAME.export}` as a path."""
+    """Returns the words with each reference such as `${stage.NAME.export}` replaced by a path."""
 
     def path(match: re.Match[str]) -> str:
         run = folder / match[1]

@@ -1,4 +1,4 @@
-"""Every stage and evaluation of a pipeline composed and checked, before the first of them begins. Imports no torch."""
+"""The plan of a pipeline: its stages and evaluations, composed and checked before any begins. Imports no torch."""
 
 import functools
 import os
@@ -20,16 +20,16 @@ from lmtrain.stages import definition as command
 from lmtrain.stages.definition import REFERENCE, Evaluation, Pipeline, Stage, Typed, needs_of
 from lmtrain.sweeps.plan import refuse_without_effect
 
-_OF_BOTH = ("data.cache_dir", "trainer.accelerator", "trainer.num_threads", *trust.CLOSED)  # evaluations too
+_OF_BOTH = ("data.cache_dir", "trainer.accelerator", "trainer.num_threads", *trust.CLOSED)  # apply to evaluations too
 _OF_STAGES_FOLDER = ("run.name", "run.root", "run.dir", "run.resume")
-# What is shown of a run decides nothing in the next stage, but for what is exported of it.
+# Keys marked SHOWN have no effect on the next stage, except these, which shape the export.
 _SHAPES_EXPORT = ("export.enabled", "export.dtype", "export.merge", "export.generation", "checkpoint.monitor")
 
 
 @dataclass
 class PlannedStage:
     stage: Stage
-    words: list[str]  # of its lmtrain.train
+    words: list[str]  # arguments of its lmtrain.train
     config: Config
     run: Path
     rows: dict[str, int] = field(default_factory=dict)  # of each split, where they were counted
@@ -44,7 +44,7 @@ class PlannedStage:
         return self.run / "export"
 
     def settings(self, folder: Path) -> dict[str, object]:
-        """What shapes the stage's export; other stages' folders by their names, wherever the pipeline lies."""
+        """Returns the settings that shape the stage's export, with paths relative to the pipeline's folder."""
         found = {}
         for key in keys_in(self.config):
             if key.shapes not in (SHOWN, MACHINE) or key.name in _SHAPES_EXPORT:
@@ -59,7 +59,7 @@ class PlannedEvaluation:
 
     evaluation: Evaluation
     of: str
-    words: list[str]  # of its lmtrain.evaluate
+    words: list[str]  # arguments of its lmtrain.evaluate
     config: Config
     file: Path
 
@@ -82,17 +82,17 @@ class PipelinePlan:
     evaluations: list[PlannedEvaluation]
 
     def identity(self, one: PlannedStage, exports: dict[str, str]) -> str:
-        """What identifies a stage: its settings, the files it reads, and what the stages it needs have exported."""
+        """Returns a hash that identifies a stage: its settings, the files it reads, and the exports it depends on."""
         inputs = {name: exports[name] for name in one.stage.needs}
         return short_hash([one.settings(self.folder), one.data, inputs])
 
     def identity_of_scores(self, one: PlannedEvaluation, exports: dict[str, str]) -> str:
-        """What identifies an evaluation: its words and the models it reads."""
+        """Returns a hash that identifies an evaluation: its overrides and the exports it reads."""
         needed = {name: exports[name] for name in one.needs}
         return short_hash([[word.replace(str(self.folder), "") for word in one.words], needed])
 
     def flags_of(self, one: PlannedEvaluation) -> list[str]:
-        """What its process is told: addresses of data that its stage was allowed to read, it may read again."""
+        """Returns the flags of an evaluation's process; it may read the remote data that its stage was allowed to."""
         stage = next(stage for stage in self.stages if stage.name == one.of)
         config = self.folder / one.of / "export" / "lmtrain_config.yaml"
         return [*self.flags, *(["--trust", str(config)] if any(places.addresses(vars(stage.config.data))) else [])]
@@ -102,7 +102,7 @@ def make(pipeline: Pipeline, typed: Typed, config_dir: str | None) -> PipelinePl
     """Composes and checks every stage and evaluation.
 
     Raises:
-        UserError: the first mistake in any of them, and in which.
+        UserError: the first mistake in any of them; the message names the stage or evaluation.
     """
     pipeline = command.extended(pipeline, typed)
     composer = _Composer(pipeline.file, typed, typed.folder(pipeline.name), config_dir)
@@ -126,7 +126,7 @@ def make(pipeline: Pipeline, typed: Typed, config_dir: str | None) -> PipelinePl
 
 @dataclass
 class _Composer:
-    """Composes what is written in a pipeline's file with what is typed."""
+    """Composes the overrides in a pipeline's file with those typed on the command line."""
 
     file: Path
     typed: Typed
@@ -142,7 +142,7 @@ class _Composer:
         return PlannedStage(one, words, config, self.folder / one.name)
 
     def evaluation(self, one: Evaluation) -> list[PlannedEvaluation]:
-        """Composes an evaluation once and gives it to each of its stages: they differ in the model alone."""
+        """Composes an evaluation once and plans it for each of its stages, which differ only in the model."""
         scores, found = self.folder / "evaluations", list[PlannedEvaluation]()
         common = [w for w in self.typed.common if _of_evaluations(w) or command.key_of(w) in _OF_BOTH]
         last = [*common, _quoted("evaluate.dir", scores)]
@@ -156,11 +156,13 @@ class _Composer:
     def _composed(
         self, kind: str, one: Stage | Evaluation, verb: str, before: list[str], after: list[str]
     ) -> tuple[list[str], Config]:
-        """The words of its verb and the checked config; mistakes name the stage, and none of its own words is ignored.
+        """Returns the arguments of a stage or evaluation and its checked config.
+
+        Errors name the stage, and overrides of its own that have no effect are errors.
 
         Args:
-            before: words over which what is typed for this one wins.
-            after: words that win over all; the last of them is ours.
+            before: words that come before, and yield to, those typed for this stage or evaluation.
+            after: words that come last and override all others; the last of them is set by lmtrain itself.
         """
         typed = self.typed.of.get(one.name, [])
         written = one.words[: len(one.words) - len(typed)]
@@ -168,7 +170,7 @@ class _Composer:
         in_file, own = command.resolved(written, self.folder), command.resolved(typed, self.folder)
         words, told = [*in_file, *before, *own, *after], [*self.typed.common, *own, *after[-1:]]
         untyped = [word for word in in_file if word not in told]
-        # As lmtrain.evaluate composes them.
+        # lmtrain.evaluate composes its overrides in the same way.
         composed = [*(["model.max_position_embeddings=1000000"] if verb == "evaluate" else []), *words]
         with command.naming(f"{kind} {one.name}"):
             tree = rules.compose(composed, self.config_dir)
@@ -179,7 +181,7 @@ class _Composer:
         return words, config
 
     def default(self, words: Iterable[str]) -> Callable[[str], object]:
-        """The values of keys where they are not typed."""
+        """Returns a function that gives the value a key has if it is not typed."""
 
         @functools.cache
         def tree() -> DictConfig:
@@ -197,7 +199,7 @@ def _quoted(key: str, path: Path) -> str:
 
 
 def _check_uses(what: str, words: tuple[str, ...], stages: dict[str, PlannedStage]) -> None:
-    """Raises UserError where a stage is asked for a folder that it won't have, or an adapter is taken for a model."""
+    """Raises UserError if a referenced folder will not exist, or if an exported adapter is used as a model."""
     for word in words:
         for match in REFERENCE.finditer(word):
             used, other = match[2], stages[match[1]]

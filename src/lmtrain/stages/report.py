@@ -1,4 +1,4 @@
-"""The plan of a pipeline before it begins, and its report: what each stage was and scored, side by side."""
+"""The printed plan of a pipeline before it begins, and its report, which compares the stages and their scores."""
 
 import io
 import json
@@ -31,14 +31,14 @@ from lmtrain.stages.plan import PipelinePlan, PlannedStage
 from lmtrain.stages.state import State
 
 Row = list[str]
-Score = tuple[float, float | None]  # and its standard error
+Score = tuple[float, float | None]  # a value and its standard error
 _STAGES = ["stage", "status", "steps", "tokens", "val/loss", "time"]
 _ANSWERS = 6  # prompts whose answers are shown side by side
 _NORMAL = 1.96  # standard errors from a mean to the end of its 95 % interval
 
 
 def show_plan(plan: PipelinePlan, statuses: dict[str, str]) -> None:
-    """Prints what each stage is, on what data and whether it will run; keeps it as plan.txt."""
+    """Prints each stage's objective, model, data and whether it will run, and writes the same to plan.txt."""
     what = _table(
         f"pipeline {plan.pipeline.name} in {plan.folder}",
         ["stage", "what happens", "objective", "model", "data"],
@@ -92,7 +92,7 @@ def _table(title: str, header: list[str], rows: list[Row]) -> Any:
 
 
 def write(plan: PipelinePlan, state: State) -> Path:
-    """Prints the tables and writes report.html and report.json; returns the first."""
+    """Prints the tables, writes report.html and report.json, and returns the path of report.html."""
     stages, scores = _stages(plan, state), _scores(plan)
     names = [one.name for one in plan.stages]
     console = terminal.console()
@@ -128,12 +128,12 @@ def _stages(plan: PipelinePlan, state: State) -> list[Row]:
 
 
 def _seconds(state: State) -> float:
-    """How long all stages and evaluations have taken, over all starts."""
+    """Returns the seconds that all stages and evaluations have taken, over all starts."""
     return round(sum(row.seconds for row in state.rows.values()), 1)
 
 
 def _scores(plan: PipelinePlan) -> dict[tuple[str, str], dict[str, Score]]:
-    """(evaluation, score) to the value of each stage and its standard error."""
+    """Returns, for each (evaluation, score), the value of each stage and its standard error."""
     found: dict[tuple[str, str], dict[str, Score]] = {}
     for one in plan.evaluations:
         try:
@@ -157,7 +157,7 @@ def _number(value: Any) -> str:
 
 
 def _with_error(score: Score | None) -> str:
-    """0.4312 ± 0.0087."""
+    """Formats a score with its standard error, as in 0.4312 ± 0.0087."""
     value, error = score or (None, None)
     return f"{_number(value)} ± {_number(error)}" if _number(error) else _number(value)
 
@@ -190,7 +190,7 @@ def _page(plan: PipelinePlan, state: State, stages: list[Row], scores: list[Row]
 
 
 def _curves(plan: PipelinePlan) -> dict[str, list[dict[str, Any]]]:
-    """The losses of each stage, and how often DPO's preferences are right."""
+    """Returns the loss curves of each stage and, if it logged them, DPO's reward accuracies."""
     found = {}
     for one in plan.stages:
         drawn = charts(with_names_of_today(row) for row in read_jsonl(RunDir(one.run).metrics))
@@ -201,7 +201,7 @@ def _curves(plan: PipelinePlan) -> dict[str, list[dict[str, Any]]]:
 
 
 def _answers(plan: PipelinePlan) -> list[str]:
-    """What each stage's model answers to the same prompts, of an evaluation that writes answers."""
+    """Builds the HTML that compares the stages' answers to the same prompts, from evaluations that write answers."""
     rows: dict[str, list[dict[str, Any]]] = {}
     for one in plan.evaluations:
         file = one.file.with_name(f"{one.file.stem}.rows.jsonl")
@@ -220,6 +220,6 @@ def _answers(plan: PipelinePlan) -> list[str]:
 
 
 def _answer(text: str) -> str:
-    """A text with at most one empty line in a row: models that have learned little write many."""
+    """Formats a text as HTML with at most one empty line in a row: models that have learned little write many."""
     shown = re.sub(r"\n\s*\n", "\n\n", text.strip())
     return f"<pre>{as_text(shown)}</pre>" if shown else '<pre class="soft">(nothing but blanks)</pre>'

@@ -1,4 +1,4 @@
-"""Runs a pipeline: what is finished is skipped, what was begun goes on, what has changed runs again."""
+"""Runs a pipeline: finished stages are skipped, interrupted ones continue, and changed ones run again."""
 
 import os
 import shutil
@@ -16,10 +16,10 @@ from lmtrain.sweeps.processes import POLL_SECONDS, Children, locked, refuse_stra
 
 
 class Work(Children):
-    """Runs verbs one after the other."""
+    """The child processes of a pipeline, which runs verbs one after the other."""
 
     def run(self, verb: str, words: list[str], log: Path) -> int:
-        """The exit code of `python -m lmtrain.VERB words`; 75 where it ended because a signal asked for it."""
+        """Runs `python -m lmtrain.VERB words` and returns its exit code, or 75 if it ended because of a signal."""
         if self.stopping:
             return errors.PREEMPTED
         child = self.add(log, lambda: start(verb, words, log, "stage"))
@@ -32,7 +32,7 @@ class Work(Children):
 
 
 def last_words(log: Path) -> str:
-    """The last line that a process printed, without what `errors` puts before it."""
+    """Returns the last error that a process printed, else its last line, without the prefix that `errors` adds."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
     told = [line for line in lines if line.strip()]
     errors_ = [line for line in told if line.startswith("error: ")]
@@ -43,14 +43,14 @@ def run(plan: PipelinePlan, typed: list[str]) -> int:
     """Checks the data of all stages, shows the plan, and runs what is not finished.
 
     Args:
-        typed: the command line, to say how to go on.
+        typed: the command line, for the message on how to continue.
 
     Returns:
-        0 when every stage and evaluation has finished; 75 when stopped (the same command goes on); else the exit code
-        of the stage that failed.
+        0 if every stage and evaluation has finished; 75 if stopped (the same command continues); else the exit code for
+        the failure of a stage or evaluation.
 
     Raises:
-        UserError: a stage's data is wrong, or the folder is not a pipeline's; no stage has been started then.
+        UserError: a stage's data is wrong, or the folder is not a pipeline's; no stage has been started.
     """
     refuse_strange_files(plan.folder, "pipeline", "stages.json", "run.name or run.dir")
     begun = set(State(plan.folder).rows) if plan.folder.exists() else set()
@@ -62,7 +62,7 @@ def run(plan: PipelinePlan, typed: list[str]) -> int:
 class _Pipeline:
     def __init__(self, plan: PipelinePlan) -> None:
         self.plan, self.state = plan, State(plan.folder)
-        self.exports: dict[str, str] = {}  # digests of the stages that have finished
+        self.exports: dict[str, str] = {}  # export digests of the finished stages, by name
         self.state.write()
 
     def run(self, typed: list[str]) -> int:
@@ -77,7 +77,7 @@ class _Pipeline:
         return errors.FINISHED
 
     def statuses(self) -> dict[str, str]:
-        """What will happen to each stage, as far as is known before the first runs."""
+        """Returns what will happen to each stage, as far as is known before the first one runs."""
         found: dict[str, str] = {}
         known: dict[str, str] = {}
         for one in self.plan.stages:
@@ -96,7 +96,7 @@ class _Pipeline:
         return found
 
     def _stage(self, one: PlannedStage, work_: Work) -> int:
-        """Trains a stage unless it has finished."""
+        """Trains a stage unless it has finished; returns the exit code."""
         identity = self.plan.identity(one, self.exports)
         row = self.state.rows.get(one.name)
         if row is not None and row.identity == identity and (digest := state.export_digest(one)) is not None:
@@ -110,7 +110,7 @@ class _Pipeline:
         if (one.run / "config.yaml").exists():
             words.append("run.resume=auto")
         else:
-            shutil.rmtree(one.run, ignore_errors=True)  # what a start that was killed early left is not a run
+            shutil.rmtree(one.run, ignore_errors=True)  # left by a start killed before its config.yaml was written
         print(f"stage {one.name}: {command('train', words)}", flush=True)
         log = self.plan.folder / f"{one.name}.log"
         code = self._ended(f"stage {one.name}", row, work_, "train", [*words, *self.plan.flags], log)
@@ -130,7 +130,7 @@ class _Pipeline:
         self.state.write()
 
     def _evaluations(self, work_: Work) -> int:
-        """Scores what can be scored by now and has not been."""
+        """Runs the evaluations whose stages have finished and that have not been run; returns the exit code."""
         for one in self.plan.evaluations:
             code = self._evaluation(one, work_) if one.needs <= set(self.exports) else errors.FINISHED
             if code != errors.FINISHED:
@@ -152,7 +152,7 @@ class _Pipeline:
         return code
 
     def _ended(self, what: str, row: state.Row, work_: Work, verb: str, words: list[str], log: Path) -> int:
-        """Runs a verb, notes how long it took, says what went wrong; returns the exit code of the pipeline."""
+        """Runs a verb, records its duration and prints its error, if any; returns the exit code of the pipeline."""
         started = time.monotonic()
         code = work_.run(verb, words, log)
         row.seconds = round(row.seconds + time.monotonic() - started, 1)

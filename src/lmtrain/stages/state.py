@@ -1,8 +1,8 @@
-"""What a pipeline's folder says was done: stages.json, a row for each stage and evaluation, written before it begins.
+"""The progress of a pipeline: stages.json in its folder, with a row per stage and evaluation, written as it begins.
 
     {"pretrain": {"identity": "0f3a...", "export": "91bc...", "seconds": 312.0}, "answers-pretrain": {...}}
 
-`identity` names what the stage was started with (plan.py), `export` what came of it; without it, it has not finished.
+`identity` is the hash of what the stage was started with (plan.py), `export` that of its result, set when it finishes.
 """
 
 import json
@@ -16,20 +16,20 @@ from lmtrain.files import read_regular, write_atomic
 from lmtrain.run_folder.folder import RunDir
 from lmtrain.stages.plan import PlannedStage
 
-FINISHED = "finished: skipped"  # what the plan says of a stage that is not run again
+FINISHED = "finished: skipped"  # shown in the plan for a stage that is not run again
 _ENDED = ("finished", "stopped_early")
-_ABOUT = ("README.md", "lmtrain_config.yaml")  # of an export: what tells of the run, its times and places
+_ABOUT = ("README.md", "lmtrain_config.yaml")  # files of an export that only describe the run (times, paths)
 
 
 @dataclass
 class Row:
     identity: str
-    export: str | None = None  # digest of the exported files, of an evaluation "written"
+    export: str | None = None  # digest of the exported files, or "written" for an evaluation
     seconds: float = 0.0  # over all starts
 
 
 class State:
-    """The rows of a pipeline's folder; every change is written at once."""
+    """The rows of stages.json in a pipeline's folder."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "stages.json"
@@ -45,7 +45,7 @@ class State:
         write_atomic(self.path, json.dumps({name: asdict(row) for name, row in self.rows.items()}, indent=2) + "\n")
 
     def begin(self, name: str, identity: str) -> Row:
-        """The row of what begins or goes on now."""
+        """Returns the row of a stage or evaluation that starts or continues now, marked as unfinished, and saves it."""
         row = self.rows.get(name)
         if row is None or row.identity != identity:
             row = self.rows[name] = Row(identity)
@@ -55,7 +55,7 @@ class State:
 
 
 def export_digest(one: PlannedStage) -> str | None:
-    """Hash of all that the next stage reads of an export; None where the run has not ended, or exports nothing."""
+    """Returns a hash of what the next stage reads of an export ("none" if disabled), or None if there is none yet."""
     summary = RunDir(one.run).read_summary()
     if summary is None or summary["status"] not in _ENDED:
         return None
@@ -67,7 +67,7 @@ def export_digest(one: PlannedStage) -> str | None:
 
 
 def set_aside(run: Path) -> Path:
-    """Moves a run's folder to replaced/<stage>_<n> beside it; returns where it is now."""
+    """Moves a run's folder to replaced/<stage>_<n> in the same folder and returns its new path."""
     number = 1
     while (place := run.parent / "replaced" / f"{run.name}_{number}").exists():
         number += 1

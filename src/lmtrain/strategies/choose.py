@@ -1,4 +1,4 @@
-"""Builds the Lightning strategy that trainer.strategy names, and the precision that trainer.precision names."""
+"""Construction of the Lightning strategy for trainer.strategy, and of the precision for trainer.precision."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,10 +19,10 @@ from lmtrain.strategies.lightning_private import half_dtype
 
 
 def build_strategy(t: TrainerConfig) -> str | Strategy:
-    """The strategy of a config whose `auto` values are resolved.
+    """Returns the strategy, or its Lightning name, for a config whose `auto` values are resolved.
 
     Raises:
-        UserError: deepspeed without the package, without CUDA, or with options it can't use.
+        UserError: deepspeed is chosen but not installed, without CUDA, or with options it can't use.
     """
     processes = int(t.devices) * t.num_nodes
     if (t.strategy == "auto" or t.strategy.startswith("ddp")) and processes > 1:
@@ -45,23 +45,23 @@ def build_strategy(t: TrainerConfig) -> str | Strategy:
 
 class DDPStrategy(strategies.DDPStrategy):
     def __init__(self, find_unused_parameters: bool = False) -> None:
-        # As a view of the buckets: else all gradients are held twice.
+        # Gradients are views of the buckets; otherwise all gradients would be stored twice.
         super().__init__(gradient_as_bucket_view=True, find_unused_parameters=find_unused_parameters)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Mapped: a node's ranks share one copy of what they would read once each."""
+        """Loads a checkpoint memory-mapped, so that the ranks of a node share one copy in memory."""
         return store.load(Path(checkpoint_path), mmap=True)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        # What stays in host memory (all, or the counts of steps) would stay mapped, and with it the whole file, which
-        # goes when newer checkpoints are there.
+        # State that stays in host memory (all of it, or only the step counts) is cloned: it would keep the whole file
+        # mapped, which is removed once there are newer checkpoints.
         for state in (state for optimizer in self.optimizers for state in optimizer.state.values()):
             state |= {key: value.clone() for key, value in state.items() if isinstance(value, Tensor) and value.is_cpu}
 
 
 def for_lightning(config: Config) -> tuple[str | None, list[HalfPrecision]]:
-    """The Trainer's `precision`, or None and the plugin in its place."""
+    """Returns the Trainer's `precision` and no plugin, or None and the precision plugin to use instead."""
     t = config.trainer
     if t.precision in ("bf16-true", "16-true") and config.peft.method != "none":
         return None, [AdapterHalfPrecision(t.precision, t.accelerator)]
@@ -69,10 +69,10 @@ def for_lightning(config: Config) -> tuple[str | None, list[HalfPrecision]]:
 
 
 class AdapterHalfPrecision(HalfPrecision):
-    """Lightning's bf16-true and 16-true, with an adapter's own weights left in fp32.
+    """Lightning's bf16-true and 16-true, with an adapter's own weights kept in fp32.
 
-    They are few, so this costs nothing; in half precision an update of a usual size would be rounded away. Autocast
-    multiplies them in half precision all the same: else three of four products of a LoRA would be fp32.
+    They are few, so this costs nothing; in half precision, updates of typical size would be rounded away. Autocast
+    still multiplies them in half precision: otherwise three of the four products of a LoRA would be fp32.
     """
 
     def __init__(self, precision: Any, device_type: str) -> None:
@@ -81,7 +81,7 @@ class AdapterHalfPrecision(HalfPrecision):
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
-        # Kept casts would be used on where a reference's weights take the place of the trained ones, and after a step.
+        # Cached casts would be stale after a step, and after a reference model's weights replace the trained ones.
         with super().forward_context(), torch.autocast(self.device_type, half_dtype(self), cache_enabled=False):
             yield
 

@@ -1,8 +1,8 @@
 """trainer.strategy=deepspeed: ZeRO stages 1 to 3 (Rajbhandari et al. 2020, arXiv:1910.02054) by DeepSpeed's engine.
 
-The engine wraps the language model, not the LightningModule: its forward, backward and step are called as its
-documentation does for each micro-batch, which is what ZeRO-3 counts micro-batches by. Parameters stay fp32 and autocast
-does the rest, as under every other strategy. Checkpoints are the very files one device writes.
+The engine wraps the language model, not the LightningModule. Its forward, backward and step are called for each
+micro-batch, as in its documentation; ZeRO-3 counts micro-batches by these calls. Parameters stay fp32 and autocast
+chooses the precision, as under every other strategy. Checkpoints consist of the same files as those of one device.
 """
 
 import copy
@@ -29,11 +29,11 @@ from lmtrain.strategies.lightning_private import process_group_backend, say_move
 from lmtrain.strategies.placement import Placement
 from lmtrain.strategies.sharding import RELEASE, outside, spread
 
-ON_CPU = "LMTRAIN_DEEPSPEED_ON_CPU"  # set in tests: DeepSpeed runs on a CPU, slowly
+ON_CPU = "LMTRAIN_DEEPSPEED_ON_CPU"  # environment variable of tests: DeepSpeed runs on a CPU, slowly
 
 
 class DeepSpeedStrategy(Placement, DDPStrategy):
-    """Takes ranks, process group and data from DDP; the engine does what concerns parameters."""
+    """A strategy that takes ranks, process group and data from DDP, and handles parameters with DeepSpeed's engine."""
 
     steps_itself = True
 
@@ -47,7 +47,7 @@ class DeepSpeedStrategy(Placement, DDPStrategy):
                 f'trainer.strategy=deepspeed needs deepspeed ({error}): pip install "lmtrain[deepspeed]"'
             ) from None
         super().__init__()
-        # New names of collectives, which DeepSpeed calls by their old ones at every step.
+        # DeepSpeed calls collectives by their deprecated names at every step.
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
         self.config, self.stage = engine_config(t), t.deepspeed.stage
         _check_known(self.config, t.deepspeed.config)
@@ -59,10 +59,10 @@ class DeepSpeedStrategy(Placement, DDPStrategy):
         return True
 
     def configure_ddp(self) -> None:
-        """The engine takes DDP's place."""
+        """Does nothing, because the engine replaces DistributedDataParallel."""
 
     def place(self, objective: Any) -> None:
-        """Puts the first rank's weights on all: whole, or under ZeRO-3 in parts."""
+        """Distributes the first rank's weights to all ranks: full copies, or shards under ZeRO-3."""
         self.precision_plugin.convert_module(objective)
         if self.stage < 3:
             spread(objective.modules(), self.root_device)
@@ -75,7 +75,7 @@ class DeepSpeedStrategy(Placement, DDPStrategy):
         connect(process_group_backend(self), self.root_device)
 
     def model_to_device(self) -> None:
-        """Done by `place`."""
+        """Only records the device in the module; `place` has moved the parameters."""
         assert self.lightning_module is not None
         say_moved(self.lightning_module, self.root_device)
 
@@ -86,12 +86,12 @@ class DeepSpeedStrategy(Placement, DDPStrategy):
         self._connect()
         module: Any = self.lightning_module
         (optimizer,) = self.optimizers
-        # ZeRO puts flat partitions in the place of the optimizer's parameters.
+        # Kept, because ZeRO replaces the optimizer's parameters by flat partitions.
         self.groups = [list(group["params"]) for group in optimizer.param_groups]
         self.keys = [[key for key in group if key != "params"] for group in optimizer.param_groups]
         if self.stage == 3:
             for parameter in module.model.model.get_output_embeddings().parameters():
-                # The loss reads it outside of its own module.
+                # The loss reads it outside the module that owns it.
                 deepspeed.zero.register_external_parameter(module.model, parameter)
         trained = [p for group in self.groups for p in group]
         self.engine, *_ = deepspeed.initialize(
@@ -109,9 +109,10 @@ class DeepSpeedStrategy(Placement, DDPStrategy):
             setattr(model, RELEASE, self.engine.optimizer.empty_partition_cache)
 
     def _through_engine(self, model: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
-        """`method` of the model, called as the engine, which knows one forward, calls that.
+        """Wraps `method` of the model so that it runs as the forward of the engine, the only method the engine calls.
 
-        The engine switches CUDA's autocast off around it (it has a mixed precision of its own), so it is entered again.
+        The engine disables CUDA's autocast around its forward (it has its own mixed precision), so the wrapper enters
+        autocast again.
         """
 
         def in_precision(*args: Any, **kwargs: Any) -> Any:
@@ -160,7 +161,7 @@ class DeepSpeedStrategy(Placement, DDPStrategy):
         return whole if self.is_global_zero else {}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """As torch's optimizer on one device would give it."""
+        """Returns the state dict that torch's optimizer would have on one device, on rank 0; {} on other ranks."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
         if isinstance(optimizer, LightningOptimizer):
@@ -192,7 +193,7 @@ class DeepSpeedStrategy(Placement, DDPStrategy):
         own = module.state_dict(keep_vars=True)
         for name, value in checkpoint["state_dict"].items():
             if isinstance(own[name], nn.Parameter):
-                # What is computed with, then what the optimizer steps on.
+                # First the parameter used in the forward, then the fp32 copy that the optimizer updates.
                 with zero.GatheredParameters([own[name]], modifier_rank=0, enabled=self.stage == 3):
                     own[name].data.copy_(value)
                 safe_set_full_fp32_param(own[name], value.to(self.root_device, torch.float32, copy=True))
@@ -206,8 +207,8 @@ class DeepSpeedStrategy(Placement, DDPStrategy):
         zero = self.engine.optimizer
         flat = zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
         first = next(iter(saved["state"].values()))
-        for i, piece in enumerate(flat):  # ZeRO makes the state at the first step, here it has to be there before
-            swapped = self.stage == 3 and zero._swappable_optimizer_subgroup(i)  # a piece on NVMe has no elements
+        for i, piece in enumerate(flat):  # ZeRO creates the state at the first step, which is too late here
+            swapped = self.stage == 3 and zero._swappable_optimizer_subgroup(i)  # a piece on NVMe is empty
             if swapped:
                 zero._optimizer_states_and_gradient_swap_in(i)
             empty = {k: v.clone() if k == "step" else torch.zeros_like(piece) for k, v in first.items()}
@@ -221,8 +222,8 @@ class DeepSpeedStrategy(Placement, DDPStrategy):
                     safe_set_full_optimizer_state(parameter, value.to(self.root_device, copy=True), key)
 
     def _link_states(self) -> None:
-        """Lets parameters find their optimizer state. DeepSpeed does it when the first group has stepped, and then
-        the other groups have none yet."""
+        """Links parameters to their optimizer state. DeepSpeed itself does it when only the first group has stepped and
+        the other groups have no state yet."""
         if self.stage < 3:
             self.engine.optimizer._hp_optimizer_states_linked = False
             self.engine.optimizer._lazy_init_hp_params_optimizer_state()
@@ -236,7 +237,7 @@ def refuse_on_cpu(accelerator: str) -> None:
 
 
 def _check_known(config: dict[str, Any], file: str | None) -> None:
-    """Raises UserError for keys and values DeepSpeed refuses."""
+    """Raises UserError for keys and values that DeepSpeed refuses."""
     from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
     from pydantic import ValidationError
 
@@ -261,29 +262,30 @@ def _check_nvme() -> None:
 
 
 def connect(backend: str, device: torch.device) -> None:
-    """Lets DeepSpeed talk through the process group that is there, or makes one."""
+    """Makes DeepSpeed use the existing process group, or creates one."""
     import deepspeed
 
-    if device.type == "cpu":  # it would compile collectives of its own, for a minute: gloo's do
+    if device.type == "cpu":  # skip its own collectives, which take a minute to compile: gloo's suffice
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if not deepspeed.comm.is_initialized():
         deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False)
 
 
 def partition(model: nn.Module, blocks: Sequence[nn.Module], device: torch.device, config: dict[str, Any]) -> None:
-    """Makes each parameter this rank's part of the first rank's value, and each buffer the first rank's value.
+    """Turns each parameter into this rank's shard of the first rank's value, and copies the first rank's buffers.
 
-    The other ranks may have the model on the meta device: none ever holds more than its parts and one block, and the
-    first frees what it has given away. Parameters stay the objects they are, so an optimizer of them goes on.
+    The other ranks may have the model on the meta device: none of them ever holds more than its shards and one block,
+    and the first rank frees what it has distributed. Parameters remain the same objects, so an optimizer that was built
+    on them stays valid.
 
     Args:
         blocks: modules of `model` that share no parameters with the rest of it.
-        device: of this rank.
-        config: DeepSpeed's, with where parts lie if they are offloaded.
+        device: this rank's device.
+        config: DeepSpeed's config, which says where offloaded shards are kept.
     """
     import deepspeed
 
-    first: Any = None  # knows how to make others what it is
+    first: Any = None  # the first ZeRO parameter, whose methods convert the others
     for group in [*(list(block.modules()) for block in blocks), outside(model, blocks)]:
         spread(group, device)
         parameters = [p for module in group for p in module.parameters(recurse=False)]
@@ -291,4 +293,4 @@ def partition(model: nn.Module, blocks: Sequence[nn.Module], device: torch.devic
             first = parameters[0]
             deepspeed.zero.Init(module=nn.ParameterList([first]), config_dict_or_path=config)
         for parameter in parameters:
-            first.convert_to_zero_parameters(param_list=[parameter])  # does nothing with what is one already
+            first.convert_to_zero_parameters(param_list=[parameter])  # no-op if it is one already

@@ -1,8 +1,8 @@
 """trainer.strategy=fsdp: Lightning's ModelParallelStrategy with this project's sharding and checkpoints.
 
-Checkpoints are the very files one device writes: rank 0 gets the whole tensors one by one, or all ranks write together
-(checkpoints/sharded.py). Reading, each rank maps the files and takes its part, so the folder has to be on a file system
-all nodes share.
+Checkpoints hold full tensors, independent of the number of devices: rank 0 gathers them one by one and writes the same
+files as one device, or all ranks write together (checkpoints/sharded.py). When loading, each rank maps the files and
+takes its shards, so the folder must be on a file system that all nodes share.
 """
 
 import logging
@@ -33,21 +33,22 @@ from lmtrain.strategies import sharding
 from lmtrain.strategies.lightning_private import set_group_sizes
 from lmtrain.strategies.placement import HoldsModel, Placement
 
-# Bytes of trained weights. With AdamW's moments rank 0 would gather, hold and write three times as many by itself.
+# Bytes of trained weights. With AdamW's moments, rank 0 alone would gather, hold and write three times as many.
 _TOGETHER_ABOVE = 4 * 2**30
 
 
 def writes_together(options: FsdpConfig, module: nn.Module) -> bool:
-    """Whether every rank writes its part of a checkpoint; all give the same answer, by whole parameters."""
+    """Returns whether every rank writes its part of a checkpoint; by full parameter sizes, so that all ranks agree."""
     if options.sharded_checkpoint is not None:
         return options.sharded_checkpoint
     return sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad) > _TOGETHER_ABOVE
 
 
 class FSDPStrategy(Placement, ModelParallelStrategy):
-    """Parameters, gradients and optimizer state are sharded over all ranks.
+    """Fully sharded data parallelism: parameters, gradients and optimizer state are sharded over all ranks.
 
-    Every rank reads other rows, or group r // context_parallel_size does, whose ranks share them.
+    Each rank reads different rows. With context parallelism, each group r // context_parallel_size does, and the ranks
+    of a group share its rows.
     """
 
     replaces_parameters = True
@@ -89,7 +90,7 @@ class FSDPStrategy(Placement, ModelParallelStrategy):
         sharding.sync_gradients(model, last or self.options.reduce_each_micro_batch)
 
     def _mesh(self) -> DeviceMesh:
-        """All ranks in one dimension; [nodes, ranks of a node] where each node holds a copy of the model."""
+        """Returns a mesh of all ranks in one dimension, or [nodes, ranks per node] if each node holds a model copy."""
         if self.options.copy_per_node and self.num_nodes > 1:
             shape = (self.num_nodes, self.num_processes)
             return init_device_mesh(self.root_device.type, shape, mesh_dim_names=("nodes", "devices"))
@@ -100,7 +101,8 @@ class FSDPStrategy(Placement, ModelParallelStrategy):
             super().model_to_device()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The trained parameters (with buffers where nothing is frozen), whole, on rank 0; {} elsewhere."""
+        """Returns the trained parameters (with buffers if nothing is frozen): full ones on rank 0 and {} elsewhere, or
+        each rank's sharded ones if all ranks write together."""
         module = self.lightning_module
         assert module is not None
         names = trainable_names(module)
@@ -145,19 +147,19 @@ class FSDPStrategy(Placement, ModelParallelStrategy):
 
     def teardown(self) -> None:
         super().teardown()
-        self.checkpoint_io.teardown()  # waits for a save in flight
+        self.checkpoint_io.teardown()  # waits for a save in progress
         if self.world_size == 1 and torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()  # the process may go on to another run
+            torch.distributed.destroy_process_group()  # the process may start another run
 
 
 class TensorParallelStrategy(FSDPStrategy):
-    """Rank r is in group r // tensor_parallel_size; a group reads rows of its own."""
+    """FSDP plus tensor parallelism: rank r is in group r // tensor_parallel_size, and each group reads its own rows."""
 
     def __init__(self, options: FsdpConfig, precision: str, processes: int, accelerator: str) -> None:
         super().__init__(options, precision, processes, accelerator)
         self.tensor_parallel_size, self.context_parallel_size = options.tensor_parallel_size, 1
         set_group_sizes(self, self.tensor_parallel_size, processes // self.tensor_parallel_size)
-        # It says for each parameter of a checkpoint that two collectives are needed to make it whole.
+        # This logger warns for each parameter of a checkpoint that gathering it takes two collectives.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
     def shard(self, objective: HoldsModel) -> None:
@@ -183,9 +185,9 @@ class TensorParallelStrategy(FSDPStrategy):
         world.equal_patience()
 
     def _meshes(self) -> tuple[DeviceMesh, DeviceMesh, DeviceMesh]:
-        """(what a rank's part of each layer is shared out over, its group, what is not split is shared out over).
+        """Returns the meshes to shard a rank's part of split layers, to split these layers, and to shard the rest.
 
-        Where each node holds a copy of the model, the first and the last have a dimension of nodes before theirs.
+        If each node holds a copy of the model, the first and the last mesh have a leading dimension of nodes.
         """
         device = self.root_device.type
         if not (self.options.copy_per_node and self.num_nodes > 1):

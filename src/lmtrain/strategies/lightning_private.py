@@ -1,6 +1,6 @@
-"""All that lmtrain touches of Lightning's private parts, a function each, and why no public way will do.
+"""All uses of Lightning's private attributes in lmtrain, one function each, with the reason why no public API will do.
 
-tests/strategies/test_lightning_private.py has a test for each and says which versions of Lightning it was read in.
+tests/strategies/test_lightning_private.py tests each and names the versions of Lightning whose source was read for it.
 """
 
 from collections.abc import Iterator
@@ -15,34 +15,34 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
 
 def leave_signals_alone(trainer: pl.Trainer) -> None:
-    """Lightning's signal handler runs a collective wherever a rank happens to be: Preemption's takes its place."""
+    """Disables Lightning's signal handlers, which run a collective wherever a rank is; Preemption replaces them."""
     trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
 
 
 def broadcast_no_sigterm(trainer: pl.Trainer) -> None:
-    """Lightning broadcasts every step whether rank 0 got a SIGTERM; here that rides in the count of tokens."""
+    """Disables Lightning's SIGTERM broadcast at every step: the all-reduce of token counts includes stop requests."""
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 
 
 def logged_at_step(trainer: pl.Trainer) -> dict[str, Any]:
-    """What `self.log` was given for the loggers since the step began; they get it after the checkpoint is written."""
+    """Returns what `self.log` collected for the loggers in this step; they get it after the checkpoint is written."""
     return trainer._logger_connector.metrics["log"]
 
 
 def logged_over_epoch(trainer: pl.Trainer) -> dict[str, Any]:
-    """What `self.log` was given to be reduced over the epoch, which here is the run; {} without any."""
+    """Returns what `self.log` was given to reduce over the epoch, which is the whole run here; {} if nothing."""
     return trainer._results.metrics(on_step=False)["log"] if trainer._results else {}
 
 
 def hide_logged(trainer: pl.Trainer, hidden: bool) -> None:
-    """Hides what earlier steps logged: Lightning would log it again with this one's; a resumed run can't."""
+    """Hides (or shows) values that earlier steps logged: Lightning would log them again, which a resumed run can't."""
     for result in (trainer._results or {}).values():
         result.has_reset = hidden
 
 
 @contextmanager
 def between_batches(trainer: pl.Trainer) -> Iterator[None]:
-    """Within it a validation loop may run, as Lightning's training loop runs one: the step's logging goes on after."""
+    """Lets a validation loop run inside, as Lightning's training loop does, and then continues the step's logging."""
     first_iteration = trainer._logger_connector._first_loop_iter
     trainer.validating = True
     yield
@@ -51,30 +51,30 @@ def between_batches(trainer: pl.Trainer) -> Iterator[None]:
 
 
 def set_group_sizes(strategy: ModelParallelStrategy, tensor_parallel: int, data_parallel: int) -> None:
-    """After a constructor that has no way to say both and be subclassed; read when the device mesh is made."""
+    """Sets both group sizes, which a subclass can't pass to the constructor; they are read when the mesh is made."""
     strategy._tensor_parallel_size, strategy._data_parallel_size = tensor_parallel, data_parallel
 
 
 def process_group_backend(strategy: DDPStrategy) -> str:
-    """nccl or gloo, for a process group that is made before Lightning makes its own."""
+    """Returns nccl or gloo, for a process group that is made before Lightning makes its own."""
     return strategy._get_process_group_backend()
 
 
 def say_moved(module: pl.LightningModule, device: torch.device) -> None:
-    """What `LightningModule.to` notes, where parameters were put on the device by other means: `module.device`."""
+    """Sets `module.device`, as `LightningModule.to` would, after parameters were moved by other means."""
     module._device = device
 
 
 def half_dtype(precision: HalfPrecision) -> torch.dtype:
-    """The dtype of bf16-true or 16-true."""
+    """Returns the dtype of bf16-true or 16-true."""
     return precision._desired_input_dtype
 
 
 def wandb_options(logger: WandbLogger) -> dict[str, Any]:
-    """The arguments of `wandb.init`, which may change until the run is opened: its mode, where the network fails."""
+    """Returns the arguments of `wandb.init`, to change before the run is opened: the mode, if the network fails."""
     return logger._wandb_init
 
 
 def purge_from(logger: TensorBoardLogger, step: int) -> None:
-    """What was written from `step` on is not shown: an argument of its writer, known only when the run resumes."""
+    """Hides events logged from `step` on, by an argument of the writer that is known only when the run resumes."""
     logger._kwargs["purge_step"] = step

@@ -1,6 +1,6 @@
-"""The interface between objectives and strategies: placing parameters, synchronising gradients, who steps.
+"""The interface between objectives and strategies: parameter placement, gradient synchronisation, optimizer steps.
 
-An objective calls `placement_of(trainer)` and never asks which strategy it runs under.
+An objective calls `placement_of(trainer)` and never checks which strategy it runs under.
 """
 
 from typing import Any, Protocol
@@ -15,40 +15,40 @@ from lmtrain.strategies.sharding import spread
 
 
 class HoldsModel(Protocol):
-    """The part of an objective that a strategy sees."""
+    """The part of an objective that a strategy uses."""
 
     model: LanguageModel
-    call_model: Any  # the model's forward, which an engine may put its own around
+    call_model: Any  # the model's forward, which an engine may wrap
 
 
 class Placement:
-    """Base of this folder's strategies. Its defaults are those of a strategy whose ranks hold whole parameters."""
+    """The base class of this folder's strategies, with defaults for ranks that hold full parameters."""
 
-    replaces_parameters = False  # the optimizer has to be built after `place`
-    steps_itself = False  # an engine reduces, clips and steps: it can't leave out a bad step, only report it
+    replaces_parameters = False  # if True, the optimizer must be built after `place`
+    steps_itself = False  # if True, an engine reduces, clips and steps: a bad step is reported, but can't be skipped
 
     def place(self, objective: Any) -> None:
-        """Puts the first rank's weights of `objective` (LightningModule, HoldsModel) where they will be trained."""
+        """Puts the first rank's weights of `objective` (LightningModule, HoldsModel) on the devices that train them."""
         raise NotImplementedError
 
     def sync_gradients(self, model: nn.Module, last: bool) -> None:
-        """Called before each micro-batch's forward: gradients travel once a step, with the `last` one's backward."""
+        """Prepares a micro-batch; called before its forward. Only the `last` one's backward synchronises gradients."""
         raise NotImplementedError
 
     def grad_norm(self) -> Tensor:
-        """Gradient norm of the step just made, before clipping, 0-dim fp32; asked where the strategy steps itself."""
+        """Returns the last step's gradient norm before clipping, 0-dim fp32; called only if `steps_itself`."""
         raise NotImplementedError
 
 
 class Whole(Placement):
-    """One device, DistributedDataParallel, or any strategy of Lightning's whose ranks hold whole parameters."""
+    """Placement for one device, DistributedDataParallel, or any Lightning strategy whose ranks hold full parameters."""
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self.trainer = trainer
 
     def place(self, objective: Any) -> None:
         if self.trainer.world_size > 1 and not is_quantized(objective.model.model):
-            # What is sent has the dtype of what receives it.
+            # Converted first, so that the tensors have the same dtype on the sending and the receiving ranks.
             self.trainer.precision_plugin.convert_module(objective)
             spread(objective.modules(), self.trainer.strategy.root_device)
 

@@ -1,4 +1,4 @@
-"""FSDP2 (torch's fully_shard): every parameter lies in equal parts on all devices and is gathered block by block.
+"""FSDP2 (torch's fully_shard): every parameter is sharded evenly over all devices and gathered block by block.
 
 Zhao et al. 2023, arXiv:2304.11277; Rajbhandari et al. 2020 (ZeRO stage 3), arXiv:1910.02054.
 """
@@ -28,7 +28,7 @@ from lmtrain.models.blocks import AROUND, decoder_blocks, untied_layers
 from lmtrain.models.language_model import LanguageModel
 from lmtrain.models.weight_files import LEFT, WeightFiles, identities
 
-RELEASE = "release_gathered"  # attribute of a model under ZeRO-3: DeepSpeed's function for `reshard`
+RELEASE = "release_gathered"  # model attribute under ZeRO-3: DeepSpeed's function that `reshard` calls
 _HALF = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
@@ -42,20 +42,21 @@ def shard(
     root_mesh: DeviceMesh | None = None,
     split: Callable[[nn.Module], None] = lambda block: None,
 ) -> None:
-    """Shards each decoder block, embeddings and output layer where they are not tied, and the rest with the root.
+    """Shards each decoder block, then embeddings and output layer if they are untied, and the rest with the root.
 
-    In mixed precision blocks and output layer are gathered in half precision, in which autocast multiplies, and
-    gradients are summed in fp32. The rest is gathered as it is: the residual stream starts in its dtype, as on one
-    device.
+    In mixed precision, blocks and output layer are gathered in half precision, in which autocast multiplies, and
+    gradients are summed in fp32. The rest is gathered in its own dtype, so that the residual stream starts in the same
+    dtype as on one device.
 
-    The first rank's weights are spread just before: no rank ever holds more than its parts and one block.
+    The first rank's weights are distributed just before each module is sharded, so no device ever holds more than its
+    shards and one block.
 
     Args:
-        mesh: one dimension to shard over, or two: copies (the first) of a model sharded over the second (HSDP).
-        device: of this rank.
+        mesh: one dimension to shard over, or two: replicas (the first) of a model sharded over the second (HSDP).
+        device: this rank's device.
         precision: as in trainer.precision.
-        root_mesh: what the rest is sharded over, where that differs from `mesh`.
-        split: splits the layers of a block, whole by then, over the ranks of a tensor-parallel group.
+        root_mesh: the mesh for everything outside the blocks, if it differs from `mesh`.
+        split: splits the layers of a block, which are unsharded at that point, over a tensor-parallel group.
     """
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if options.cpu_offload else OffloadPolicy()
     plain = MixedPrecisionPolicy(cast_forward_inputs=False)
@@ -64,7 +65,7 @@ def shard(
     _take_apart_quantized(model)
     blocks = decoder_blocks(model.model)
     dim = mesh.ndim - 1
-    # Of layers that are split whole ones are needed.
+    # With tensor parallelism, ranks need full layers, which are then split, and not only their own rows.
     source = source_of(model, (mesh.get_local_rank(dim), mesh.size(dim)) if root_mesh is None else None)
     for block in blocks:
         spread(block.modules(), device, source)
@@ -82,8 +83,8 @@ def shard(
     if apart is not None:
         embeddings, head = apart
         fully_shard(embeddings, mp_policy=plain, reshard_after_forward=options.reshard_after_forward, **everywhere)
-        embeddings.set_unshard_in_backward(False)  # which does not read them
-        # Needed last in forward and first in backward, so it stays in between, as what is the root's own does.
+        embeddings.set_unshard_in_backward(False)  # backward does not read them
+        # Needed last in forward and first in backward, so it stays gathered in between, like the root's own parameters.
         fully_shard(head, mp_policy=policy, reshard_after_forward=False, **everywhere)
         setattr(head, AROUND, lambda compute, hidden: compute(hidden))
         register_fsdp_forward_method(head, AROUND)
@@ -93,7 +94,7 @@ def shard(
 
 
 def _take_apart_quantized(model: LanguageModel) -> None:
-    """Makes packed weights and scales of a base in 4 bits parameters that can be sharded, on all ranks alike."""
+    """Turns the packed weights and scales of a 4-bit base model into parameters that can be sharded, on all ranks."""
     if is_quantized(model.model):
         from lmtrain.adapters import packed
 
@@ -101,18 +102,18 @@ def _take_apart_quantized(model: LanguageModel) -> None:
 
 
 def _in_half(precision: str, device_type: str) -> bool:
-    """Whether matrices are gathered in half precision. A CPU's LayerNorm takes none such beside an fp32 input."""
+    """Returns whether matrices are gathered in half precision. On a CPU, LayerNorm rejects them with fp32 inputs."""
     return precision in _HALF and device_type != "cpu"
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether a forward needs all ranks: FSDP2, or ZeRO-3, whose parameters have an id of DeepSpeed's."""
+    """Returns whether a forward needs all ranks: under FSDP2, or ZeRO-3, whose parameters have a `ds_id`."""
     return isinstance(model, FSDPModule) or any(hasattr(p, "ds_id") for p in model.parameters())
 
 
 @contextlib.contextmanager
 def root_gathered(model: nn.Module) -> Iterator[None]:
-    """Within it the model inside the root can be called by itself, on all ranks alike; blocks gather themselves."""
+    """Gathers the root's parameters, so that all ranks together can call the inner model; blocks gather themselves."""
     if not isinstance(model, FSDPModule):
         yield
         return
@@ -125,9 +126,9 @@ def root_gathered(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Within it every rank holds all weights of the model and calls it by itself, as often as it likes."""
+    """Gathers all weights on every rank, so that each rank can call the model by itself, any number of times."""
     if isinstance(model, FSDPModule):
-        model._get_fsdp_state()._lazy_init()  # a rollout comes before the first forward of the root, which would do it
+        model._get_fsdp_state()._lazy_init()  # a rollout precedes the root's first forward, which would do it
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     kept = [module._get_fsdp_state()._fsdp_param_group for module in sharded]
     before = [group.post_forward_mesh_info if group is not None else None for group in kept]
@@ -144,7 +145,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Frees what is gathered of a sharded model, so that the next forward gathers again."""
+    """Frees the gathered parameters of a sharded model, so that the next forward gathers them again."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -154,7 +155,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def sync_gradients(model: nn.Module, last: bool) -> None:
-    """Gradients of a sharded model are reduced in the backward of the last micro-batch only."""
+    """Makes a sharded model reduce gradients only in the backward of the `last` micro-batch."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)
 
@@ -163,7 +164,7 @@ T = TypeVar("T")
 
 
 def why_on_every_rank(c: Config) -> str | None:
-    """Why each rank has to build the whole model; None where the first one's is enough."""
+    """Returns why each rank must build the whole model, or None if it is enough that the first rank does."""
     if c.peft.quantization is not None and c.trainer.strategy != "fsdp":
         return f"peft.quantization={c.peft.quantization} packs weights on each device"
     if c.peft.method != "none" and not c.peft.adapter and str(c.peft.init_weights).startswith(("pissa", "olora")):
@@ -174,7 +175,7 @@ def why_on_every_rank(c: Config) -> str | None:
 
 
 def reads_files(c: Config) -> bool:
-    """Whether ranks may read pretrained weights out of their files: nothing else may want to see them before."""
+    """Returns whether ranks may read pretrained weights from the files: nothing else may need them before sharding."""
     return (
         world.size() > 1
         and c.trainer.strategy in ("fsdp", "fsdp_tp")
@@ -187,10 +188,10 @@ def reads_files(c: Config) -> bool:
 
 
 def build(config: Config, make: Callable[[], T]) -> T:
-    """What `make` builds: with weights on the first rank, on the meta device on the others where that will do.
+    """Returns what `make` builds: with weights on the first rank, on the meta device on the others if that suffices.
 
     Raises:
-        UserError: of any rank, on all of them.
+        UserError: an error of any rank, on all ranks.
     """
     if world.rank() == 0 or why_on_every_rank(config) is not None:
         return world.together(make)
@@ -199,28 +200,28 @@ def build(config: Config, make: Callable[[], T]) -> T:
 
 
 def outside(model: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]:
-    """The modules of a model that are in none of its blocks."""
+    """Returns the modules of a model that are in none of its blocks."""
     inside = {id(module) for block in blocks for module in block.modules()}
     return [module for module in model.modules() if id(module) not in inside]
 
 
 class FileRows(NamedTuple):
-    """Where the weights of a model are that was left in files."""
+    """The files that hold a model's weights, and the part of the rows that this rank reads."""
 
     files: WeightFiles
-    part: tuple[int, int] | None  # (number, of how many) this rank keeps of the rows; None: the first rank reads all
+    part: tuple[int, int] | None  # (index, number of parts) of this rank's rows; None: the first rank reads all
 
     def rows(self, count: int) -> slice:
-        """Of so many, those of this rank: as torch.chunk, and so FSDP2, cuts them."""
+        """Returns this rank's slice of `count` rows, cut as torch.chunk and therefore FSDP2 does."""
         number, parts = self.part or (0, 1)
         each = -(-count // parts)
         return slice(min(number * each, count), min((number + 1) * each, count))
 
 
 def source_of(model: LanguageModel, part: tuple[int, int] | None) -> FileRows | None:
-    """How all ranks come to the weights of a model that the first one may have left in files; None where it hasn't.
+    """Returns how ranks get the weights that the first rank may have left in files, or None if it has not.
 
-    Where a rank does not find the files as the first one does, the first one reads and sends.
+    If any rank does not find the same files as the first rank, the first rank reads and broadcasts the weights.
     """
     left = world.from_first(lambda: getattr(model.model, LEFT, None))
     if left is None:
@@ -231,12 +232,12 @@ def source_of(model: LanguageModel, part: tuple[int, int] | None) -> FileRows | 
 
 @torch.no_grad()
 def spread(modules: Iterable[nn.Module], device: torch.device, source: FileRows | None = None) -> None:
-    """Puts the first rank's parameters and buffers of `modules` (not of what is in them) onto every rank's `device`.
+    """Copies the first rank's parameters and buffers of `modules` (not of their submodules) to every rank's `device`.
 
-    Tensors stay the objects they are, so tied ones stay tied. Every rank must call it with the same modules.
+    Tensors remain the same objects, so tied ones stay tied. Every rank must call it with the same modules.
 
     Args:
-        source: of parameters that are in files. Of those a rank gets the rows that it keeps; the others hold anything.
+        source: where to read parameters that are in files. A rank gets only the rows it keeps; others are undefined.
     """
     done: set[int] = set()
     for module in modules:
@@ -255,7 +256,7 @@ def _receive(tensor: Tensor, device: torch.device, source: FileRows | None) -> N
         source.files.read(name, here, source.rows(len(here)))
     has_own = source is not None and name is not None and source.part is not None
     if here.numel() and not has_own:
-        dist.broadcast(here.view(-1).view(torch.uint8), src=0)  # bytes: gloo and NCCL each lack some dtypes
+        dist.broadcast(here.view(-1).view(torch.uint8), src=0)  # as bytes: gloo and NCCL each lack some dtypes
     if isinstance(tensor, nn.Parameter):
         here = nn.Parameter(here, tensor.requires_grad)
     torch.utils.swap_tensors(tensor, here)

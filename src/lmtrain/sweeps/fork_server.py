@@ -1,7 +1,7 @@
-"""Imported by the process that trials are forked from, and by nothing else: all that a run imports, and how it ends.
+"""The preload module of the process that trials are forked from, imported by nothing else: it imports all a run needs.
 
-It ends when the sweep does, however that one ended; the trials, its children, are asked to save then. In a session of
-its own: signals of the terminal and of a scheduler are the sweep's to answer.
+The process ends when the sweep does, however the sweep ended; the trials, its children, are then signalled to save. It
+has its own session, because signals from the terminal and from a scheduler are handled by the sweep.
 """
 
 import os

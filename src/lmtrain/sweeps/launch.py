@@ -1,4 +1,7 @@
-"""Trials as processes of this machine, sweep.jobs at a time. On a signal they save and end, then the sweep does."""
+"""Trials as processes on this machine, sweep.jobs at a time, or as jobs of a Hydra launcher.
+
+On a signal, trials on this machine save and end, and then the sweep ends.
+"""
 
 import functools
 import itertools
@@ -50,7 +53,7 @@ def run_here(plan: SweepPlan, trials: Trials, todo: Iterator[Trial]) -> list[Tri
                     trials.write()
                     print(rows.in_words(trial, plan.config.checkpoint.monitor), flush=True)
                     if trial.status == "preempted" and not children.stopping:
-                        children.stop()  # the machine is going away: no other trial is started
+                        children.stop()  # the machine is being taken away: no other trial is started
 
 
 def _start(plan: SweepPlan, children: Children, trial: Trial, gpus: str | None) -> Child:
@@ -59,14 +62,14 @@ def _start(plan: SweepPlan, children: Children, trial: Trial, gpus: str | None) 
 
 
 def share_of_gpus(slot: int, jobs: int) -> str | None:
-    """The GPUs of CUDA_VISIBLE_DEVICES that one of several trials gets; None where they can't be dealt out."""
+    """Returns one parallel trial's share of CUDA_VISIBLE_DEVICES, or None if the GPUs can't be divided."""
     gpus = [g for g in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if g]
     each = len(gpus) // jobs
     return ",".join(gpus[slot * each : (slot + 1) * each]) if jobs > 1 and each else None
 
 
 def run(plan: SweepPlan, trials: Trials, todo: Iterator[Trial]) -> list[Trial]:
-    """Hands the trials to the launcher, all of a grid at once, of a search sweep.jobs at a time; returns them."""
+    """Hands the trials to the launcher, those of a grid all at once, of a search sweep.jobs at a time; returns them."""
     size = plan.config.sweep.jobs if plan.config.sweep.method == "optuna" else None
     started: list[Trial] = []
     while batch := list(itertools.islice(todo, size)):
@@ -84,7 +87,7 @@ def run(plan: SweepPlan, trials: Trials, todo: Iterator[Trial]) -> list[Trial]:
 
 
 def _launch(plan: SweepPlan, words: list[list[str]], number: int) -> list[int | None]:
-    """Exit codes of the trials; None for those whose result did not come back."""
+    """Runs trials with Hydra's launcher and returns their exit codes, None for those that returned no result."""
     from hydra._internal.callbacks import Callbacks  # Hydra has no public way to run a launcher
 
     hydra_words = [w for w in plan.hydra_words if not w.startswith(("hydra.sweep.dir=", "hydra.sweep.subdir="))]
@@ -103,7 +106,7 @@ def _launch(plan: SweepPlan, words: list[list[str]], number: int) -> list[int | 
 
 
 def job(verb: str, flags: list[str], _: Any) -> int:
-    """Runs the trial as a process of its own on the machine that the launcher found."""
+    """Runs a trial as a separate process on the machine that the launcher chose; returns its exit code."""
     words = list(HydraConfig.get().overrides.task)
     run_dir = next(w.partition("=")[2].strip("'") for w in words if w.startswith("run.dir="))
     return start(verb, [*words, *flags], Path(f"{run_dir}.log")).wait()
@@ -112,5 +115,5 @@ def job(verb: str, flags: list[str], _: Any) -> int:
 def _code(result: JobReturn) -> int | None:
     try:
         return int(result.return_value)
-    except Exception:  # the job's own error, raised again here: its log tells
+    except Exception:  # the job's own error, raised again here; its log has the details
         return None

@@ -1,4 +1,4 @@
-"""What a sweep was asked to do, composed and checked before any trial starts."""
+"""The plan of a sweep: what it was asked to do, composed and checked before any trial starts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ Compose = Callable[[list[str]], DictConfig]
 
 @dataclass
 class SweepPlan:
-    """`fixed` goes to every trial, `swept` is what they differ in."""
+    """The plan of a sweep: the `fixed` overrides are the same in every trial, the `swept` ones differ."""
 
     verb: str
     typed: list[str]
@@ -41,10 +41,10 @@ class SweepPlan:
 
 
 def make(verb: str, typed: list[str], config_dir: str | None, config_name: str) -> SweepPlan:
-    """Composes a trial with each value of each swept key once.
+    """Plans a sweep, composing and checking a trial for each value of each swept key.
 
     Raises:
-        UserError: any of them is refused.
+        UserError: any of these trials is refused.
     """
     parsed = search.parse(typed, conf_dir())
     _refuse(parsed)
@@ -63,10 +63,10 @@ def make(verb: str, typed: list[str], config_dir: str | None, config_name: str) 
     if tree.sweep.method == "optuna" and not tree.sweep.space and not swept:
         fixed = [*(o for o in fixed if not o.startswith("sweep=")), f"sweep=optuna_{tree.objective.name}"]
         tree = compose(fixed)
-    if not swept:  # the space that the config holds, but for what the command line sets
+    if not swept:  # the search space in the config, without the keys that the command line sets
         taken = {o.key_or_group for o in parsed}
         trust.refuse_words(tree.sweep.space, taken, "sweep.space")
-        # The trials resolve what they are told.
+        # Left unresolved, because each trial resolves its own interpolations.
         written: Any = OmegaConf.to_container(tree.sweep.space, resolve=False)
         space = [f"{key}={text}" for key, text in written.items() if key not in taken]
         swept = search.parse(space, conf_dir())
@@ -84,7 +84,7 @@ def make(verb: str, typed: list[str], config_dir: str | None, config_name: str) 
 
 
 def _refuse_hydras(tree: DictConfig, own: DictConfig) -> None:
-    """Raises UserError where a file sets a key of `hydra` by which a launcher, a callback or a logger is built."""
+    """Raises UserError if a file sets a key of `hydra` from which a launcher, a callback or a logger is built."""
     found, typed = (OmegaConf.to_container(t.hydra, resolve=False) for t in (tree, own))
     assert isinstance(found, dict)
     assert isinstance(typed, dict)
@@ -96,10 +96,10 @@ def _refuse_hydras(tree: DictConfig, own: DictConfig) -> None:
 
 
 def refuse_without_effect(verb: str, words: list[str], configs: list[Config], default: Callable[[str], Any]) -> None:
-    """Raises UserError for the first key that has no effect in any trial or stage; in some it may have none.
+    """Raises UserError for the first typed key that has no effect in any of the trials or stages.
 
     Args:
-        default: the value of a key where it is not typed.
+        default: returns the value that a key has if it is not typed.
     """
     found = [effect.without_effect(verb, words, config, default) for config in configs]
     for message in found[0]:
@@ -108,7 +108,7 @@ def refuse_without_effect(verb: str, words: list[str], configs: list[Config], de
 
 
 def _refuse(parsed: list[Override]) -> None:
-    """Raises UserError for what would give all trials one folder, or what has another name here."""
+    """Raises UserError for overrides that put all trials in one folder, or that set or sweep the sweeper itself."""
     for override in parsed:
         key = override.key_or_group
         if key in ("run.name", "run.dir"):
@@ -120,7 +120,7 @@ def _refuse(parsed: list[Override]) -> None:
 
 
 def _check(fixed: list[str], swept: list[Override], compose: Compose) -> list[Config]:
-    """Checks a trial with each value of each swept key; returns their configs."""
+    """Composes and checks a trial for each value of each swept key; returns their configs."""
     values = [search.choices(o) for o in swept]
     first = [v[0] for v in values]
     jobs = [first, *([*first[:i], v, *first[i + 1 :]] for i, vs in enumerate(values) for v in vs[1:])]

@@ -1,4 +1,4 @@
-"""Verbs as processes that another one starts, shows and ends: trials of a sweep, stages of a pipeline."""
+"""Verbs as child processes that a parent starts, shows and ends: trials of a sweep, stages of a pipeline."""
 
 import contextlib
 import os
@@ -23,11 +23,11 @@ from lmtrain.run_folder.folder import refuse_links
 from lmtrain.sweeps.trials import without_ranks
 
 POLL_SECONDS = 0.1
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # the running ones save and end
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # on these, running children save and end
 
 
 def refuse_strange_files(folder: Path, what: str, marker: str, instead: str) -> None:
-    """Raises UserError where files lie in the folder, and among them no `marker`, which every sweep or pipeline has.
+    """Raises UserError if the folder has files but not `marker`, the file that every sweep or pipeline folder has.
 
     Args:
         what: sweep or pipeline.
@@ -43,14 +43,14 @@ def refuse_strange_files(folder: Path, what: str, marker: str, instead: str) -> 
 
 @contextmanager
 def locked(folder: Path, what: str, root: str) -> Iterator[None]:
-    """Makes the folder, and keeps other processes that run this sweep or pipeline out of it.
+    """Creates the folder and locks it against other processes that run the same sweep or pipeline.
 
     Args:
         what: sweep or pipeline.
-        root: the key that puts the folder elsewhere.
+        root: the key that moves the folder elsewhere.
 
     Raises:
-        UserError: another process runs it, or the folder can't be written.
+        UserError: another process holds the lock, or the folder can't be written.
     """
     if folder.is_dir():
         refuse_links(folder)
@@ -68,19 +68,19 @@ def locked(folder: Path, what: str, root: str) -> Iterator[None]:
 
 @dataclass
 class Child:
-    """A verb that runs in a process of its own."""
+    """A verb that runs in a child process."""
 
     process: BaseProcess | subprocess.Popen[bytes]
     log: Path
-    shown: int  # bytes of the log that the screen has
+    shown: int  # bytes of the log that have been printed
     started: float
 
     def code(self) -> int | None:
-        """Its exit code once it has ended."""
+        """Returns the exit code, or None while the process runs."""
         return self.process.exitcode if isinstance(self.process, BaseProcess) else self.process.poll()
 
     def show(self) -> None:
-        """Prints what was added to the log since."""
+        """Prints what was added to the log since the last call."""
         with self.log.open("rb") as file:
             file.seek(self.shown)
             new = file.read()
@@ -94,11 +94,11 @@ class Child:
 
 
 class Children:
-    """The verbs that run; within `with` a signal asks them to save and end, a second one ends them at once."""
+    """The running children; inside `with`, a signal asks them to save and end, and a second one kills them."""
 
     def __init__(self) -> None:
         self.running: list[Child] = []
-        self.stopping = 0  # how often they were told to stop
+        self.stopping = 0  # number of requests to stop
         self._before: dict[Any, Any] = {}
 
     def __enter__(self) -> Self:
@@ -106,13 +106,13 @@ class Children:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for child in self.running:  # an error in this process itself
+        for child in self.running:  # left only after an error in this process itself
             end_session(child.process)
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
     def stop(self) -> None:
-        """Asks the running ones to save and end; asked a second time, ends them at once."""
+        """Asks the running children to save and end; the second call kills them."""
         self.stopping += 1
         for child in self.running:
             if self.stopping == 1:
@@ -121,27 +121,28 @@ class Children:
                 end_session(child.process)
 
     def add(self, log: Path, start: Callable[[], BaseProcess | subprocess.Popen[bytes]]) -> Child:
-        """Starts a process that prints to the end of `log`."""
-        shown, started = log.stat().st_size if log.exists() else 0, time.monotonic()  # shown: an earlier start's
+        """Starts a process that appends its output to `log`."""
+        shown, started = log.stat().st_size if log.exists() else 0, time.monotonic()  # earlier output is not shown
         child = Child(start(), log, shown, started)
         self.running.append(child)
-        if self.stopping:  # the signal came while the process was made
+        if self.stopping:  # a signal came while the process was being started
             child.process.terminate()
         return child
 
     def ended(self, child: Child, code: int) -> None:
-        """Forgets one that has ended; what a crash left over would hold memory that the next start needs."""
+        """Removes a child that has ended; after a crash, kills what is left of it, which may hold needed memory."""
         self.running.remove(child)
         if code != errors.FINISHED:
             end_session(child.process)
 
 
 def start(verb: str, words: list[str], log: Path, part_of: str = "1") -> subprocess.Popen[bytes]:
-    """`python -m lmtrain.VERB words`, printing to `log`: in a session of its own, ended with this process, and no rank
-    where this one is.
+    """Starts `python -m lmtrain.VERB words`, with its output appended to `log`.
+
+    The process has its own session, ends with this process, and does not inherit this process's rank variables.
 
     Args:
-        part_of: of what, as TRIAL says it.
+        part_of: the value of the environment variable TRIAL: "1" for a trial of a sweep, "stage" for a pipeline.
     """
     parent = os.getpid()
     environ = without_ranks(os.environ) | {TRIAL: part_of}
@@ -152,14 +153,14 @@ def start(verb: str, words: list[str], log: Path, part_of: str = "1") -> subproc
             stdout=output,
             stderr=subprocess.STDOUT,
             env=environ,
-            start_new_session=True,  # Ctrl-C reaches this process alone, which passes it on once
+            start_new_session=True,  # Ctrl-C reaches this process alone, which forwards it once
             preexec_fn=lambda: end_with_parent(parent, signal.SIGTERM),
         )
 
 
 def end_session(process: BaseProcess | subprocess.Popen[bytes]) -> None:
-    """Kills a process and what it started."""
+    """Kills a process and its process group, which holds what it started."""
     assert process.pid is not None, "it was started"
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.kill()  # before it has a session of its own
+    process.kill()  # in case it has no session of its own yet

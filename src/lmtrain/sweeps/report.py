@@ -1,4 +1,4 @@
-"""What `lmtrain sweep_report` shows: a sweep's trials, best first, and a picture of them."""
+"""The report of `lmtrain sweep_report`: a table of a sweep's trials, best first, and a plot of their scores."""
 
 import re
 from importlib.util import find_spec
@@ -15,11 +15,11 @@ from lmtrain.files import read_jsonl
 from lmtrain.sweeps.trials import Trial, Trials, last_line, ranked
 
 _LOG_FROM = 10.0  # a key whose largest value is this many times the smallest is drawn on a logarithmic axis
-DRAWN = 24  # keys, each a chart of its own
+DRAWN = 24  # most keys that are plotted, each in its own chart
 
 
 def report(folder: Path) -> int:
-    """Prints the table and writes <folder>/sweep.png."""
+    """Prints the table of trials and writes <folder>/sweep.png; returns the exit code."""
     if not (folder / "trials.jsonl").is_file():
         raise UserError(f"{folder} is not a sweep's folder: it has no trials.jsonl")
     trials = Trials(folder).rows
@@ -41,7 +41,7 @@ def report(folder: Path) -> int:
 
 
 def monitored(folder: Path, trials: list[Trial]) -> tuple[str, str]:
-    """checkpoint.monitor and checkpoint.mode of the trials."""
+    """Returns checkpoint.monitor and checkpoint.mode of the trials."""
     for trial in trials:
         path = folder / str(trial.number) / "config.yaml"
         if path.is_file():
@@ -55,14 +55,14 @@ def values_of(trial: Trial) -> dict[str, str]:
 
 
 def varying(trials: list[Trial]) -> list[str]:
-    """The keys that don't have one value in all trials, in the order they were written."""
+    """Returns the keys whose values differ between trials, in the order they were written."""
     values = [values_of(trial) for trial in trials]
     keys = dict.fromkeys(key for trial in values for key in trial)
     return [key for key in keys if len({trial.get(key) for trial in values}) > 1]
 
 
 def shown(text: str) -> str:
-    """A value for the eye: four digits of a number."""
+    """Formats a value for display; numbers get four significant digits."""
     number = _number(text)
     return text if number is None else f"{number:.4g}"
 
@@ -85,7 +85,7 @@ def table(trials: list[Trial], keys: list[str], monitor: str) -> Any:
 
 
 def draw(folder: Path, trials: list[Trial], keys: list[str], monitor: str) -> Path:
-    """The score against each key, and its course in every trial with the best one's in colour."""
+    """Plots the score against each key, and over the steps of every trial, with the best trial in colour."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -112,7 +112,7 @@ def draw(folder: Path, trials: list[Trial], keys: list[str], monitor: str) -> Pa
 
 
 def _against(axis: Any, key: str, scored: list[Trial]) -> None:
-    """Points of one key; the first of `scored`, the best, in colour."""
+    """Plots the scores against the values of one key, with the best trial, the first of `scored`, in red."""
     texts = [values_of(t).get(key, "default") for t in scored]
     numbers = [_number(text) for text in texts]
     places: list[Any] = numbers
@@ -127,6 +127,6 @@ def _against(axis: Any, key: str, scored: list[Trial]) -> None:
 
 
 def curve(run: Path, monitor: str) -> tuple[list[int], list[float]]:
-    """Steps at which a run measured `monitor`, and what it was."""
+    """Returns the steps at which a run measured `monitor`, and the measured values."""
     rows = [row for row in read_jsonl(run / "metrics.jsonl") if row.get(monitor) is not None]
     return [row["step"] for row in rows], [row[monitor] for row in rows]

@@ -1,7 +1,7 @@
-"""`-m key=a,b`: a sweep. Each trial is a process of its own in a folder of its own; one that fails does not end it.
+"""Sweeps (`-m key=a,b`): each trial is a separate process with its own folder; a failed trial does not end the sweep.
 
-The folder holds trials.jsonl (a row per trial), <number>/ (its run) and <number>.log (what it printed). The same sweep
-again skips what finished, continues what was preempted and tries again what failed.
+The sweep's folder holds trials.jsonl (a row per trial), <number>/ (its run) and <number>.log (its output). Running the
+same sweep again skips finished trials, continues preempted ones and retries failed ones.
 """
 
 import os
@@ -25,11 +25,11 @@ def run(verb: str, overrides: list[str], config_dir: str | None, config_name: st
     """Runs every trial that is not finished yet.
 
     Returns:
-        0 when all finished; 75 when one was preempted (the same command goes on); 1 when any failed, unless
+        0 if all finished; 75 if one was preempted (the same command continues the sweep); 1 if any failed, unless
         sweep.allow_failures.
 
     Raises:
-        UserError: an override is wrong, or the folder is not a sweep's; no trial has been started then.
+        UserError: an override is wrong, or the folder is not a sweep's; no trial has been started.
     """
     _refuse_ranks()
     plan = plans.make(verb, overrides, config_dir, config_name)
@@ -41,7 +41,7 @@ def run(verb: str, overrides: list[str], config_dir: str | None, config_name: st
 
 
 def show(verb: str, overrides: list[str], config_dir: str | None, config_name: str = "config") -> int:
-    """Prints what the sweep would try and the config of its first trial, and starts nothing."""
+    """Prints what the sweep would try and the config of its first trial, without starting anything."""
     from lmtrain.config import compose as config
 
     plan = plans.make(verb, overrides, config_dir, config_name)
@@ -55,7 +55,7 @@ def show(verb: str, overrides: list[str], config_dir: str | None, config_name: s
 
 
 def _refuse_ranks() -> None:
-    """Raises UserError where this is one of several processes, each of which would run the whole sweep."""
+    """Raises UserError if this is one of several processes, each of which would run the whole sweep."""
     by = ranks.started_by()
     several = by == "SLURM" or int(os.environ.get("WORLD_SIZE", "1")) > 1
     if by is not None and several:
@@ -77,7 +77,7 @@ def _run(plan: SweepPlan, trials: Trials) -> int:
 
 
 def upcoming(plan: SweepPlan, trials: Trials) -> Iterator[Trial]:
-    """The trials still to be run, each noted as running once it is asked for."""
+    """Yields the trials still to be run, marking each as running just before."""
     fixed = list(map(hide, [*plan.fixed, *plan.flags]))
     if plan.config.sweep.method == "grid":
         for combination in search.combinations(plan.swept):
@@ -87,7 +87,7 @@ def upcoming(plan: SweepPlan, trials: Trials) -> Iterator[Trial]:
         return
     space = search.distributions(plan.swept)
     swept = sorted(o.key_or_group for o in plan.swept)
-    # A row that sets other keys is none of this sweep's: trials.jsonl may come from anybody.
+    # Rows that set other keys don't belong to this sweep: somebody else may have written trials.jsonl.
     mine = [t for t in trials.rows if t.fixed == fixed and sorted(o.partition("=")[0] for o in t.overrides) == swept]
     yield from [_begin(trials, t) for t in mine if not rows.finished(t, plan.folder, plan.verb)]
     while len(mine) < (plan.config.sweep.n_trials or 0):
@@ -104,7 +104,7 @@ def _begin(trials: Trials, trial: Trial) -> Trial:
 
 
 def conclude(plan: SweepPlan, trials: Trials, started: list[Trial]) -> int:
-    """Prints how the sweep ended; returns its exit code."""
+    """Prints how the sweep ended and returns its exit code."""
     ranked = rows.ranked(trials.rows, plan.config.checkpoint.mode)
     if ranked and ranked[0].score is not None:
         monitor, best = plan.config.checkpoint.monitor, ranked[0]

@@ -1,4 +1,4 @@
-"""What a sweep tries: every combination (grid), or what Optuna proposes from the trials so far."""
+"""The overrides that a sweep tries: every combination (grid), or what Optuna proposes from the trials so far."""
 
 import itertools
 import warnings
@@ -17,11 +17,11 @@ from lmtrain.config.schema import SweepConfig
 from lmtrain.errors import UserError
 from lmtrain.sweeps.trials import Trial
 
-VALUES = 10_000  # of one key, each of which is composed and checked before the first trial
+VALUES = 10_000  # most values of one key; each is composed and checked before the first trial
 
 
 def parse(overrides: list[str], conf: Path) -> list[Override]:
-    """Overrides as Hydra reads them; `conf` holds the options that `glob(*)` stands for."""
+    """Parses overrides with Hydra's parser; `conf` is the config folder whose options `glob(*)` expands to."""
     with initialize_config_dir(config_dir=str(conf), version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
     try:
@@ -31,7 +31,7 @@ def parse(overrides: list[str], conf: Path) -> list[Override]:
 
 
 def choices(override: Override) -> list[str]:
-    """`key=value` for each value of a sweep; for an interval its two ends."""
+    """Returns `key=value` for each value of a swept key, or for the two ends of an interval."""
     key = override.get_key_element()
     if override.is_interval_sweep():
         interval = override.value()
@@ -48,7 +48,7 @@ def choices(override: Override) -> list[str]:
 
 
 def combinations(swept: list[Override]) -> list[list[str]]:
-    """The grid: the last key varies fastest."""
+    """Returns all combinations of a grid; the last key varies fastest."""
     for override in swept:
         if override.is_interval_sweep():
             raise UserError(
@@ -58,7 +58,7 @@ def combinations(swept: list[Override]) -> list[list[str]]:
 
 
 def check_optuna(swept: list[Override], sweep: SweepConfig) -> None:
-    """Raises UserError for a search that can't start."""
+    """Raises UserError if an Optuna search with these settings can't start."""
     if sweep.sampler not in ("tpe", "random"):
         raise UserError(f"sweep.sampler={sweep.sampler}: choose tpe or random")
     if not swept:
@@ -69,7 +69,7 @@ def check_optuna(swept: list[Override], sweep: SweepConfig) -> None:
 
 
 def distributions(swept: list[Override]) -> dict[str, Any]:
-    """Optuna's distribution of each key: an interval is one of numbers, a list of values one of texts."""
+    """Returns Optuna's distribution for each key: numerical for an interval, categorical for a list of values."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     found: dict[str, Any] = {}
@@ -92,11 +92,11 @@ def distributions(swept: list[Override]) -> dict[str, Any]:
 
 
 def propose(space: dict[str, Any], sweep: SweepConfig, mode: str, trials: list[Trial]) -> list[str]:
-    """The next trial's overrides: a function of the trials so far and the seed, so that a sweep that was interrupted
-    goes on as if it had not been.
+    """Returns the next trial's overrides, as a function of only the trials so far and the seed.
 
-    The study is built again from the trials, which are all there is to it: no second file has to agree with
-    trials.jsonl. A trial without a finite score is a failed one to Optuna, which then learns nothing from it.
+    An interrupted sweep therefore continues as if it had not been interrupted. The study is rebuilt from the trials
+    each time, so that no second file has to agree with trials.jsonl. A trial without a finite score counts as failed
+    in Optuna, which then learns nothing from it.
 
     Args:
         space: from `distributions`.
@@ -121,7 +121,7 @@ def propose(space: dict[str, Any], sweep: SweepConfig, mode: str, trials: list[T
 
 
 def _tell(study: Any, trial: Trial, space: dict[str, Any]) -> None:
-    """Hands a trial to the study; one from outside the space, as it is now, is left out."""
+    """Adds a trial to the study, unless its values lie outside the current search space."""
     import optuna
 
     texts = dict(o.split("=", 1) for o in trial.overrides)

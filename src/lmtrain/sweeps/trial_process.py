@@ -1,4 +1,4 @@
-"""A trial as a process of its own: forked from one that has imported torch already, or started again."""
+"""A trial as a separate process: forked from a process that has already imported torch, or newly spawned."""
 
 import atexit
 import importlib
@@ -13,20 +13,20 @@ from lmtrain.config.effect import TRIAL
 from lmtrain.distributed.ranks import end_with_parent
 from lmtrain.sweeps.trials import without_ranks
 
-_DRIVER = Path("/dev/nvidiactl")  # of NVIDIA's GPUs
+_DRIVER = Path("/dev/nvidiactl")  # exists where the NVIDIA driver is loaded
 
 
 def start(verb: str, words: list[str], log: Path, gpus: str | None = None) -> BaseProcess:
-    """Starts a trial: in a session of its own, ended with this process, without this one's ranks.
+    """Starts a trial in its own session; it ends with this process and does not inherit this process's rank variables.
 
-    Forked from a warm process, which saves the seconds that the imports take; but where there are GPUs, because CUDA
-    can't be used in a fork once any library has so much as counted them.
+    The trial is forked from a process that has done all imports, which saves seconds. With GPUs it is spawned instead,
+    because CUDA can't be used in a forked process once any library has even counted the GPUs.
 
     Args:
-        gpus: its CUDA_VISIBLE_DEVICES; None leaves it those of this process.
+        gpus: the trial's CUDA_VISIBLE_DEVICES; None leaves it unchanged.
     """
     environ = without_ranks(os.environ) | {TRIAL: "1"} | ({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus})
-    log.touch()  # who reads along does not wait for the process to open it
+    log.touch()  # so that the log can be read before the process opens it
     process = context().Process(target=_run, args=(verb, words, str(log), environ))
     process.start()
     return process
@@ -41,11 +41,11 @@ def context() -> multiprocessing.context.ForkServerContext | multiprocessing.con
 
 
 def _run(verb: str, words: list[str], log: str, environ: dict[str, str]) -> None:
-    """What the process does: `python -m lmtrain.<verb> <words>`, printing to `log`."""
-    os.setsid()  # Ctrl-C reaches the sweep alone, which passes it on once
+    """Runs `python -m lmtrain.<verb> <words>` in the new process, with its output appended to `log`."""
+    os.setsid()  # Ctrl-C reaches the sweep alone, which forwards it once
     end_with_parent(os.getppid(), signal.SIGTERM)
     sweep = multiprocessing.parent_process()
-    if sweep is not None and not sweep.is_alive():  # it ended before the kernel was asked
+    if sweep is not None and not sweep.is_alive():  # the sweep ended before the call above
         return
     os.environ.clear()
     os.environ.update(environ)
@@ -55,11 +55,11 @@ def _run(verb: str, words: list[str], log: str, environ: dict[str, str]) -> None
     try:
         sys.exit(module.main(words))
     finally:
-        atexit._run_exitfuncs()  # multiprocessing leaves them out; trackers end their runs there
+        atexit._run_exitfuncs()  # multiprocessing skips them; in these, trackers finish their runs
 
 
 def _print_to(log: str) -> None:
-    """Standard output and error, of what this process starts too, to the end of a file; every write at once."""
+    """Appends stdout and stderr of this process and of those it starts to a file, without buffering."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
         stream.flush()

@@ -1,4 +1,4 @@
-"""Trials of a sweep: each a row in <sweep>/trials.jsonl, a process, and what it printed in <sweep>/<number>.log."""
+"""The trials of a sweep: each has a row in <sweep>/trials.jsonl, a process, and its output in <sweep>/<number>.log."""
 
 import json
 import math
@@ -17,14 +17,14 @@ from lmtrain.files import read_jsonl, write_atomic
 from lmtrain.run_folder.folder import RunDir
 from lmtrain.secrets import hide
 
-# What a launcher of ranks leaves in the environment: a trial that sees it takes itself for one of those ranks.
+# Environment variables that a launcher of ranks sets; a trial that inherited them would act as one of those ranks.
 _RANKS = re.compile(
     r"(MASTER_(ADDR|PORT)|(LOCAL_|GROUP_|ROLE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|NODE_RANK|TORCHELASTIC_.*|LMTRAIN_.*PID"
     r"|LMTRAIN_TYPED|SLURM_(NTASKS|NPROCS|PROCID|LOCALID|NODEID|NTASKS_PER_NODE|TASKS_PER_NODE|STEP_.*))"
 )
 _TYPES: dict[str, Any] = {"number": int, "overrides": list, "fixed": list, "status": str, "exit_code": int | None,
                           "score": int | float | None, "seconds": int | float, "error": str | None}  # fmt: skip
-_LINES_KEPT = 100  # of a failed trial's output, in its row
+_LINES_KEPT = 100  # lines of a failed trial's output that its row keeps
 
 
 @dataclass
@@ -34,14 +34,14 @@ class Trial:
     number: int  # its folder is <sweep>/<number>
     overrides: list[str]  # what the sweep chose for it
     fixed: list[str]  # the rest of its command line
-    status: str = "running"  # running, finished, preempted or failed; running without a sweep: that was killed
+    status: str = "running"  # running, finished, preempted or failed; running after the sweep: it was killed
     exit_code: int | None = None  # of its process; negative: the signal that ended it
     score: float | None = None  # the best value of checkpoint.monitor; None where there is none, or it is not finite
     seconds: float = 0.0  # of the last start
-    error: str | None = None  # the end of what a failed trial printed, from its traceback on
+    error: str | None = None  # the end of a failed trial's output, from its traceback on
 
     def __post_init__(self) -> None:
-        """Raises TypeError for a value of another type."""
+        """Raises TypeError for a value of the wrong type."""
         for name, types in _TYPES.items():
             if not isinstance(getattr(self, name), types):
                 raise TypeError(f"{name} is {getattr(self, name)!r:.80}")
@@ -51,7 +51,7 @@ class Trial:
 
 
 class Trials:
-    """The rows of a sweep's folder; every change is written at once."""
+    """The rows of trials.jsonl in a sweep's folder; `write` saves them."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "trials.jsonl"
@@ -64,25 +64,25 @@ class Trials:
         write_atomic(self.path, "".join(json.dumps(asdict(row)) + "\n" for row in self.rows))
 
     def find(self, overrides: list[str], fixed: list[str]) -> Trial | None:
-        """The trial with this command line, in whatever order it is written."""
+        """Returns the trial with this command line, regardless of the order of its words, or None."""
         wanted = sorted(map(hide, [*overrides, *fixed]))
         return next((row for row in self.rows if sorted([*row.overrides, *row.fixed]) == wanted), None)
 
     def add(self, overrides: list[str], fixed: list[str]) -> Trial:
-        """A new trial, with the next free number."""
+        """Adds a trial with the next free number and returns it."""
         number = 1 + max((row.number for row in self.rows), default=-1)
         self.rows.append(Trial(number, list(map(hide, overrides)), list(map(hide, fixed))))
         return self.rows[-1]
 
 
 def ranked(trials: list[Trial], mode: str) -> list[Trial]:
-    """Best first; those without a score last."""
+    """Returns the trials sorted by score, best first; those without a score come last."""
     sign = -1 if mode == "max" else 1
     return sorted(trials, key=lambda t: math.inf if t.score is None else sign * t.score)
 
 
 def last_line(trial: Trial) -> str:
-    """The last line of its error, which names the exception."""
+    """Returns the last line of the trial's error, which names the exception."""
     return (trial.error or "").strip().rpartition("\n")[2].removeprefix("error: ")
 
 
@@ -92,29 +92,29 @@ def in_words(trial: Trial, metric: str) -> str:
 
 
 def command(trial: Trial, folder: Path) -> list[str]:
-    """The trial's overrides, its folder and whether it continues what lies there."""
+    """Returns the trial's overrides with its folder, and with run.resume=auto if the folder already holds a run."""
     run = folder / str(trial.number)
     words = [*trial.fixed, *trial.overrides, f"run.dir={bare_or_quoted(str(run))}"]
     if (run / "config.yaml").exists():
         return [*(w for w in words if not w.startswith("run.resume=")), "run.resume=auto"]
-    shutil.rmtree(run, ignore_errors=True)  # what a start that was killed early left is not a run
+    shutil.rmtree(run, ignore_errors=True)  # left by a start killed before its config.yaml was written
     return words
 
 
 def without_ranks(environ: Mapping[str, str]) -> dict[str, str]:
-    """`environ` without what tells a process that it is a rank of this one."""
+    """Returns `environ` without the variables that would make a child process act as a rank."""
     return {k: v for k, v in environ.items() if not _RANKS.fullmatch(k)}
 
 
 def finished(trial: Trial, folder: Path, verb: str) -> bool:
-    """Whether the trial need not run again: its row says so, and so does what lies in its folder."""
+    """Returns whether the trial need not run again, according to its row and, for training, its run's summary.json."""
     if trial.status != "finished":
         return False
     return verb != "train" or read_summary(folder / str(trial.number)).get("status") in ("finished", "stopped_early")
 
 
 def read_summary(run: Path) -> dict[str, Any]:
-    """summary.json of a run; where it is not there or not whole, no more than what is wrong with it, as `error`."""
+    """Returns summary.json of a run; {} if there is none, and only an `error` if it can't be read or is invalid."""
     try:
         return RunDir(run).read_summary() or {}
     except UserError as error:
@@ -122,11 +122,11 @@ def read_summary(run: Path) -> dict[str, Any]:
 
 
 def judge(trial: Trial, folder: Path, code: int | None, stopped: bool) -> None:
-    """Fills in the row of a trial that has ended; trials.jsonl is the caller's to write.
+    """Fills in the row of a trial that has ended; the caller writes trials.jsonl.
 
     Args:
-        code: its exit code; None where the machine that ran it did not tell, and summary.json must.
-        stopped: whether the sweep was told to end: a trial that ended with it is not a failed one.
+        code: its exit code, or None if the machine that ran it did not report one, so that summary.json decides.
+        stopped: whether the sweep was asked to end: a trial that ended with it did not fail.
     """
     log, summary = folder / f"{trial.number}.log", read_summary(folder / str(trial.number))
     if code is None and summary.get("status") in ("finished", "stopped_early", "preempted"):
@@ -147,7 +147,7 @@ def judge(trial: Trial, folder: Path, code: int | None, stopped: bool) -> None:
 
 
 def _why(log: Path, code: int | None) -> str:
-    """The last traceback that a trial printed, or the end of its output, and how it ended where that says more."""
+    """Returns the last traceback that a trial printed, or the end of its output, plus how it ended if that helps."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
     begins = [i for i, line in enumerate(lines) if line.startswith(("Traceback ", "error: "))]
     tail = lines[begins[-1] :] if begins and code is not None and code > 0 else lines

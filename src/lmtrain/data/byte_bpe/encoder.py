@@ -1,11 +1,11 @@
-"""Byte-level BPE tokenizers over arrays: the ids of the tokenizers library, several times as fast.
+"""Vectorized byte-level BPE tokenizers: same ids as the tokenizers library, several times as fast.
 
-Such a tokenizer cuts a text into words by a regular expression and then tokenizes each word by itself. Here the words
-are found by array operations (words.py) and looked up in a table (tables.py). Those that are not in it are merged
-together and added; words too long for the table the library tokenizes.
+Such a tokenizer splits a text into words by a regular expression and then tokenizes each word by itself. Here the words
+are found by array operations (words.py) and looked up in a table (tables.py). Words missing from the table are
+tokenized in one batch and added to it; words too long for the table are tokenized by the library.
 
-Python and the library may sort a character differently (they carry tables of different versions of Unicode), so each
-character is tried in both, beside others, before the first text that has it is encoded here.
+Python and the library may classify a character differently (they have tables of different Unicode versions), so each
+character is checked in both, next to other characters, before the first text that contains it is encoded here.
 """
 
 import json
@@ -28,48 +28,48 @@ from lmtrain.data.byte_bpe.tables import (
 )
 
 _PROBES = ("{0}", "{0}{0}", "a{0}a", "1{0}1", " {0} ", ".{0}.", "'{0}", "\n{0}\n", "  {0}")
-_END = "\0"  # between texts
-_ROOM = _END * (LONGEST + 1)  # after the last, for what looks ahead
-_NEW = 255  # the kind of a character that has not been tried
+_END = "\0"  # separates texts
+_ROOM = _END * (LONGEST + 1)  # padding after the last text, for array operations that look ahead
+_NEW = 255  # the kind of a character that has not been checked yet
 _ASCII = bytes(words.kind_of(chr(n)) for n in range(128)) + bytes(128)
-_IN_TABLE = 1 << 20  # words: up to 120 MB
-_MANY = 1 << 17  # words too long for the table
-_LONG = 64  # bytes; longer words hardly come twice
+_IN_TABLE = 1 << 20  # maximum number of words in the table: up to 120 MB
+_MANY = 1 << 17  # maximum number of cached words that are too long for the table
+_LONG = 64  # bytes; longer words are not cached, as they rarely occur twice
 
 
 class ByteBPE:
-    """Encodes texts as the tokenizer does without special tokens; see `covers`. For one thread."""
+    """Encodes texts to the ids that the tokenizer gives without special tokens; see `covers`. Not thread-safe."""
 
     def __init__(self, backend: Tokenizer) -> None:
-        """backend: one that `covers` is true of."""
+        """backend: a tokenizer for which `covers` is true."""
         settings = _settings(backend)
         model, begins = settings["model"], _begins(settings["pre_tokenizer"])
         assert begins is not None
         self._backend, self._begins = backend, begins
         self._nfc = settings["normalizer"] is not None
-        self._kinds = np.full(0x110000, _NEW, dtype=np.uint8)  # of each code point
+        self._kinds = np.full(0x110000, _NEW, dtype=np.uint8)  # the kind of each code point
         self._kinds[0] = words.END
-        self._strange = {_END}  # characters whose texts the library encodes
+        self._strange = {_END}  # texts with one of these characters are encoded by the library
         self._merges = Merges(model["vocab"], model["merges"])
-        self._whole = model["vocab"] if model["ignore_merges"] else {}  # words that are tokens, whatever merging gives
+        self._whole = model["vocab"] if model["ignore_merges"] else {}  # these words are tokens whatever merging gives
         self._table = self._new_table()
-        self._long: dict[bytes, list[int]] = {}  # words that the table can't hold
+        self._long: dict[bytes, list[int]] = {}  # cached ids of words that the table can't hold
         self._learn("".join(map(chr, range(128))))
 
     @staticmethod
     def covers(backend: Tokenizer) -> bool:
-        """Whether this gives the tokenizer's ids."""
+        """Returns whether this class can reproduce the tokenizer's ids."""
         settings = _settings(backend)
         plain = settings["normalizer"] is None or settings["normalizer"]["type"] == "NFC"
         added = any(not token["special"] for token in settings["added_tokens"])
         return plain and not added and is_plain(settings["model"]) and _begins(settings["pre_tokenizer"]) is not None
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """The token ids of each text, uint32 [n]."""
+        """Returns the token ids of each text, uint32 [n]."""
         self._learn("".join(text for text in texts if not text.isascii()))
         found: dict[int, np.ndarray] = {}
         covered = [n for n, text in enumerate(texts) if self._covers(text)]
-        for ascii_only in (True, False):  # apart: ASCII takes less work
+        for ascii_only in (True, False):  # separately: ASCII takes less work
             some = [n for n in covered if texts[n].isascii() is ascii_only]
             found |= zip(some, self._encode([texts[n] for n in some]), strict=True)
         rest = [n for n in range(len(texts)) if n not in found]
@@ -78,7 +78,7 @@ class ByteBPE:
         return [found[n] for n in range(len(texts))]
 
     def _covers(self, text: str) -> bool:
-        """Whether `_encode` gives the tokenizer's ids for this text."""
+        """Returns whether `_encode` gives the tokenizer's ids for this text."""
         if self._nfc and not unicodedata.is_normalized("NFC", text):
             return False
         return not any(character in text for character in self._strange)
@@ -95,7 +95,7 @@ class ByteBPE:
         return np.split(ids, np.cumsum(counts)[ends[:-1]])
 
     def _find_words(self, joined: str, kind_of: np.ndarray, texts: int) -> tuple[np.ndarray, np.ndarray]:
-        """Where words begin, in characters, and which of these begins are the ends of texts; the last is one."""
+        """Returns the characters where words begin, and the indices of begins that are text ends; the last is one."""
         if joined.isascii():
             raw = joined.encode()
             characters, kinds = np.frombuffer(raw, np.uint8), np.frombuffer(raw.translate(_ASCII), np.uint8)
@@ -107,7 +107,7 @@ class ByteBPE:
         return begins[: ends[-1] + 1], ends
 
     def _ids(self, raw: bytes, begins: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The ids of all words, and how many each word has; none where it is the end of a text."""
+        """Returns the ids of all words, and the number of ids of each word, which is 0 for the end of a text."""
         table, text = self._table, np.frombuffer(raw, np.uint8)
         keys = word_keys(text, begins, lengths)
         places, counts = table.find(keys)
@@ -128,8 +128,8 @@ class ByteBPE:
         return ids, counts
 
     def _add(self, keys: np.ndarray, lengths: np.ndarray) -> None:
-        """Words that the table doesn't have, some of them several times. Those with a byte without a token stay out."""
-        _, once = np.unique(keys[0] * np.uint64(31) ^ keys[1], return_index=True)  # two words with one product: one
+        """Adds words missing from the table; they may repeat. Words with a byte that has no token are not added."""
+        _, once = np.unique(keys[0] * np.uint64(31) ^ keys[1], return_index=True)  # of colliding words, only one
         keys = keys[:, once]
         ids, counts = self._merges.ids(key_bytes(keys), lengths[once])
         new = counts > 0
@@ -146,7 +146,7 @@ class ByteBPE:
         return table
 
     def _look_up(self, missing: list[bytes]) -> list[list[int]]:
-        """The ids of words that the table can't hold."""
+        """Returns the ids of words that are not in the table, from the cache or the library."""
         known, tokenize = self._long, self._backend.model.tokenize
         found: list[list[int]] = []
         for word in missing:
@@ -161,7 +161,7 @@ class ByteBPE:
         return found
 
     def _learn(self, text: str) -> None:
-        """Tries the text's new characters: whether words end where the library's do, beside others of each kind."""
+        """Checks the text's new characters: whether words next to other characters begin where the library's do."""
         codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
         codes = codes[self._kinds[codes] == _NEW]
         if not len(codes):
@@ -171,7 +171,7 @@ class ByteBPE:
         kinds[[ord(character) for character in new]] = [words.kind_of(character) for character in new]
         probes = [probe.format(character) for character in new for probe in _PROBES]
         begins, ends = self._find_words(_END.join(probes) + _ROOM, kinds, len(probes))
-        # In a newer Unicode, which the library may have, NFC may change what isn't assigned in Python's.
+        # The library may have a newer Unicode version, in which NFC changes characters that Python's has unassigned.
         strange = {c for c in new if self._nfc and unicodedata.category(c) == "Cn"}
         for n, found in enumerate(np.split(begins, ends[:-1] + 1)):
             expected = [begin for _, (begin, _) in self._backend.pre_tokenizer.pre_tokenize_str(probes[n])]
@@ -181,13 +181,13 @@ class ByteBPE:
 
 
 def _settings(backend: Tokenizer) -> dict[str, Any]:
-    """What tokenizer.json says."""
+    """Returns the contents of the tokenizer's tokenizer.json."""
     settings: dict[str, Any] = json.loads(backend.to_str())
     return settings
 
 
 def _begins(pre_tokenizer: dict[str, Any] | None) -> words.Begins | None:
-    """Where the words begin that the pre-tokenizer makes; None for other kinds."""
+    """Returns the function that finds where this pre-tokenizer's words begin, or None if it is not supported."""
     if pre_tokenizer is None:
         return None
     *before, last = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
@@ -204,5 +204,5 @@ def _begins(pre_tokenizer: dict[str, Any] | None) -> words.Begins | None:
 
 
 def _ranges(begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """begin, begin + 1, ... of each range, int64 [sum of counts]."""
+    """Returns the concatenated ranges begin, begin + 1, ... of `counts` numbers each, int64 [sum of counts]."""
     return np.repeat(begins - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())

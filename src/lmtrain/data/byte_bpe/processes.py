@@ -1,8 +1,8 @@
-"""Processes that do work for this one over their standard input and output, and byte-level BPEs in them.
+"""Worker processes that communicate over standard input and output, and byte-level BPE encoding in them.
 
-A process that reads finds the end of its input when the one that started it is gone, however that ended. Ctrl-C, which
-a terminal sends to both, is left to the one that started it. ByteBPEs run in processes since in threads of one process
-most operations would wait for each other: each reads a tokenizer's JSON, then lists of texts, and writes their ids.
+A worker that reads sees the end of its input when its parent process is gone, however the parent ended. Ctrl-C, which
+a terminal sends to both, is left to the parent. ByteBPE runs in processes because in threads of one process most
+operations would wait for each other: each worker reads a tokenizer's JSON, then lists of texts, and writes their ids.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ _LENGTH = struct.Struct("<Q")
 
 
 def start(module: str, *arguments: str) -> subprocess.Popen[bytes]:
-    """`python -m module arguments`, with pipes to its standard input and from its standard output."""
+    """Starts `python -m module arguments` with pipes to its standard input and from its standard output."""
     package = str(Path(__file__).resolve().parents[3])
     path = os.pathsep.join(p for p in (package, os.environ.get("PYTHONPATH")) if p)
     return subprocess.Popen(
@@ -38,25 +38,25 @@ def start(module: str, *arguments: str) -> subprocess.Popen[bytes]:
 
 
 def ignore_interrupts() -> None:
-    """Runs in the process itself: Ctrl-C is answered by the process that started it."""
+    """Makes the calling worker process ignore Ctrl-C, which its parent process handles."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def why(code: int, lower: str) -> str:
-    """How such a process ended. lower: the option that makes it need less memory."""
+    """Describes how a worker process ended. lower: the config key to lower so that it needs less memory."""
     memory = f": out of memory, most likely; lower {lower}" if code == -signal.SIGKILL else ""
     return f"ended with exit code {code}{memory}"
 
 
 def send(pipe: IO[bytes], raw: bytes) -> None:
-    """Writes its length in bytes (8 bytes, little endian), then the bytes."""
+    """Writes the length of `raw` in bytes (8 bytes, little endian), then `raw`."""
     pipe.write(_LENGTH.pack(len(raw)))
     pipe.write(raw)
     pipe.flush()
 
 
 def receive(pipe: IO[bytes]) -> bytes | None:
-    """What `send` wrote; None at the end of the pipe."""
+    """Returns the bytes written by one `send`, or None if the pipe ends first."""
     header = pipe.read(_LENGTH.size)
     if len(header) < _LENGTH.size:
         return None
@@ -66,13 +66,13 @@ def receive(pipe: IO[bytes]) -> bytes | None:
 
 
 class EncodeProcesses:
-    """Encodes as ByteBPE does; each thread that calls it has a process, which ends with the context.
+    """A context in which each calling thread encodes like ByteBPE in a process of its own, which ends with the context.
 
-    Entering starts nothing: a process starts with its thread's first texts.
+    Entering the context starts nothing: a thread's process is started by its first call of `encode`.
     """
 
     def __init__(self, backend: Tokenizer) -> None:
-        """backend: one that ByteBPE covers."""
+        """backend: a tokenizer for which `ByteBPE.covers` is true."""
         self._backend = backend
         self._mine = threading.local()
         self._all: list[subprocess.Popen[bytes]] = []
@@ -90,10 +90,10 @@ class EncodeProcesses:
             process.wait()
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """The token ids of each text, uint32 [n].
+        """Returns the token ids of each text, uint32 [n].
 
         Raises:
-            RunError: the process was ended by something else, such as a lack of memory.
+            RunError: the process has ended unexpectedly, for example for lack of memory.
         """
         with contextlib.suppress(BrokenPipeError):
             process = self._process()
@@ -122,7 +122,7 @@ def _send_all(pipe: IO[bytes], parts: list[bytes]) -> None:
 
 
 def _receive_all(pipe: IO[bytes]) -> list[memoryview] | None:
-    """None at the end of the pipe."""
+    """Returns the byte strings written by one `_send_all`, or None if the pipe ends first."""
     lengths, raw = receive(pipe), receive(pipe)
     if lengths is None or raw is None:
         return None
@@ -132,13 +132,13 @@ def _receive_all(pipe: IO[bytes]) -> list[memoryview] | None:
 
 
 def main() -> None:
-    """The process itself; its input ends where the one that started it has no more texts, or is gone."""
+    """Runs the worker process until its input ends, when its parent has no more texts or is gone."""
     ignore_interrupts()
     settings = receive(sys.stdin.buffer)
     if settings is None:
         return
     backend = Tokenizer.from_str(settings.decode())
-    backend.encode_special_tokens = True  # not a part of its JSON
+    backend.encode_special_tokens = True  # not part of the JSON
     tokenizer = ByteBPE(backend)
     while (texts := _receive_all(sys.stdin.buffer)) is not None:
         found = tokenizer.encode([str(text, "utf-8") for text in texts])

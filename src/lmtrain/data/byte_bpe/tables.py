@@ -1,4 +1,4 @@
-"""Tables that are searched and filled for whole arrays at once: of keys, of words with their ids, of a BPE's merges."""
+"""Vectorized lookup tables, searched and filled a whole array at a time: of keys, word ids and BPE merges."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ _MIX = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F], dtype=np.uint64)  # od
 
 
 class KeyTable:
-    """A hash table from two 64-bit keys to a number other than zero: linear probing, at most half of the rows taken."""
+    """A hash table from pairs of 64-bit keys to nonzero numbers: linear probing, at most half of the rows in use."""
 
     def __init__(self) -> None:
         self._rows = np.zeros((1024, 3), dtype=np.uint64)  # key, key, number; number 0: free
@@ -18,7 +18,7 @@ class KeyTable:
         return self._held
 
     def find(self, first: np.ndarray, second: np.ndarray) -> np.ndarray:
-        """The numbers of these keys (uint64 [n], each), 0 for those that are not here. int64 [n]."""
+        """Returns the numbers of these keys (uint64 [n] each), int64 [n]; 0 for keys that are not in the table."""
         rows = self._rows
         slots = _slots(rows, first, second)
         numbers, same = _look(rows, slots, first, second)
@@ -32,7 +32,7 @@ class KeyTable:
         return found.view(np.int64)
 
     def add(self, first: np.ndarray, second: np.ndarray, numbers: np.ndarray) -> None:
-        """Keys that are not here, each once, with their numbers: integers [n]."""
+        """Adds distinct keys that are not in the table yet, with their numbers: integers [n]."""
         self._held += len(numbers)
         if 2 * self._held > len(self._rows):
             old = self._rows[self._rows[:, 2] != 0]
@@ -47,7 +47,7 @@ def _fill(rows: np.ndarray, first: np.ndarray, second: np.ndarray, numbers: np.n
     placed = np.zeros(len(numbers), dtype=bool)
     while len(left):
         free = left[rows[slots[left], 2] == 0]
-        taken, index = np.unique(slots[free], return_index=True)  # of several keys the first gets a slot
+        taken, index = np.unique(slots[free], return_index=True)  # of several keys for a slot the first gets it
         keys = free[index]
         rows[taken, 0], rows[taken, 1], rows[taken, 2] = first[keys], second[keys], numbers[keys]
         placed[keys] = True
@@ -56,7 +56,7 @@ def _fill(rows: np.ndarray, first: np.ndarray, second: np.ndarray, numbers: np.n
 
 
 def _slots(rows: np.ndarray, first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Where to begin to look, int64 [n]."""
+    """Returns the slot at which the search for each key starts, int64 [n]."""
     shift = np.uint64(65 - len(rows).bit_length())
     return ((first * _MIX[0] ^ second * _MIX[1]) >> shift).astype(np.int64)
 
@@ -66,35 +66,35 @@ def _look(rows: np.ndarray, slots: np.ndarray, first: np.ndarray, second: np.nda
     return seen[:, 2], (seen[:, 0] == first) & (seen[:, 1] == second)
 
 
-LONGEST = 16  # bytes of a word that a table can hold: two 64-bit keys
-_KEEP = np.array([(1 << 8 * n) - 1 for n in range(9)], dtype=np.uint64)  # of eight bytes the first n
-_COUNT_BITS = 5  # a word has at least a byte a token
+LONGEST = 16  # maximum number of bytes of a word in a table: they fit into two 64-bit keys
+_KEEP = np.array([(1 << 8 * n) - 1 for n in range(9)], dtype=np.uint64)  # bit masks of the first n of eight bytes
+_COUNT_BITS = 5  # holds a word's number of tokens, at most LONGEST: every token has at least one byte
 
 
 class WordTable:
     def __init__(self) -> None:
-        self._places = KeyTable()  # where a word's ids begin, then how many they are
+        self._places = KeyTable()  # per word, where its ids begin, and in the lowest _COUNT_BITS their number
         self._ids, self._used = np.empty(1 << 12, dtype=np.uint32), 0
 
     def __len__(self) -> int:
         return len(self._places)
 
     def find(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Where the ids of each word begin, and how many they are: 0 of a word that isn't here. Both int64 [w].
+        """Returns where each word's ids begin, and their number, 0 for a word not in the table; both int64 [w].
 
-        keys: of `word_keys`.
+        keys: from `word_keys`.
         """
         found = self._places.find(keys[0], keys[1])
         return found >> _COUNT_BITS, found & ((1 << _COUNT_BITS) - 1)
 
     def ids(self, places: np.ndarray) -> np.ndarray:
-        """The ids that lie there, uint32 [n]; anything where nothing does."""
+        """Returns the ids at these positions, uint32 [n]; arbitrary ids for positions where none are stored."""
         return self._ids.take(places, mode="clip")
 
     def add(self, keys: np.ndarray, ids: np.ndarray, counts: np.ndarray) -> None:
-        """Words that aren't here, each once, of LONGEST bytes at most: their ids one after another, one at least each.
+        """Adds distinct words of at most LONGEST bytes that are not in the table yet.
 
-        keys: of `word_keys`; ids: uint32 [n]; counts: how many each word has, int64 [w].
+        keys: from `word_keys`; ids: of all words in turn, uint32 [n]; counts: ids per word, at least 1, int64 [w].
         """
         used = self._used + len(ids)
         if used > len(self._ids):
@@ -106,70 +106,70 @@ class WordTable:
 
 
 def word_keys(text: np.ndarray, begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """The keys of words, uint64 [2, w]: their bytes, none of them zero; those of longer words are in no table.
+    """Returns the keys of words, uint64 [2, w], made of their bytes; no table holds the key of a word over LONGEST.
 
-    text: UTF-8 without zero bytes, uint8 [n], with LONGEST bytes after the last word; begins, lengths: of its words, in
-    bytes, int64 [w].
+    text: UTF-8 whose words have no zero bytes, uint8 [n], with LONGEST bytes after the last word; begins, lengths: of
+    its words, in bytes, int64 [w].
     """
     eights = np.ndarray(len(text) - 7, "<u8", text, strides=(1,))
     keys = np.empty((2, len(begins)), dtype=np.uint64)
     keys[0] = eights[begins] & _KEEP[np.minimum(lengths, 8)]
-    keys[1] = ~(eights[begins + 8] & _KEEP[np.clip(lengths - 8, 0, 8)])  # eight bytes of 255 are no UTF-8
+    keys[1] = ~(eights[begins + 8] & _KEEP[np.clip(lengths - 8, 0, 8)])  # never 0: eight bytes of 255 are not UTF-8
     keys[0, lengths > LONGEST] = 0
     return keys
 
 
 def key_bytes(keys: np.ndarray) -> np.ndarray:
-    """The bytes of the words with these keys, padded with zeros, uint8 [w, LONGEST]."""
+    """Returns the bytes of the words with these keys, padded with zeros, uint8 [w, LONGEST]."""
     return np.stack([keys[0], ~keys[1]], axis=1).astype("<u8").view(np.uint8)
 
 
-# The letter that stands for each byte in such a vocabulary: itself where it can be seen, the next above 255 where not.
+# The character for each byte in a byte-level vocabulary: the byte's own if it is visible, else the next from 256 on.
 _SEEN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 LETTERS = {byte: chr(byte) for byte in _SEEN}
 LETTERS |= {byte: chr(256 + n) for n, byte in enumerate(b for b in range(256) if b not in _SEEN)}
 
 _BYTES = {letter: byte for byte, letter in LETTERS.items()}
-_NONE = 0xFFFFFFFF  # in the place of a token where there is none
-_ANY = np.uint64(1)  # the second key, which pairs have no use for
+_NONE = 0xFFFFFFFF  # stands for the absence of a token
+_ANY = np.uint64(1)  # the second key, which is the same for all pairs: the first identifies a pair
 
 
 def is_plain(model: dict[str, Any]) -> bool:
-    """Whether `Merges` does what this model of a tokenizer.json does."""
+    """Returns whether `Merges` implements this model of a tokenizer.json: a BPE without affixes or dropout."""
     affixes = model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")
     return model["type"] == "BPE" and not affixes and not model["dropout"]
 
 
 def token_bytes(token: str) -> bytes:
-    """What a token of the vocabulary stands for; nothing where it has other letters, as "<a b>" has."""
+    """Returns the bytes of a vocabulary token, or none if a character stands for no byte, like the space in "<a b>"."""
     return bytes(_BYTES[letter] for letter in token) if all(letter in _BYTES for letter in token) else b""
 
 
 class Merges:
-    """Begins with a token a byte and joins the pair that was learned first until no pair was (Sennrich et al. 2016)."""
+    """BPE merging (Sennrich et al. 2016): one token per byte, then the earliest learned pair is joined repeatedly."""
 
     def __init__(self, vocabulary: dict[str, int], merges: list[list[str]]) -> None:
-        """As tokenizer.json has them: ids of tokens, and pairs of tokens in the order in which they were learned."""
+        """Takes ids of tokens, and pairs of tokens in the order in which they were learned, as in tokenizer.json."""
         self._of_byte = np.array([vocabulary.get(LETTERS[byte], _NONE) for byte in range(256)], dtype=np.uint32)
         self._never = len(merges)  # the rank of pairs that are not joined
         self._joined = np.array([vocabulary[a + b] for a, b in merges], dtype=np.uint32)  # by rank
-        # Of a pair that comes twice the last rank counts, as in the library.
+        # If a pair occurs twice, its last rank counts, as in the library.
         ranks = {(vocabulary[a], vocabulary[b]): rank for rank, (a, b) in enumerate(merges)}
         pairs = np.array(list(ranks), dtype=np.uint32).reshape(-1, 2)
         self._ranks = KeyTable()
         self._ranks.add(*_keys(pairs[:, 0], pairs[:, 1]), np.array(list(ranks.values()), dtype=np.int64) + 1)
 
     def ids(self, words: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The token ids of all words, uint32 [n], and how many each has, int64 [w].
+        """Returns the token ids of all words, uint32 [n], and the number of ids of each word, int64 [w].
 
         words: their bytes, uint8 [w, longest]; lengths: in bytes, at least 1, int64 [w]. A word with a byte that has no
-        token has no ids here.
+        token gets no ids.
         """
-        tokens = self._of_byte[words.T]  # [longest, w]: operations on all words at a place of theirs
+        tokens = self._of_byte[words.T]  # [longest, w]: vectorized over the words at each position
         inside = np.arange(len(tokens))[:, None] < lengths
         without = ((tokens == _NONE) & inside).any(axis=0)
         tokens[~inside | without] = _NONE
-        ranks = self._find(tokens[:-1], tokens[1:])  # of each token with the one after it, [longest - 1, w]
+        ranks = self._find(tokens[:-1], tokens[1:])  # of each token and the next one, [longest - 1, w]
         left, done = np.arange(len(lengths)), tokens.copy()
         while len(left):
             at = ranks.argmin(axis=0)
@@ -183,7 +183,7 @@ class Merges:
         return ids[ids != _NONE], np.count_nonzero(ids != _NONE, axis=1)
 
     def _join(self, tokens: np.ndarray, ranks: np.ndarray, at: np.ndarray, rank: np.ndarray) -> None:
-        """In each word the tokens `at` and `at + 1` become one, and those after them move a place to the front."""
+        """Joins the tokens `at` and `at + 1` of each word in place, and moves those after them one position forward."""
         words = np.arange(len(at))
         behind = np.arange(len(tokens))[:, None] > at
         for array, empty in ((tokens, _NONE), (ranks, self._never)):
@@ -195,7 +195,7 @@ class Merges:
         ranks[at, words] = self._find(tokens[at, words], tokens[at + 1, words])
 
     def _find(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
-        """The rank of each pair, int32; `_never` for a pair that is never joined."""
+        """Returns the rank of each pair, int32; `_never` for a pair that is never joined."""
         ranks = np.full(left.shape, self._never, dtype=np.int32)
         both = right != _NONE
         found = self._ranks.find(*_keys(left[both], right[both])) - 1

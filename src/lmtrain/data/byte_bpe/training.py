@@ -1,7 +1,7 @@
 """Trains a BPE tokenizer in a child process, so that a signal can interrupt it at once.
 
-The tokenizers library hears no signal while it trains, which takes minutes on a large corpus. The process reads
-stretches of text on standard input and writes the trained tokenizer's JSON to standard output.
+The tokenizers library handles no signals while it trains, which takes minutes on a large corpus. The process reads
+pieces of text from standard input and writes the trained tokenizer's JSON to standard output.
 """
 
 import contextlib
@@ -22,17 +22,17 @@ ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
 def train(text: Iterator[str], vocab_size: int, min_frequency: int, end_of_text: str) -> Tokenizer:
-    """Byte-level BPE as GPT-2's (Radford et al. 2019): every byte is a token, so any text can be written.
+    """Trains a byte-level BPE like GPT-2's (Radford et al. 2019): every byte is a token, so any text can be encoded.
 
     Raises:
-        RunError: the process that trains it was ended by something else, such as a lack of memory.
+        RunError: the training process ended unexpectedly, for example for lack of memory.
     """
     asked = {"vocab_size": vocab_size, "min_frequency": min_frequency, "end_of_text": end_of_text}
     process = processes.start("lmtrain.data.byte_bpe.training", json.dumps({**asked, "parent": os.getpid()}))
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        with contextlib.suppress(BrokenPipeError):  # it has ended: its exit code says how
+        with contextlib.suppress(BrokenPipeError):  # the process has ended, and its exit code says how
             for part in text:
                 processes.send(process.stdin, part.encode())
             process.stdin.close()
@@ -51,7 +51,7 @@ def train(text: Iterator[str], vocab_size: int, min_frequency: int, end_of_text:
 
 
 def main(vocab_size: int, min_frequency: int, end_of_text: str, parent: int) -> None:
-    """The process itself. Ctrl-C, which a terminal sends to it too, is left to the one that started it."""
+    """Runs in the training process. Ctrl-C, which a terminal sends to it too, is left to the parent process."""
     processes.ignore_interrupts()
     end_with_parent(parent, signal.SIGKILL)
     backend = Tokenizer(models.BPE())

@@ -1,7 +1,7 @@
-"""Where the words of a text begin for byte-level BPEs: the patterns of GPT-2, SmolLM2, Qwen2 and Llama 3 over arrays.
+"""Finds where words begin for byte-level BPEs: the patterns of GPT-2, SmolLM2, Qwen2 and Llama 3, vectorized.
 
-Where a match begins depends on the kinds of the characters beside it and on the run of white space it is in, so all
-begins are found together.
+Whether a match begins at a character depends only on the kinds of the adjacent characters and on the run of white space
+it is in, so the begins of all words are found at once.
 """
 
 import unicodedata
@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-# Kinds of characters. END stands between texts: NUL, which no text that is encoded so contains.
-END, LETTER, NUMBER, OTHER, SPACE, BLANK, NEWLINE = range(7)  # BLANK: white space but " ", "\r" and "\n"
+# Kinds of characters. END (NUL) separates texts; a text that contains NUL is not encoded here.
+END, LETTER, NUMBER, OTHER, SPACE, BLANK, NEWLINE = range(7)  # BLANK: white space except " ", "\r" and "\n"
 
 GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 QWEN2 = (
@@ -22,7 +22,7 @@ Begins = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 def kind_of(character: str) -> int:
-    """LETTER is Unicode's L, NUMBER its N, white space its White_Space."""
+    """Returns a character's kind: LETTER for Unicode category L, NUMBER for N, white space for White_Space."""
     if character == "\0":
         return END
     if character == " ":
@@ -35,31 +35,31 @@ def kind_of(character: str) -> int:
 
 
 def gpt2(characters: np.ndarray, kinds: np.ndarray) -> np.ndarray:
-    """Whether a word of GPT-2's pattern begins at each character, bool [n].
+    """Returns whether a word of GPT-2's pattern begins at each character, bool [n].
 
-    characters: code points, uint8 or uint32 [n]; kinds: of each, uint8 [n]. The text ends with four ENDs at least.
+    characters: code points, uint8 or uint32 [n]; kinds: their kinds, uint8 [n]. The text ends with at least four ENDs.
     """
     return _gpt2(characters, kinds, _kind_begins(kinds), _in_word(kinds))
 
 
 def gpt2_digits(characters: np.ndarray, kinds: np.ndarray) -> np.ndarray:
-    """The same after `Digits`: each digit alone, white space before one whole."""
+    """Works like `gpt2` after `Digits`: each digit is a word, and white space before a digit is one whole word."""
     digit = kinds == NUMBER
     return _gpt2(characters, kinds, _kind_begins(kinds) | digit, _in_word(kinds) & ~digit)
 
 
 def _gpt2(characters: np.ndarray, kinds: np.ndarray, begins: np.ndarray, takes_space: np.ndarray) -> np.ndarray:
-    """takes_space: characters whose word takes the space before it, bool [n]."""
+    """Completes `begins` for GPT-2's pattern. takes_space: characters whose word includes a space before it."""
     begins[1:] &= ~(takes_space[1:] & (kinds[:-1] == SPACE))
-    begins[:-1] |= (kinds[:-1] >= SPACE) & takes_space[1:]  # the last of the white space before it
+    begins[:-1] |= (kinds[:-1] >= SPACE) & takes_space[1:]  # the last white-space character before a word
     return _with_contractions(begins, characters, any_case=False)
 
 
 def qwen2(characters: np.ndarray, kinds: np.ndarray) -> np.ndarray:
-    """The same for Qwen2's pattern."""
+    """Works like `gpt2` for Qwen2's pattern."""
     white, newline = kinds >= SPACE, kinds == NEWLINE
     begins = _kind_begins(kinds) | (kinds == NUMBER)
-    # White space: its last character goes to the word after it or stands alone, if it is not a newline.
+    # The last white-space character belongs to the next word or is a word by itself, if it is not a newline.
     begins[:-1] |= white[:-1] & ~newline[:-1] & _in_word(kinds)[1:]
     begins[1:] &= ~((kinds[1:] == OTHER) & (kinds[:-1] == SPACE))
     _begin_letters(begins, kinds)
@@ -69,10 +69,10 @@ def qwen2(characters: np.ndarray, kinds: np.ndarray) -> np.ndarray:
 
 
 def llama3(characters: np.ndarray, kinds: np.ndarray) -> np.ndarray:
-    """The same for Llama 3's: as Qwen2's, with numbers of up to three digits."""
+    """Works like `gpt2` for Llama 3's pattern, which is Qwen2's with numbers of up to three digits."""
     begins = qwen2(characters, kinds)
     digits = np.flatnonzero(kinds == NUMBER)
-    first = np.diff(digits, prepend=-2) != 1  # of a run of digits
+    first = np.diff(digits, prepend=-2) != 1  # the first digit of a run
     run = np.maximum.accumulate(np.where(first, digits, 0))
     begins[digits] = (digits - run) % 3 == 0
     return begins
@@ -82,7 +82,7 @@ PATTERNS: dict[str, Begins] = {QWEN2: qwen2, LLAMA3: llama3}
 
 
 def _kind_begins(kinds: np.ndarray) -> np.ndarray:
-    """Where another kind begins, all white space being one, and every END."""
+    """Returns where the kind changes, counting all white space as one kind, and every END; bool [n]."""
     kinds = np.minimum(kinds, SPACE)
     begins = np.ones(len(kinds), dtype=bool)
     np.not_equal(kinds[1:], kinds[:-1], out=begins[1:])
@@ -95,30 +95,30 @@ def _in_word(kinds: np.ndarray) -> np.ndarray:
 
 
 def _begin_letters(begins: np.ndarray, kinds: np.ndarray) -> None:
-    """Letters take the character before them: white space, or a single sign that no space stands before."""
+    """Adds to words of letters the character before them: SPACE, BLANK or a single symbol without a space before it."""
     before = kinds[:-1]
     prefix = (before == SPACE) | (before == BLANK)
-    alone = np.ones(len(before), dtype=bool)  # not after another sign or a space
+    alone = np.ones(len(before), dtype=bool)  # not after another symbol or a space
     alone[1:] = (kinds[:-2] != OTHER) & (kinds[:-2] != SPACE)
     prefix |= (before == OTHER) & alone
     begins[1:] &= ~((kinds[1:] == LETTER) & prefix)
 
 
 def _begin_after_newlines(begins: np.ndarray, kinds: np.ndarray, white: np.ndarray, newline: np.ndarray) -> None:
-    """Signs take the newlines after them; white space is one word up to its last newline."""
+    """Adds newlines to the symbols before them, and makes white space one word up to its last newline."""
     lines = np.flatnonzero(newline)
-    after_signs = lines[kinds[lines - 1] == OTHER]  # before the first character there is the last, an END
-    ends = np.flatnonzero(newline[:-1] & ~newline[1:]) + 1  # where newlines stop
+    after_signs = lines[kinds[lines - 1] == OTHER]  # index -1 is the last character, an END
+    ends = np.flatnonzero(newline[:-1] & ~newline[1:]) + 1  # one past each run of newlines
     begins[after_signs] = False
     begins[ends[np.searchsorted(ends, after_signs, side="right")]] = True
-    runs = np.flatnonzero(white[:-1] & ~white[1:]) + 1  # where white space stops
+    runs = np.flatnonzero(white[:-1] & ~white[1:]) + 1  # one past each run of white space
     run = np.searchsorted(runs, lines, side="right")
     last = np.append(run[1:] != run[:-1], True)
     begins[lines[last] + 1] = True
 
 
 def _with_contractions(begins: np.ndarray, characters: np.ndarray, any_case: bool) -> np.ndarray:
-    """'s, 't, 'm, 'd, 're, 've and 'll are words where one begins at the apostrophe."""
+    """Makes 's, 't, 'm, 'd, 're, 've and 'll words if a word begins at the apostrophe; changes `begins` in place."""
     at = np.flatnonzero((characters == ord("'")) & begins)
     first, second = characters[at + 1], characters[at + 2]
     if any_case:

@@ -1,7 +1,7 @@
 """Reads rows of a dataset as conversations, or as plain prompt and completion texts.
 
-A format says which columns of a row hold what. `detect_format` tells it by the columns' names; data.columns names
-them where a dataset calls them otherwise.
+A format defines what each column of a row holds. `detect_format` chooses it by the columns' names; data.columns maps
+a format's columns to the names that a dataset uses instead.
 """
 
 import re
@@ -15,7 +15,7 @@ from lmtrain.errors import UserError
 
 
 class UnfitColumns(UserError):
-    """The columns of a row are those of no format, or not those of the format that is asked for."""
+    """Raised if the columns of a row fit no format, or not the format that is asked for."""
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class Conversation:
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
     where: str
-    given: int = 0  # messages of the prompt, where the row says which they are: their answers are not learned
+    given: int = 0  # messages of the prompt, if the row separates it: their answers are not trained on
     dropped_turns: int = 0  # before the first user turn (data.on_assistant_first)
 
 
 @dataclass(frozen=True)
 class Completion:
-    """Plain text without a chat template: `completion` is learned, `prompt` is given."""
+    """Plain text without a chat template: `completion` is trained on, `prompt` only with data.train_on=all."""
 
     prompt: str
     completion: str
@@ -40,7 +40,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Format:
-    """`required` and `optional` columns; a column that goes by several names has them joined by |."""
+    """The `required` and `optional` columns of a row; alternative names of a column are joined by |."""
 
     required: tuple[str, ...]
     optional: tuple[str, ...] = ()
@@ -61,11 +61,11 @@ _BRACES = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")  # {column}, and {{ or }} for a 
 
 
 def detect_format(columns: Iterable[str], cfg: DataConfig) -> str:
-    """data.conversation_format, or where it is auto the first format whose columns are all there.
+    """Returns data.conversation_format or, if it is auto, the first format whose required columns are all present.
 
     Raises:
-        UnfitColumns: no format fits, or data.columns names what isn't there.
-        UserError: data.conversation_format is unknown.
+        UnfitColumns: no format fits, or the rows lack a column that the chosen format or data.columns names.
+        UserError: data.conversation_format is unknown, or data.columns has a column that the format doesn't have.
     """
     names = list(columns)
     wanted = cfg.conversation_format or "auto"
@@ -91,10 +91,10 @@ def detect_format(columns: Iterable[str], cfg: DataConfig) -> str:
 
 
 def to_sample(row: Mapping[str, Any], format: str, cfg: DataConfig, where: str) -> Conversation | Completion:
-    """A row of `format` (from detect_format) as a sample; data.system_prompt goes before turns without a system turn.
+    """Converts a row of `format` (from detect_format); turns without a system turn get data.system_prompt as one.
 
     Raises:
-        BadRow: see turns.py, and a column that is absent, empty or not text.
+        BadRow: a column is absent, empty or not text, or its turns are invalid (see turns.py).
     """
     if format == "template":
         return _conversation(_template(row, cfg, where), None, cfg, where)
@@ -112,10 +112,10 @@ def to_sample(row: Mapping[str, Any], format: str, cfg: DataConfig, where: str) 
 
 
 def values_of(row: Mapping[str, Any], format: Format, cfg: DataConfig, where: str, **given: Any) -> dict[str, Any]:
-    """The row's columns under the format's first names, those that are null left out, and what is `given` instead.
+    """Returns the row's columns that are not null, under the format's first names; values in `given` replace them.
 
     Raises:
-        BadRow: a required one is not there.
+        BadRow: a required column is missing.
     """
     found = {c.split("|")[0]: column_of(c, row, cfg) for c in format.required + format.optional}
     values = {c: row[name] for c, name in found.items() if name is not None and row[name] is not None} | given
@@ -165,7 +165,7 @@ def _needed(format: str, cfg: DataConfig) -> list[str]:
 
 
 def column_of(column: str, there: Iterable[str], cfg: DataConfig) -> str | None:
-    """What the data calls a column of a format: by data.columns, else the first of its usual names that is there."""
+    """Returns the data's name for a format's column: from data.columns, else its first usual name present, or None."""
     renamed = cfg.columns or {}
     for name in column.split("|"):
         if name in renamed:
@@ -174,7 +174,7 @@ def column_of(column: str, there: Iterable[str], cfg: DataConfig) -> str | None:
 
 
 def _template(row: Mapping[str, Any], cfg: DataConfig, where: str) -> list[dict[str, Any]]:
-    """A user turn and an assistant turn from data.prompt_template and data.response_template."""
+    """Builds a user turn and an assistant turn from data.prompt_template and data.response_template."""
 
     def column(match: re.Match[str]) -> str:
         if match[1] is None:
@@ -202,7 +202,7 @@ def _messages(format: str, values: dict[str, Any], where: str) -> list[dict[str,
 
 
 def _alpaca(values: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    """Instruction and input are one user turn, a blank line between them; history is [[asked, answered], ...]."""
+    """Joins instruction and input to one user turn, with a blank line between; history is [[asked, answered], ...]."""
     turns: list[dict[str, Any]] = []
     history = values.get("history") or []
     for pair in history if isinstance(history, list | tuple) else [history]:
@@ -215,14 +215,14 @@ def _alpaca(values: dict[str, Any], where: str) -> list[dict[str, Any]]:
 
 
 def instruction(asked: str, extra: str) -> dict[str, Any]:
-    """A user turn of an instruction and its input, both of which a template may also find apart (alpaca does)."""
+    """Builds a user turn from an instruction and its input, which a template may also read separately (alpaca does)."""
     if not extra.strip():
         return {"role": "user", "content": asked}
     return {"role": "user", "content": f"{asked}\n\n{extra}", "instruction": asked, "input": extra}
 
 
 def _oasst_tree(values: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    """The best-ranked reply at each level of an OpenAssistant tree, down to the last answer (arXiv:2304.07327)."""
+    """Follows the best-ranked reply at each level of an OpenAssistant tree to the last answer (arXiv:2304.07327)."""
     names = {"prompter": "user", "assistant": "assistant"}
     node: Any = values["prompt"]
     turns: list[dict[str, Any]] = []
@@ -238,9 +238,9 @@ def _oasst_tree(values: dict[str, Any], where: str) -> list[dict[str, Any]]:
         if not all(isinstance(reply.get("rank") or 0, int | float) for reply in replies):
             raise BadRow(where, f"a reply to turn {len(turns)} of the tree has a rank that is not a number")
         there = [reply for reply in replies if not reply.get("deleted")]
-        # Unranked replies (of trees with a single one, mostly) come after ranked ones, in the order written.
+        # Unranked replies (mostly in trees with a single reply) come after ranked ones, in the order of the file.
         node = min(there, key=lambda r: (r.get("rank") is None, r.get("rank") or 0), default=None)
-    return turns[:-1] if turns[-1]["role"] == "user" else turns  # a question that nobody answered
+    return turns[:-1] if turns[-1]["role"] == "user" else turns  # drops an unanswered question
 
 
 def _asked(prompt: str, response: str) -> list[dict[str, Any]]:

@@ -1,9 +1,9 @@
-"""Jinja chat templates: named ones, how messages are rendered with one, which tokens end an answer, and its sandbox.
+"""Jinja chat templates: finding them, rendering messages, the tokens that end an answer, and a sandbox.
 
-The sandbox bounds what one operation of a template may cost; jinja2's own bounds `range` alone. Work in one operation
-of Python's (a power of 400 million digits, a text repeated ten billion times) can't be interrupted by the time limit,
-so it is refused before it begins. transformers makes the sandbox from the class that its module names; that is
-BoundedSandbox from when this module is imported.
+The sandbox limits the cost of a single operation of a template; jinja2's own sandbox limits only `range`. A single
+Python operation (a power with 400 million digits, a text repeated ten billion times) can't be interrupted by the time
+limit, so it is refused before it starts. transformers creates its sandbox from a class in its module's namespace;
+importing this module replaces that class by BoundedSandbox.
 """
 
 import contextlib
@@ -26,13 +26,13 @@ from lmtrain.data.chat.special_text import special_tokens
 from lmtrain.data.chat.turns import BadRow
 from lmtrain.errors import UserError
 
-ITEMS = 10_000_000  # characters or items that a product may have
-BITS = 10_000  # that a product or power of whole numbers may have
+ITEMS = 10_000_000  # maximum length of a repeated text or sequence
+BITS = 10_000  # maximum number of bits of a product or power of integers
 _WIDE = re.compile(r"%[^%a-zA-Z]*(\*|\d{5})")
 
 
 class BoundedSandbox(ImmutableSandboxedEnvironment):
-    """A sandbox whose `*`, `**` and `%` raise OverflowError for results beyond ITEMS and BITS."""
+    """A sandbox whose `*`, `**` and `%` raise OverflowError for results larger than ITEMS or BITS allow."""
 
     intercepted_binops = frozenset({"*", "**", "%"})
 
@@ -56,20 +56,20 @@ chat_template_utils.ImmutableSandboxedEnvironment = BoundedSandbox
 
 
 Span = tuple[int, int]  # characters [start, end) of a text
-PATIENCE = 10.0  # seconds for one conversation, a thousand times what long ones need
-QUESTION, ANSWER = "lmtrain-question", "lmtrain-answer"  # stand where a template puts the turns' text
+PATIENCE = 10.0  # seconds allowed for one conversation, a thousand times what long ones need
+QUESTION, ANSWER = "lmtrain-question", "lmtrain-answer"  # placeholders for the text of turns
 OPEN, CLOSE = "<think>", "</think>"
-# What a template raises on turns it isn't made for.
+# Exceptions that a template raises on turns it doesn't support.
 _REFUSALS = (TemplateError, TypeError, ValueError, KeyError, ArithmeticError, RecursionError, MemoryError)
 _MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class _TooLong(BaseException):
-    """Raised in a template that takes too long; no Exception, which the libraries between may catch."""
+    """Raised in a template that takes too long; not an Exception, which libraries in between may catch."""
 
 
 class Endless(UserError):
-    """A template that takes too long, in whichever way it is given the turns."""
+    """Raised if a template takes too long, which another form of the turns would not change."""
 
 
 def _too_long(*_: object) -> None:
@@ -77,20 +77,20 @@ def _too_long(*_: object) -> None:
 
 
 class Template:
-    """A Jinja chat template at work with a tokenizer's special tokens.
+    """A Jinja chat template that is rendered with a tokenizer's special tokens.
 
     Args:
         text: the template.
-        label: what messages call it: "chatml", "the tokenizer's own".
+        label: its name in messages: "chatml", "the tokenizer's own".
 
     Raises:
-        UserError: the template can't render a question and its answer, or nothing could end an answer.
+        UserError: the template can't render a question and its answer, or there is no token to end an answer.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, text: str, label: str) -> None:
         self.text, self.label = text, label
         self.has_markers = bool(_MARKERS.search(text))
-        # A tokenizer without one of these writes nothing there; some templates fail where the name is unknown.
+        # Special tokens that the tokenizer lacks are rendered as ""; some templates fail on undefined names.
         self._special = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), "")
         self._special |= {k: v for k, v in tokenizer.special_tokens_map.items() if isinstance(v, str)}
         self._thought = "" if "reasoning_content" in text else _thought_key(text)
@@ -100,13 +100,13 @@ class Template:
             self.end_of_turn, self.after_turn = self._end_of_turn()
         except Endless:
             raise
-        except UserError as error:  # those of models that also see images may take contents in parts alone
+        except UserError as error:  # multimodal models' templates may take contents only as lists of parts
             self._in_parts = True
             try:
                 self.end_of_turn, self.after_turn = self._end_of_turn()
             except UserError:
                 raise error from None
-        # A template without an end-of-turn token: the tokenizer's end of text ends the last answer.
+        # Without an end-of-turn token in the template, the tokenizer's end-of-text token ends the last answer.
         self.added_end = "" if self.end_of_turn else tokenizer.eos_token
         if not self.end_of_turn and not self.added_end:
             raise UserError(
@@ -115,11 +115,11 @@ class Template:
             )
 
     def prompt(self, messages: list[dict[str, Any]], tools: Any, where: str, ask: bool = True) -> str:
-        """The text up to and including the words that ask for an answer; without them where `ask` is false."""
+        """Renders the messages with the generation prompt, or without it if `ask` is false."""
         return self.render_texts([messages], tools, where, add_generation_prompt=ask)[0]
 
     def differs(self, one: Conversation, other: Conversation, shown: int) -> bool:
-        """Whether the first `shown` messages of two conversations read otherwise, or the template refuses the other."""
+        """Returns whether the first `shown` messages of two conversations render differently, or one is refused."""
         try:
             texts = [self.render_texts([c.messages[:shown]], c.tools, c.where)[0] for c in (one, other)]
         except BadRow:
@@ -127,7 +127,7 @@ class Template:
         return texts[0] != texts[1]
 
     def _end_of_turn(self) -> tuple[str, str]:
-        """What is written after every answer up to its first special token, and what comes after that token."""
+        """Returns the text after every answer up to and including the first special token, and the text after that."""
         asked = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
         try:
             (text,) = self.render_texts([asked], None, "")
@@ -152,14 +152,14 @@ class Template:
         return self._rendered(chats, tools, where, add_generation_prompt=add_generation_prompt, **more)[0]
 
     def render_marked(self, messages: list[dict[str, Any]], tools: Any, where: str) -> tuple[str, list[Span]]:
-        """The whole text and, for templates with markers, the spans they mark."""
+        """Renders the messages; also returns the spans marked with {% generation %}, if the template has markers."""
         if not self.has_markers:
             return self.render_texts([messages], tools, where)[0], []
         (text,), (marked,) = self._rendered([messages], tools, where, return_assistant_tokens_mask=True)
         return text, [(start, end) for start, end in marked]
 
     def _rendered(self, chats: list[list[dict[str, Any]]], tools: Any, where: str, **more: Any) -> tuple[Any, Any]:
-        """What render_jinja_template gives; raises BadRow where the template refuses the turns."""
+        """Returns the result of render_jinja_template; raises BadRow if the template refuses the turns."""
         try:
             with self._in_time(where):
                 spelt = [self._spelt(messages) for messages in chats]
@@ -172,7 +172,7 @@ class Template:
 
     @contextlib.contextmanager
     def _in_time(self, where: str) -> Iterator[None]:
-        """Ends a template that loops on and on; in the main thread, the only one that can be interrupted."""
+        """Raises Endless after PATIENCE seconds of rendering; only in the main thread, which alone gets signals."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -190,7 +190,7 @@ class Template:
             signal.signal(signal.SIGALRM, before)
 
     def _spelt(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """As the template reads them: thoughts under its name for them, contents in parts where it takes no text."""
+        """Returns messages in the template's form: reasoning under its key, and contents as parts if it needs them."""
         if self._thought:
             messages = [
                 {**t, self._thought: t["reasoning_content"]} if "reasoning_content" in t else t for t in messages
@@ -201,12 +201,12 @@ class Template:
 
 
 def answers_of(messages: list[dict[str, Any]]) -> list[int]:
-    """Positions of the assistant turns."""
+    """Returns the positions of the assistant turns."""
     return [i for i, turn in enumerate(messages) if turn["role"] == "assistant"]
 
 
 def thought_of(turn: dict[str, Any]) -> str:
-    """What an answer thinks before it speaks: its reasoning_content, or what its content has before </think>."""
+    """Returns the reasoning of an answer: its reasoning_content, or the part of its content before </think>."""
     if turn.get("reasoning_content"):
         return str(turn["reasoning_content"]).strip()
     before, closed, _ = turn["content"].partition(CLOSE)
@@ -214,12 +214,12 @@ def thought_of(turn: dict[str, Any]) -> str:
 
 
 def _thought_key(text: str) -> str:
-    """What a template calls an answer's thought."""
+    """Returns the key under which a template reads an answer's reasoning: thinking, reasoning or "" for none."""
     return next((key for key in ("thinking", "reasoning") if re.search(rf"message\W+(get\W+)?{key}\b", text)), "")
 
 
 _FOLDER = Path(__file__).parent / "jinja"
-# The tokens that each template writes and that must be one token each, besides beginning and end of text.
+# The special tokens that each template writes besides beginning and end of text; the tokenizer must have them.
 NAMED: dict[str, tuple[str, ...]] = {
     "alpaca": (),  # Stanford Alpaca; an end of text after each answer
     "chatml": ("<|im_start|>", "<|im_end|>"),  # OpenAI's ChatML; tool calls as Hermes writes them
@@ -233,13 +233,13 @@ NAMED: dict[str, tuple[str, ...]] = {
 
 
 def find_template(name: str | None, tokenizer: PreTrainedTokenizerFast) -> tuple[str, str]:
-    """The Jinja text of data.chat_template, and what messages call it.
+    """Returns the Jinja text of data.chat_template, and its label for messages.
 
     Args:
-        name: None for the tokenizer's own, one of `NAMED`, or a path to a Jinja file.
+        name: None for the tokenizer's own template, one of `NAMED`, or a path to a Jinja file.
 
     Raises:
-        UserError: there is none, or the tokenizer lacks tokens that a named template is made of.
+        UserError: there is no such template, or the tokenizer lacks special tokens of a named template.
     """
     known = ", ".join(sorted(NAMED))
     if name is None:

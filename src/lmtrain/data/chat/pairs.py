@@ -1,7 +1,7 @@
 """Reads rows of a dataset as preference pairs: a prompt with a chosen and a rejected answer.
 
-Turns and plain texts are read as for fine-tuning (turns.py). What is the same in both answers is the prompt: where a
-row has no prompt of its own, or holds two whole conversations, their common beginning is.
+Turns and plain texts are read as for fine-tuning (turns.py). If a row has no prompt of its own, or holds two whole
+conversations, the prompt is their common beginning.
 """
 
 import math
@@ -21,18 +21,18 @@ Turns = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Pair:
-    """Two answers to one prompt: all three are turns, or all plain text without a chat template."""
+    """Two answers to one prompt; all three are lists of turns, or all are plain text without a chat template."""
 
     prompt: Turns | str
     chosen: Turns | str
     rejected: Turns | str
     tools: list[dict[str, Any]] | None
     where: str
-    margin: float | None = None  # how much better the chosen answer was found, where the row says so
+    margin: float | None = None  # how much better the chosen answer was rated, if the row says so
     dropped_turns: int = 0  # before the first user turn (data.on_assistant_first)
 
 
-# In the order in which they are tried. Strings are turns of user and assistant, but in preference_text.
+# In the order in which they are tried. Strings become user and assistant turns, except in preference_text.
 PAIR_FORMATS = {
     "ranked": Format(
         ("prompt|question|instruction", "responses|completions|answers"),
@@ -45,16 +45,16 @@ PAIR_FORMATS = {
     "preference_text": Format(("prompt", "chosen", "rejected"), ("margin", "score_chosen", "score_rejected")),
     "implicit_prompt": Format(("chosen", "rejected"), ("margin", "score_chosen", "score_rejected", "system", "tools")),
 }
-# How the conversations of hh-rlhf (Anthropic) are written: a blank line, then who speaks.
+# In conversations of hh-rlhf (Anthropic), each turn begins with a blank line and the name of the speaker.
 _SPEAKER = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
 _SPEAKER_ROLES = {"Human": "user", "Assistant": "assistant"}
 
 
 def detect_pair_format(columns: Iterable[str], cfg: DataConfig) -> str:
-    """data.conversation_format, or where it is auto the first format whose columns are all there.
+    """Returns data.conversation_format or, if it is auto, the first format whose required columns are all present.
 
     Raises:
-        UnfitColumns: no format fits, or data.conversation_format needs a column that isn't there.
+        UnfitColumns: no format fits, or data.conversation_format needs a column that is absent.
         UserError: data.conversation_format is unknown.
     """
     names = list(columns)
@@ -75,12 +75,12 @@ def detect_pair_format(columns: Iterable[str], cfg: DataConfig) -> str:
 
 
 def to_pairs(row: Mapping[str, Any], format: str, cfg: DataConfig, where: str) -> list[Pair]:
-    """The pairs of a row of `format` (from detect_pair_format): one, or several of ranked answers.
+    """Returns the pairs of a row of `format` (from detect_pair_format): one, or several if answers are ranked.
 
-    data.prompt_template makes the prompt from several columns; data.ranking says which ranked answers are compared.
+    data.prompt_template builds the prompt from columns; data.ranking selects which ranked answers are compared.
 
     Raises:
-        BadRow: the answers are equal or one is empty, two conversations share no beginning, see turns.py for turns.
+        BadRow: the answers are equal, one is empty, two conversations share no beginning, or turns.py rejects a turn.
     """
     filled = {"prompt": _filled(cfg.prompt_template, row, where)} if cfg.prompt_template else {}
     values = values_of(row, PAIR_FORMATS[format], cfg, where, **filled)
@@ -105,7 +105,7 @@ def to_pairs(row: Mapping[str, Any], format: str, cfg: DataConfig, where: str) -
 
 
 def _needed(format: str, cfg: DataConfig) -> list[str]:
-    """The columns a format can't do without; data.prompt_template stands for the prompt's."""
+    """Returns the columns that a format requires; data.prompt_template replaces the prompt column."""
     return [c for c in PAIR_FORMATS[format].required if not (cfg.prompt_template and c.startswith("prompt"))]
 
 
@@ -118,12 +118,12 @@ def _filled(template: str, row: Mapping[str, Any], where: str) -> str:
 
 
 def _check_prompt(values: dict[str, Any], given: Turns, where: str) -> None:
-    """Raises BadRow where the row has a prompt of its own, and the two whole conversations don't begin with it."""
+    """Raises BadRow if the row has a prompt of its own that is not in the conversations' common beginning `given`."""
     if "prompt" not in values:
         return
     prompt = [(turn["role"], turn["content"].strip()) for turn in prompt_turns(values, where)]
     shared = [(turn["role"], turn["content"].strip()) for turn in given]
-    begins = prompt[: len(shared)] == shared  # of a column that holds the whole conversation
+    begins = prompt[: len(shared)] == shared  # for a column that holds the whole conversation
     if not begins and not any(shared[at : at + len(prompt)] == prompt for at in range(len(shared))):
         said = prompt[-1][1]
         raise BadRow(
@@ -134,7 +134,7 @@ def _check_prompt(values: dict[str, Any], given: Turns, where: str) -> None:
 
 
 def prompt_turns(values: dict[str, Any], where: str) -> Turns:
-    """The prompt's turns; a text is the user's, `input` (as of Alpaca) its second paragraph."""
+    """Returns the prompt's turns; a text becomes a user turn with `input` (as in Alpaca) as its second paragraph."""
     prompt = values["prompt"]
     if not isinstance(prompt, str):
         return turns_of(prompt, where, "prompt")
@@ -146,7 +146,7 @@ def prompt_turns(values: dict[str, Any], where: str) -> Turns:
 
 
 def answer_turns(value: Any, name: str, where: str) -> Turns:
-    """An answer or a whole conversation as turns: a list of them, one alone, or a string."""
+    """Returns an answer or a whole conversation as turns, from a list of turns, a single turn or a string."""
     if not isinstance(value, str):
         return turns_of([value] if isinstance(value, Mapping) else value, where, name)
     if _SPEAKER.match(value):
@@ -155,7 +155,7 @@ def answer_turns(value: Any, name: str, where: str) -> Turns:
 
 
 def _spoken(text: str, name: str, where: str) -> Turns:
-    """The turns of "\\n\\nHuman: ...\\n\\nAssistant: ..."; an unfinished last "Assistant:" of a prompt is left off."""
+    """Parses "\\n\\nHuman: ...\\n\\nAssistant: ..." into turns; drops an empty last "Assistant:" of a prompt."""
     _, *parts = _SPEAKER.split(text)
     turns = [(_SPEAKER_ROLES[who], said.strip()) for who, said in zip(parts[::2], parts[1::2], strict=True)]
     if name == "prompt" and turns[-1] == ("assistant", ""):
@@ -168,7 +168,7 @@ def _spoken(text: str, name: str, where: str) -> Turns:
 
 
 def _split(chosen: Turns, rejected: Turns, where: str) -> tuple[Turns, Turns, Turns]:
-    """Two whole conversations as what they share and how each goes on."""
+    """Splits two whole conversations into their common beginning and the rest of each."""
     shared = common(chosen, rejected)
     if shared == 0:
         raise BadRow(where, "chosen and rejected are conversations that share no beginning, so there is no prompt")
@@ -211,10 +211,10 @@ def _different(pair: Pair) -> Pair:
 
 
 def _margin(values: dict[str, Any], where: str) -> float | None:
-    """The row's margin, or else score_chosen - score_rejected, where the row has both.
+    """Returns the row's margin, or score_chosen - score_rejected if the row has both, or None.
 
     Raises:
-        BadRow: one is not a finite number, or says that the rejected answer is the better one.
+        BadRow: a value is not a finite number, or implies that the rejected answer is the better one.
     """
     if values.get("margin") is not None:
         margin = _number(values["margin"], "margin", where)
@@ -249,13 +249,13 @@ def _number(value: Any, name: str, where: str) -> float:
 
 
 def _ranked(values: dict[str, Any], cfg: DataConfig, where: str) -> list[Pair]:
-    """Pairs of ranked answers: the best and the worst, or with data.ranking=all every two of different rank."""
+    """Pairs the best and the worst of ranked answers, or with data.ranking=all every two with different scores."""
     answers = values["responses"]
     if not isinstance(answers, list) or len(answers) < 2:
         raise BadRow(where, "ranked answers must be a list of at least two")
     scores = _scores(answers, values, where)
     turns = [answer_turns(_answer(a, where), f"answer {i}", where) for i, a in enumerate(answers, 1)]
-    # Stable: of equal scores the first is the better.
+    # The sort is stable: among equal scores, the first answer counts as the better one.
     order = sorted(range(len(answers)), key=lambda i: -scores[i])
     couples = list(combinations(order, 2)) if cfg.ranking == "all" else [(order[0], order[-1])]
     couples = [(a, b) for a, b in couples if scores[a] > scores[b]]
@@ -266,7 +266,7 @@ def _ranked(values: dict[str, Any], cfg: DataConfig, where: str) -> list[Pair]:
 
 
 def _scores(answers: list[Any], values: dict[str, Any], where: str) -> list[float]:
-    """A score for each answer, higher is better: `scores`, `ranks` (1 is best), those in the answers, or the order."""
+    """Returns the answers' scores, higher is better: from `scores`, `ranks` (1 is best), the answers or their order."""
     for name, sign in (("score", 1.0), ("rank", -1.0)):
         given = values.get(f"{name}s")
         if given is None and all(isinstance(a, Mapping) and a.get(name) is not None for a in answers):
@@ -282,7 +282,7 @@ def _scores(answers: list[Any], values: dict[str, Any], where: str) -> list[floa
 
 
 def _answer(answer: Any, where: str) -> Any:
-    """The text of an answer that is a mapping with its score; turns and texts as they are."""
+    """Returns the text of an answer that is a mapping with its score; turns and strings are returned unchanged."""
     if isinstance(answer, Mapping) and not {"role", "from"} & set(answer):
         text = next((answer[k] for k in ("response", "answer", "text", "content") if k in answer), None)
         return text_of(text, "an answer", where)

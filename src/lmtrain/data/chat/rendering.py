@@ -1,16 +1,16 @@
 """Renders a conversation to text with the character spans of the assistant's turns.
 
-Which characters are a turn's is found in one of two ways. A template with {% generation %} markers says so itself.
-Of any other, the conversation is rendered up to the turn, with the words that ask for an answer (the generation
-prompt), and once more with the turn: the answer is what lies between.
+The span of a turn is found in one of two ways. A template with {% generation %} markers marks it. With any other
+template, the conversation is rendered up to the turn with the generation prompt (the words that ask for an answer),
+and once more with the turn: the answer is the difference.
 
-Where all of these are beginnings of the whole conversation's text, that one text is learned from. A template that
-rewrites earlier turns (Qwen3 drops their thoughts) gives several: each answer is learned from the text that the model
-sees when it gives it, and answers whose texts begin one another share the longest.
+If all of these texts are prefixes of the whole conversation's text, that one text is trained on. A template that
+rewrites earlier turns (Qwen3 drops their reasoning) gives several texts: each answer is trained on in the text that the
+model sees when it generates it, and answers whose texts are prefixes of one another share the longest.
 
-An answer's end-of-turn token belongs to it, for it is what the model must learn to stop with. What a template writes
-after that token (a newline, in ChatML) doesn't: no model is ever asked to say it. What a template never shows of a
-conversation is found too (`unshown`, `check_tools`).
+An answer's end-of-turn token belongs to it, because the model must learn to stop with it. What a template writes after
+that token (a newline, in ChatML) doesn't, because no model ever has to generate it. This module also detects what a
+template never shows of a conversation (`unshown`, `check_tools`).
 """
 
 from dataclasses import dataclass, replace
@@ -29,10 +29,11 @@ _REWRITTEN = (
 
 @dataclass(frozen=True)
 class Rendered:
-    """A text with the `spans` of the assistant turns `turns`, and `borders`, the characters after which each ends.
+    """A text with the `spans` of the assistant turns at positions `turns` of the conversation's messages.
 
-    shown: how many of the conversation's messages stand in the text.
-    remarks: what is worth saying about it, in the plan.
+    borders: for each span, the end of what the template writes after its end-of-turn token.
+    shown: the number of the conversation's messages that the text contains.
+    remarks: notes about the text for the plan.
     """
 
     text: str
@@ -45,7 +46,7 @@ class Rendered:
 
 @dataclass(eq=False)
 class _Text:
-    """A text in the making: of the first `shown` messages, with the answers found in it, {turn: its span}."""
+    """The text of the first `shown` messages, with the answers located in it so far as {turn: span}."""
 
     text: str
     shown: int
@@ -55,16 +56,16 @@ class _Text:
 
 
 class ChatTemplate(Template):
-    """A chat template that says where in its text the answers are."""
+    """A chat template that locates the answers in the text it renders."""
 
     def render(self, conversation: Conversation, turns: list[int]) -> list[Rendered]:
-        """Texts with the spans of the assistant turns whose positions in messages are `turns`, each of them once.
+        """Returns texts with the spans of the assistant turns at positions `turns` of messages, each in one text.
 
-        One, of the whole conversation, unless the template rewrites earlier turns.
+        There is one text, of the whole conversation, unless the template rewrites earlier turns.
 
         Raises:
             BadRow: the template refuses the conversation.
-            UserError: an answer can't be told from what is asked, or the template's markers miss turns.
+            UserError: an answer can't be separated from its prompt, or the template's markers miss turns.
         """
         messages = conversation.messages
         whole = self._text(conversation, len(messages))
@@ -77,10 +78,10 @@ class ChatTemplate(Template):
         return [self._finished(text, messages) for text in found or [whole]]
 
     def render_one(self, conversation: Conversation, turns: list[int]) -> Rendered:
-        """The same where only one text will do, that of the whole conversation.
+        """Works like `render` for callers that need a single text, that of the whole conversation.
 
         Raises:
-            UserError: the template rewrites earlier turns, besides.
+            UserError: as for `render`, and if the template rewrites earlier turns.
         """
         texts = self.render(conversation, turns)
         if len(texts) > 1 or texts[0].shown < len(conversation.messages):
@@ -107,9 +108,9 @@ class ChatTemplate(Template):
         return _Text(text, shown, {}, marked, [])
 
     def _by_markers(self, texts: list[_Text], conversation: Conversation, turns: list[int]) -> None:
-        """Finds each of `turns` in the first of `texts` that goes on from it; where none does its own text is added.
+        """Finds each of `turns` in the first of `texts` that continues its text; if none does, adds its text.
 
-        A marker that stops short of the end-of-turn token is carried over it.
+        A marked span that ends before the end-of-turn token is extended over it.
         """
         for turn in reversed(turns):
             own = self._text(conversation, turn + 1) if turn + 1 < texts[0].shown else texts[0]
@@ -128,13 +129,13 @@ class ChatTemplate(Template):
             text.answers[turn] = (start, end + len(self.end_of_turn) if missing else end)
 
     def _by_prefixes(self, texts: list[_Text], conversation: Conversation, turns: list[int]) -> None:
-        """The same for a template without markers: an answer is what its text has more than the words that ask."""
+        """Works like `_by_markers` without markers: an answer is what its text adds to the generation prompt."""
         messages, tools, where = conversation.messages, conversation.tools, conversation.where
         given = self.render_texts([messages[:i] for i in turns], tools, where, add_generation_prompt=True)
         said = self.render_texts([messages[: i + 1] for i in turns], tools, where)
         for turn, before, own in reversed(list(zip(turns, given, said, strict=True))):
             remarks: list[str] = []
-            # Behind the end-of-turn token a template may write what only the end of a conversation has.
+            # After the end-of-turn token a template may write text that only ends a conversation.
             after = own.removesuffix(self.after_turn)
             if not own.startswith(before):
                 before, own, remark = self._asked_otherwise(before, own, conversation, turn)
@@ -151,14 +152,14 @@ class ChatTemplate(Template):
         return next((text for text in texts if text.text.startswith(beginning)), None)
 
     def _asked_otherwise(self, before: str, own: str, conversation: Conversation, turn: int) -> tuple[str, str, str]:
-        """The words that ask for an answer and its text, where it isn't written as those words ask: and a remark.
+        """Returns prompt, prompt with answer, and a remark, for an answer whose text doesn't begin with its prompt.
 
-        Nemotron writes an answer without a thought as it asks for one with enable_thinking=false. DeepSeek-R1 asks with
-        an open <think>, which it leaves out of what was said: there the thought and its end are put behind it, as the
-        model writes them itself (arXiv:2501.12948, table 1).
+        Nemotron's text of an answer without reasoning begins with its prompt for enable_thinking=false. DeepSeek-R1's
+        prompt ends with an open <think>, which it leaves out of earlier answers: there the reasoning and </think> are
+        put after the prompt, as the model generates them (arXiv:2501.12948, table 1).
 
         Raises:
-            UserError: neither fits.
+            UserError: no text with the answer can be made to begin with its prompt.
         """
         messages, tools, where = conversation.messages, conversation.tools, conversation.where
         for mode in _MODES:
@@ -184,9 +185,9 @@ class ChatTemplate(Template):
         return before, before + (answer if CLOSE in answer else f"{thought}\n{CLOSE}\n\n{answer}"), remark
 
     def _answer(self, own: str, words: str, conversation: Conversation, turn: int) -> str:
-        """What follows the words that ask for an answer, in the text that ends with it: another answer shows where.
+        """Returns the part of `own` after `words`, the generation prompt, or "" if `own` doesn't contain it.
 
-        "" where they don't stand there.
+        It is looked for in the beginning that `own` shares with the text of another answer in the same place.
         """
         other = {"role": "assistant", "content": ANSWER}
         messages = [*conversation.messages[:turn], other]
@@ -195,7 +196,7 @@ class ChatTemplate(Template):
         return own[at + len(words) :] if at >= 0 else ""
 
     def _not_a_prefix(self, before: str, own: str, conversation: Conversation, turn: int) -> str:
-        """Says where an answer's text departs from the words that ask for it."""
+        """Returns the error message that shows where an answer's text departs from its generation prompt."""
         at = common(before, own)
         return (
             f"{conversation.where}: the chat template ({self.label}) asks for an answer with words that the answer "
@@ -214,17 +215,16 @@ class ChatTemplate(Template):
         )
 
 
-LABELS = ("name", "tool_call_id")  # they say who speaks or what is answered; a template may well do without
+LABELS = ("name", "tool_call_id")  # who speaks and which tool call is answered; a template may leave these out
 
 
 def unshown(template: ChatTemplate, conversation: Conversation, texts: list[Rendered], learned: list[int]) -> list[str]:
-    """The fields of a conversation that are in none of its `texts`, by name.
+    """Returns the names of the conversation's fields that are in none of its `texts`.
 
     Args:
-        learned: positions of the turns that are learned; the thoughts of others are history, which templates may leave
-            out.
+        learned: positions of the turns that are trained on; templates may leave out the reasoning of other turns.
     """
-    found: dict[str, None] = {}  # a set that keeps its order
+    found: dict[str, None] = {}  # used as an ordered set
     for place, turn in enumerate(conversation.messages[: max(text.shown for text in texts)]):
         holders = [text for text in texts if text.shown > place]
         if not _has_content(conversation, holders, place, template):
@@ -241,7 +241,7 @@ def unshown(template: ChatTemplate, conversation: Conversation, texts: list[Rend
 
 
 def check_tools(template: ChatTemplate, conversation: Conversation) -> None:
-    """Raises BadRow where the template shows nothing of a conversation's tools or of one of its tool calls."""
+    """Raises BadRow if the template's text would be the same without the tools, or without one turn's tool calls."""
     without = [("tools", replace(conversation, tools=None))] if conversation.tools else []
     for place, turn in enumerate(conversation.messages):
         if "tool_calls" in turn:
@@ -257,7 +257,7 @@ def check_tools(template: ChatTemplate, conversation: Conversation) -> None:
 
 
 def _has_content(conversation: Conversation, texts: list[Rendered], place: int, template: ChatTemplate) -> bool:
-    """Whether what a turn says is in one of `texts`: it stands there, or with other words they read otherwise."""
+    """Returns whether a turn's content is in one of `texts`, literally or because other content would change one."""
     content = conversation.messages[place]["content"].strip()
     if any(content in text.text for text in texts):
         return True

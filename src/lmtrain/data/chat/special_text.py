@@ -1,10 +1,10 @@
-"""Special tokens written out in the text of a conversation, read as plain text (data.allow_special_text=false).
+"""Encodes special tokens in the contents of a conversation as plain text (data.allow_special_text=false).
 
-A chat template writes special tokens and puts contents between them, and a tokenizer can't tell "<|im_end|>" of the
-one from that of the other. So those of contents are masked before rendering: every character of the token's text is
-replaced by one of a private-use plane. In the rendered text those of the template are then masked by another, which
-a copy of the tokenizer knows as that token, and those of contents are unmasked. Masks are as long as what they stand
-for, so places of characters hold throughout.
+A chat template writes special tokens around contents, and a tokenizer can't tell the template's "<|im_end|>" from one
+in the contents. So those in contents are masked before rendering: every character of the token's text is replaced by a
+character of a private-use plane. In the rendered text, the template's tokens are then masked with a character of
+another such plane, which a copy of the tokenizer knows as that token, and those in contents are unmasked. Masks are as
+long as the text they replace, so character positions stay valid throughout.
 """
 
 import copy
@@ -18,7 +18,7 @@ _IN_CONTENT, _BY_TEMPLATE = 0xF0000, 0x100000  # where the two private-use plane
 
 
 class PlainText:
-    """Encodes rendered conversations whose contents went through `mask`."""
+    """Encodes rendered conversations whose contents were masked with `mask`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         special = special_tokens(tokenizer)
@@ -27,7 +27,7 @@ class PlainText:
         self._backend = copy.deepcopy(tokenizer.backend_tokenizer)
         self._backend.no_truncation()
         self._backend.no_padding()
-        self._backend.encode_special_tokens = True  # their own texts are text
+        self._backend.encode_special_tokens = True  # special tokens' texts are plain text
         settings = {token.content: token for token in tokenizer.added_tokens_decoder.values()}
         self._ids: dict[int, int] = {}
         for token in special:
@@ -38,7 +38,7 @@ class PlainText:
             self._ids[self._backend.token_to_id(alias)] = tokenizer.convert_tokens_to_ids(token)
 
     def mask(self, value: Any) -> Any:
-        """The same messages or tools, special tokens in their strings masked; roles are the template's business."""
+        """Returns messages or tools with the special tokens in their strings masked, except in roles."""
         if isinstance(value, str):
             return self._pattern.sub(lambda found: _masked(found[0], _IN_CONTENT + self._numbers[found[0]]), value)
         if isinstance(value, list):
@@ -48,7 +48,7 @@ class PlainText:
         return value
 
     def encode(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Token ids of a rendered text, and the characters [start, end) that each stands for."""
+        """Returns the token ids of a rendered text, and the characters [start, end) of each token."""
         text = self._pattern.sub(lambda found: _masked(found[0], _BY_TEMPLATE + self._numbers[found[0]]), text)
         for token, number in self._numbers.items():
             text = text.replace(_masked(token, _IN_CONTENT + number), token)
@@ -57,20 +57,20 @@ class PlainText:
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerFast) -> tuple[str, ...]:
-    """The texts of a tokenizer's special tokens, longest first."""
+    """Returns the texts of a tokenizer's special tokens, longest first."""
     added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     return tuple(sorted({*added, *tokenizer.all_special_tokens}, key=lambda token: (-len(token), token)))
 
 
 def special_pattern(tokenizer: PreTrainedTokenizerFast) -> re.Pattern[str]:
-    """Matches them; nothing where there are none."""
+    """Returns a pattern that matches the tokenizer's special tokens; it matches nothing if there are none."""
     return re.compile("|".join(map(re.escape, special_tokens(tokenizer))) or r"(?!)")
 
 
 def reference_of(question: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> str:
-    """The answer that stands in the data, as a model's answer is decoded: without the special tokens in it.
+    """Returns the data's answer as a model's answer would be decoded: without special tokens.
 
-    Those of contents that went through a template are plain text (`PlainText`) and stay.
+    They are kept in a chat's answer, in which they are plain text (`PlainText`) if data.allow_special_text=false.
     """
     return question["reference"] if question["chat"] else special_pattern(tokenizer).sub("", question["reference"])
 

@@ -1,8 +1,8 @@
 """Encodes conversations and texts as token ids with a loss mask.
 
-A conversation goes through its chat template and is then tokenized as one text, without special tokens added: the
-template alone says whether a text begins with one (BOS). A plain text gets the beginning that the tokenizer gives any
-text, and the end of text after its completion. Examples longer than data.max_length are shortened, split or dropped.
+A conversation is rendered with its chat template and then tokenized as one text, without added special tokens: only the
+template decides whether a text begins with BOS. A plain text gets the BOS token if the tokenizer adds one to texts, and
+the end-of-text token after its completion. Examples longer than data.max_length are shortened, split or dropped.
 """
 
 from bisect import bisect_left, bisect_right
@@ -25,7 +25,7 @@ POLICIES = ("truncate_right", "truncate_left", "drop", "split", "raise")
 
 @dataclass(frozen=True)
 class Example:
-    """Token ids with whether each is learned (as a target, so never the first), and how many tokens were cut off."""
+    """Token ids, whether each is trained on (as a target, so never the first), and the number of tokens cut off."""
 
     input_ids: list[int]
     trained: list[bool]
@@ -33,13 +33,13 @@ class Example:
 
 
 def fit(ids: list[int], trained: list[bool], borders: list[int], cfg: DataConfig, where: str) -> list[Example]:
-    """One example, or by data.on_too_long none or several where it is longer than data.max_length.
+    """Returns one example; data.on_too_long may make it none or several if it is longer than data.max_length.
 
     Args:
-        borders: rising positions in `ids` where split may cut without harm; elsewhere it cuts only if it must.
+        borders: ascending positions in `ids` where split cuts if it can; elsewhere it cuts only if it must.
 
     Raises:
-        BadRow: it is longer and on_too_long is raise.
+        BadRow: the example is longer and data.on_too_long is raise.
     """
     most, policy = cfg.max_length, cfg.on_too_long
     if most is None or len(ids) <= most:
@@ -77,27 +77,27 @@ def _piece(ids: list[int], trained: list[bool], start: int, end: int, cut: int) 
 
 
 _SAID = ("content", "reasoning_content")
-Encoding = tuple[list[int], list[bool], list[int]]  # ids, which are learned, borders where it may well be split
+Encoding = tuple[list[int], list[bool], list[int]]  # ids, label mask, borders at which to split
 
 
 class ChatEncoder:
-    """Tokens and labels of conversations and plain texts, by the settings of `cfg`.
+    """Encodes conversations and plain texts as token ids and label masks, according to `cfg`.
 
     Args:
         tokenizer: a fast tokenizer.
-        cfg: chat_template, allow_special_text, train_on, max_length and on_too_long are read.
+        cfg: chat_template, allow_special_text, train_on, max_length and on_too_long are used.
 
     Attributes:
-        remarks: what is to be said of the row since `begin_row`.
-        texts: how many its conversation became, more than one where the template rewrites earlier turns.
+        remarks: notes about the current row, since `begin_row`.
+        texts: the number of texts its conversation became, more than one if the template rewrites earlier turns.
 
     Raises:
-        UserError: no template, an unknown one, or one that doesn't go with the tokenizer.
+        UserError: the template is unknown or doesn't fit the tokenizer, or a conversation is encoded without one.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, cfg: DataConfig) -> None:
         self.tokenizer, self.cfg = tokenizer, cfg
-        # Plain texts can do without a template, so none is looked for where nothing names one.
+        # Plain texts need no template, so it is not an error here if neither config nor tokenizer names one.
         self._template = self._chat if cfg.chat_template or tokenizer.chat_template else None
         start = tokenizer("")["input_ids"][:1]
         self._bos = start if start == [tokenizer.bos_token_id] else []
@@ -107,28 +107,28 @@ class ChatEncoder:
 
     @property
     def template(self) -> str | None:
-        """The chat template, Jinja; None where neither the config nor the tokenizer names one."""
+        """The Jinja text of the chat template, or None if neither the config nor the tokenizer names one."""
         return self._template.text if self._template else None
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What shapes the tokens besides the rows, the settings and the tokenizer's rules."""
+        """What determines the tokens besides the rows, the settings and the tokenizer's rules."""
         return {
             "template": self.template,
             "special_tokens": {k: str(v) for k, v in self.tokenizer.special_tokens_map.items()},
         }
 
     def begin_row(self) -> None:
-        """Forgets what was said of the row before."""
+        """Resets `remarks` and `texts` for a new row."""
         self.remarks: list[Remark] = []
         self.texts = 1
 
     def encode(self, sample: Conversation | Completion) -> list[Example]:
-        """The examples a sample makes: one, none where it is dropped for its length, several where it is split.
+        """Returns a sample's examples: one, none if it is dropped as too long, or several if it is split or rewritten.
 
         Raises:
-            BadRow: the template refuses the row, or it is too long and on_too_long is raise.
-            UserError: the template can't tell this conversation's answers from the rest (see rendering.py).
+            BadRow: the template refuses the row, or it is too long and data.on_too_long is raise.
+            UserError: this conversation's answers can't be located in the template's text (see rendering.py).
         """
         if isinstance(sample, Completion):
             found: list[Encoding] = [(*self.completion(sample), [])]
@@ -136,21 +136,21 @@ class ChatEncoder:
             found = self._conversation(sample)
         examples = []
         for ids, trained, borders in found:
-            trained[:1] = [False] * len(trained[:1])  # nothing comes before it to predict it from
+            trained[:1] = [False] * len(trained[:1])  # no token before it predicts it
             examples += fit(ids, trained, borders, self.cfg, sample.where)
         return examples
 
     def pair(
         self, prompt: list[dict[str, Any]], answer: list[dict[str, Any]], tools: Any = None, where: str = ""
     ) -> tuple[list[int], list[bool]]:
-        """Token ids of a prompt and its answer, with which of them the answer is scored by; uncut.
+        """Returns the token ids of a prompt and its answer, uncut, and which of them the answer is scored by.
 
-        By data.train_on these are the assistant turns after the prompt, the last of them, or (completion) all that the
-        template writes after the words that ask for the first.
+        By data.train_on these are the assistant turns after the prompt (assistant), the last of them (last_assistant),
+        everything after the generation prompt of the first (completion), or all tokens (all).
 
         Args:
-            prompt: turns before the first that an answer may differ in.
-            answer: the turns after them, an assistant's first.
+            prompt: the turns that all answers to it share.
+            answer: the turns after the prompt, of which the first is the assistant's.
         """
         conversation = self._masked(Conversation([*prompt, *answer], tools, where))
         turns = [turn for turn in answers_of(conversation.messages) if turn >= len(prompt)]
@@ -162,7 +162,7 @@ class ChatEncoder:
         return ids, trained
 
     def completion(self, sample: Completion) -> tuple[list[int], list[bool]]:
-        """As `pair`, of plain texts: the prompt with the tokenizer's BOS, the completion with the end of text."""
+        """Works like `pair` for plain text: a prompt with the tokenizer's BOS, a completion with the end of text."""
         text = sample.prompt + sample.completion
         self._note_special_text(text)
         ids, offsets = self._tokens(self._plain.mask(text) if self._plain else text)
@@ -176,7 +176,7 @@ class ChatEncoder:
         return whole, [i >= first for i in range(len(whole))]
 
     def prompt_ids(self, sample: Conversation | Completion, ask: bool = True) -> list[int]:
-        """What a model is given to write the last answer itself; without the template's words that ask if not `ask`."""
+        """Returns the ids from which a model generates the last answer; without generation prompt if not `ask`."""
         if isinstance(sample, Completion):
             return self._with_bos(self._tokens(self._plain.mask(sample.prompt) if self._plain else sample.prompt)[0])
         asked = self._masked(sample)
@@ -184,13 +184,13 @@ class ChatEncoder:
         return self._tokens(self._chat.prompt(messages, asked.tools, asked.where, ask))[0]
 
     def reference(self, sample: Conversation | Completion) -> str:
-        """The answer that stands in the data where the model writes its own."""
+        """Returns the data's answer to the prompt of `prompt_ids`."""
         if isinstance(sample, Completion):
             return sample.completion
         return str(sample.messages[answers_of(sample.messages)[-1]]["content"])
 
     def end_of_turn_ids(self) -> list[int]:
-        """Ids that end an answer: the template's end-of-turn token and the tokenizer's end of text."""
+        """Returns the ids that end an answer: the template's end-of-turn token and the tokenizer's end of text."""
         return end_ids(self.tokenizer, self._template)
 
     @cached_property
@@ -206,14 +206,14 @@ class ChatEncoder:
             texts = [self._chat.render_one(sample, turns)]
         else:
             texts = self._chat.render(sample, turns)
-        if len(texts) > 1:  # those of answers that are not to be learned are but beginnings of others
+        if len(texts) > 1:  # texts without a trained answer are only prefixes of others
             texts = [text for text in texts if self._learned(text, sample)] or texts[-1:]
         self.texts = len(texts)
         self._note(sample, texts, turns if self.cfg.train_on in ("assistant", "last_assistant") else answers)
         return [self._encoded(text, sample) for text in texts]
 
     def _masked(self, sample: Conversation) -> Conversation:
-        """Masks special tokens in the texts where they are to be read as text; a remark says that there are some."""
+        """Masks special tokens in contents if data.allow_special_text=false; adds a remark if there are any."""
         self._note_special_text(" ".join(str(turn.get(key, "")) for turn in sample.messages for key in _SAID))
         if self._plain is None:
             return sample
@@ -237,7 +237,7 @@ class ChatEncoder:
         return [span for turn, span in pairs if sample.messages[turn].get("train", True)]
 
     def _note(self, sample: Conversation, texts: list[Rendered], learned: list[int]) -> None:
-        """Adds what is to be said of a conversation to `remarks`."""
+        """Adds the notes about a conversation to `remarks`."""
         learned = [turn for turn in learned if sample.messages[turn].get("train", True)]
         for name in unshown(self._chat, sample, texts, learned):
             words = f"{name}, which the chat template ({self._chat.label}) never shows the model"
@@ -255,7 +255,7 @@ class ChatEncoder:
         return ids if ids[:1] == self._bos else self._bos + ids
 
     def _tokens(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Token ids, and the characters [start, end) that each stands for."""
+        """Returns the token ids of a text, and the characters [start, end) of each token."""
         if self._plain:
             return self._plain.encode(text)
         found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -263,19 +263,19 @@ class ChatEncoder:
 
 
 def own_template(tokenizer: PreTrainedTokenizerFast) -> ChatTemplate | None:
-    """The template a tokenizer comes with, as those of trained models do."""
+    """Returns the chat template saved with the tokenizer, as with those of trained models, or None."""
     return ChatTemplate(tokenizer, *find_template(None, tokenizer)) if tokenizer.chat_template else None
 
 
 def end_ids(tokenizer: PreTrainedTokenizerFast, template: ChatTemplate | None) -> list[int]:
-    """Ids that end an answer: the template's end-of-turn token and the tokenizer's end of text."""
+    """Returns the ids that end an answer: the template's end-of-turn token and the tokenizer's end of text."""
     ends = tokenizer(template.end_of_turn, add_special_tokens=False)["input_ids"][-1:] if template else []
     eos = tokenizer.eos_token_id
     return ends + ([eos] if eos is not None and eos not in ends else [])
 
 
 def user_turn(tokenizer: PreTrainedTokenizerFast, template: ChatTemplate, text: str, system: str | None) -> list[int]:
-    """Token ids of a conversation that asks for the answer to `text`."""
+    """Returns the token ids of a conversation that asks for an answer to the user turn `text`."""
     messages = [{"role": "system", "content": system}] if system else []
     try:
         asked = template.prompt([*messages, {"role": "user", "content": text}], None, "prompt")
@@ -285,10 +285,10 @@ def user_turn(tokenizer: PreTrainedTokenizerFast, template: ChatTemplate, text: 
 
 
 def _tokens_of(offsets: list[tuple[int, int]], span: tuple[int, int]) -> tuple[int, int]:
-    """The tokens [first, last) that hold a character of `span`; one that begins before it and reaches into it counts.
+    """Returns the tokens [first, last) that overlap `span`, including one that begins before it.
 
-    Both ends of the offsets rise with the token, so what is between needs no look: tokens of white space may have no
-    characters of their own there.
+    Starts and ends of offsets ascend, so only the first and last token are searched for. All tokens between them count,
+    even tokens of white space, which may have no characters of their own in the offsets.
     """
     first = bisect_right(offsets, span[0], key=lambda offset: offset[1])
     return first, bisect_left(offsets, span[1], lo=first, key=lambda offset: offset[0])

@@ -1,7 +1,7 @@
-"""Normalises the turns of a conversation from the common spellings (OpenAI, ShareGPT, ...) and checks them.
+"""Normalises the turns of a conversation from common formats (OpenAI, ShareGPT, ...) and validates them.
 
-One turn becomes {"role", "content"} with the roles system, user, assistant and tool, and with tool_calls, name,
-tool_call_id and reasoning_content where the row has them: what Hugging Face chat templates read.
+A turn becomes {"role", "content"} with the role system, user, assistant or tool, and with tool_calls, name,
+tool_call_id and reasoning_content if the row has them: the form that Hugging Face chat templates read.
 """
 
 import json
@@ -13,16 +13,16 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Remark:
-    """What is to be said of a row that is taken; `lost`: a field of it that the model never sees."""
+    """A note about a row that is used; `lost`: the note names a field of the row that the model never sees."""
 
     text: str
     lost: bool = False
 
 
 class BadRow(Exception):
-    """A row that can't be learned from: `where` it stands and the `reason`, which says what to change.
+    """Raised for a row that can't be trained on: `where` it is, and the `reason`, which says what to change.
 
-    skip: it is left out and counted whatever data.on_bad_row says.
+    skip: the row is left out and counted, whatever the value of data.on_bad_row.
     """
 
     def __init__(self, where: str, reason: str, skip: bool = False) -> None:
@@ -30,8 +30,8 @@ class BadRow(Exception):
         self.where, self.reason, self.skip = where, reason, skip
 
 
-_CALLS = ("function_call", "tool_call")  # their content is the call itself
-# What datasets call the four roles: OpenAI's names, ShareGPT's, and those of tool calls.
+_CALLS = ("function_call", "tool_call")  # roles whose content is the call itself
+# The names of the four roles in datasets: OpenAI's, ShareGPT's, and those for tool calls.
 _NAMES = {
     "system": ("system", "developer"),
     "user": ("user", "human"),
@@ -39,22 +39,22 @@ _NAMES = {
     "tool": ("tool", "function", "observation", "function_response", "tool_response"),
 }
 ROLES = {name: role for role, names in _NAMES.items() for name in names}
-_HALF = re.compile("[\ud800-\udfff]")  # JSON can hold it, UTF-8 and so tokenizers can't
+_HALF = re.compile("[\ud800-\udfff]")  # surrogates: valid in JSON, but not in UTF-8 and so not in tokenizers
 _KEPT = ("name", "tool_call_id", "reasoning_content")
-_THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # what an answer's thought is called
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names of the key with an answer's reasoning
 _READ = {"role", "from", "content", "value", "tool_calls", "train", "weight", *_KEPT, *_THOUGHTS}
 
 
 def turns_of(value: Any, where: str, column: str = "messages") -> list[dict[str, Any]]:
-    """The turns of a row's list of messages; each is {"role", "content"} or ShareGPT's {"from", "value"}.
+    """Normalises a row's list of messages, each {"role", "content"} or ShareGPT's {"from", "value"}.
 
-    A list of strings is turns of user and assistant by turns. A turn with `train: false` or `weight: 0` keeps
-    "train": False: it is shown to the model and not learned.
+    A list of strings becomes alternating user and assistant turns. A turn with `train: false` or `weight: 0` gets
+    "train": False: the model sees it but is not trained on it.
 
     Raises:
-        BadRow: what is not a list of turns, or holds a turn without role or text or with an unknown role.
+        BadRow: the value is not a list of turns, or a turn has no role, an unknown role or no text.
     """
-    if isinstance(value, str):  # a list that was written as a string
+    if isinstance(value, str):  # a list stored as a JSON string
         value = _from_json(value)
     if not isinstance(value, list | tuple) or not value:
         raise BadRow(where, f"{column} must be a list of turns and is {_shown(value)}")
@@ -68,13 +68,12 @@ def turns_of(value: Any, where: str, column: str = "messages") -> list[dict[str,
 
 
 def check(messages: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
-    """The same turns, if they make a conversation: an optional system turn, then a user turn, and an answer somewhere.
+    """Returns the turns if they are a conversation: optionally a system turn, then a user turn, and later an answer.
 
-    Two user turns (or two assistant turns) in a row are let through: whether that is a conversation is for the chat
-    template to say.
+    Consecutive user turns (or assistant turns) are accepted here; the chat template decides whether they are valid.
 
     Raises:
-        BadRow: a second system turn or one that isn't first, no user turn at the start, or no assistant turn.
+        BadRow: there is a second system turn, one that isn't first, no user turn at the start, or no assistant turn.
     """
     systems = [i for i, turn in enumerate(messages, start=1) if turn["role"] == "system"]
     if len(systems) > 1:
@@ -94,10 +93,10 @@ def check(messages: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
 def drop_first_answers(
     messages: list[dict[str, Any]], policy: str | None, where: str
 ) -> tuple[list[dict[str, Any]], int]:
-    """The conversation from its first user turn on, and how many turns before it were dropped, by `policy`.
+    """Drops the turns before the first user turn if the assistant begins; also returns how many were dropped.
 
-    policy: data.on_assistant_first. Nothing is changed where the first turn (after a system turn) is the user's, where
-    no user turn follows, or where the policy is raise: `check` then refuses it.
+    policy: data.on_assistant_first. Nothing is changed if the first turn (after a system turn) isn't the assistant's,
+    if no user turn follows, or if the policy is raise; in the last two cases `check` rejects the conversation.
 
     Raises:
         BadRow: the policy is skip.
@@ -115,10 +114,10 @@ def drop_first_answers(
 
 
 def tools_of(value: Any, where: str) -> list[dict[str, Any]] | None:
-    """Tool schemas in OpenAI's form, from a list of them or a JSON string of one; bare functions are wrapped.
+    """Returns tool schemas in OpenAI's form, from a list or a JSON string of one; bare functions are wrapped.
 
     Raises:
-        BadRow: neither.
+        BadRow: the value is neither.
     """
     if isinstance(value, str):
         value = _from_json(value) if value.strip() else None
@@ -131,10 +130,10 @@ def tools_of(value: Any, where: str) -> list[dict[str, Any]] | None:
 
 
 def text_of(value: Any, what: str, where: str, may_be_empty: bool = False) -> str:
-    """A text, or the joined texts of a list of parts [{"type": "text", "text": ...}].
+    """Returns a text, or the joined texts of a list of parts [{"type": "text", "text": ...}].
 
     Raises:
-        BadRow: anything else, an image say, or nothing but white space.
+        BadRow: the value is anything else, such as an image, or only white space without `may_be_empty`.
     """
     if isinstance(value, list | tuple):
         for part in value:
@@ -151,13 +150,13 @@ def text_of(value: Any, what: str, where: str, may_be_empty: bool = False) -> st
 
 
 def common(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """How many characters, or turns, two of them begin with alike."""
+    """Returns the length of the common prefix of two texts or lists of turns."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _whole_text(value: Any, what: str, where: str) -> Any:
-    """The value, if all strings in it are text that UTF-8 can hold; raises BadRow otherwise."""
+    """Returns the value if all strings in it can be encoded in UTF-8; raises BadRow otherwise."""
     if isinstance(value, str) and _HALF.search(value):
         raise BadRow(where, f"{what} holds half a surrogate pair (\\ud800 to \\udfff), which is not a character")
     if isinstance(value, Mapping):
@@ -171,7 +170,7 @@ def _whole_text(value: Any, what: str, where: str) -> Any:
 
 
 def unread(row: Mapping[str, Any]) -> list[Remark]:
-    """The keys of a row's turns that nothing reads."""
+    """Returns a remark for each key of a row's turns that nothing reads."""
     turns = [
         turn
         for value in row.values()
@@ -198,13 +197,13 @@ def _turn(turn: Any, name: str, where: str) -> dict[str, Any]:
     if said.lower() in _CALLS:
         content, calls = "", content
     if role == "tool" and not _is_text(content):
-        # A result of 0, false or {...} is one, too.
+        # A tool's result may also be 0, false or {...}.
         content = json.dumps(_without_none(content), ensure_ascii=False, default=str)
     if calls is not None:
         calls = _tool_calls(calls, name, where)
     if content is None and calls is None:
         raise BadRow(where, f"{name} ({role}) has no content (its keys: {_keys(turn)})")
-    # A tool may well return nothing, and an assistant that calls one need not speak.
+    # A tool may return nothing, and an assistant turn with tool calls needs no text.
     empty = calls is not None or role == "tool"
     text = text_of("" if content is None else content, f"{name} ({role})", where, empty)
     result: dict[str, Any] = {"role": role, "content": text}
@@ -220,7 +219,7 @@ def _turn(turn: Any, name: str, where: str) -> dict[str, Any]:
 
 
 def _either(found: Mapping[str, Any], ours: str, theirs: str, name: str, where: str) -> Any:
-    """The value of one of two keys; raises BadRow where both are there and differ."""
+    """Returns the value of whichever of two keys is present; raises BadRow if both are and differ."""
     if ours in found and theirs in found and found[ours] != found[theirs]:
         both = f"{_shown(found[ours])} and {_shown(found[theirs])}"
         raise BadRow(where, f"{name} has {ours} and {theirs}, and they differ: {both}")
@@ -228,13 +227,13 @@ def _either(found: Mapping[str, Any], ours: str, theirs: str, name: str, where: 
 
 
 def _is_text(content: Any) -> bool:
-    """None, a string or a list of parts, as `text_of` reads it."""
+    """Returns whether the content is None, a string or a list of parts, as `text_of` reads it."""
     parts = isinstance(content, list | tuple) and all(isinstance(p, Mapping) and "type" in p for p in content)
     return content is None or isinstance(content, str) or (parts and len(content) > 0)
 
 
 def _is_learned(found: Mapping[str, Any], name: str, where: str) -> bool:
-    """What `train` and `weight` of a turn say; raises BadRow where that is neither yes nor no, or both."""
+    """Returns whether a turn's `train` and `weight` let it be trained on; raises BadRow if invalid or contradictory."""
     said = set()
     for key in ("train", "weight"):
         value = found.get(key, True)
@@ -250,14 +249,14 @@ def _is_learned(found: Mapping[str, Any], name: str, where: str) -> bool:
 
 
 def _tool_calls(value: Any, name: str, where: str) -> list[dict[str, Any]]:
-    """Calls as {"type": "function", "function": {"name", "arguments": a mapping}}, with their id where there is one."""
+    """Returns calls as {"type": "function", "function": {"name", "arguments": a mapping}}, and "id" if there is one."""
     if isinstance(value, str):
         value = _from_json(value)
     calls = []
     for call in value if isinstance(value, list | tuple) else [value]:
         function = call.get("function", call) if isinstance(call, Mapping) else None
         arguments = function.get("arguments") if isinstance(function, Mapping) else None
-        if isinstance(arguments, str):  # as the API of OpenAI returns them; templates write JSON themselves
+        if isinstance(arguments, str):  # as OpenAI's API returns them; templates serialize arguments themselves
             arguments = _from_json(arguments)
         arguments = {} if arguments in (None, "") else arguments
         called = function.get("name") if isinstance(function, Mapping) else None
@@ -270,14 +269,14 @@ def _tool_calls(value: Any, name: str, where: str) -> list[dict[str, Any]]:
 
 
 def _without_none(value: Any) -> Any:
-    """Without keys whose value is None: Arrow writes one for every key that any other row of the file has."""
+    """Removes keys whose value is None: Arrow adds to each row every key that any row of the file has."""
     if isinstance(value, Mapping):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
     return [_without_none(item) for item in value] if isinstance(value, list) else value
 
 
 def _from_json(text: str) -> Any:
-    """What a JSON string holds; the string itself where it is none."""
+    """Parses a JSON string; returns the string itself if it is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

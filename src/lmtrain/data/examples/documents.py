@@ -1,4 +1,4 @@
-"""Documents of token bins as examples: those with a loss mask, as often as weights say, or text in pieces of a row."""
+"""Documents of token bins as examples: with a loss mask and repeated by weight, or text cut into pieces of a row."""
 
 import hashlib
 from abc import ABC, abstractmethod
@@ -16,10 +16,10 @@ from lmtrain.errors import UserError
 
 
 class Examples:
-    """A split's examples, read from disk as they are asked for."""
+    """The examples of a split, read from disk on demand."""
 
     def __init__(self, shards: list[Shard], repeats: Repeats | None = None, group: int = 1) -> None:
-        """repeats: how often the examples of each source stand in it, `group` of them together; None: each once."""
+        """repeats: how often groups of `group` examples of each source occur in the split; None: each occurs once."""
         self.shards, self.repeats, self.group = shards, repeats, group
         self._starts = _starts(shards)  # int64 [stored + 1], over the tokens of all shards
         self._shard_starts = np.cumsum([0, *(shard.tokens for shard in shards)])
@@ -35,23 +35,23 @@ class Examples:
         return self._length
 
     def _of(self, stored: np.ndarray) -> np.ndarray:
-        """What is known of each stored example, of each example."""
+        """Maps an array with a value per stored example to one with a value per example, which may repeat."""
         return stored if self._stored is None else stored[self._stored]
 
     @cached_property
     def labels(self) -> np.ndarray:
-        """What the row format said of each example besides its tokens, int64 [n]."""
+        """The label that the row format gave each example, int64 [n]."""
         return self._of(np.concatenate([shard.read_labels() for shard in self.shards]))
 
     @cached_property
     def texts(self) -> list[str]:
-        """What the row format kept of each example's row in words, a line each; empty where it kept nothing."""
+        """The line of text that the row format kept of each example's row; empty if it kept none."""
         stored = [text for s in self.shards for text in (s.read_texts() if s.texts else [""] * s.documents)]
         return stored if self._stored is None else [stored[i] for i in self._stored]
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """Tokens of each example, int64 [n]."""
+        """The number of tokens of each example, int64 [n]."""
         return self._of(np.diff(self._starts))
 
     @property
@@ -59,25 +59,25 @@ class Examples:
         return int(self.lengths.sum())
 
     def learned(self) -> np.ndarray:
-        """Learned tokens of each example, int64 [n]; reads all of their masks."""
+        """Returns the number of tokens trained on in each example, int64 [n]; reads all loss masks."""
         places = map(self._place, range(len(self._starts) - 1))
         counts = [np.count_nonzero(shard.read_mask(*span)) for shard, span in places]
         return self._of(np.array(counts, dtype=np.int64))
 
     def read(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """An example's ids, int64 [T], and which of them are learned, bool [T]."""
+        """Returns an example's ids, int64 [T], and its loss mask, bool [T]."""
         shard, span = self._place(index if self._stored is None else int(self._stored[index]))
         return shard.read(*span).astype(np.int64), shard.read_mask(*span)
 
     def _place(self, stored: int) -> tuple[Shard, tuple[int, int]]:
-        """The shard of a stored example; its first token there, and how many they are."""
+        """Returns the shard of a stored example, with its first token there and its number of tokens."""
         start, stop = int(self._starts[stored]), int(self._starts[stored + 1])
         number = int(np.searchsorted(self._shard_starts, start, side="right")) - 1
         return self.shards[number], (start - int(self._shard_starts[number]), stop - start)
 
 
 def _starts(shards: list[Shard]) -> np.ndarray:
-    """Where each document starts, counted over all shards, and where the last one ends."""
+    """Returns the start of each document, counted in tokens over all shards, and the end of the last one."""
     first, ends = 0, [np.zeros(1, dtype=np.int64)]
     for shard in shards:
         ends.append(shard.document_ends(1, shard.tokens + 1) + first)
@@ -86,7 +86,7 @@ def _starts(shards: list[Shard]) -> np.ndarray:
 
 
 def earlier_fingerprints(splits: dict[str, Examples]) -> list[str]:
-    """What checkpoints of earlier versions call these tokens: by the files that held them then, of fixed types."""
+    """Returns this data's fingerprints in checkpoints of earlier versions, which hashed files of fixed dtypes."""
     as_one = hashlib.sha256()
     by_file = []
     for name, examples in splits.items():
@@ -110,9 +110,9 @@ def _parts(examples: Examples, which: int, dtype: str) -> Iterator[bytes]:
 
 
 class ExampleRows(ABC):
-    """Row i is example i, or with `group` that many from i * group on; what rows of this kind share.
+    """The base class of rows that hold whole examples: row i holds `group` examples, from i * group on.
 
-    unit: the name under which a micro-batch tells how many rows it weighs.
+    unit: the key of a micro-batch under which it has its number of rows, which is its weight in the loss.
     """
 
     group: ClassVar[int] = 1
@@ -126,28 +126,28 @@ class ExampleRows(ABC):
 
     @property
     def epoch_tokens(self) -> int:
-        """Tokens of all micro-batches of an epoch."""
+        """The number of tokens in all micro-batches of an epoch."""
         return self.examples.tokens
 
     @abstractmethod
     def read(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
-        """A micro-batch from (epoch, row) pairs."""
+        """Returns a micro-batch for (epoch, row) pairs."""
 
     def empty(self) -> dict[str, torch.Tensor]:
-        """One that weighs nothing: the ranks of a step run equally many micro-batches."""
+        """Returns a micro-batch with weight 0, because all ranks must run the same number of micro-batches per step."""
         batch = self.read(np.zeros((1, 2), dtype=np.int64))
         return {**batch, self.unit: torch.tensor(0), "seen": torch.tensor(0)}
 
 
 class TextPieces(Examples):
-    """A document of up to `longest` tokens is one piece. Longer ones are cut, each piece beginning with the token that
-    the one before it ends with: so every token but a document's first is predicted exactly once.
+    """Documents of text cut into pieces of up to `longest` tokens. Each further piece of a document begins with the
+    last token of the piece before, so every token but a document's first is predicted exactly once.
 
-    Where documents begin and how they are cut is held in memory, about 40 bytes for each.
+    The starts and lengths of documents and pieces are held in memory, about 40 bytes for each.
     """
 
     def __init__(self, shards: list[Shard], longest: int) -> None:
-        """Raises UserError for bins that don't say where documents end, and rows of less than two tokens."""
+        """Raises UserError for bins without document ends, and for rows of fewer than two tokens."""
         if longest < 2:
             raise UserError(f"data.seq_len={longest}: a packed row needs two tokens, one to see and one to predict")
         without = [shard.path for shard in shards if shard.docs is None]
@@ -159,7 +159,7 @@ class TextPieces(Examples):
         super().__init__(shards)
         ends = np.union1d(
             self._starts[1:], self._shard_starts[1:]
-        )  # a document longer than a shard goes on in the next
+        )  # a document that continues in the next shard is cut at the border
         starts = np.concatenate([[0], ends[:-1]])
         pieces = np.maximum(1, -(-(ends - starts - 1) // (longest - 1)))
         number = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
@@ -169,7 +169,7 @@ class TextPieces(Examples):
         self.lengths = self._count
 
     def read(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """A piece's ids, int64 [T], all of them learned."""
+        """Returns a piece's ids, int64 [T], and a loss mask that is all true, bool [T]."""
         begin, count = int(self._begin[index]), int(self._count[index])
         shard = int(np.searchsorted(self._shard_starts, begin, side="right")) - 1
         ids = self.shards[shard].read(begin - int(self._shard_starts[shard]), count)

@@ -1,4 +1,4 @@
-"""The row encoder of DPO, and its micro-batches: chosen and rejected answers without padding, shared prompts once."""
+"""The row encoder of DPO, and its micro-batches: unpadded chosen and rejected answers, with shared prompts once."""
 
 from typing import Any
 
@@ -14,13 +14,13 @@ from lmtrain.data.examples.documents import ExampleRows, Examples
 from lmtrain.data.examples.row_format import Encoded, Example, TemplateRows
 from lmtrain.data.examples.rows import documents_at
 
-Answer = tuple[np.ndarray, np.ndarray]  # ids int64 [T], and which of them it is scored by, bool [T]
-Tokens = tuple[list[int], list[bool]]  # ids, and which of them the answer is scored by
-_ESTIMATED_FROM = 2000  # pairs read to tell how long prompts are, in a tenth of a second
+Answer = tuple[np.ndarray, np.ndarray]  # ids int64 [T], and mask of those that the answer is scored by, bool [T]
+Tokens = tuple[list[int], list[bool]]  # ids, and mask of those that the answer is scored by
+_ESTIMATED_FROM = 2000  # pairs read to estimate the length of shared prompts; takes a tenth of a second
 
 
 class PairRowEncoder(TemplateRows):
-    """A pair is two examples, the prompt with its chosen and with its rejected answer."""
+    """Encodes a pair as two examples: the prompt with its chosen and with its rejected answer."""
 
     group = 2
 
@@ -29,10 +29,10 @@ class PairRowEncoder(TemplateRows):
         self.identity = {**self.identity, "pairs": 2}
 
     def encode(self, row: dict[str, Any], where: str, cfg: DataConfig, question: bool) -> Encoded:
-        """The pairs of a row, chosen and rejected in turn.
+        """Encodes the pairs of a row, chosen and rejected alternating.
 
         Raises:
-            BadRow: see pairs.py and `fit_pair`, and what the chat template refuses.
+            BadRow: the chat template refuses the row, or the answers become equal; also see pairs.py and `fit_pair`.
         """
         self.chat.begin_row()
         pairs = to_pairs(row, self.format_of(row, where, cfg, detect_pair_format), cfg, where)
@@ -64,20 +64,20 @@ class PairRowEncoder(TemplateRows):
         return self.chat.pair(pair.prompt, answer, pair.tools, pair.where)
 
     def _preferred(self, pair: Pair) -> Conversation | Completion:
-        """The prompt with its chosen answer."""
+        """Returns the prompt with its chosen answer."""
         if isinstance(pair.prompt, str):
             return Completion(pair.prompt, str(pair.chosen), pair.where)
         return Conversation([*pair.prompt, pair.chosen[0]], pair.tools, pair.where)  # type: ignore[list-item]
 
 
 def fit_pair(chosen: Tokens, rejected: Tokens, cfg: DataConfig, where: str) -> tuple[list[Tokens], int]:
-    """([chosen, rejected], tokens cut away), none longer than data.max_length; ([], 0) where the pair is dropped.
+    """Returns ([chosen, rejected], tokens cut off) within data.max_length, or ([], 0) if the pair is dropped.
 
     truncate_right cuts the ends of the answers; truncate_left cuts the same tokens off both prompts, so that the
-    answers are still answers to one prompt. So does data.max_prompt_length, first.
+    answers still have the same prompt. Before that, prompts are cut to data.max_prompt_length in this way.
 
     Raises:
-        BadRow: the prompt leaves no room for an answer; a pair is too long and on_too_long is raise.
+        BadRow: the prompt leaves no room for an answer, or the pair is too long and data.on_too_long is raise.
     """
     if not (any(chosen[1]) and any(rejected[1])):
         return [chosen, rejected], 0
@@ -107,7 +107,7 @@ def fit_pair(chosen: Tokens, rejected: Tokens, cfg: DataConfig, where: str) -> t
 
 
 def _fit_prompt(chosen: Tokens, rejected: Tokens, most: int | None) -> tuple[Tokens, Tokens, int]:
-    """Both with the same tokens cut off the beginning, so that no more than `most` come before an answer; how many."""
+    """Cuts the same tokens off the beginning of both, so that at most `most` precede an answer; also counts them."""
     over = min(trained.index(True) for _, trained in (chosen, rejected)) - (most or 0)
     if most is None or over <= 0:
         return chosen, rejected, 0
@@ -115,13 +115,13 @@ def _fit_prompt(chosen: Tokens, rejected: Tokens, most: int | None) -> tuple[Tok
 
 
 class PairRows(ExampleRows):
-    """Row i is pair i: examples 2i (chosen) and 2i + 1 (rejected). A micro-batch has no padding.
+    """Rows of pairs: row i is examples 2i (chosen) and 2i + 1 (rejected). A micro-batch has no padding.
 
-    share_prompts: what both answers of a pair begin with is there once, and the rejected answer goes on from it.
+    share_prompts: the beginning that both answers of a pair share occurs once, and the rejected answer continues it.
     reference: [n, 2] fp64, log-probabilities of the chosen and the rejected answers that were computed before
-        training; None where there are none.
-    margins: [n] fp64, the data's column margin, 0 where a row says nothing; None where no row does.
-    padded: each answer is a row of its own, for models that can't keep several in a row apart.
+        training; None if there are none.
+    margins: [n] fp64, the data's column margin, 0 for rows without a value; None if no row has one.
+    padded: each answer is a padded row of its own, for models that can't keep several in a row apart.
     """
 
     group = 2
@@ -139,21 +139,21 @@ class PairRows(ExampleRows):
         self.padded, self.share_prompts = True, False
 
     def title(self, example: int) -> str:
-        """What an example is, for inspect."""
+        """Returns the title of an example in lmtrain.inspect."""
         return f"pair {example // 2 + 1:,} of {len(self):,}, {('chosen', 'rejected')[example % 2]}"
 
     def read(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
-        """A micro-batch from (epoch, row) pairs [P, 2]: the 2P answers with their prompts, N tokens in one row.
+        """Returns a micro-batch for (epoch, row) pairs [P, 2]: 2P answers with their prompts, N tokens in one row.
 
         Returns:
             input_ids, position_ids int64 [1, N]; cu_seqlens int32 [2P + 1], the answers' starts; with shared prompts
-            prefix_lengths, kv_index and cu_kv as of `models.documents.Prefixes`;
+            prefix_lengths, kv_index and cu_kv as in `models.documents.Prefixes`;
             scored int64 [C]: positions in N of the tokens that the answers are scored by; before int64 [C]: those of
-            the tokens just before them; answer int64 [C]: which answer each belongs to, 2p the chosen and 2p + 1 the
-            rejected one of pair p; lengths int64 [2P]: the number of each answer's; ends int64 [2P]: position in N of
-            the last token after the answer; pairs, seen int64 []: P and N; reference int64 [P, 2] and margin int64 [P]
-            (bits of fp64) where there are any. Padded: input_ids [2P, T],
-            positions in its 2P * T, and neither position_ids nor cu_seqlens.
+            the tokens just before them; answer int64 [C]: the answer each belongs to, 2p the chosen and 2p + 1 the
+            rejected one of pair p; lengths int64 [2P]: scored tokens per answer; ends int64 [2P]: position in N of
+            the last token in each answer's text; pairs, seen int64 []: P, N; reference int64 [P, 2], margin int64 [P]
+            (the bits of fp64) if available. If padded: input_ids [2P, T],
+            positions in its 2P * T tokens, and neither position_ids nor cu_seqlens.
         """
         pairs = [(self.examples.read(2 * int(row)), self.examples.read(2 * int(row) + 1)) for _, row in rows]
         shared = [common_prompt(*pair) if self.share_prompts else 0 for pair in pairs]
@@ -162,12 +162,12 @@ class PairRows(ExampleRows):
         starts = batch["cu_seqlens"].tolist()
         batch |= {"pairs": torch.tensor(len(rows)), "seen": torch.tensor(starts[-1])}
         batch["ends"] = torch.tensor(starts[1:]) - 1
-        if self.share_prompts:  # also where there are none: a compiled model would have a variant for each
+        if self.share_prompts:  # even if all are 0: a compiled model would need a second variant
             _add_prefixes(batch, prefixes, starts)
         if self.padded:
             pad_answers(batch)
         if self.reference is not None:
-            # As bits: Lightning rounds what is floating-point in a batch to the model's dtype, to 3 digits in bf16.
+            # As bits: Lightning casts a batch's floating-point tensors to the model's dtype, bf16 has only 3 digits.
             batch["reference"] = torch.from_numpy(self.reference[rows[:, 1]]).view(torch.int64)
         if self.margins is not None:
             batch["margin"] = torch.from_numpy(self.margins[rows[:, 1]]).view(torch.int64)
@@ -175,7 +175,7 @@ class PairRows(ExampleRows):
 
     @property
     def epoch_tokens(self) -> int:
-        """Tokens of all micro-batches of an epoch; of many pairs an estimate from some of them."""
+        """The number of tokens in all micro-batches of an epoch; with shared prompts, estimated from some pairs."""
         total = self.examples.tokens
         if not self.share_prompts:
             return total
@@ -185,32 +185,32 @@ class PairRows(ExampleRows):
 
 
 def margins_of(examples: Examples) -> np.ndarray | None:
-    """The margin of each pair, fp64 [n]; None where no row of the data says one."""
+    """Returns the margin of each pair, fp64 [n], or None if no row of the data has one."""
     if not any(shard.texts for shard in examples.shards):
         return None
     return np.array([float(text or 0) for text in examples.texts[::2]])
 
 
 def common_prompt(chosen: Answer, rejected: Answer) -> int:
-    """Tokens that both answers of a pair, (ids, trained) each, begin with and that neither is scored by."""
+    """Returns how many first tokens both answers of a pair, (ids, trained) each, share before either is scored."""
     most = min(int(trained.argmax()) for _, trained in (chosen, rejected))
     same = chosen[0][:most] == rejected[0][:most]
     return most if same.all() else int(same.argmin())
 
 
 def lay_answers(answers: list[Answer], prefixes: list[int]) -> dict[str, torch.Tensor]:
-    """Answers with their prompts, one after the other without padding; see `PairRows.read` for what it returns.
+    """Concatenates answers with their prompts, without padding; see `PairRows.read` for the tensors it returns.
 
-    prefixes: how many of each answer's first tokens are left out, as the answer before it begins with them.
+    prefixes: how many first tokens of each answer are left out because the answer before it begins with them.
     """
     ids: list[np.ndarray] = []
     scored: list[np.ndarray] = []
     before: list[np.ndarray] = []
     starts = [0]
     for (tokens, trained), prefix in zip(answers, prefixes, strict=True):
-        start = starts[-1] - prefix  # where token 0 would be, were the prefix there again
+        start = starts[-1] - prefix  # where token 0 would be if the prefix were repeated
         at = np.flatnonzero(trained)
-        # The token before the first that is not shared is the last of the prompt, in the answer before.
+        # The token before the first unshared one is the last token of the prefix, in the previous answer.
         held_by = np.where(at > prefix, start, starts[-2] if prefix else start)
         ids.append(tokens[prefix:])
         scored.append(start + at)
@@ -228,7 +228,7 @@ def lay_answers(answers: list[Answer], prefixes: list[int]) -> dict[str, torch.T
 
 
 def pad_answers(batch: dict[str, torch.Tensor]) -> None:
-    """A row for each document; no mask is needed, as padding comes after and tokens see only those before them."""
+    """Puts each document into a padded row; no mask is needed, as padding comes last and attention is causal."""
     starts = batch.pop("cu_seqlens").long()
     lengths, column = torch.diff(starts), batch.pop("position_ids").flatten()
     longest = int(lengths.max())

@@ -1,4 +1,4 @@
-"""From rows (conversations, preferences) to tokenized examples on disk, found again by a hash of what shaped them."""
+"""Prepares rows (conversations, preferences) as tokenized examples on disk, cached by a hash of their inputs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,21 +30,21 @@ from lmtrain.data.store.progress import PrepareProgress
 from lmtrain.data.store.writer import BinWriter
 from lmtrain.errors import UserError
 
-# Raised when the same rows and settings come to give another folder, so that one made before is not used any more.
+# Raised when the same rows and settings begin to give different examples, so that older folders are no longer used.
 EXAMPLES_VERSION = 6
-_SHARD_TOKENS = 2**30  # in one file
-MAX_QUESTIONS = 256  # validation rows kept in words, for answers to be written beside their references
+_SHARD_TOKENS = 2**30  # maximum number of tokens in one file
+MAX_QUESTIONS = 256  # validation rows also kept as text, to compare generated answers with their references
 
 
 @dataclass(frozen=True)
 class PreparedExamples(PreparedData):
-    """A folder of examples, and how often those of each source are seen in an epoch; the fingerprint names both."""
+    """A folder of examples, and how often those of each source occur per epoch; the fingerprint covers both."""
 
     weights: list[Fraction]
 
     @property
     def counts(self) -> dict[str, dict[str, Any]]:
-        """What became of the rows of each split."""
+        """The counts of each split's rows: how many were used, shortened, dropped or skipped, and why."""
         return {name: split["counts"] for name, split in self.meta["splits"].items()}
 
     @property
@@ -69,11 +69,11 @@ def prepare_examples(
     make_encoder: Callable[[Any, DataConfig], RowEncoder],
     progress: bool = True,
 ) -> PreparedExamples:
-    """Tokenizes the rows that `cfg` names into <cache_dir>/<label>-<hash>, or finds them there.
+    """Tokenizes the rows that `cfg` names into <cache_dir>/<label>-<hash>, or reuses that folder.
 
     Raises:
-        UserError: no such rows, a bad row (data.on_bad_row=raise), too many rows without a learned token, a template
-            that doesn't fit, a cache that can't be written.
+        UserError: there are no such rows, a row is bad (data.on_bad_row=raise), too many rows have no token to train
+            on or lose a field, a template doesn't fit, or the cache can't be written.
         RunError: the disk is full.
     """
     if tokenizer_cfg.kind == "bpe":
@@ -131,9 +131,9 @@ def _write_split(
     questions: list[dict[str, Any]] | None,
     show: PrepareProgress,
 ) -> dict[str, Any] | None:
-    """Tokenizes one split of all parts; None where there is no such split or nothing is left of it.
+    """Tokenizes one split of all parts; returns None if there is no such split or it has no examples.
 
-    questions: filled with the first MAX_QUESTIONS of the split, where it is given.
+    questions: if given, the first MAX_QUESTIONS questions of the split are added to it.
     """
     counts, written = Counts(), [0]
     show.start(name, None)
@@ -158,7 +158,7 @@ def _write_part(
     questions: list[dict[str, Any]] | None,
     show: PrepareProgress,
 ) -> None:
-    """Writes each row's examples."""
+    """Writes the examples of each row of a part, and counts what became of the row."""
     for where, row in rows:
         counts.rows += 1
         try:
@@ -202,7 +202,7 @@ def _write(group: list[Example], writer: BinWriter, counts: Counts, kept: str | 
 
 
 def _check_empty(counts: Counts, cfg: DataConfig, name: str, parts: list[MixturePart]) -> None:
-    """Raises UserError where a split that is needed has nothing left to train on."""
+    """Raises UserError if the training split is empty, or too many rows of a split have no token to train on."""
     check_untrained(counts, cfg, name)
     if name == "train" and counts.rows == 0:
         raise UserError(f"{parts[0].source.label} holds no rows to train on")

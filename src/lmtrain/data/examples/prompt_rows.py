@@ -1,4 +1,4 @@
-"""Prompts {prompt, any other columns}: what a model is asked, and what rewards know of it."""
+"""Prompt rows {prompt, any other columns}: the prompts for a model, and the columns that rewards may use."""
 
 import json
 from typing import Any, NamedTuple
@@ -19,10 +19,10 @@ PROMPT = "prompt|question|instruction|messages"
 
 
 class PromptRowEncoder(TemplateRows):
-    """One example a row: the prompt up to where the model begins to write; the row itself is kept beside it.
+    """Encodes a row as one example: the prompt up to where the model begins to generate; the row is stored beside it.
 
-    A prompt that is text goes to the model as it is where the tokenizer has no chat template and data.chat_template
-    names none, else as a user's turn. Messages always go through the template.
+    A text prompt is given to the model unchanged if the tokenizer has no chat template and data.chat_template names
+    none, else as a user turn. Messages always go through the template.
     """
 
     group = 1
@@ -30,13 +30,14 @@ class PromptRowEncoder(TemplateRows):
     def __init__(self, tokenizer: Any, cfg: DataConfig) -> None:
         super().__init__(tokenizer, cfg)
         self.identity = {**self.identity, "prompts": 1}
-        self._asks = False  # the template has been seen to ask for an answer
+        self._asks = False  # whether some row has shown that the template has a generation prompt
 
     def encode(self, row: dict[str, Any], where: str, cfg: DataConfig, question: bool) -> Encoded:
-        """
+        """Returns the prompt as an example; none if it is too long and data.on_too_long=drop.
+
         Raises:
-            BadRow: no prompt, a column that JSON can't hold, a prompt longer than data.max_prompt_length.
-            UserError: a chat template that doesn't ask for an answer.
+            BadRow: there is no prompt, it is longer than data.max_prompt_length, or JSON can't hold a column.
+            UserError: the chat template has no generation prompt.
         """
         self.chat.begin_row()
         self.format_of(row, where, cfg, _detect)
@@ -63,7 +64,7 @@ class PromptRowEncoder(TemplateRows):
         turns = prompt_turns({"prompt": prompt}, where)
         if cfg.system_prompt and turns[0]["role"] != "system":
             turns = [{"role": "system", "content": cfg.system_prompt}, *turns]
-        while turns and turns[-1]["role"] == "assistant":  # the answer that the data has
+        while turns and turns[-1]["role"] == "assistant":  # the data's answer is left out
             turns = turns[:-1]
         answer = {"role": "assistant", "content": "..."}
         check([*turns, answer], where)
@@ -94,7 +95,7 @@ def _detect(columns: Any, cfg: DataConfig) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON has no kind for, of files that hold more kinds of values: dates and decimals as text."""
+    """Converts values without a JSON type: NumPy's to Python's, dates and decimals to text; TypeError for bytes."""
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
     if isinstance(value, bytes):
@@ -103,16 +104,16 @@ def _plain(value: Any) -> Any:
 
 
 class PromptRow(NamedTuple):
-    """A prompt of a step."""
+    """One of the prompts of an optimizer step."""
 
     epoch: int
     row: int
     ids: list[int]
-    columns: dict[str, Any]  # the row as it stands in the data, its prompt included
+    columns: dict[str, Any]  # the row as in the data, including its prompt
 
 
 class PromptRows(ExampleRows):
-    """Row i is prompt i."""
+    """Rows of prompts: row i is prompt i."""
 
     unit = "prompts"
 
@@ -123,11 +124,11 @@ class PromptRows(ExampleRows):
         return PromptRow(epoch, row, self.examples.read(row)[0].tolist(), json.loads(self.examples.texts[row]))
 
     def read(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
-        """A micro-batch of prompts, from (epoch, row) pairs [P, 2]; `prompts_of` reads it.
+        """Returns a micro-batch of prompts for (epoch, row) pairs [P, 2]; `prompts_of` reads it.
 
         Returns:
-            input_ids int64 [1, N], one prompt after the other; cu_seqlens int32 [P + 1], where each begins; scored
-            int64 [0], for nothing is learned of them; texts uint8 [M], the rows as JSON in UTF-8, and text_ends
+            input_ids int64 [1, N], the concatenated prompts; cu_seqlens int32 [P + 1], their starts and the end; scored
+            int64 [0], as prompts are not trained on; texts uint8 [M], the rows as JSON in UTF-8, and text_ends
             int64 [P]; epoch, row int64 [P]; prompts, seen int64 []: P and N.
         """
         ids = [self.examples.read(int(row))[0] for _, row in rows]
@@ -146,7 +147,7 @@ class PromptRows(ExampleRows):
 
 
 def prompts_of(batch: dict[str, torch.Tensor]) -> list[PromptRow]:
-    """The prompts of a micro-batch that `PromptRows.read` or `empty` gave."""
+    """Returns the prompts of a micro-batch from `PromptRows.read` or `PromptRows.empty`."""
     if not int(batch["prompts"]):
         return []
     ids, texts = batch["input_ids"][0].tolist(), bytes(batch["texts"].tolist())

@@ -9,8 +9,8 @@ from lmtrain.data.chat.turns import Remark
 from lmtrain.errors import UserError
 from lmtrain.terminal import counted
 
-_SHOWN = 8  # reasons that have a line of their own
-_KINDS = 100  # reasons that are told apart
+_SHOWN = 8  # maximum number of reasons that are shown on a line of their own
+_KINDS = 100  # maximum number of reasons that are counted separately
 _VARIES = [
     (re.compile(r": .*", re.DOTALL), ""),
     (re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL), "'...'"),
@@ -22,7 +22,7 @@ _VARIES = [
 
 @dataclass
 class Counts:
-    """What became of a split's rows."""
+    """Counts of what became of a split's rows."""
 
     rows: int = 0
     examples: int = 0
@@ -32,20 +32,20 @@ class Counts:
     dropped: int = 0
     untrained: int = 0
     untrained_at: str | None = None
-    untrained_text: str | None = None  # the beginning and end of that row
-    assistant_first: int = 0  # rows whose turns before the first of the user were dropped
-    bad: dict[str, int] = field(default_factory=dict)  # skipped rows by kind of reason
-    bad_at: dict[str, str] = field(default_factory=dict)  # where the first of a kind stands,
-    bad_first: dict[str, str] = field(default_factory=dict)  # and its reason in full
+    untrained_text: str | None = None  # the beginning and end of that row's text
+    assistant_first: int = 0  # rows whose turns before the first user turn were dropped
+    bad: dict[str, int] = field(default_factory=dict)  # number of skipped rows by kind of reason
+    bad_at: dict[str, str] = field(default_factory=dict)  # where the first row of each kind is,
+    bad_first: dict[str, str] = field(default_factory=dict)  # and its full reason
     longest: int = 0
-    split: int = 0  # conversations that became several examples, for the chat template rewrites earlier turns
-    split_into: int = 0  # so many
-    remarks: dict[str, int] = field(default_factory=Counter)  # rows that it can be said of
+    split: int = 0  # conversations that became several examples because the chat template rewrites turns
+    split_into: int = 0  # the number of these examples
+    remarks: dict[str, int] = field(default_factory=Counter)  # number of rows by remark
     remarks_at: dict[str, str] = field(default_factory=dict)
-    lost: dict[str, int] = field(default_factory=Counter)  # those remarks that tell of a field nobody sees
+    lost: dict[str, int] = field(default_factory=Counter)  # the same for remarks about a field the model never sees
 
     def note(self, remarks: list[Remark], texts: int, where: str) -> None:
-        """Counts what is to be said of one row, and that it became so many texts."""
+        """Counts the remarks about one row, and the row itself if it became several texts."""
         if texts > 1:
             self.split += 1
             self.split_into += texts
@@ -56,7 +56,7 @@ class Counts:
                 self.lost[remark.text] = self.lost.get(remark.text, 0) + 1
 
     def add_bad(self, reason: str, where: str) -> None:
-        """Counts a skipped row; rows whose reasons differ only in numbers and quoted values are of one kind."""
+        """Counts a skipped row; reasons that differ only in numbers, quoted values or details are of one kind."""
         kind = _kind(reason)
         if kind not in self.bad and len(self.bad) >= _KINDS:
             kind = "other"
@@ -66,20 +66,20 @@ class Counts:
 
 
 def short(text: str, characters: int = 160) -> str:
-    """Beginning and end of a text, in quotes."""
+    """Returns the beginning and end of a text, in quotes."""
     if len(text) <= 2 * characters:
         return repr(text)
     return f"{text[:characters]!r} ... {text[-characters:]!r}"
 
 
 def too_many_untrained(counts: Counts, cfg: DataConfig) -> bool:
-    """Whether more than data.max_untrained of the rows have nothing to learn."""
+    """Returns whether the share of rows without a token to train on exceeds data.max_untrained."""
     seen = counts.examples + counts.untrained
     return cfg.max_untrained is not None and counts.untrained > cfg.max_untrained * max(1, seen)
 
 
 def check_untrained(counts: Counts, cfg: DataConfig, name: str) -> None:
-    """Raises UserError where more than data.max_untrained of the rows have nothing to learn."""
+    """Raises UserError if the share of rows without a token to train on exceeds data.max_untrained."""
     if too_many_untrained(counts, cfg):
         seen = counts.examples + counts.untrained
         raise UserError(
@@ -91,7 +91,7 @@ def check_untrained(counts: Counts, cfg: DataConfig, name: str) -> None:
 
 
 def too_many_lost(counts: Counts, cfg: DataConfig) -> str | None:
-    """What more than data.max_untrained of the rows lose on their way through the chat template."""
+    """Returns the remark about a field lost in a larger share of rows than data.max_untrained, or None."""
     taken = counts.rows - sum(counts.bad.values())
     if cfg.max_untrained is None:
         return None
@@ -99,7 +99,7 @@ def too_many_lost(counts: Counts, cfg: DataConfig) -> str | None:
 
 
 def check_lost(counts: Counts, cfg: DataConfig, name: str) -> None:
-    """Raises UserError where more than data.max_untrained of the rows hold what the model never sees."""
+    """Raises UserError if the share of rows with a field that the model never sees exceeds data.max_untrained."""
     lost = too_many_lost(counts, cfg)
     if lost is not None:
         raise UserError(
@@ -110,7 +110,7 @@ def check_lost(counts: Counts, cfg: DataConfig, name: str) -> None:
 
 
 def remark_lines(counts: Counts) -> list[str]:
-    """What is to be said of rows that were taken, a line each."""
+    """Returns the remarks about the rows that were used, one line each."""
     lines = []
     if counts.split:
         lines.append(
@@ -124,7 +124,7 @@ def remark_lines(counts: Counts) -> list[str]:
 
 
 def summary(name: str, counts: Counts) -> list[str]:
-    """What became of a split's rows: a line of numbers, then one for each reason why rows were skipped."""
+    """Summarizes a split's rows: a line of counts, then one line for each reason why rows were skipped."""
     share = counts.trained / max(1, counts.tokens)
     words = [
         f"{name}: {counted(counts.rows, 'row')} -> {counted(counts.examples, 'example')}, {counts.tokens:,} tokens, "
@@ -140,7 +140,7 @@ def summary(name: str, counts: Counts) -> list[str]:
 
 
 def bad_lines(counts: Counts) -> list[tuple[str, str]]:
-    """("12 rows skipped", "first FILE, line 3: why") for each reason, the most frequent first; the rarest together."""
+    """Returns ("12 rows skipped", "first FILE, line 3: why") per reason, most frequent first; the rarest are merged."""
     ranked = sorted(counts.bad.items(), key=lambda item: -item[1])
     lines = [
         (f"{counted(number, 'row')} skipped", f"first {counts.bad_at[kind]}: {counts.bad_first[kind]}")
@@ -153,7 +153,7 @@ def bad_lines(counts: Counts) -> list[tuple[str, str]]:
 
 
 def _kind(reason: str) -> str:
-    """What is the same in the reasons of alike rows: without numbers, quoted values and what follows a colon."""
+    """Removes from a reason what differs between similar rows: numbers, quoted values and the text after a colon."""
     for pattern, instead in _VARIES:
         reason = pattern.sub(instead, reason)
     return reason

@@ -1,4 +1,4 @@
-"""What a row format is: how rows of a dataset become examples, and examples the rows of micro-batches; that of SFT."""
+"""The interface of row formats: from a dataset's rows to examples, and to rows of micro-batches; the format of SFT."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,28 +13,28 @@ from lmtrain.data.examples.documents import Examples
 from lmtrain.data.examples.rows import example_rows
 from lmtrain.data.order import Rows
 
-# Token ids and loss mask; a third entry, a whole number, is kept beside them as the example's label (Examples.labels).
+# Token ids and loss mask; an optional third entry, an integer, is stored as the example's label (Examples.labels).
 Example = tuple[list[int], list[bool]] | tuple[list[int], list[bool], int]
 
 
 @dataclass
 class Encoded:
-    """What an encoder makes of a row: nothing where it is dropped for its length."""
+    """The result of encoding a row; it has no examples if the row is dropped for its length."""
 
-    examples: list[Example]  # a pair's chosen and rejected stand one after another
-    cut: int = 0  # tokens taken away
+    examples: list[Example]  # the chosen and the rejected example of a pair are adjacent
+    cut: int = 0  # number of tokens cut off
     question: dict[str, Any] | None = None  # {"prompt_ids", "prompt", "reference", "chat": by the chat template}
     dropped_turns: int = 0  # before the first user turn
-    remarks: list[Remark] = field(default_factory=list)  # what the plan says of it
-    texts: int = 1  # that its conversation became, for the chat template rewrites earlier turns
-    kept: str | None = None  # a line of text that is kept beside each of its examples (Examples.texts)
+    remarks: list[Remark] = field(default_factory=list)  # notes for the plan
+    texts: int = 1  # number of texts that its conversation became, if the chat template rewrites earlier turns
+    kept: str | None = None  # a line of text that is stored with each of its examples (Examples.texts)
 
 
 class RowEncoder(Protocol):
-    """A row format: from a row to its examples, and from the examples on disk to the rows of micro-batches.
+    """A row format, which converts rows to examples, and the examples on disk to the rows of micro-batches.
 
     It is built from (tokenizer, config.data). data.rows names it: conversations, pairs, or the path of its class. For
-    rows {"question", "answer"} whose answers are learned:
+    example, for rows {"question", "answer"} whose answers are trained on:
 
         class QuestionRows:
             identity, group, words = {"format": "questions", "version": 1}, 1, "questions and answers"
@@ -49,52 +49,52 @@ class RowEncoder(Protocol):
                 ids = [*given, *learned, self.tokenizer.eos_token_id][: cfg.seq_len + 1]
                 return Encoded([(ids, [at >= len(given) for at in range(len(ids))])])
 
-    with `decode`, `make_rows` and `finish_tokenizer` as of ChatRows.
+    with `decode`, `make_rows` and `finish_tokenizer` as in ChatRows.
     """
 
-    # What shapes the examples besides the rows, the settings and the tokenizer's rules; for a class of a user's also
-    # a version, raised when the same rows come to make other examples: it is in the key of prepared data.
+    # What determines the examples besides rows, settings and the tokenizer's rules; it is in the key of prepared data.
+    # A user's class also needs a version here, to raise when the same rows begin to give different examples.
     identity: dict[str, Any]
     group: int  # examples that belong together and are dropped together: 1, or 2 for a pair
 
     @property
     def words(self) -> str:
-        """What it took the rows for, for the plan."""
+        """The formats in which the rows were read, for the plan."""
 
     def encode(self, row: dict[str, Any], where: str, cfg: DataConfig, question: bool) -> Encoded:
-        """The examples of a row, a multiple of `group` of them; none where it is dropped.
+        """Returns the examples of a row, whose number is a multiple of `group`; none if the row is dropped.
 
         Args:
             where: file and line, for messages.
-            question: whether the row's prompt and reference answer are wanted too.
+            question: whether to return the row's prompt and reference answer too.
 
         Raises:
-            BadRow: the row can't be read; data.on_bad_row says what follows.
+            BadRow: the row can't be read; data.on_bad_row decides whether it is skipped.
         """
 
     def decode(self, ids: list[int]) -> str: ...
 
     @staticmethod
     def make_rows(examples: Examples, config: Config, seed: int | None) -> tuple[Rows, str]:
-        """What the loader reads micro-batches from, and in words how the examples are laid out, for the plan.
+        """Returns the rows that the loader reads micro-batches from, and a description of their layout for the plan.
 
         Args:
-            seed: of the data order; None for validation.
+            seed: the seed of the data order; None for validation.
         """
 
     def finish_tokenizer(self, tokenizer: Any) -> None:
-        """Leaves in the tokenizer what those who use the trained model need: the chat template."""
+        """Stores in the tokenizer what users of the trained model need: the chat template."""
 
 
 def _without_system(sample: Completion | Conversation, cfg: DataConfig) -> list[Remark]:
-    """A prompt that is text goes through no chat template: it has no place for a system prompt."""
+    """Returns a remark if data.system_prompt has no effect, as a text prompt doesn't go through a chat template."""
     if isinstance(sample, Conversation) or not cfg.system_prompt:
         return []
     return [Remark("data.system_prompt has no effect: the prompt is text; write it as messages, [{role: user, ...}]")]
 
 
 class TemplateRows:
-    """What encoders of rows that go through a chat template share; see `data.examples.RowEncoder`."""
+    """The base class of encoders for rows that go through a chat template; see `RowEncoder`."""
 
     def __init__(self, tokenizer: Any, cfg: DataConfig) -> None:
         self.chat = ChatEncoder(tokenizer, cfg)
@@ -108,7 +108,7 @@ class TemplateRows:
     def format_of(
         self, row: dict[str, Any], where: str, cfg: DataConfig, detect: Callable[[Any, DataConfig], str]
     ) -> str:
-        """Chooses the format by the row's columns, as files may hold several kinds. Raises BadRow where none fits."""
+        """Chooses a row's format by its columns, as files may mix formats; raises BadRow if no format fits."""
         key = (id(cfg), *row)
         if key not in self._formats:
             try:
@@ -118,7 +118,7 @@ class TemplateRows:
         return self._formats[key]
 
     def question(self, sample: Conversation | Completion) -> dict[str, Any]:
-        """What a model is asked to see how it answers, and the answer the data has."""
+        """Returns the prompt for a sample answer from the model, and the reference answer from the data."""
         if isinstance(sample, Conversation):
             asked = [m for m in sample.messages if m["role"] == "user"][-1]["content"]
         else:
@@ -139,7 +139,7 @@ class TemplateRows:
 
 
 class ChatRows(TemplateRows):
-    """One example a row, or several where long rows are split."""
+    """The row format of SFT: one example per row, or several if a row is split or its earlier turns are rewritten."""
 
     group = 1
 

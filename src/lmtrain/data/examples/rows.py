@@ -1,7 +1,7 @@
-"""Rows of examples: one example each, padded to the longest of its micro-batch, or several packed into seq_len.
+"""Rows of examples: one example each, padded to the longest of its micro-batch, or several packed into seq_len tokens.
 
-Packing (concatenation, greedy, first-fit, best-fit-decreasing) is a pure function of the lengths and the seed, so the
-rows are the same whenever a run is started again.
+Packing (concatenation, greedy, first-fit, best-fit-decreasing) is a pure function of the lengths and the seed, so a
+restarted run gets the same rows.
 """
 
 import bisect
@@ -37,14 +37,14 @@ class Packing:
 
 
 def pack(lengths: np.ndarray, capacity: int, method: str, seed: int | None) -> Packing:
-    """Lays examples into rows of `capacity` tokens.
+    """Packs examples into rows of `capacity` tokens.
 
     Args:
         lengths: int64 [n], tokens of each example, each at most `capacity` unless the method is concat.
-        method: concat (one stream, cut where a row is full), greedy (in order; a new row where the next doesn't fit),
+        method: concat (one stream, cut where a row is full), greedy (in order; a new row if the next doesn't fit),
             first_fit (the first row with room), best_fit_decreasing (longest first, each into the fullest row with
             room for it; Johnson 1973).
-        seed: examples are shuffled by it first; None leaves them in order.
+        seed: for shuffling the examples first; None keeps their order.
     """
     order = np.arange(len(lengths)) if seed is None else np.random.default_rng(seed).permutation(len(lengths))
     if method == "concat":
@@ -83,7 +83,7 @@ def _next_fit(lengths: list[int], capacity: int) -> list[int]:
 
 
 def _first_fit(lengths: list[int], capacity: int) -> list[int]:
-    """A tree of the largest room in each range of rows finds the first row with room in log(rows)."""
+    """Finds the first row with room in O(log(rows)) steps, by a tree of the largest room in each range of rows."""
     leaves = 1 << max(0, len(lengths) - 1).bit_length()
     tree = [capacity] * (2 * leaves)
     rows = []
@@ -100,7 +100,7 @@ def _first_fit(lengths: list[int], capacity: int) -> list[int]:
 
 
 def _best_fit(lengths: list[int], capacity: int) -> list[int]:
-    """Rows by their room: there are at most `capacity` different rooms, kept sorted."""
+    """Finds the fullest row with room in a sorted list of the room that rows have left, at most `capacity` values."""
     with_room: dict[int, list[int]] = {}
     rooms: list[int] = []
     rows, opened = [], 0
@@ -123,17 +123,17 @@ def _best_fit(lengths: list[int], capacity: int) -> list[int]:
     return rows
 
 
-_MULTIPLE = 8  # padded rows are as long as the longest, rounded up to what matrix units like
+_MULTIPLE = 8  # the length of padded rows is rounded up to this, which is faster on matrix units
 
 
 class PaddedRows:
-    """Row i is example i. Loaders put rows of near lengths into one micro-batch (`lengths`), so little is padding.
+    """Rows of one example each. Loaders batch rows of similar length (`lengths`), so there is little padding.
 
-    No mask is needed: padding follows the example, and tokens never attend to later ones.
+    No mask is needed: padding follows the example, and attention is causal.
     """
 
     def __init__(self, examples: Examples, *, by_length: bool = False) -> None:
-        """by_length: rows from short to long, for validation, where the order of rows means nothing."""
+        """by_length: sorts rows from short to long, for validation, where the order of rows doesn't matter."""
         self.examples = examples
         self.order = np.argsort(examples.lengths, kind="stable") if by_length else np.arange(len(examples))
         self.lengths = examples.lengths[self.order]
@@ -142,12 +142,12 @@ class PaddedRows:
         return len(self.examples)
 
     def read(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
-        """A micro-batch from (epoch, row) pairs [B, 2].
+        """Returns a micro-batch for (epoch, row) pairs [B, 2].
 
         Returns:
-            input_ids int64 [B, T]; labels int64 [B, T], shifted: labels[b, t] is token t + 1 where that is learned,
-            else IGNORE; learned int64 [n]: where in the B * T flattened tokens there is a label, so that logits are
-            made there alone; seen int64 []: tokens that are not padding.
+            input_ids int64 [B, T]; labels int64 [B, T], shifted: labels[b, t] is token t + 1 if that is trained on,
+            else IGNORE; learned int64 [n]: positions of labels in the B * T flattened tokens, so that logits are
+            computed only there; seen int64 []: number of tokens that are not padding.
         """
         parts = [self.examples.read(int(self.order[row])) for _, row in rows]
         longest = max(len(ids) for ids, _ in parts)
@@ -161,7 +161,7 @@ class PaddedRows:
 
 
 class PackedRows:
-    """Rows of seq_len tokens that hold several examples, kept apart by cu_seqlens."""
+    """Rows of seq_len tokens that hold several examples, separated by cu_seqlens if `isolate_documents` is true."""
 
     def __init__(self, examples: Examples, packing: Packing, *, isolate_documents: bool) -> None:
         self.examples, self.packing, self.isolate_documents = examples, packing, isolate_documents
@@ -170,12 +170,12 @@ class PackedRows:
         return len(self.packing)
 
     def read(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
-        """A micro-batch from (epoch, row) pairs [B, 2], T = seq_len.
+        """Returns a micro-batch for (epoch, row) pairs [B, 2], T = seq_len.
 
         Returns:
-            input_ids, labels, learned and seen as of `PaddedRows.read`; no label is the first token of an example. With
-            isolation position_ids int64 [B, T], restarting at each example, and cu_seqlens int32 [n + 1], the starts
-            of examples (and of the empty end of a row) over the B * T flattened tokens.
+            input_ids, labels, learned and seen as in `PaddedRows.read`; no label is the first token of an example. With
+            isolation, position_ids int64 [B, T], restarting at each example, and cu_seqlens int32 [n + 1], the starts
+            of examples (and of a row's empty end) in the B * T flattened tokens.
         """
         pack, length = self.packing, self.packing.capacity
         batch = _blank(len(rows), length)
@@ -201,7 +201,7 @@ class PackedRows:
 
 
 def example_rows(examples: Examples, config: Config, seed: int | None) -> tuple[Rows, str]:
-    """Examples as rows, by data.packing, and in words how well they fill them; seed None is for validation."""
+    """Lays examples out in rows by data.packing; also describes how full they are. seed: None for validation."""
     data = config.data
     method = data.packing or "off"
     if method == "off":
@@ -226,7 +226,7 @@ def _blank(rows: int, length: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _lay(batch: tuple[np.ndarray, np.ndarray], row: int, at: int, ids: np.ndarray, trained: np.ndarray) -> None:
-    """Puts an example's tokens, and the label before each learned one, at slot `at` of a row."""
+    """Writes an example's tokens into a row from slot `at` on, and trained tokens as labels one slot earlier."""
     input_ids, labels = batch
     input_ids[row, at : at + len(ids)] = ids
     labels[row, at : at + len(ids) - 1] = np.where(trained[1:], ids[1:], IGNORE)

@@ -1,4 +1,4 @@
-"""Unpaired preferences {prompt, completion, label}: an answer, and whether it is a desirable one."""
+"""Unpaired preferences {prompt, completion, label}: an answer and whether it is desirable."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ COLUMNS = ("prompt|question|instruction", "completion|response|answer", "label")
 
 
 class UnpairedRowEncoder(TemplateRows):
-    """One example a row, the prompt with its answer; its label is 1 where the answer is desirable, else 0."""
+    """Encodes a row as one example, the prompt with its answer; the label is 1 if the answer is desirable, else 0."""
 
     group = 1
 
@@ -31,10 +31,10 @@ class UnpairedRowEncoder(TemplateRows):
         self.identity = {**self.identity, "unpaired": 2 if cfg.system_prompt else 1}
 
     def encode(self, row: dict[str, Any], where: str, cfg: DataConfig, question: bool) -> Encoded:
-        """Texts are turns of the user and the assistant; lists of turns are taken as they are.
+        """Returns the row's examples; strings become user and assistant turns, lists of turns remain turns.
 
         Raises:
-            BadRow: a column is missing or null, the label is neither true nor false, what the chat template refuses.
+            BadRow: a column is missing or null, the label isn't true or false, or the chat template refuses the row.
         """
         self.chat.begin_row()
         self.format_of(row, where, cfg, _detect)
@@ -42,7 +42,7 @@ class UnpairedRowEncoder(TemplateRows):
         prompt, completion, label = (row.get(name or "") for name in names)
         if prompt is None or completion is None:
             raise BadRow(where, "the prompt or the completion is null")
-        if label not in (True, False):  # 1 and 0 are equal to them
+        if label not in (True, False):  # accepts 1 and 0, too
             raise BadRow(where, f"label must be true (desirable) or false, and is {label!r}")
         turns = prompt_turns({"prompt": prompt}, where)
         if cfg.system_prompt and turns[0]["role"] != "system":
@@ -80,10 +80,10 @@ def _detect(columns: Any, cfg: DataConfig) -> str:
 
 
 class UnpairedRows(ExampleRows):
-    """Row i is answer i. A micro-batch has no padding, unless each answer is to be a row of its own (`pad`)."""
+    """Rows of answers: row i is answer i. A micro-batch has no padding, unless `pad` gives each answer its own row."""
 
     unit = "answers"
-    coupled = True  # each prompt is read with the completion of another row, too
+    coupled = True  # each prompt is also read with the completion of another row
     padded = False
 
     def pad(self) -> None:
@@ -94,12 +94,12 @@ class UnpairedRows(ExampleRows):
         return f"answer {example + 1:,} of {len(self):,}, {label}"
 
     def read(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
-        """A micro-batch from (epoch, row, other row) [A, 3]; from (epoch, row) [A, 2] as if it were a step of its own.
+        """Returns a micro-batch for (epoch, row, other row) [A, 3]; for [A, 2] the other row is the one before it.
 
         Returns:
-            input_ids, position_ids, cu_seqlens, scored, before, answer and lengths as of `PairRows.read`, of A answers;
-            the same under kl_... of their prompts, each with the completion of the other row; label bool [A];
-            answers, seen int64 []: A and the tokens.
+            input_ids, position_ids, cu_seqlens, scored, before, answer, lengths as in `PairRows.read`, for A answers;
+            the same with the prefix kl_ for their prompts, each with the completion of the other row; label bool [A];
+            answers, seen int64 []: A and the number of tokens in the A answers with their prompts.
         """
         index = rows[:, 1]
         other_rows = rows[:, 2] if rows.shape[1] == 3 else np.roll(index, 1)
@@ -121,7 +121,7 @@ class UnpairedRows(ExampleRows):
 
 
 def _with_completion(prompt: Answer, other: Answer) -> Answer:
-    """The prompt of one example with all that follows the prompt of another."""
+    """Returns the prompt of one example with everything that follows the prompt of another."""
     (ids, trained), (other_ids, other_trained) = prompt, other
     end, start = int(trained.argmax()), int(other_trained.argmax())
     return np.concatenate([ids[:end], other_ids[start:]]), np.concatenate([trained[:end], other_trained[start:]])

@@ -1,4 +1,4 @@
-"""Files that fsspec opens (s3://, gs://, https://, hf://, memory://, ...): found, told from others, read."""
+"""Files that fsspec opens (s3://, gs://, https://, hf://, memory://, ...): finding, identifying and reading them."""
 
 import contextlib
 import hashlib
@@ -14,24 +14,24 @@ from urllib.parse import urlsplit
 
 from lmtrain.errors import ReadError, UserError, first_line
 
-Found = Literal["file", "folder", "glob"]  # what was named
+Found = Literal["file", "folder", "glob"]  # what an address or path names
 
-# What file systems call that which changes with a file's bytes, the surest first.
+# Names under which file systems report what changes with a file's bytes, the most reliable first.
 _VERSIONS = ("ETag", "etag", "blob_id", "md5Hash", "crc32c", "Content-MD5", "content_md5", "Digest", "CRC", "checksum",
              "LastModified", "Last-Modified", "last_modified", "updated", "modified", "mtime", "created")  # fmt: skip
 _BLOCK = 1 << 20  # bytes
-_AT_ONCE = 16  # questions to a server about files of a folder
+_AT_ONCE = 16  # concurrent requests to a server about the files of a folder
 
 
 @dataclass(frozen=True)
 class Address:
-    """A file of another file system, with as much of a Path as readers ask for; its string is its whole address."""
+    """A file of another file system, with the parts of Path's interface that readers use; str() is its full address."""
 
     fs: Any
-    path: str  # as `fs` takes it
+    path: str  # in the form that `fs` expects
     whole: str
-    size: int | None  # in bytes; None where a server doesn't say
-    version: str | None  # of its bytes; None where a server says nothing of it
+    size: int | None  # in bytes; None if the server doesn't report it
+    version: str | None  # changes with the bytes; None if the server reports none
 
     def __str__(self) -> str:
         return self.whole
@@ -49,7 +49,7 @@ class Address:
         return PurePosixPath(self.name).stem
 
     def identity(self) -> list[Any]:
-        """What tells its bytes from others without reading them; they are read only where nothing else is known."""
+        """Returns values that identify the file's bytes; they are read and hashed only if no version is known."""
         return [self.whole, self.size, self.version or self._sha256()]
 
     def _sha256(self) -> str:
@@ -72,23 +72,23 @@ def is_web(text: str) -> bool:
 
 
 def size_of(file: File) -> int | None:
-    """Bytes as they are stored; None where a server doesn't say."""
+    """Returns the number of bytes as stored; None if a server doesn't report it."""
     return file.size if isinstance(file, Address) else file.stat().st_size
 
 
 def find(text: str, key: str) -> tuple[Found, list[Address]]:
-    """The files of an address, folder or glob, in the order that local ones would have, and which of these it is.
+    """Returns what an address names (file, folder or glob) and its files, in the order that local ones would have.
 
     Raises:
         UserError: there is no such file, the protocol is unknown, or its package is missing.
-        ReadError: the server can't be asked.
+        ReadError: the server can't be reached or returns an error.
     """
     where = f"{key}={text}"
     with _explained(where):
         fs, path = _file_system(text, where)
-        fs.invalidate_cache()  # what an earlier look found
+        fs.invalidate_cache()  # results of earlier listings
         kind, infos = _look_up(fs, path)
-        rest = "".join(text.partition("::")[1:])  # of an address inside another, zip://a.csv::s3://bucket/b.zip
+        rest = "".join(text.partition("::")[1:])  # the container of a nested address, zip://a.csv::s3://bucket/b.zip
         found = [_address(fs, info, rest) for info in infos]
     if not found:
         raise UserError(f"{where}: no such file or folder, and as a glob it matches nothing")
@@ -125,7 +125,7 @@ def _look_up(fs: Any, path: str) -> tuple[Found, list[dict[str, Any]]]:
 
 
 def _info(fs: Any, path: str) -> dict[str, Any] | None:
-    """What is known of the file or folder; None where there is none of that name."""
+    """Returns the file system's information on the file or folder; None if it doesn't exist."""
     try:
         return dict(fs.info(path))
     except FileNotFoundError as error:
@@ -135,25 +135,25 @@ def _info(fs: Any, path: str) -> dict[str, Any] | None:
 
 
 def _is_absent(error: BaseException) -> bool:
-    """HTTP's file system says the same of a file that isn't there and of a server that isn't."""
+    """Returns whether the error means an absent file: HTTP's file system raises it for an unreachable server too."""
     cause = error.__cause__
     return cause is None or isinstance(cause, FileNotFoundError) or getattr(cause, "status", None) in (404, 410)
 
 
 def _is_folder(info: dict[str, Any]) -> bool:
-    """Pages that list a folder are files to HTTP; servers give them a name with a slash at the end."""
+    """Returns whether a folder is named. HTTP treats pages that list a folder as files; their URLs end with a slash."""
     page = is_web(str(info["name"])) and "url" in info
     return info["type"] == "directory" or (page and (urlsplit(str(info["url"])).path or "/").endswith("/"))
 
 
 def _is_data(path: str, folder: str) -> bool:
-    """Hidden files and folders, and a server's links that sort a folder's page, are no data."""
+    """Returns False for hidden files and folders and for links that sort a server's listing of a folder."""
     inside = path.removeprefix(folder)
     return bool(inside) and not any(part.startswith((".", "?")) for part in inside.split("/"))
 
 
 def _told(fs: Any, found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """What is known of each file; asked for where listing a folder didn't tell."""
+    """Returns the information on each file, requesting it for those whose size the listing of the folder lacks."""
     silent = [path for path, info in found.items() if info.get("size") is None]
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         found |= dict(zip(silent, pool.map(fs.info, silent), strict=True))
@@ -170,7 +170,7 @@ def _address(fs: Any, info: dict[str, Any], rest: str) -> Address:
 
 @contextlib.contextmanager
 def _explained(where: str) -> Iterator[None]:
-    """What the many libraries behind fsspec raise as one message."""
+    """Turns the exceptions of the many libraries behind fsspec into one ReadError."""
     try:
         yield
     except (UserError, MemoryError):
@@ -186,18 +186,18 @@ def _why(error: BaseException) -> str:
 
 
 def opened(address: Address) -> IO[bytes]:
-    """The file from its beginning, as it is stored; it can be sought in.
+    """Opens the file at its beginning, as stored (not decompressed); it is seekable.
 
     Raises:
-        OSError: it can't be opened, here or in reading.
+        OSError: it can't be opened or read; raised here or while reading.
     """
     return io.BufferedReader(_Reading(address), _BLOCK)
 
 
 class _Reading(io.RawIOBase):
-    """Bytes of an address. What any library raises is an OSError, as of a local file.
+    """The bytes of an address as a raw stream. Exceptions of any library become OSErrors, as for a local file.
 
-    A server that sends whole files only is read forward; to go back is to ask for the file again.
+    A server that sends only whole files is read forward; seeking backward requests the file again.
     """
 
     def __init__(self, address: Address) -> None:
@@ -237,11 +237,11 @@ class _Reading(io.RawIOBase):
     def _open(self) -> Any:
         options: dict[str, Any] = {}
         if is_web(self.address.path):
-            options["size"] = self.address.size or 1  # else the server is asked for it
+            options["size"] = self.address.size or 1  # otherwise the server would be asked for the size
         if self._forward:
             import aiohttp
 
-            # All of the file in one answer, for however long that takes as long as something comes.
+            # The whole file in one response, with no limit on its time as long as data arrives.
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=60)
             options |= {"block_size": 0, "timeout": timeout}
         return self.address.fs.open(self.address.path, "rb", **options)
@@ -254,7 +254,7 @@ class _Reading(io.RawIOBase):
             except ValueError:
                 if not is_web(self.address.path):
                     raise
-                self._forward = True  # the server knows no ranges
+                self._forward = True  # the server doesn't support range requests
                 self._reopen()
         if self._file.tell() > self._at:
             self._reopen()

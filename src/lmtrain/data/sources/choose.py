@@ -1,4 +1,4 @@
-"""Where text and rows come from (the hub, files, the standard library, a class of the user): identity, two splits."""
+"""Opens the source of text or rows (hub, files, standard library, a class of the user's) and splits it in two."""
 
 import dataclasses
 import hashlib
@@ -31,7 +31,7 @@ from lmtrain.errors import UserError, did_you_mean
 
 
 class Source(Protocol):
-    """A corpus before any filter; `open_source` chooses one. Two documents in memory would be:
+    """A corpus before any filter; `open_source` chooses one. A source of two documents held in memory would be:
 
     class Greetings:
         label, settings, resolved, notes = "greetings", {"kind": "greetings"}, "v1", []
@@ -43,32 +43,32 @@ class Source(Protocol):
             return 15
     """
 
-    label: str  # its name in messages and in the folder of its prepared data
-    settings: dict[str, Any]  # what the user asked for: plain values, in the key of the prepared data
-    resolved: str | None  # what that turned out to be: a digest of the bytes, a commit; None where no hub answered
+    label: str  # its name in messages and in the name of the folder of prepared data
+    settings: dict[str, Any]  # what the user asked for: plain values, part of the key of the prepared data
+    resolved: str | None  # what it resolved to: a digest of the bytes, a commit; None if the hub didn't answer
     notes: list[str]  # for the plan: files of a folder that are not read
 
     def pieces(self, name: str) -> Iterator[Piece] | None:
-        """The documents of split "train" or "val", in order and the same at every call, in pieces of any length.
+        """Returns the documents of split "train" or "val" in pieces of any length, in the same order at every call.
 
-        None where the corpus has no validation split of its own: data.val_fraction of the documents is then held out.
+        Returns None if the corpus has no validation split of its own: data.val_fraction of it is then held out.
 
         Raises:
             UserError: a file or a row can't be read; the message says where.
         """
 
     def text_bytes(self, name: str) -> int | None:
-        """About how many bytes of text the split has, for the progress bar; None where that isn't known."""
+        """Returns about how many bytes of text the split has, for the progress bar; None if unknown."""
 
     def records(self, name: str) -> Iterator[Record] | None:
-        """Its rows (conversations, pairs, prompts) with their places, where these are read, not text; as `pieces`."""
+        """Returns the split's rows (conversations, pairs, prompts), each with its location; None as in `pieces`."""
 
 
 def open_source(cfg: DataConfig) -> Source:
-    """The source that `cfg` names; `data.path` set by the user wins over a dataset's name.
+    """Opens the source that `cfg` names; `data.path` takes precedence over a dataset's name.
 
     Raises:
-        UserError: a missing or empty file, a name the hub doesn't have, a document_start that is not a pattern.
+        UserError: a file is missing or empty, the hub lacks the name, or document_start is not a regular expression.
     """
     if cfg.val_path and not cfg.path:
         raise UserError(f"data.val_path={cfg.val_path} goes with files to train on: set data.path too")
@@ -86,10 +86,10 @@ def open_source(cfg: DataConfig) -> Source:
 
 
 def pieces(source: Source, cfg: DataConfig, name: str) -> Iterator[Piece] | None:
-    """The documents of split "train" or "val" after the filters; None where there is to be no validation split.
+    """Returns the documents of split "train" or "val" after the filters; None if there is to be no validation split.
 
-    data.min_length and data.num_samples apply to each split of the corpus; what is held out by data.val_fraction
-    comes out of the documents they leave.
+    data.min_length and data.num_samples apply to each split of the corpus; data.val_fraction is held out of the
+    documents that remain.
     """
     held_out = filtered(source, cfg, "val")
     if held_out is not None:
@@ -104,7 +104,7 @@ def pieces(source: Source, cfg: DataConfig, name: str) -> Iterator[Piece] | None
 
 
 def filtered(source: Source, cfg: DataConfig, name: str) -> Iterator[Piece] | None:
-    """The documents of a split that data.min_length and data.num_samples leave; None where the source has none."""
+    """Returns the documents of a split that pass data.min_length and data.num_samples; None if it doesn't exist."""
     found = source.pieces(name)
     if found is None:
         return None
@@ -113,7 +113,7 @@ def filtered(source: Source, cfg: DataConfig, name: str) -> Iterator[Piece] | No
 
 
 def expected_bytes(source: Source, cfg: DataConfig, name: str) -> int | None:
-    """About how many bytes of text a split will have; None where that isn't known."""
+    """Returns about how many bytes of text a split will have; None if unknown."""
     if cfg.num_samples is not None:
         return None
     if source.pieces("val") is not None:
@@ -125,15 +125,15 @@ def expected_bytes(source: Source, cfg: DataConfig, name: str) -> int | None:
 
 
 def open_own(cfg: DataConfig) -> Any:
-    """The object of the class that data.source names, with what the key of prepared data needs.
+    """Builds the object of the class that data.source names, and extends its settings for the key of prepared data.
 
-    Its identity is what the class says it is and the text of the module it stands in: a changed class is read again.
+    Its identity is what the class reports and a hash of the class's module: a source whose code changed is read again.
 
     Raises:
-        UserError: the class is not allowed, can't be imported or lacks what a source has; its arguments are others, or
-            it raises.
+        UserError: the class is not allowed, can't be imported, lacks a member of a source, doesn't accept its
+            arguments, or raises an exception.
     """
-    # Composing refused what run.allow_target doesn't open. Of the options nothing but this module's may be built.
+    # Composing the config has enforced run.allow_target. Objects built from the options may only be of this module.
     opened, options = [cfg.source.rpartition(".")[0]], cfg.source_options or {}
     cls = class_named(cfg.source, "data.source", opened)
     reads = ["pieces", "text_bytes"] if cfg.rows == "text" else ["records"]
@@ -158,10 +158,10 @@ def open_own(cfg: DataConfig) -> Any:
 
 
 def _code_of(cls: type) -> str:
-    """A digest of the module that holds the class."""
+    """Returns a digest of the source code of the module that defines the class, or '' if there is none."""
     try:
         text = inspect.getsource(sys.modules[cls.__module__])
-    except (OSError, TypeError):  # made at run time
+    except (OSError, TypeError):  # the class was created at run time
         return ""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -172,7 +172,7 @@ _MIXTURE_KEYS = ("path", "val_path", "name", "config_name", "revision", "format"
 
 @dataclasses.dataclass(frozen=True)
 class MixturePart:
-    """One source of a mixture, or the only one: its config and how often its rows are seen in an epoch."""
+    """One source of a mixture, or the only source, with its config and how often its rows are seen in an epoch."""
 
     cfg: DataConfig
     source: Source
@@ -180,7 +180,7 @@ class MixturePart:
 
 
 def check_keys(entry: dict[str, Any], known: Sequence[str], where: str) -> None:
-    """Raises UserError for the first key of an entry that isn't known; names the nearest that is."""
+    """Raises UserError for the first unknown key of an entry, and suggests the nearest known one."""
     for key in entry:
         if key not in known:
             hint = did_you_mean(str(key), known)
@@ -188,9 +188,9 @@ def check_keys(entry: dict[str, Any], known: Sequence[str], where: str) -> None:
 
 
 def open_parts(cfg: DataConfig) -> list[MixturePart]:
-    """The sources that `cfg` names: one, or those of data.mixture.
+    """Opens the sources that `cfg` names: a single one, or those of data.mixture.
 
-    Raises UserError for text sources, missing files, unknown keys in the mixture.
+    Raises UserError for text sources, missing files and unknown keys in the mixture.
     """
     if cfg.source == "mixture":
         if not cfg.mixture:
@@ -216,10 +216,10 @@ def _part(cfg: DataConfig, entry: dict[str, Any], number: int) -> MixturePart:
 
 
 def split_records(part: MixturePart, name: str) -> Iterator[Record] | None:
-    """The rows of split "train" or "val"; where the source has no validation split, every (1 / val_fraction)-th row.
+    """Returns the rows of split "train" or "val"; without the latter, every (1 / val_fraction)-th row is held out.
 
-    Of few rows a larger share is held out (data.min_val_rows). None where there is to be no validation split.
-    data.num_samples counts rows of the source's own split.
+    A larger share of a small number of rows is held out (data.min_val_rows). Returns None if there is to be no
+    validation split. data.num_samples limits the rows of each of the source's own splits.
     """
     cfg = part.cfg
 

@@ -1,7 +1,7 @@
-"""Text that is not UTF-8: which encoding it has, where that can be told.
+"""Detection of the encoding of text that is not UTF-8.
 
-UTF-16 begins with a byte order mark. Western European text (cp1252, of which Latin-1 is a part) is told by its letters;
-of others charset-normalizer is asked, which is there with `datasets`. What can't be told is refused by whoever reads.
+UTF-16 begins with a byte order mark. Western European text (cp1252, of which Latin-1 is a part) is recognized by its
+letters; for others charset-normalizer is used, which `datasets` brings. What can't be recognized is refused by callers.
 """
 
 import codecs
@@ -9,21 +9,21 @@ import re
 from collections.abc import Callable
 from typing import IO
 
-SAMPLE = 1 << 18  # bytes, from the first on that is not ASCII
+SAMPLE = 1 << 18  # bytes read from the first non-ASCII byte on
 _LETTERS = frozenset("àáâãäåæçèéêëìíîïñòóôõöøùúûüýßœšžÀÁÂÃÄÅÆÇÈÉÊËÌÍÎÏÑÒÓÔÕÖØÙÚÛÜÝŒŠŽ")
-_SIGNS = frozenset("’‘“”„«»–—…•·€£§°©®™¿¡½¼¾²³×\xa0")  # that stand between words, and ’ in them
+_SIGNS = frozenset("’‘“”„«»–—…•·€£§°©®™¿¡½¼¾²³×\xa0")  # allowed between words, some also inside them
 _CONTROLS = re.compile(rb"[\x00-\x08\x0b\x0e-\x1f\x7f]")
 _MARKS = ((codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be"))
-_CONFIDENT = (15.0, 10.0)  # of charset-normalizer: at most so much disorder, at least so much of a language, in percent
+_CONFIDENT = (15.0, 10.0)  # charset-normalizer's maximum chaos and minimum language coherence, in percent
 
 
 def marked(start: bytes) -> str | None:
-    """The encoding that a byte order mark at a file's start names; None for UTF-8 and where there is none."""
+    """Returns the encoding that a byte order mark at a file's start names; None for UTF-8 or without a mark."""
     return next((name for mark, name in _MARKS if start.startswith(mark)), None)
 
 
 def told(sample: bytes) -> str | None:
-    """The encoding of bytes that are not UTF-8, or None."""
+    """Returns the detected encoding of bytes that are not UTF-8, or None."""
     if _CONTROLS.search(sample):
         return None
     if _is_western(sample):
@@ -53,21 +53,21 @@ def _is_western(sample: bytes) -> bool:
 
 
 class Decoder:
-    """Decodes the bytes of a file one part after the other: as UTF-8, or as what they turn out to be.
+    """Decodes the bytes of a file part by part: as UTF-8, or as the encoding that is detected.
 
-    The first bytes that are not UTF-8 decide; if others before them were UTF-8 and no ASCII, the file is a mixture, and
+    The first bytes that are not UTF-8 decide. If there was non-ASCII UTF-8 before them, the file mixes encodings and is
     refused.
     """
 
     def __init__(self, reopen: Callable[[], IO[bytes]]) -> None:
-        """`reopen` opens the file once more, from its beginning."""
+        """`reopen` opens the file again, at its beginning."""
         self.reopen = reopen
         self.encoding = "utf-8"
         self.was_ascii = True
         self._decoder: codecs.IncrementalDecoder = codecs.getincrementaldecoder("utf-8")()
 
     def decode(self, part: bytes, final: bool = False) -> str:
-        """The text of the next part; UnicodeDecodeError where its encoding can't be told."""
+        """Returns the text of the next part; raises UnicodeDecodeError if its encoding can't be detected."""
         if self.encoding != "utf-8":
             return self._decoder.decode(part, final)
         pending = self._decoder.getstate()[0]
@@ -86,10 +86,10 @@ class Decoder:
 
 
 def _of_file(file: IO[bytes]) -> str | None:
-    """The encoding of a file, told by what follows its first byte that is not ASCII."""
+    """Detects the encoding of a file from the bytes around and after its first non-ASCII byte."""
     while part := file.read(SAMPLE):
         if not part.isascii():
             at = next(i for i, byte in enumerate(part) if byte > 127)
             sample = part[max(0, at - 100) :] + file.read(SAMPLE)
-            return told(sample[: sample.rfind(b"\n") + 1] or sample)  # whole characters
+            return told(sample[: sample.rfind(b"\n") + 1] or sample)  # up to a line end: no character is cut
     return None

@@ -1,4 +1,4 @@
-"""Files of data, here or at an address: which there are, of what format, and their documents and rows."""
+"""Data files, local or at an address: finding them, telling their formats, and reading their documents and rows."""
 
 import glob
 import hashlib
@@ -30,16 +30,16 @@ FORMATS = {
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
-_ALIKE = (["json", "jsonl"], ["csv", "tsv"])  # formats that one folder may hold together
-_MARKUP = (".md", ".rst")  # of a folder they are read where it holds no other data: a README describes data
-_NOT_DATA = ("dataset_info.json", "state.json")  # beside the Arrow files of datasets' save_to_disk
-_LOCAL = ("file://", "local://")  # addresses of files on this machine, read as their paths
-_BLOCK = 1 << 20  # bytes of text read at a time
-_NAMED = 5  # files that are named where more are not read
+_ALIKE = (["json", "jsonl"], ["csv", "tsv"])  # formats that may be mixed in one folder
+_MARKUP = (".md", ".rst")  # in a folder, read only if it holds no other data: a README describes data
+_NOT_DATA = ("dataset_info.json", "state.json")  # written beside the Arrow files by `save_to_disk` of datasets
+_LOCAL = ("file://", "local://")  # addresses of local files, which are read by their paths
+_BLOCK = 1 << 20  # bytes of text per read
+_NAMED = 5  # files that a note on unread files names
 
 
 class FileSource:
-    """Files of text, or of rows; those of data.val_path are the validation split."""
+    """Files of text or rows; those of data.val_path are the validation split."""
 
     def __init__(self, cfg: DataConfig) -> None:
         if not cfg.path:
@@ -62,7 +62,7 @@ class FileSource:
         return read_records(self.splits[name]) if name in self.splits else None
 
     def notes_of_reading(self) -> list[str]:
-        """For the plan, once the files were read: which are in another encoding than UTF-8."""
+        """Returns notes for the plan, available after reading: files with an encoding other than UTF-8."""
         return encoding_notes(path for part in self.splits.values() for path, _ in part)
 
     def text_bytes(self, name: str) -> int | None:
@@ -73,19 +73,19 @@ class FileSource:
 
 
 def label_of(path: Any) -> str:
-    """What stands for data.path in names of folders: the last part of the first path, up to a glob's pattern."""
+    """Returns the label of data.path in folder names: the last part of the first path, up to a glob's pattern."""
     first = path if isinstance(path, str) else str(next(iter(path)))
     return re.split(r"[*?\[]", first)[0].rstrip("/").split("/")[-1] or "files"
 
 
 def find_files(path: Any, wanted: str, key: str = "data.path") -> tuple[list[tuple[File, str]], list[str]]:
-    """The files of a file, folder, glob or a list of them, each with its format, in a stable order.
+    """Finds the files that a file, folder, glob or list of them names, each with its format, in a stable order.
 
     Returns:
-        the files, and for each folder that holds others a line that counts and names those.
+        The files, and for each folder with files that are not read a line that counts and names those.
 
     Raises:
-        UserError: nothing there, an empty file, a format that can't be told, or several formats in one folder.
+        UserError: nothing there, an empty file, an unknown format, or several formats together.
     """
     found: list[tuple[File, str]] = []
     notes: list[str] = []
@@ -103,7 +103,7 @@ def find_files(path: Any, wanted: str, key: str = "data.path") -> tuple[list[tup
 
 
 def _expand(part: str, wanted: str, key: str) -> tuple[list[tuple[File, str]], list[File]]:
-    """The files to read, and those of a folder or glob that are not read."""
+    """Returns the files to read, and those of a folder or glob that are not read."""
     kind, found = _find(part, key)
     if kind == "file":
         if size_of(found[0]) == 0:
@@ -125,7 +125,7 @@ def _expand(part: str, wanted: str, key: str) -> tuple[list[tuple[File, str]], l
 
 
 def _find(part: str, key: str) -> tuple[Found, list[File]]:
-    """All files of a file, folder or glob, sorted, and which of these it is."""
+    """Returns whether a file, folder or glob is named, and all of its files, sorted."""
     if addresses.is_address(part) and not part.startswith(_LOCAL):
         kind, found = addresses.find(part, key)
         if kind == "folder" and any(p.name == "dataset_dict.json" for p in found):
@@ -155,7 +155,7 @@ def _find(part: str, key: str) -> tuple[Found, list[File]]:
 
 
 def digest(files: list[File], facts: Facts) -> str:
-    """One name for what the files hold: of local ones their bytes, of others what their file system says of them."""
+    """Returns one hash for the files: of the bytes of local ones, and of what file systems report on remote ones."""
     local = [file for file in files if isinstance(file, Path)]
     if len(local) == len(files):
         return facts.digest(local)
@@ -164,12 +164,12 @@ def digest(files: list[File], facts: Facts) -> str:
 
 
 def _is_hidden(path: Path, folder: Path) -> bool:
-    """.git, .cache and what is in them."""
+    """Returns whether the path or a folder above it, inside `folder`, begins with a dot (.git, .cache)."""
     return any(part.startswith(".") for part in path.relative_to(folder).parts)
 
 
 def _unread(folder: str, files: list[File]) -> str:
-    """One line that counts and names the files of a folder that are not read."""
+    """Returns one line that counts and names the files of a folder that are not read."""
     names = [f"{p.name}{' (empty)' if size_of(p) == 0 else ''}" for p in files[:_NAMED]]
     more = f" and {len(files) - _NAMED:,} more" if len(files) > _NAMED else ""
     are = "file is" if len(files) == 1 else "files are"
@@ -196,7 +196,7 @@ def _format_of(path: File, wanted: str) -> str:
 
 
 def read_pieces(files: list[tuple[File, str]], cfg: DataConfig) -> Iterator[Piece]:
-    """The documents of the files, in order."""
+    """Yields the documents of the files, in order."""
     if cfg.document_start:
         yield from join_rows(_all_rows(files, cfg), cfg.document_start)
         return
@@ -214,9 +214,9 @@ def _all_rows(files: list[tuple[File, str]], cfg: DataConfig) -> Iterator[str]:
 
 
 def read_rows(path: File, format: str, cfg: DataConfig) -> Iterator[str]:
-    """The text of each row of a file: of a plain text one its lines, or paragraphs."""
+    """Yields the text of each row of a file; the rows of a plain text file are its lines or paragraphs."""
     if format == "text":
-        # Lines keep their ends where they are to be joined again.
+        # Lines keep their line ends if they are to be joined into documents.
         yield from _paragraphs(path) if cfg.sample_by == "paragraph" else _lines(path, keep=bool(cfg.document_start))
         return
     columns = columns_of(cfg.text_column)
@@ -232,7 +232,7 @@ def _lines(path: File, keep: bool) -> Iterator[str]:
 
 
 def _paragraphs(path: File) -> Iterator[str]:
-    """Stretches between blank lines."""
+    """Yields the runs of lines between blank lines."""
     held: list[str] = []
     for line in raw_lines(path):
         if line.strip():
@@ -245,7 +245,7 @@ def _paragraphs(path: File) -> Iterator[str]:
 
 
 def read_records(files: list[tuple[File, str]]) -> Iterator[Record]:
-    """Every row of the files with all its columns and its place; instead of one that can't be read, what is wrong."""
+    """Yields every row of the files with all columns and its location, or an error text for an unreadable row."""
     for path, format in files:
         if format == "text":
             raise UserError(f"{path}: rows with columns are needed (.jsonl, .json, .csv, .parquet), not plain text")
@@ -253,7 +253,7 @@ def read_records(files: list[tuple[File, str]]) -> Iterator[Record]:
 
 
 def _of_characters(text: str, path: File) -> str:
-    """The text; UserError where JSON wrote half of a surrogate pair into it, which no tokenizer takes."""
+    """Returns the text; raises UserError if it holds half a surrogate pair from JSON, which no tokenizer accepts."""
     if not text.isascii():
         try:
             text.encode()

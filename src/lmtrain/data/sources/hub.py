@@ -17,12 +17,12 @@ from lmtrain.data.store.contents import Facts
 from lmtrain.errors import ReadError, UserError, disk_full
 
 _ROWS = 256  # rows read at a time
-_CONVERTED = "refs/convert/parquet"  # the hub's own conversion of datasets that come as a loading script
+_CONVERTED = "refs/convert/parquet"  # the hub's own conversion of datasets with a loading script
 
 
 @contextmanager
 def _explained(where: str) -> Iterator[None]:
-    """What a damaged or vanished file raises in reading as one message."""
+    """Turns what reading a damaged or vanished file raises into one ReadError."""
     import pyarrow as pa
 
     try:
@@ -33,7 +33,7 @@ def _explained(where: str) -> Iterator[None]:
 
 @contextmanager
 def _offline() -> Iterator[None]:
-    """Has `datasets` look in its cache only; otherwise it would retry the hub for half a minute first."""
+    """Makes `datasets` use its cache only; otherwise it would retry the hub for half a minute first."""
     import datasets
 
     before = datasets.config.HF_HUB_OFFLINE, huggingface_hub.constants.HF_HUB_OFFLINE
@@ -45,7 +45,7 @@ def _offline() -> Iterator[None]:
 
 
 class HubSource:
-    """A dataset by its name on the hub, or a dataset repository in a folder; loaded when its splits are read."""
+    """A dataset named on the hub, or a dataset repository in a local folder; it is loaded when its splits are read."""
 
     notes: list[str] = []  # noqa: RUF012
 
@@ -57,7 +57,7 @@ class HubSource:
         self.unreachable = ""
         folder = Path(self.name).expanduser()
         try:
-            if folder.is_dir():  # a dataset repository on this machine
+            if folder.is_dir():  # a local dataset repository
                 self.resolved = Facts(cfg.cache_dir).digest(sorted(p for p in folder.rglob("*") if p.is_file()))
             else:
                 self.resolved = commit_of("dataset", self.name, cfg.revision)
@@ -69,7 +69,7 @@ class HubSource:
         return load_splits(self.cfg, self.resolved, self.unreachable)
 
     def _parts(self, name: str) -> list[str] | None:
-        """The dataset's splits that make up split "train" or "val"; None where it has no validation split."""
+        """Returns the dataset's splits that make up split "train" or "val"; None if it has no validation split."""
         asked = self.cfg.train_split if name == "train" else self.cfg.val_split
         parts = asked.split("+") if asked else []
         if name == "val" and not (parts and all(part in self._splits for part in parts)):
@@ -94,14 +94,14 @@ class HubSource:
 
 
 def named(cfg: DataConfig) -> tuple[str, str]:
-    """The dataset's name, and what stands for it in names of folders."""
+    """Returns the dataset's name, and its label in folder names."""
     if not cfg.name:
         raise UserError("data.name is not set: name a dataset of the hub, data.name=..., or files, data.path=...")
     return cfg.name, cfg.name.rstrip("/").split("/")[-1]
 
 
 def load_splits(cfg: DataConfig, commit: str | None, unreachable: str) -> Any:
-    """The dataset's splits, {name: Dataset or IterableDataset}; from the local cache where `commit` is None."""
+    """Loads the dataset's splits, {name: Dataset or IterableDataset}, from the local cache if `commit` is None."""
     import datasets
 
     name = str(cfg.name)
@@ -121,22 +121,22 @@ def load_splits(cfg: DataConfig, commit: str | None, unreachable: str) -> Any:
         if commit is None:
             raise UserError(explain_unreachable("dataset", name, unreachable)) from None
         raise ReadError(f"dataset {name!r} can't be loaded from {endpoint()}: {first_line(error)}") from None
-    except datasets.exceptions.DatasetsError as error:  # a file of it that can't be converted
+    except datasets.exceptions.DatasetsError as error:  # a file of the dataset can't be converted
         if disk_full(error):
             raise
         raise UserError(f"dataset {name!r} can't be loaded: {first_line(error.__cause__ or error)}") from None
-    except StopIteration:  # what `datasets` raises for empty files
+    except StopIteration:  # `datasets` raises this for empty files
         raise UserError(f"dataset {name!r} can't be loaded: a file of it holds no rows") from None
-    except (ValueError, RuntimeError) as error:  # a config that isn't there, or a loading script
+    except (ValueError, RuntimeError) as error:  # an unknown config, or a loading script
         raise UserError(f"dataset {name!r} (data.config_name={cfg.config_name}) can't be loaded: {error}") from None
 
 
 def _load_converted(name: str, config_name: str | None, options: dict[str, Any]) -> Any:
-    """The hub's own parquet files of a dataset that comes as a loading script, which `datasets` no longer runs."""
+    """Loads the hub's parquet conversion of a dataset with a loading script, which `datasets` no longer runs."""
     import datasets
 
     try:
-        # They lie in a folder for each config, and in it one for each split.
+        # Its files lie in one folder per config, with one folder per split inside.
         return datasets.load_dataset(name, data_dir=config_name, revision=_CONVERTED, **options)
     except (OSError, ValueError) as error:
         raise UserError(
@@ -146,7 +146,7 @@ def _load_converted(name: str, config_name: str | None, options: dict[str, Any])
 
 
 def check_split(splits: Any, split: str, cfg: DataConfig) -> None:
-    """Raises UserError where a dataset has no such split; lists those it has."""
+    """Raises UserError if a dataset has no such split, listing those it has."""
     if split not in splits:
         raise UserError(
             f"dataset {cfg.name!r} has no split {split!r}; it has: {', '.join(splits)}. Set data.train_split"
@@ -154,10 +154,10 @@ def check_split(splits: Any, split: str, cfg: DataConfig) -> None:
 
 
 def read_rows(splits: Any, split: str, cfg: DataConfig) -> Iterator[str]:
-    """The text of each row of a split.
+    """Yields the text of each row of a split.
 
     Raises:
-        UserError: the split or a text column isn't there (the message lists those that are), or the download fails.
+        UserError: the split or a text column doesn't exist (the message lists those that do), or the download fails.
     """
     where = f"dataset {cfg.name!r}, split {split}"
     check_split(splits, split, cfg)
@@ -173,10 +173,10 @@ def read_rows(splits: Any, split: str, cfg: DataConfig) -> Iterator[str]:
 
 
 def read_records(splits: Any, split: str, cfg: DataConfig) -> Iterator[Record]:
-    """Every row of a split with all its columns, and its place.
+    """Yields every row of a split with all its columns, and its location.
 
     Raises:
-        UserError: the split isn't there, or the download fails.
+        UserError: the split doesn't exist, or the download fails.
     """
     where = f"dataset {cfg.name!r}, split {split}"
     check_split(splits, split, cfg)

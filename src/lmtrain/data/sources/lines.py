@@ -1,4 +1,4 @@
-"""Files opened, decompressed and decoded line by line; what can't be read becomes one message with file and line."""
+"""Opens, decompresses and decodes files line by line; read errors become one message with file and line."""
 
 import bz2
 import codecs
@@ -30,17 +30,17 @@ COMPRESSED: dict[str, Callable[[Path | IO[bytes], str], Any]] = {
     ".zst": _open_zstd,
 }
 BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError)  # what decompressors raise for damaged files
-_BUFFER = 1 << 20  # bytes read at a time: a document is often longer than Python's own 8 KiB
+_BUFFER = 1 << 20  # bytes per read: a document is often longer than Python's default of 8 KiB
 _BOM = "\ufeff"  # some Windows programs begin UTF-8 files with it
 
 
 def uncompressed_name(path: File) -> str:
-    """The file's name without .gz, .bz2, .xz or .zst."""
+    """Returns the file's name without .gz, .bz2, .xz or .zst."""
     return path.stem if path.suffix.lower() in COMPRESSED else path.name
 
 
 def open_binary(path: File) -> IO[bytes]:
-    """The file, decompressed where its suffix says that it is compressed.
+    """Opens the file, decompressing it if its suffix names a compression.
 
     Raises:
         UserError: it can't be opened.
@@ -55,7 +55,7 @@ def open_binary(path: File) -> IO[bytes]:
 
 
 def text_blocks(path: File, characters: int, start: int = 0) -> Iterator[str]:
-    """The file's text from byte `start` of what is uncompressed on, `characters` at a time.
+    """Yields the file's text, `characters` at a time, from byte `start` (uncompressed) on.
 
     Raises:
         UserError: it can't be read, or is not UTF-8.
@@ -68,10 +68,10 @@ def text_blocks(path: File, characters: int, start: int = 0) -> Iterator[str]:
 
 
 def decoded_blocks(path: File, size: int) -> Iterator[str]:
-    """The file's text, of about `size` bytes at a time, whatever its encoding, where that can be told (encodings.py).
+    """Yields the file's text in blocks of about `size` bytes, in any encoding that can be detected (encodings.py).
 
     Raises:
-        UserError: it can't be read, or is neither UTF-8 nor of an encoding that can be told.
+        UserError: it can't be read, or is neither UTF-8 nor in a detectable encoding.
     """
     with open_binary(path) as file, _explained(path), contextlib.ExitStack() as stack:
         part = file.read(size)
@@ -90,11 +90,11 @@ def decoded_blocks(path: File, size: int) -> Iterator[str]:
             not_utf8[str(path)] = found
 
 
-not_utf8: dict[str, str] = {}  # files that this process has read, and their encoding
+not_utf8: dict[str, str] = {}  # encodings of the files other than UTF-8 that this process has read
 
 
 def encoding_notes(paths: Iterable[File]) -> list[str]:
-    """For the plan: how many of these were read in an encoding other than UTF-8, with the first ones' names."""
+    """Returns a note for the plan: how many of the files were not read as UTF-8, with the names of the first ones."""
     found = [(str(path), not_utf8[str(path)]) for path in paths if str(path) in not_utf8]
     if not found:
         return []
@@ -104,10 +104,10 @@ def encoding_notes(paths: Iterable[File]) -> list[str]:
 
 
 def raw_lines(path: File) -> Iterator[str]:
-    """Lines with their ends, exactly as they stand in the file, of any encoding that can be told.
+    """Yields the lines with their line ends, exactly as in the file, in any encoding that can be detected.
 
     Raises:
-        UserError: as of `decoded_blocks`.
+        UserError: see `decoded_blocks`.
     """
     held: list[str] = []
     for block in decoded_blocks(path, _BUFFER):
@@ -122,7 +122,7 @@ def raw_lines(path: File) -> Iterator[str]:
 
 
 def located_lines(path: File, start: int = 0) -> Iterator[tuple[int, str]]:
-    """Yields the lines of `raw_lines` from byte `start` (uncompressed) on, each with the byte where it begins."""
+    """Yields the lines of a UTF-8 file from byte `start` (uncompressed) on, each with the byte at which it begins."""
     with open_binary(path) as file, _explained(path):
         _skip(file, start)
         for line in file:
@@ -132,7 +132,7 @@ def located_lines(path: File, start: int = 0) -> Iterator[tuple[int, str]]:
 
 @contextlib.contextmanager
 def _explained(path: File) -> Iterator[None]:
-    """What goes wrong in reading as one message."""
+    """Turns decoding and read errors into one UserError or ReadError that names the file."""
     try:
         yield
     except UnicodeDecodeError:
@@ -150,17 +150,17 @@ def _skip(file: IO[bytes], start: int) -> None:
 
 
 def data_lines(path: File) -> Iterator[str]:
-    """Lines of a file of JSON, which is UTF-8, without a byte order mark at the beginning."""
+    """Returns the lines of a JSON file, which is UTF-8, without a byte order mark at the beginning."""
     return (line for _, line in located_data_lines(path))
 
 
 def table_lines(path: File) -> Iterator[str]:
-    """Lines of a table: as `raw_lines`, without a byte order mark at the beginning."""
+    """Returns the lines of a table like `raw_lines`, without a byte order mark at the beginning."""
     return (line if at else line.removeprefix(_BOM) for at, line in enumerate(raw_lines(path)))
 
 
 def located_data_lines(path: File, start: int = 0) -> Iterator[tuple[int, str]]:
-    """As `located_lines`, without a byte order mark at the beginning."""
+    """Returns the lines of `located_lines` without a byte order mark at the beginning."""
     return ((at, line if at else line.removeprefix(_BOM)) for at, line in located_lines(path, start))
 
 

@@ -1,4 +1,4 @@
-"""Streams of documents: a document is a run of pieces of text, so that none has to fit into memory."""
+"""Streams of documents: a document is a sequence of pieces of text, so that it need not fit into memory."""
 
 import math
 import re
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Piece(NamedTuple):
-    """A stretch of a document's text; `ends` where the document is complete with it."""
+    """A piece of a document's text; `ends` is true for the last piece of a document."""
 
     text: str
     ends: bool
@@ -16,7 +16,7 @@ class Piece(NamedTuple):
 def join_rows(rows: Iterable[str], document_start: str) -> Iterator[Piece]:
     """Joins rows, adding nothing between them, into documents that each begin with a row matching the pattern.
 
-    Wikitext, for one, has a row for each line of an article; rows before the first match are a document too.
+    Wikitext, for example, has one row per line of an article. Rows before the first match form a document too.
     """
     starts = re.compile(document_start)
     is_open = False
@@ -48,7 +48,7 @@ def at_least(pieces: Iterable[Piece], min_length: int) -> Iterator[Piece]:
 
 
 def first(pieces: Iterable[Piece], num_documents: int) -> Iterator[Piece]:
-    """The first `num_documents` documents."""
+    """Yields the first `num_documents` documents."""
     if num_documents <= 0:
         return
     done = 0
@@ -59,14 +59,14 @@ def first(pieces: Iterable[Piece], num_documents: int) -> Iterator[Piece]:
             return
 
 
-MOST = 0.1  # of the data, at most, where more than data.val_fraction is held out
-CHARACTERS = 1000  # of a text that is cut: they count as a row
+MOST = 0.1  # largest share of the data to hold out where data.val_fraction is raised
+CHARACTERS = 1000  # characters that count as one row if the text itself is cut
 
 
 def enough(fraction: float, there: int, few: int) -> float:
-    """The share to hold out of so many rows: `fraction`, or more where it comes to fewer than `few`.
+    """Returns the share of `there` rows to hold out: `fraction`, or more where that gives fewer than `few` rows.
 
-    Nothing is held out where `fraction` doesn't come to a whole one.
+    A raised share is at most MOST. The share stays `fraction` where that doesn't even give one row.
     """
     if not 1 <= there * fraction + 1e-9 < few:
         return fraction
@@ -74,7 +74,7 @@ def enough(fraction: float, there: int, few: int) -> float:
 
 
 def share_to_hold_out(pieces: Iterable[Piece], fraction: float, few: int) -> float:
-    """`fraction`, or of a small corpus a larger share (`enough`). Reads no more than it needs to."""
+    """Returns `fraction`, or a larger share for a small corpus (see `enough`). Reads no more than it needs to."""
     if few == 0:
         return fraction
     documents = length = 0
@@ -88,10 +88,10 @@ def share_to_hold_out(pieces: Iterable[Piece], fraction: float, few: int) -> flo
 
 
 def plan_cut(pieces: Iterable[Piece], fraction: float) -> int | None:
-    """How to hold out `fraction` of a corpus: None for whole documents, else the character at which to cut its text.
+    """Returns None to hold out `fraction` of a corpus as whole documents, else the character at which to cut its text.
 
-    Every (1 / fraction)-th document is held out where there are that many. Of fewer documents (one book, say) the last
-    part of their text is, as nanoGPT cuts tiny shakespeare. Reads no more than it needs to.
+    Every (1 / fraction)-th document is held out if there are that many. With fewer documents (one book, for example),
+    the last part of their text is held out, as nanoGPT does with tiny shakespeare. Reads no more than it needs to.
     """
     documents = length = 0
     for piece in pieces:
@@ -103,7 +103,7 @@ def plan_cut(pieces: Iterable[Piece], fraction: float) -> int | None:
 
 
 def split(pieces: Iterable[Piece], fraction: float, cut: int | None, held_out: bool) -> Iterator[Piece]:
-    """The part of a corpus that `plan_cut` holds out, or the rest of it; documents of it may be empty."""
+    """Yields the part of a corpus that `plan_cut` holds out, or the rest of it; documents in it may be empty."""
     index = position = 0
     for piece in pieces:
         if cut is not None:
@@ -116,6 +116,6 @@ def split(pieces: Iterable[Piece], fraction: float, cut: int | None, held_out: b
 
 
 def is_held_out(index: int, fraction: float) -> bool:
-    """Whether item `index` is held out: where index * fraction passes a whole number, so evenly and exactly so many."""
+    """Returns whether item `index` is held out: where index * fraction passes a whole number, evenly and exactly."""
     passed = [math.floor(number * fraction + 1e-9) for number in (index, index + 1)]  # 49 * (1 / 49) is less than 1
     return passed[1] > passed[0]

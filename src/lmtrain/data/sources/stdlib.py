@@ -1,7 +1,7 @@
-"""The default corpus, the source code of the running Python's standard library (about 11 MB), and questions about it.
+"""The default corpus: the source code of the running Python's standard library (about 11 MB), and questions about it.
 
-The answers are its own docstrings and signatures, so the same Python gives the same rows in the same order. What is
-asked about a module that pretraining on the library holds out (data=python_stdlib) is held out too.
+The answers are the library's own docstrings and signatures, so the same Python gives the same rows in the same order.
+Questions about a module that pretraining on the library holds out (data=python_stdlib) are held out too.
 """
 
 import ast
@@ -23,12 +23,12 @@ from lmtrain.data.sources.tables import Record
 from lmtrain.data.store.contents import Facts
 from lmtrain.errors import UserError
 
-# Tests and installed packages are not the library; encodings is tables of hexadecimal numbers.
+# Tests and installed packages are not part of the library; encodings consists of tables of hexadecimal numbers.
 _LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "__pycache__"}
 
 
 def stdlib_files() -> list[Path]:
-    """The modules' source files, in an order that is the same on every machine."""
+    """Returns the modules' source files, in an order that is the same on every machine."""
     root = Path(sysconfig.get_path("stdlib"))
     files: list[Path] = []
     for folder, subfolders, names in os.walk(root):
@@ -43,14 +43,14 @@ def stdlib_files() -> list[Path]:
 
 
 def stdlib_pieces() -> Iterator[Piece]:
-    """One document per module, decoded as its coding line says."""
+    """Yields one document per module, decoded as its encoding declaration says."""
     for path in stdlib_files():
         with tokenize.open(path) as file:
             yield Piece(file.read(), True)
 
 
 class StdlibSource:
-    """The library as text, or questions about it, which are of modules of their own in split "val"."""
+    """The library as text, or questions about it; the questions of "train" and "val" are about different modules."""
 
     label = "python_stdlib"
     notes: list[str] = []  # noqa: RUF012
@@ -74,30 +74,30 @@ class StdlibSource:
         return sum(file.stat().st_size for file in self.files)
 
 
-VERSION = 1  # raised when the same library comes to give other rows
-_NOT_ASKED = {"idlelib", "lib2to3", "turtledemo", "pydoc_data", "ensurepip"}  # packages nobody asks about
-_LONGEST = 400  # characters of a docstring's first paragraph that still is an answer
-_NAMES = 6  # that an answer lists
+VERSION = 1  # to be raised when the same library gives other rows than before
+_NOT_ASKED = {"idlelib", "lib2to3", "turtledemo", "pydoc_data", "ensurepip"}  # packages that no questions are about
+_LONGEST = 400  # maximum characters of a docstring's first paragraph used as an answer
+_NAMES = 6  # maximum number of names that an answer lists
 
-question_files = stdlib_files  # what is asked about: the whole library
+question_files = stdlib_files  # the files to ask about: the whole library
 Homes = dict[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
 class Item:
-    """A public module, class, function or method with a docstring; `about` is its first paragraph."""
+    """A public module, class, function or method; `about` is its docstring's first paragraph, '' if that is no use."""
 
     module: str
-    name: str  # with its module: textwrap.dedent
+    name: str  # qualified by its module: textwrap.dedent
     kind: str
     about: str
-    call: str | None  # how it is called; None of a module
-    exported: tuple[str, ...] = ()  # the public names of a module
+    call: str | None  # a call with its arguments; None for a module
+    exported: tuple[str, ...] = ()  # a module's public names
 
 
 @dataclass(frozen=True)
 class Answered:
-    """Questions and answers in turn: one, or several that follow one another."""
+    """A conversation of questions and answers: a single pair, or several that follow one another."""
 
     kind: str
     turns: tuple[tuple[str, str], ...]
@@ -105,7 +105,7 @@ class Answered:
 
 @functools.cache
 def items(files: tuple[Path, ...]) -> tuple[tuple[int, Item], ...]:
-    """What the library documents, each with the number of its file in `files`."""
+    """Returns the items that the library documents, each with the index of its file in `files`."""
     root = Path(sysconfig.get_path("stdlib"))
     found: list[tuple[int, Item]] = []
     for number, path in enumerate(files):
@@ -117,7 +117,7 @@ def items(files: tuple[Path, ...]) -> tuple[tuple[int, Item], ...]:
             text = file.read()
         try:
             tree = ast.parse(text)
-        except SyntaxError:  # a template of source code, or of another Python's
+        except SyntaxError:  # a source code template, or code for another Python version
             continue
         found += [(number, item) for item in _of_module(".".join(parts), tree)]
     return tuple(found)
@@ -148,32 +148,32 @@ def _of_definition(module: str, node: ast.FunctionDef | ast.AsyncFunctionDef | a
 
 
 def _exported(tree: ast.Module) -> tuple[str, ...]:
-    """The names in `__all__` where that is written as a list, else the public classes and functions."""
+    """Returns the names in `__all__` if that is a literal list, otherwise the public classes and functions."""
     for node in tree.body:
         if isinstance(node, ast.Assign) and [ast.unparse(t) for t in node.targets] == ["__all__"]:
             try:
                 return tuple(str(name) for name in ast.literal_eval(node.value))
-            except ValueError:  # put together from other modules' lists
+            except ValueError:  # composed of other modules' lists
                 break
     defined = (n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef))
     return tuple(name for name in defined if not name.startswith("_"))
 
 
 def _about(node: ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> str:
-    """The first paragraph of the docstring on one line; '' where it tells nothing (a signature, a few words)."""
+    """Returns the docstring's first paragraph on one line; '' if it is a signature, a few words, or too long."""
     paragraph = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
     is_signature = "->" in paragraph or paragraph.partition("(")[0].isidentifier()
     return "" if is_signature or paragraph.count(" ") < 2 or len(paragraph) > _LONGEST else paragraph
 
 
 def _arguments(node: ast.FunctionDef | ast.AsyncFunctionDef, *, bound: bool = False) -> str:
-    """The arguments with their defaults; of a method without self."""
+    """Returns the arguments with their defaults; for a method without self."""
     arguments = ast.unparse(node.args)
     return arguments.partition(",")[2].strip() if bound else inspect.cleandoc(arguments)
 
 
 def _homes(all_items: tuple[tuple[int, Item], ...]) -> Homes:
-    """The modules that have a name."""
+    """Returns the modules that export each name."""
     found: dict[str, dict[str, None]] = {}
     for _, item in all_items:
         for name in item.exported:
@@ -182,7 +182,7 @@ def _homes(all_items: tuple[tuple[int, Item], ...]) -> Homes:
 
 
 def _draw(*key: object) -> random.Random:
-    """Random numbers that follow from what they are for."""
+    """Returns a random number generator seeded by its purpose, `key`."""
     return random.Random(hashlib.sha256(repr(key).encode()).digest())
 
 
@@ -202,7 +202,7 @@ def _how(item: Item) -> tuple[str, str]:
 
 
 def _where(name: str, homes: Homes) -> tuple[str, str] | None:
-    """Which module has a name; None where many do."""
+    """Returns a question and answer on which module has a name; None if none or more than two have it."""
     modules = [f"`{module}`" for module in homes.get(name, ())]
     if not 1 <= len(modules) <= 2:
         return None
@@ -218,7 +218,7 @@ def _contents(item: Item) -> tuple[str, str]:
 
 
 def _of_item(item: Item, homes: Homes) -> Iterator[Answered]:
-    """Single questions about an item, and of every other one a conversation of several turns."""
+    """Yields single questions about an item and, for about every other item, a conversation of several turns."""
     if item.about:
         yield Answered(f"what {item.kind}", (_what(item),))
     if item.kind == "module":
@@ -251,7 +251,7 @@ def _answered(held_out: bool, fraction: float) -> list[Answered]:
 
 
 def conversations(held_out: bool, fraction: float) -> Iterator[Record]:
-    """Rows with `messages`; of the modules that are held out, or of the others."""
+    """Yields rows with `messages`, about the modules that are held out or about the others."""
     for number, answered in enumerate(_answered(held_out, fraction)):
         messages = [
             {"role": role, "content": text}
@@ -262,7 +262,7 @@ def conversations(held_out: bool, fraction: float) -> Iterator[Record]:
 
 
 def pairs(held_out: bool, fraction: float) -> Iterator[Record]:
-    """Rows with `prompt`, `chosen`, `rejected`, which is the answer to another such question, or breaks off."""
+    """Yields rows with `prompt`, `chosen`, `rejected`; `rejected` answers another such question or is cut short."""
     single = [answered for answered in _answered(held_out, fraction) if len(answered.turns) == 1]
     of_kind: dict[str, list[str]] = {}
     for answered in single:

@@ -1,10 +1,10 @@
-"""Sums of two numbers of two or three digits, written as they are needed: a task whose answers can be checked.
+"""Sums of two numbers of two or three digits, computed on the fly: a task whose answers can be checked.
 
-Numbers are filled to three digits and written from their last digit to their first, as they are added: small
-transformers learn that many times faster (Lee et al. 2023, "Teaching arithmetic to small transformers").
+Numbers are padded to three digits and written from their last digit to their first, the order in which they are added:
+small transformers learn that many times faster (Lee et al. 2023, "Teaching arithmetic to small transformers").
 
-A tenth of all sums are held out, the same for text, answers and prompts: no stage trains on them. `data.source` names
-the class (conf/experiment/grpo_arithmetic.yaml).
+A tenth of all sums are held out, the same ones for text, answers and prompts: no stage trains on them. `data.source`
+names the class (conf/experiment/grpo_arithmetic.yaml).
 """
 
 from collections.abc import Iterator
@@ -13,12 +13,15 @@ from typing import Any
 from lmtrain.data.order import mix64
 from lmtrain.data.sources.pieces import Piece
 
-HELD_OUT = 10  # one sum in so many
+HELD_OUT = 10  # one sum in this many is held out
 _SMALLEST, _COUNT = 10, 990  # numbers from 10 to 999
 
 
 class Sums:
-    """12 + 345 is "210+543=753" as text, {prompt: "210+543=", completion: "<753>", answer: "753"} as a row."""
+    """A source of sums: 12 + 345 as text is "210+543=753".
+
+    As a row it is {prompt: "210+543=", completion: "<753>", answer: "753"}.
+    """
 
     label, resolved = "sums", "1"
     settings: dict[str, Any]
@@ -27,15 +30,15 @@ class Sums:
     def __init__(self, number: int = 20_000, held_out: int = 500, seed: int = 0) -> None:
         """
         Args:
-            number: sums to train on.
-            held_out: sums to validate on.
-            seed: other seeds draw other sums; which are held out does not depend on it.
+            number: number of sums to train on.
+            held_out: number of sums to validate on.
+            seed: other seeds draw other sums; which sums are held out does not depend on it.
         """
         self.numbers, self.seed = {"train": number, "val": held_out}, seed
         self.settings = {"kind": "sums", "number": number, "held_out": held_out, "seed": seed}
 
     def terms(self, split: str) -> Iterator[tuple[int, int]]:
-        """The two numbers of each sum, drawn with replacement from those of the split."""
+        """Yields the two numbers of each sum, drawn with replacement from those of the split."""
         draw, found = 0, 0
         while found < self.numbers[split]:
             draw += 1
@@ -59,5 +62,5 @@ class Sums:
 
 
 def written(number: int) -> str:
-    """12 is 210."""
+    """Returns the number's three digits in reverse order: 12 becomes "210"."""
     return f"{number:03}"[::-1]

@@ -1,7 +1,7 @@
 """Rows with columns from one file: JSON lines, a JSON list, CSV, TSV, Parquet, Arrow.
 
-Each reader yields (place, row) in bounded memory, but for a JSON list, which can be read only as a whole. Where one row
-can't be read and those after it can, a string that says what is wrong with it is yielded in place of the row.
+Each reader yields (location, row) in bounded memory, except for a JSON list, which can only be read as a whole. If a
+row can't be read but those after it can, a string that describes the error is yielded in place of the row.
 """
 
 import bisect
@@ -20,19 +20,19 @@ from lmtrain.data.sources.addresses import File, opened
 from lmtrain.data.sources.lines import BROKEN, data_lines, located_data_lines, open_binary, table_lines
 from lmtrain.errors import ReadError, UserError
 
-# A row's place (for errors) and the row, or a string that says why the row can't be read.
+# A row's location (for error messages) and the row, or a string that says why the row can't be read.
 Record = tuple[str, dict[str, Any] | str]
 _ROWS = 256  # rows of a columnar file read at a time
 _BLANK = re.compile(r"[ \t\n\r]*")
 
 
 def read_table(path: File, format: str, columns: list[str] | None = None) -> Iterator[Record]:
-    """The rows of a file of `format`, a key of READERS.
+    """Yields the rows of a file of `format`, a key of READERS.
 
-    columns: of columnar files these are read, the others left out; None reads all.
+    columns: the columns to read from columnar files; None reads all.
 
     Raises:
-        UserError: the file can't be read, or has no such column.
+        UserError: the file can't be read, or lacks a column.
     """
     yield from READERS[format](path, columns)
 
@@ -45,7 +45,7 @@ def _json_lines(path: File, columns: list[str] | None) -> Iterator[Record]:
 
 
 def json_lines_from(path: File, start: int) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """The rows of JSON lines from byte `start` on, each with the byte where it begins; instead of a bad one what it is.
+    """Yields the rows of JSON lines from byte `start` on, each with the byte where it begins, or an error text.
 
     Raises:
         UserError: the file can't be read.
@@ -55,7 +55,7 @@ def json_lines_from(path: File, start: int) -> Iterator[tuple[int, dict[str, Any
 
 
 def _row_of(line: str, decoder: "_Decoder") -> dict[str, Any] | str:
-    """The object in a line of JSON, or what is wrong with it."""
+    """Returns the object in a line of JSON, or a description of what is wrong with it."""
     try:
         row, end = decoder.read(line, _start(line, 0))
     except json.JSONDecodeError as error:
@@ -67,7 +67,7 @@ def _row_of(line: str, decoder: "_Decoder") -> dict[str, Any] | str:
 
 
 def _json(path: File, columns: list[str] | None) -> Iterator[Record]:
-    """A list of objects, or one object per line."""
+    """Yields the rows of a list of objects, or of one object per line."""
     if _has_lines(path):
         yield from _json_lines(path, columns)
         return
@@ -88,7 +88,7 @@ def _json(path: File, columns: list[str] | None) -> Iterator[Record]:
         except json.JSONDecodeError as error:
             reason = f"malformed JSON ({error.msg}): {_excerpt(text.split(chr(10))[error.lineno - 1])}"
             raise UserError(f"{path}, line {error.lineno}: {reason}") from None
-        except (ValueError, RecursionError) as error:  # where the entry ends, and the next begins, isn't known
+        except (ValueError, RecursionError) as error:  # the end of the entry, and so the start of the next, is unknown
             raise UserError(f"{where}: {_unreadable(error)}") from None
         yield where, row
         if text[at] == "]":
@@ -99,7 +99,7 @@ def _json(path: File, columns: list[str] | None) -> Iterator[Record]:
 
 
 def _has_lines(path: File) -> bool:
-    """Whether a .json file holds an object per line instead of one list."""
+    """Returns whether a .json file holds one object per line instead of one list."""
     with open_binary(path) as file:
         try:
             return file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{")
@@ -108,20 +108,20 @@ def _has_lines(path: File) -> bool:
 
 
 def _start(text: str, at: int) -> int:
-    """Where the next character that is no white space of JSON stands."""
+    """Returns the index of the first character from `at` on that is not JSON white space."""
     found = _BLANK.match(text, at)
     return found.end() if found else at
 
 
 class _Decoder:
-    """Reads JSON objects; where `checked`, one with the same key twice is refused, for one of the two would be lost."""
+    """A decoder of JSON objects; if `checked`, it refuses duplicate keys in an object, as one value would be lost."""
 
     def __init__(self, checked: bool) -> None:
         self._twice: list[str] = []
         self._decoder = json.JSONDecoder(object_pairs_hook=self._object if checked else None)
 
     def read(self, text: str, at: int) -> tuple[dict[str, Any] | str, int]:
-        """The object that begins at `at`, or what is wrong with it, and where it ends."""
+        """Returns the object that begins at `at`, or a description of what is wrong with it, and where it ends."""
         self._twice.clear()
         row, end = self._decoder.raw_decode(text, at)
         if self._twice:
@@ -152,7 +152,7 @@ def _excerpt(line: str) -> str:
 
 
 def _csv(path: File, columns: list[str] | None, delimiter: str = ",") -> Iterator[Record]:
-    """Every value is a string. The first line names the columns; quotes are read as RFC 4180 has them."""
+    """Yields rows whose values are all strings. The first line names the columns; quotes follow RFC 4180."""
     csv.field_size_limit(sys.maxsize)
     reader = csv.reader(table_lines(path), delimiter=delimiter, strict=True)
     names: list[str] | None = None
@@ -162,7 +162,7 @@ def _csv(path: File, columns: list[str] | None, delimiter: str = ",") -> Iterato
         try:
             values = next(reader, None)
         except csv.Error as error:
-            if names is None or "unexpected end of data" in str(error):  # the quote swallowed all lines after it
+            if names is None or "unexpected end of data" in str(error):  # a quote consumed all lines after it
                 raise UserError(f"{where}: malformed CSV ({error}): is a quote opened and never closed?") from None
             lines = reader.line_num - start + 1
             swallowed = f"; a quote in it isn't closed, so {lines} lines are lost" if lines > 1 else ""
@@ -193,10 +193,10 @@ def _parquet(path: File, columns: list[str] | None) -> Iterator[Record]:
 
 
 def parquet_from(path: File, columns: list[str] | None, start: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The rows from number `start` on, each with its number; row groups before it are not read.
+    """Yields the rows from number `start` on, each with its number; row groups before it are not read.
 
     Raises:
-        UserError: the file can't be read, or has no such column.
+        UserError: the file can't be read, or lacks a column.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -206,7 +206,7 @@ def parquet_from(path: File, columns: list[str] | None, start: int) -> Iterator[
             check_columns(columns or [], file.schema_arrow.names, str(path))
             sizes = [file.metadata.row_group(g).num_rows for g in range(file.num_row_groups)]
             ends = list(itertools.accumulate(sizes))
-            group = bisect.bisect_right(ends, start)  # the row group that has row `start`
+            group = bisect.bisect_right(ends, start)  # the row group that contains row `start`
             number = ends[group - 1] if group else 0
             groups = range(group, len(sizes))
             for batch in file.iter_batches(batch_size=_ROWS, columns=columns, row_groups=groups):
@@ -219,7 +219,7 @@ def parquet_from(path: File, columns: list[str] | None, start: int) -> Iterator[
 
 
 def _arrow(path: File, columns: list[str] | None) -> Iterator[Record]:
-    """Arrow streams, which `datasets` writes, and Arrow files."""
+    """Yields the rows of an Arrow stream, which `datasets` writes, or of an Arrow file."""
     import pyarrow as pa
 
     try:
@@ -251,16 +251,16 @@ READERS: dict[str, Callable[[File, list[str] | None], Iterator[Record]]] = {
 }
 
 
-_SHOWN = 50  # columns in a message
+_SHOWN = 50  # maximum number of columns in a message
 
 
 def columns_of(text_column: Any) -> list[str]:
-    """data.text_column as a list: one column or several."""
+    """Returns data.text_column as a list, whether it is one column or several."""
     return [text_column] if isinstance(text_column, str) else [str(c) for c in text_column]
 
 
 def check_columns(wanted: list[str], found: Iterable[str], where: str) -> None:
-    """Raises UserError where a wanted column isn't there; lists the columns that are."""
+    """Raises UserError if a wanted column is missing, listing the columns that exist."""
     found = list(found)
     for column in wanted:
         if column not in found:
@@ -273,10 +273,10 @@ def check_columns(wanted: list[str], found: Iterable[str], where: str) -> None:
 
 
 def text_of(row: Mapping[str, Any], columns: list[str], separator: str, where: str) -> str:
-    """The text columns of a row, joined; a null adds nothing.
+    """Returns the text columns of a row, joined by `separator`; null values are skipped.
 
     Raises:
-        UserError: a column isn't there or holds something other than text.
+        UserError: a column is missing or holds something other than text.
     """
     parts = []
     for column in columns:

@@ -1,16 +1,16 @@
-"""Prepared tokens on disk: the format of text and of tokenized examples alike, and what opens it.
+"""Prepared tokens on disk: the format of both text and tokenized examples, and functions that open it.
 
 A folder of token bins holds
     meta.json            format version, dtype, vocab_size, tokenizer_hash, eos_id; each split's counts and shards, with
                          the SHA-256 of their files
     train_00000.bin      token ids, little endian uint16 or uint32, documents one after the other
-    train_00000.docs     uint64, little endian: where each document that ends in this shard ends (exclusive, in tokens)
+    train_00000.docs     uint64, little endian: the end (exclusive, in tokens) of each document that ends in this shard
     train_00000.mask     examples only: one byte for each token, 1 where it is learned
     train_00000.labels   examples of some row formats only: int64, little endian, one for each document
-    train_00000.texts    the same: UTF-8, a line for each document
+    train_00000.texts    examples of some row formats only: UTF-8, a line for each document
     tokenizer/           the tokenizer, as save_pretrained writes it
-A document lies in one shard unless it is longer than a whole shard. nanoGPT's folders (train.bin and val.bin, no
-sidecar) are read too.
+A document lies in one shard unless it is longer than a whole shard. nanoGPT's folders (train.bin and val.bin, without
+meta.json and .docs files) can be read too.
 """
 
 import json
@@ -31,7 +31,7 @@ META = "meta.json"
 
 
 class ShardMeta(TypedDict):
-    """One file of a split, by its name in the folder; the SHA-256 of it and of what lies beside it, where recorded."""
+    """One shard of a split: the name of its file, its counts, and the SHA-256 of it and its side files, if recorded."""
 
     file: str
     tokens: int
@@ -44,18 +44,18 @@ class ShardMeta(TypedDict):
 
 
 class SplitMeta(TypedDict):
-    """Counts of one split; `bytes` are UTF-8 bytes of its text (bits per byte divide by them)."""
+    """Counts of one split; `bytes` are the UTF-8 bytes of its text (the denominator of bits per byte)."""
 
     tokens: int
-    documents: int | None  # None, as `bytes`, for bins without a sidecar
+    documents: int | None  # None, like `bytes`, for bins without meta.json
     bytes: int | None
     shards: list[ShardMeta]
-    counts: NotRequired[dict[str, Any]]  # examples: what became of the rows
-    parts: NotRequired[list[int]]  # examples: how many came from each source, one source after the other
+    counts: NotRequired[dict[str, Any]]  # examples: how many rows were read, dropped, cut, ...
+    parts: NotRequired[list[int]]  # examples: how many came from each source, in the sources' order
 
 
 class Meta(TypedDict):
-    """The sidecar meta.json. `key` is everything that shaped the tokens (see prepare.py)."""
+    """The contents of meta.json. `key` is everything that determined the tokens (see prepare.py)."""
 
     format_version: int
     dtype: str
@@ -64,10 +64,10 @@ class Meta(TypedDict):
     eos_id: int | None
     splits: dict[str, SplitMeta]
     key: dict[str, Any]
-    group: NotRequired[int]  # examples: how many belong together, 2 for pairs
-    words: NotRequired[str]  # examples: what the rows were taken for
-    notes: NotRequired[list[str]]  # what was noticed while the source was read
-    questions: NotRequired[list[dict[str, Any]]]  # examples: of the validation rows, see examples.row_format.Encoded
+    group: NotRequired[int]  # examples: the number that belong together, 2 for pairs
+    words: NotRequired[str]  # examples: the detected format of the rows
+    notes: NotRequired[list[str]]  # remarks from reading the source
+    questions: NotRequired[list[dict[str, Any]]]  # examples: from the validation rows, see examples.row_format.Encoded
 
 
 def save_meta(meta: Meta, folder: Path) -> None:
@@ -76,7 +76,7 @@ def save_meta(meta: Meta, folder: Path) -> None:
 
 
 def load_meta(folder: Path) -> Meta:
-    """Raises UserError where meta.json can't be read or is of another format version."""
+    """Reads meta.json; raises UserError if it can't be read or has another format version."""
     path = folder / META
     try:
         meta = json.loads(read_regular(path))
@@ -93,7 +93,7 @@ def load_meta(folder: Path) -> Meta:
 
 @dataclass(frozen=True)
 class SplitBins:
-    """The shards of one split; `documents` and `bytes` are None where there is no sidecar."""
+    """The shards of one split; `documents` and `bytes` are None without a meta.json."""
 
     shards: list[Shard]
     tokens: int
@@ -108,7 +108,7 @@ class SplitBins:
 
 
 def has_split(path: Path | str, split: str) -> bool:
-    """Whether a folder of bins, ours or nanoGPT's, has that split."""
+    """Returns whether a folder of bins, lmtrain's or nanoGPT's, has that split."""
     folder = Path(path).expanduser()
     if (folder / META).exists():
         return split in load_meta(folder)["splits"]
@@ -116,16 +116,16 @@ def has_split(path: Path | str, split: str) -> bool:
 
 
 def open_bins(path: Path | str, split: str, *, seq_len: int | None = None, dtype: str = "uint16") -> SplitBins:
-    """The bins of split "train" or "val" in a folder of ours or of nanoGPT's.
+    """Opens the bins of split "train" or "val" in a folder of lmtrain's or nanoGPT's.
 
     Args:
         path: the folder.
-        split: one that the folder has (`has_split`).
-        seq_len: where given, a split without room for one row (seq_len tokens and the label of the last) is refused.
-        dtype: of plain .bin files without a sidecar (nanoGPT writes uint16).
+        split: a split that the folder has (`has_split`).
+        seq_len: if given, a split with no room for one row (seq_len tokens and the label of the last) is refused.
+        dtype: of plain .bin files without meta.json (nanoGPT writes uint16).
 
     Raises:
-        UserError: no bins there, a file that disagrees with the sidecar, or too few tokens.
+        UserError: there are no bins, a file disagrees with meta.json, or there are too few tokens.
     """
     folder = Path(path).expanduser()
     if not folder.is_dir():
@@ -155,7 +155,7 @@ def _open_prepared(folder: Path, split: str) -> SplitBins:
 
 
 def open_shards(folder: Path, dtype: str, split: SplitMeta) -> list[Shard]:
-    """The files of a split that a BinWriter wrote."""
+    """Opens the files of a split that a BinWriter wrote."""
     shards = []
     for entry in split["shards"]:
         shards.append(Shard(folder / entry["file"], dtype, entry["tokens"], **side_files(folder, entry)))
@@ -165,7 +165,7 @@ def open_shards(folder: Path, dtype: str, split: SplitMeta) -> list[Shard]:
 
 
 def side_files(folder: Path, entry: ShardMeta) -> dict[str, Path]:
-    """What lies beside a shard's tokens: its document ends, and its loss mask and labels where it has them."""
+    """Returns the side files of a shard: its document ends, and its loss mask, labels and texts if it has them."""
     return {
         side: (folder / entry["file"]).with_suffix(f".{side}")
         for side in SIDES
@@ -184,7 +184,7 @@ def _open_plain(folder: Path, split: str, dtype: str) -> SplitBins:
 
 
 def largest_token(bins: SplitBins, chunk: int = 1 << 22) -> int:
-    """The largest token id, read chunk by chunk."""
+    """Returns the largest token id, reading chunk by chunk."""
     return max(
         int(shard.read(start, min(chunk, shard.tokens - start)).max())
         for shard in bins.shards
@@ -193,11 +193,11 @@ def largest_token(bins: SplitBins, chunk: int = 1 << 22) -> int:
 
 
 def check_tokenizer(made_with: str, found: tuple[str, ...], where: Path | str, tokenizer_name: str) -> None:
-    """Raises UserError where bins were made with another tokenizer: training on them would be training on noise.
+    """Raises UserError if bins were made with another tokenizer, in which case their ids would be noise to train on.
 
     Args:
         made_with: the hash of the bins' tokenizer.
-        found: hashes that it may be, the first of which is shown.
+        found: the acceptable hashes; the message shows the first.
     """
     if made_with not in found:
         raise UserError(
@@ -208,20 +208,23 @@ def check_tokenizer(made_with: str, found: tuple[str, ...], where: Path | str, t
 
 
 def recorded_hashes(meta: Meta) -> dict[str, str | None]:
-    """Every file of a folder of bins, with the SHA-256 it was written with; None where none was recorded."""
+    """Returns the SHA-256 recorded in meta.json for each file of a folder of token bins; None for files without one."""
     return {file: digest for split in meta["splits"].values() for shard in split["shards"]
             for file, digest in _files(shard, split["documents"] is not None)}  # fmt: skip
 
 
 def _files(shard: ShardMeta, has_documents: bool) -> list[tuple[str, str | None]]:
-    """A shard's files, and what lies beside it in the order of SIDES, each with its recorded SHA-256."""
+    """Returns a shard's file and its side files, in the order of SIDES, each with its recorded SHA-256."""
     sides = side_files(Path(), shard) if has_documents else {}
     recorded = [(str(file), shard.get(f"{side}_sha256")) for side, file in sides.items()]
     return [(shard["file"], shard.get("sha256")), *recorded]  # type: ignore[list-item]
 
 
 def fingerprint(meta: Meta, hashes: dict[str, str]) -> str:
-    """Counts, tokens, borders, masks and labels, wherever the folder lies; `hashes` are those of its files, by name."""
+    """Returns a fingerprint of counts, tokens, document ends, masks, labels and texts, wherever the folder lies.
+
+    hashes: SHA-256 of the folder's files, by name.
+    """
     return contents.fingerprint(
         [[name, meta["dtype"], [_identity(shard, hashes) for shard in split["shards"]]]
          for name, split in meta["splits"].items()]
@@ -234,7 +237,7 @@ def _identity(shard: ShardMeta, hashes: dict[str, str]) -> list[int | str | None
 
 
 def sampled_fingerprint(splits: list[SplitBins], samples: int = 16) -> str:
-    """The fingerprint in checkpoints of earlier versions: sizes and up to `samples` blocks of each shard."""
+    """Returns the fingerprint that earlier versions put in checkpoints: sizes and up to `samples` blocks per shard."""
     digest = sha256()
     for bins in splits:
         digest.update(f"split {bins.dtype} {bins.tokens}\n".encode())

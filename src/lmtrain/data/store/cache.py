@@ -1,7 +1,7 @@
-"""What takes long and is kept: folders that are complete or absent, and numbers of rows, computed part by part.
+"""A cache of slow computations: folders that are either complete or absent, and numbers per row, computed in parts.
 
-A folder is made by one process under a temporary name, while others wait for it. Numbers are kept part by part, so that
-what was interrupted goes on.
+A folder is built by one process under a temporary name while others wait for it. Numbers are saved part by part, so
+that an interrupted computation can continue.
 """
 
 import contextlib
@@ -20,18 +20,18 @@ from lmtrain.data.store.progress import RowProgress
 from lmtrain.errors import UserError
 from lmtrain.files import fsync, publish, remove_leftovers, temporary_beside
 
-PART = 128  # rows whose numbers are kept together
+PART = 128  # rows whose numbers are saved in one file
 
 
 def build_once(
     target: Path, is_complete: Callable[[Path], bool], build: Callable[[Path], None], say: Callable[[str], None]
 ) -> None:
-    """Makes the folder `target` by build(temporary folder), unless it is complete already.
+    """Creates the folder `target` by build(temporary folder), unless it is already complete.
 
-    The temporary folder lies beside the target and is renamed when everything in it is on disk, so a writer killed at
-    any moment leaves nothing that looks complete. Writers exclude one another by a lock that dies with its process.
-    Where a network's file system keeps locks within a machine, several machines make the same folder, each under a
-    name of its own; the first one stays.
+    The temporary folder lies beside the target and is renamed once everything in it is on disk, so a writer killed at
+    any moment leaves nothing that looks complete. Writers exclude one another by a lock that is released when its
+    process dies. Where a network file system keeps locks local to a machine, several machines build the same folder,
+    each under its own temporary name; the first one that finishes is kept.
     """
     locks = target.parent / ".locks"
     try:
@@ -40,7 +40,7 @@ def build_once(
         try:
             lock.acquire(timeout=0)
         except Timeout:
-            if "RANK" not in os.environ:  # ranks of one run wait for each other, which is no news
+            if "RANK" not in os.environ:  # it is normal that ranks of one run wait for each other
                 say(f"another process is preparing {target}; waiting for it")
             lock.acquire()
     except OSError as error:
@@ -64,14 +64,14 @@ def build_once(
 
 
 class _Terminated(BaseException):
-    """SIGTERM came."""
+    """Raised in the main thread when SIGTERM arrives."""
 
 
 @contextlib.contextmanager
 def _ends_after_sigterm() -> Iterator[None]:
-    """A SIGTERM ends the process as it would have, once what is in the `with` has cleaned up."""
+    """Delays the end of the process on SIGTERM until the code inside the `with` block has cleaned up."""
     is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:  # somebody else's to decide
+    if not is_main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:  # another handler is responsible
         yield
         return
 
@@ -98,14 +98,14 @@ def _publish_unless_complete(temporary: Path, target: Path, is_complete: Callabl
 
 
 def parts_of(folder: Path) -> Path:
-    """Where the parts lie while what `folder` will hold is computed."""
+    """Returns the folder of the parts while the contents of `folder` are being computed."""
     return folder.with_name(f"{folder.name}.parts")
 
 
 def compute_share(
     parts: Path, rows: np.ndarray, numbers: Callable[[np.ndarray], np.ndarray], rank: int, ranks: int
 ) -> None:
-    """Saves every `ranks`-th part of what `compute_in_parts` gives, from the `rank`-th on, where it isn't there yet."""
+    """Computes and saves every `ranks`-th part of `compute_in_parts`, from the `rank`-th on, unless the part exists."""
     parts.mkdir(parents=True, exist_ok=True)
     for path, some in list(_parts(parts, rows))[rank::ranks]:
         if not path.exists():
@@ -113,7 +113,7 @@ def compute_share(
 
 
 def _parts(folder: Path, rows: np.ndarray) -> Iterator[tuple[Path, np.ndarray]]:
-    """The file and the rows of each part."""
+    """Yields the file and the rows of each part."""
     for number, start in enumerate(range(0, len(rows), PART)):
         yield folder / f"{number:08d}.npy", rows[start : start + PART]
 
@@ -121,11 +121,11 @@ def _parts(folder: Path, rows: np.ndarray) -> Iterator[tuple[Path, np.ndarray]]:
 def compute_in_parts(
     parts: Path, rows: np.ndarray, numbers: Callable[[np.ndarray], np.ndarray], progress: RowProgress
 ) -> np.ndarray:
-    """`numbers` of all rows, [n, ...], those of whole parts from `parts` where an earlier call was interrupted.
+    """Returns `numbers` of all rows, [n, ...], reusing the parts that an interrupted earlier call has left in `parts`.
 
     Args:
-        rows: int64 [n]; the same in every call with this folder.
-        numbers: of some of them, in their order.
+        rows: int64 [n]; must be the same in every call with this folder.
+        numbers: computes the numbers of some of the rows, in their order.
 
     Raises:
         UserError: a part can't be read.
@@ -142,7 +142,7 @@ def compute_in_parts(
 
 
 def load_numbers(path: Path) -> np.ndarray:
-    """UserError where it can't be read."""
+    """Loads an array; raises UserError if it can't be read."""
     try:
         return np.asarray(np.load(path))
     except (OSError, ValueError, EOFError) as error:
@@ -150,7 +150,7 @@ def load_numbers(path: Path) -> np.ndarray:
 
 
 def _save(path: Path, numbers: np.ndarray) -> None:
-    """Whole or not at all."""
+    """Saves an array atomically: the file is complete or absent."""
     temporary = path.with_suffix(f".{os.getpid()}.tmp.npy")
     np.save(temporary, numbers)
     fsync(temporary)

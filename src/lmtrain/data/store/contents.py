@@ -1,7 +1,7 @@
-"""SHA-256 of files: computed while prepared data is written, compared at every start, remembered for large files.
+"""SHA-256 of files: computed while prepared data is written, compared at every start, cached for large files.
 
-What was found out about a large file is kept beside its size, times and inode (`Facts`): terabytes are read whole once,
-not at every start. Files that changed since are read again, and must hold what was recorded when they were prepared.
+What is computed for a large file is stored with its size, times and inode (`Facts`), so that terabytes are read once
+and not at every start. Changed files are read again and must match the hash recorded when they were prepared.
 """
 
 import contextlib
@@ -19,20 +19,20 @@ from lmtrain.errors import UserError
 
 REMEMBER_FROM = 1 << 24  # bytes; smaller files are hashed again, in milliseconds
 Version = list[int]
-WHOLE = "sha256:"  # what fingerprints begin with; earlier versions' had no such prefix
+WHOLE = "sha256:"  # prefix of fingerprints; those of earlier versions have none
 _CHUNK = 1 << 20  # bytes
-_SAY_FROM = 1 << 30  # bytes: reading them takes seconds
+_SAY_FROM = 1 << 30  # bytes from which on progress is reported: reading them takes seconds
 _SECONDS_BETWEEN_LINES = 10.0
 
 
 class Facts:
-    """What was found out about large files, kept in <cache_dir>/files.json and forgotten when a file changes."""
+    """A cache of values computed from large files, in <cache_dir>/files.json; those of changed files are dropped."""
 
     def __init__(self, cache_dir: str | Path | None) -> None:
         self.store = None if cache_dir is None else Path(cache_dir).expanduser() / "files.json"
 
     def digest(self, paths: list[Path]) -> str:
-        """sha256 over the files' contents, in order; their names don't matter."""
+        """Returns the SHA-256 over the files' contents, in order; their names don't matter."""
         whole = hashlib.sha256()
         for path in paths:
             try:
@@ -42,11 +42,11 @@ class Facts:
         return whole.hexdigest()
 
     def digest_of(self, path: Path) -> str:
-        """sha256 of a file, in hexadecimal digits."""
+        """Returns the SHA-256 of a file in hexadecimal digits."""
         return str(self.of(path, "sha256", lambda: _sha256(path)))
 
     def of(self, path: Path, name: str, find: Callable[[], Any]) -> Any:
-        """The fact called `name` about a file: remembered, or found by `find()`."""
+        """Returns the value called `name` for a file, from the cache or computed by `find()`."""
         if self.store is None or path.stat().st_size < REMEMBER_FROM:
             return find()
         version = version_of(path)
@@ -57,13 +57,13 @@ class Facts:
         return known[path]
 
     def recall(self, paths: list[Path], name: str) -> dict[Path, Any]:
-        """The fact called `name` about those of the files that have not changed since it was found out."""
+        """Returns the cached value called `name` for those of the files that have not changed since."""
         known = self._load()
         entries = {path: known.get(str(path.resolve()), {}) for path in paths}
         return {p: e[name] for p, e in entries.items() if name in e and e["version"] == version_of(p)}
 
     def remember(self, name: str, found: dict[Path, tuple[Version, Any]]) -> bool:
-        """Keeps the fact called `name` about files of these versions; False where it can't be written."""
+        """Caches the value called `name` for files at these versions; returns False if it can't be written."""
         known = self._load()
         for path, (version, fact) in found.items():
             entry = known.get(str(path.resolve()), {})
@@ -73,10 +73,10 @@ class Facts:
 
     @contextlib.contextmanager
     def one_process(self) -> Iterator[None]:
-        """One process at a time finds out what takes long; the others wait, and recall it."""
+        """Lets one process at a time do slow work in the block; the others wait, and can then recall its results."""
         assert self.store is not None
         with contextlib.ExitStack() as held:
-            with contextlib.suppress(OSError):  # of a cache that can't be written: each finds out for itself
+            with contextlib.suppress(OSError):  # if the cache can't be written, each process does the work itself
                 self.store.parent.mkdir(parents=True, exist_ok=True)
                 held.enter_context(FileLock(self.store.with_suffix(".lock")))
             yield
@@ -103,26 +103,26 @@ class Facts:
 
 
 def version_of(path: Path) -> Version:
-    """Size, times and inode. The change time can't be set back, so an edit that keeps size and date is noticed too."""
+    """Returns size, times and inode. The change time can't be set back: edits that keep size and date are noticed."""
     stat = path.stat()
     return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
 
 
 def fingerprint(parts: list[Any]) -> str:
-    """One name for everything in `parts`, plain values such as counts and hashes of files."""
+    """Returns one hash of everything in `parts`, plain values such as counts and hashes of files."""
     return WHOLE + hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def check(
     folder: Path, recorded: dict[str, str | None], cache_dir: str | Path, say: Callable[[str], None]
 ) -> dict[str, str]:
-    """The sha256 of each file of a prepared folder, by name.
+    """Verifies the files of a prepared folder and returns the SHA-256 of each, by name.
 
     Args:
-        recorded: the files, each with the sha256 that was recorded when it was written; None where none was.
+        recorded: the SHA-256 recorded when each file was written; None for files without one.
 
     Raises:
-        UserError: a file is missing, or holds something else than what was written.
+        UserError: a file is missing or its content has changed.
     """
     try:
         found = _hashes([folder / name for name in recorded], Facts(cache_dir), say)
@@ -141,7 +141,7 @@ def check(
 
 
 def remember(folder: Path, written: dict[str, str], cache_dir: str | Path) -> None:
-    """Takes note of the sha256 of files that were written just now: they needn't be read to know it."""
+    """Caches the SHA-256 of files that were just written, so that they need not be read to compute it."""
     versions = {name: version_of(folder / name) for name in written}
     if sum(size for size, *_ in versions.values()) >= REMEMBER_FROM:
         Facts(cache_dir).remember("sha256", {folder / name: (versions[name], h) for name, h in written.items()})
@@ -159,7 +159,7 @@ def _hashes(paths: list[Path], facts: Facts, say: Callable[[str], None]) -> dict
 
 
 def _read_all(paths: list[Path], facts: Facts, say: Callable[[str], None]) -> dict[Path, str]:
-    """sha256 of files of any size; what is found is remembered, also where the reading is interrupted later."""
+    """Returns the SHA-256 of files of any size; what was computed is cached even if reading is interrupted later."""
     total = sum(path.stat().st_size for path in paths)
     if total >= _SAY_FROM:
         say(f"reading {total / 1e9:,.1f} GB of token data to identify it (once, until the files change)")
@@ -175,7 +175,7 @@ def _read_all(paths: list[Path], facts: Facts, say: Callable[[str], None]) -> di
     found: dict[Path, Any] = {}
     try:
         for path in paths:
-            version = version_of(path)  # before it is read: an edit meanwhile is noticed at the next start
+            version = version_of(path)  # taken before reading: an edit meanwhile is noticed at the next start
             found[path] = (version, _sha256(path, advance))
     finally:
         kept = facts.remember("sha256", found)

@@ -1,4 +1,4 @@
-"""A folder of prepared tokens, of text or of examples: filled once, found again by its key, opened and checked.
+"""A folder of prepared tokens, of text or of examples: filled once, found again by its key, opened and verified.
 
 The key is computed from every setting that shapes the tokens.
 """
@@ -26,14 +26,14 @@ from lmtrain.data.store.writer import dtype_for
 from lmtrain.errors import RunError, disk_full
 from lmtrain.secrets import hashed, shown_in
 
-_LONGEST_LABEL = 200  # a file's name may have 255 bytes, and a lock's and a temporary folder's are longer
+_LONGEST_LABEL = 200  # a file name may have 255 bytes, and the names of locks and temporary folders are longer
 
 
 @dataclass(frozen=True)
 class PreparedData:
-    """A folder of bins and its tokenizer; `fingerprint` names the tokens themselves, wherever the folder lies.
+    """A folder of bins and its tokenizer; `fingerprint` identifies the tokens, independent of the folder's location.
 
-    notes: what of the source is not read, a line each.
+    notes: remarks on the source, such as files that are not read, one line each.
     """
 
     folder: Path
@@ -43,29 +43,29 @@ class PreparedData:
     notes: list[str]
 
     def bins(self, split: str) -> bins.SplitBins | None:
-        """The split's tokens; None where there is no such split."""
+        """Returns the split's token bins; None if there is no such split."""
         return bins.open_bins(self.folder, split) if bins.has_split(self.folder, split) else None
 
     def earlier_fingerprints(self) -> list[str]:
-        """What checkpoints of earlier versions call the tokens."""
+        """Returns the fingerprints that checkpoints of earlier versions have for these tokens."""
         return [bins.sampled_fingerprint([bins.open_bins(self.folder, name) for name in self.meta["splits"]])]
 
 
 def settings(section: DataConfig | TokenizerConfig) -> dict[str, Any]:
-    """The keys of the config that shape tokens, but for those that name files: what these hold stands in the key too.
+    """Returns the config keys that shape tokens, except those that name files, whose contents are in the key instead.
 
-    What is not set is left out, so that a key that comes to the schema makes no new folders by being there.
+    Unset values are left out, so that a key that is added to the schema does not lead to new folders.
     """
     return {k: v for k, v in values(section, PREPARED, by_content=False).items() if v not in (None, [], {})}
 
 
 def folder_key(data: DataConfig, tokenizer: TokenizerConfig, **contents: Any) -> dict[str, Any]:
-    """The key as it will be read back from JSON.
+    """Returns the key of a prepared folder, in the form in which it is read back from JSON.
 
     Args:
-        contents: what the files, datasets and templates that the config names turned out to hold; a version.
+        contents: identities of the files, datasets and templates that the config names; a version.
     """
-    # A secret among them, of a source of the user's own, is not written beside the tokens.
+    # Secrets in the settings of a user's own source are replaced by hashes, as the key is written beside the tokens.
     key = shown_in({"data": settings(data), "tokenizer": settings(tokenizer), **contents}, hashed)
     return dict(json.loads(json.dumps(key, sort_keys=True)))
 
@@ -75,30 +75,30 @@ def key_hash(key: dict[str, Any]) -> str:
 
 
 def folder_of(cfg: DataConfig, label: str, key: dict[str, Any]) -> Path:
-    """Where what has this key is kept, <cache_dir>/<label>-<hash>."""
+    """Returns the folder for a key, <cache_dir>/<label>-<hash>."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", label)
     return Path(cfg.cache_dir).expanduser() / f"{name[:_LONGEST_LABEL]}-{key_hash(key)[:12]}"
 
 
 def without_min_val_rows(key: dict[str, Any]) -> dict[str, Any]:
-    """The key by which earlier versions, which held out data.val_fraction of small data too, kept the same data."""
+    """Returns the key that earlier versions, which always held out data.val_fraction, used for the same data."""
     return {name: value for name, value in key.items() if name != "min_val_rows"}
 
 
 def folder_to_use(cfg: DataConfig, label: str, key: dict[str, Any]) -> Path:
-    """As `folder_of`; where an earlier version has prepared what this one would, that folder."""
+    """Returns `folder_of`, or the folder of an earlier version if it holds what this version would prepare."""
     own, earlier = (folder_of(cfg, label, k) for k in (key, without_min_val_rows(key)))
     if is_complete(own) or not is_complete(earlier):
         return own
     val = bins.load_meta(earlier)["splits"].get("val")
-    if val is None:  # which min_val_rows doesn't change
+    if val is None:  # nothing was held out, which min_val_rows doesn't change
         return earlier
     rows = val["counts"]["rows"] if "counts" in val else max(val["documents"] or 0, (val["bytes"] or 0) // 1000)
     return earlier if rows >= key["min_val_rows"] else own
 
 
 def min_val_rows(cfg: DataConfig) -> dict[str, int]:
-    """What data.min_val_rows adds to the key; nothing where it has no effect."""
+    """Returns what data.min_val_rows adds to the key; empty if it has no effect."""
     return {"min_val_rows": cfg.min_val_rows} if cfg.min_val_rows and cfg.val_fraction and not cfg.val_path else {}
 
 
@@ -109,13 +109,13 @@ def is_complete(folder: Path) -> bool:
 def prepare_folder(
     target: Path, fill: Callable[[Path], None], notes: list[str], cfg: DataConfig, show: PrepareProgress
 ) -> PreparedData:
-    """The folder `target`, made by fill(empty folder), which writes meta.json last, unless it is complete already.
+    """Opens the folder `target`, first filling it by fill(empty folder), which writes meta.json last, if incomplete.
 
-    Safe to call from several processes at once (one fills, the others wait) and to kill at any moment (nothing that
-    looks complete is left, and the next call starts over).
+    It is safe to call from several processes at once (one fills, the others wait) and to kill at any moment (nothing
+    that looks complete is left, and the next call starts over).
 
     Raises:
-        UserError: a file is missing, was cut short or changed after it was prepared; the cache can't be written.
+        UserError: a file is missing, was truncated or changed after it was prepared; the cache can't be written.
         RunError: the disk is full.
     """
     if not is_complete(target):
@@ -134,7 +134,7 @@ def open_folder(
     cfg: DataConfig,
     show: PrepareProgress,
 ) -> PreparedData:
-    """UserError where a file is missing, was cut short or changed after it was prepared."""
+    """Opens a prepared folder; raises UserError if a file is missing, was truncated or changed since."""
     for name in meta["splits"]:
         bins.open_bins(folder, name)
     hashes = contents.check(folder, bins.recorded_hashes(meta), cfg.cache_dir, show.say)
@@ -142,7 +142,7 @@ def open_folder(
 
 
 def new_meta(tokenizer: PreTrainedTokenizerFast, key: dict[str, Any]) -> bins.Meta:
-    """The sidecar of a folder without splits yet."""
+    """Returns the metadata of a folder that has no splits yet."""
     size = tokenizers.vocab_size(tokenizer)
     return {
         "format_version": bins.FORMAT_VERSION,
@@ -156,7 +156,7 @@ def new_meta(tokenizer: PreTrainedTokenizerFast, key: dict[str, Any]) -> bins.Me
 
 
 def _fill_or_explain(fill: Callable[[Path], None], show: PrepareProgress, folder: Path) -> None:
-    """Fills a folder; RunError, with what would be needed, where the disk is full."""
+    """Fills a folder; if the disk is full, raises a RunError that says how much space is needed."""
     try:
         fill(folder)
     except Exception as error:

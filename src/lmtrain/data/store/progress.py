@@ -13,7 +13,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 class PrepareProgress:
-    """Counts of the text being read or tokenized, shown on standard error; silent where `show` is false."""
+    """Counts of the text being read or tokenized, shown on standard error; silent if `show` is false."""
 
     def __init__(self, show: bool) -> None:
         self.console = terminal.console(stderr=True, quiet=not show)
@@ -24,7 +24,7 @@ class PrepareProgress:
                 TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[counts]}"), TimeElapsedColumn(),
                 console=self.console, transient=True,
             )  # fmt: skip
-            terminal.status.stop()  # two that draw on one screen show each other's escapes
+            terminal.status.stop()  # two live displays on one terminal garble each other
             self.bar.start()
         self.text_bytes = self.tokens = 0
         self.total: int | None = None
@@ -33,7 +33,7 @@ class PrepareProgress:
         self.console.print(line, highlight=False, soft_wrap=True)
 
     def watch(self, text: Iterator[str], total_bytes: int | None) -> Iterator[str]:
-        """Hands on the text that a tokenizer is trained on; shows how much was read, then that it is being learned."""
+        """Passes on the text for training a tokenizer; shows how much was read, then that the vocabulary is learned."""
         self.start("text", total_bytes, doing="read")
         for part in text:
             yield part
@@ -42,7 +42,7 @@ class PrepareProgress:
             self.bar.update(self.task, description="learn the vocabulary", total=None, counts="")
 
     def start(self, name: str, total_bytes: int | None, doing: str = "tokenize") -> None:
-        """A new split of about total_bytes UTF-8 bytes of text, where that is known."""
+        """Starts a new split of about total_bytes UTF-8 bytes of text; None if unknown."""
         self.finish_bar()
         self.title, self.name, self.total = f"{doing} {name}", name, total_bytes
         self.text_bytes = self.tokens = 0
@@ -85,7 +85,7 @@ class PrepareProgress:
 
     def _counts(self) -> str:
         seconds = max(time.perf_counter() - self.began, 1e-6)
-        if not self.text_bytes:  # of rows, only tokens are counted
+        if not self.text_bytes:  # for rows, only tokens are counted
             return f"{self.tokens:,} tokens, {self.tokens / seconds:,.0f} tokens/s"
         speed = self.text_bytes / 1e6 / seconds
         words = [
@@ -104,7 +104,7 @@ def _size(size: float) -> str:
 
 
 class RowProgress(PrepareProgress):
-    """The same of rows, whose number is known: `start("rows", n, doing="score")`, then `advance(n, 0)`."""
+    """Progress over a known number of rows: `start("rows", n, doing="score")`, then `advance(n, 0)`."""
 
     def finish(self) -> None:
         self.finish_bar()

@@ -1,7 +1,7 @@
-"""One file of tokens with what lies beside it, read where it is asked for: `pread`, never mapped, never loaded whole.
+"""One file of tokens and its side files, read on demand with `pread`, never memory-mapped and never loaded whole.
 
-Resident memory doesn't grow with what was touched, as it does with a memory map, and a file that was cut short is an
-error message instead of a SIGBUS.
+Resident memory doesn't grow with what was read, as it does with a memory map, and a truncated file leads to an error
+message instead of a SIGBUS.
 """
 
 import io
@@ -13,7 +13,7 @@ import numpy as np
 
 from lmtrain.errors import RunError, UserError
 
-SIDES = ("docs", "mask", "labels", "texts")  # what may lie beside a file of tokens, by suffix
+SIDES = ("docs", "mask", "labels", "texts")  # suffixes of the side files of a file of tokens
 END_BYTES = 8  # one uint64 per document
 _OPEN_FILES = 256  # well under the usual limit of 1024 per process, whatever the number of shards
 _BLOCK_ENDS = 512  # document ends per read: 4 KiB
@@ -21,13 +21,13 @@ _BLOCK_ENDS = 512  # document ends per read: 4 KiB
 
 @lru_cache(maxsize=_OPEN_FILES)
 def _open(path: str, _version: tuple[int, ...]) -> io.FileIO:
-    # Descriptors survive a fork and pread has no position to share, so loader workers need no care. A file that nobody
-    # refers to any more is closed.
+    # Descriptors survive a fork and pread shares no file position, so this is safe in loader workers. A file is closed
+    # when nothing refers to it any more.
     return io.FileIO(path)
 
 
 def close_files() -> None:
-    """Closes the files of all shards, for what is removed gives its disk back only then; reading opens them again."""
+    """Closes the files of all shards, as removed files free their disk space only then; reading opens them again."""
     _open.cache_clear()
 
 
@@ -51,7 +51,7 @@ def _version(path: Path) -> tuple[int, ...]:
 
 
 class Shard:
-    """One file of tokens. Small, picklable, and safe to use after a fork: files are opened where they are read."""
+    """One file of tokens. Small, picklable, and safe to use after a fork: files are opened when they are read."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Shard:
         labels: Path | None = None,
         texts: Path | None = None,
     ) -> None:
-        """Raises UserError where a file is missing or its size is not what `tokens` says."""
+        """Raises UserError if a file is missing or its size does not match `tokens`."""
         self.path, self.tokens, self.docs, self.mask, self.labels = Path(path), tokens, docs, mask, labels
         self.texts = texts
         self.dtype = np.dtype(dtype).newbyteorder("<")
@@ -90,28 +90,28 @@ class Shard:
         return np.frombuffer(_pread(file, self._versions[file], start * size, count * size), dtype=dtype)
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Tokens start .. start + count - 1, as an array [count] of the shard's dtype."""
+        """Returns tokens start .. start + count - 1, as an array [count] of the shard's dtype."""
         if start < 0 or count < 0 or start + count > self.tokens:
             raise IndexError(f"tokens {start}..{start + count} of {self.path}, which has {self.tokens}")
         return self._array(self.path, self.dtype, start, count)
 
     def read_mask(self, start: int, count: int) -> np.ndarray:
-        """Which of the tokens start .. start + count - 1 are learned, bool [count]; of a shard with a mask."""
+        """Returns which of the tokens start .. start + count - 1 are learned, bool [count]; requires a mask."""
         assert self.mask is not None
         return self._array(self.mask, "u1", start, count).astype(bool)
 
     def read_labels(self) -> np.ndarray:
-        """The label of each document that ends in the shard, int64; of a shard with labels."""
+        """Returns the label of each document that ends in the shard, int64; requires labels."""
         assert self.labels is not None
         return self._array(self.labels, "<i8", 0, self.documents).astype(np.int64)
 
     def read_texts(self) -> list[str]:
-        """The line of text of each document that ends in the shard; of a shard with texts."""
+        """Returns the line of text of each document that ends in the shard; requires texts."""
         assert self.texts is not None
         return self._array(self.texts, "u1", 0, self._versions[self.texts][1]).tobytes().decode().split("\n")[:-1]
 
     def document_ends(self, start: int, stop: int) -> np.ndarray:
-        """Ends (exclusive token offsets in this shard, int64, ascending) of documents with start <= end < stop."""
+        """Returns the document ends with start <= end < stop: int64, ascending, exclusive, in tokens of this shard."""
         if self.docs is None:
             raise UserError(
                 f"{self.path} comes without document borders (a .docs file): set data.isolate_documents=false, or "
@@ -132,7 +132,7 @@ class Shard:
         return self._array(self.docs, "<u8", first, count).astype(np.int64)
 
     def _first_end_at_least(self, value: int) -> int:
-        """Index of the first document whose end is >= value, by bisection over blocks of the .docs file."""
+        """Returns the index of the first document whose end is >= value, by bisection over blocks of the .docs file."""
         low, high = 0, self.documents
         while high - low > _BLOCK_ENDS:
             middle = (low + high) // 2

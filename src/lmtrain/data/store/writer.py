@@ -14,12 +14,12 @@ _CHUNK = 1 << 20  # bytes
 
 
 def dtype_for(vocab_size: int) -> str:
-    """The smallest dtype that holds every id: uint16 would wrap from 65,537 ids on."""
+    """Returns the smallest dtype that holds every id: uint16 would overflow from 65,537 ids on."""
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
 class _Stream:
-    """A file with one number for each token, and its SHA-256 up to now and up to the open document."""
+    """A file with one number per token, with its SHA-256 so far and its SHA-256 before the open document."""
 
     def __init__(self, path: Path, dtype: np.dtype) -> None:
         self.path, self.dtype = path, dtype
@@ -37,7 +37,7 @@ class _Stream:
         self.hash_before = self.hash.copy()
 
     def move(self, start: int, other: "_Stream") -> None:
-        """Moves the open document, which is all from token `start` on, to another file."""
+        """Moves the open document, everything from token `start` on, to another file."""
         self.file.flush()
         with open(self.path, "rb") as source:
             source.seek(start * self.dtype.itemsize)
@@ -57,16 +57,16 @@ class _Stream:
 
 
 class _OpenShard:
-    """The files of the shard that is written to."""
+    """The files of the shard that is being written."""
 
     def __init__(self, stem: Path, dtypes: dict[str, np.dtype]) -> None:
         self.stem = stem
         self.streams = {suffix: _Stream(stem.with_suffix(f".{suffix}"), dtype) for suffix, dtype in dtypes.items()}
         self.tokens = 0
         self.document_start = 0  # where the open document starts
-        self.ends: list[int] = []  # of the documents that end in it
-        self.labels: list[int] = []  # of those documents, where they have any
-        self.texts: list[str] = []  # the same
+        self.ends: list[int] = []  # ends of the documents that end in this shard
+        self.labels: list[int] = []  # labels of those documents, if they have any
+        self.texts: list[str] = []  # texts of those documents, if they have any
 
     def move_open_document(self, other: "_OpenShard") -> None:
         for suffix, stream in self.streams.items():
@@ -94,11 +94,11 @@ class _OpenShard:
 class BinWriter:
     """Appends documents, piece by piece, to shards of at most `shard_tokens` tokens.
 
-    A document that would not fit into what is left of a shard moves to the next one; only a document longer than a
-    whole shard is cut. Nothing but the current piece and one shard's document ends is held in memory.
+    A document that does not fit into the rest of a shard moves to the next one; only a document longer than a whole
+    shard is cut. Only the current piece and one shard's document ends, labels and texts are held in memory.
 
     Args:
-        masked: whether each token comes with whether it is learned.
+        masked: whether each token comes with a loss mask value.
     """
 
     def __init__(self, folder: Path, split: str, dtype: str, shard_tokens: int, *, masked: bool = False) -> None:
@@ -119,10 +119,10 @@ class BinWriter:
         label: int | None = None,
         text: str | None = None,
     ) -> None:
-        """Adds token ids [n], and their loss mask [n] where there is one, to the open document.
+        """Appends token ids [n], and their loss mask [n] if there is one, to the open document.
 
-        ends_document: closes it; `label` and `text`, a line without a line break, are the document's. Where
-            some documents have a text, the others have an empty one.
+        ends_document: closes the document; `label` and `text`, a line without a line break, belong to it. If some
+            documents have a text, the others get an empty one.
         """
         self.bytes += text_bytes
         shard = self._open
@@ -164,7 +164,7 @@ class BinWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Closes files that are still open, unfinished."""
+        """Closes files that are still open, without finishing them."""
         for stream in self._open.streams.values() if self._open is not None else ():
             stream.file.close()
         self._open = None

@@ -24,7 +24,7 @@ _BEGIN = "begin.json"  # the place where training begins
 
 @dataclass(frozen=True)
 class Head:
-    """A stream with its validation split prepared; training begins at `begin`, in every epoch."""
+    """A stream whose validation split is prepared; training begins at `begin` in every epoch."""
 
     source: StreamSource
     prepared: PreparedData
@@ -33,7 +33,7 @@ class Head:
 
     @cached_property
     def encoder(self) -> Encoder:
-        """Made by the rank that reads on: it copies the tokenizer."""
+        """The encoder, built when first used by the rank that reads the stream: it copies the tokenizer."""
         return make_encoder(self.prepared.tokenizer, self.cfg)
 
     @property
@@ -42,10 +42,10 @@ class Head:
 
 
 def prepare_head(cfg: DataConfig, tokenizer_cfg: TokenizerConfig, progress: bool = True) -> Head:
-    """Reads the head of the stream once; later runs find it prepared.
+    """Reads the head of the stream once; later runs find it in the cache.
 
     Raises:
-        UserError: the source or the tokenizer is missing or wrong, or holds less text than is held out.
+        UserError: the source or the tokenizer is missing or invalid, or there is less text than is to be held out.
     """
     source, named = open_stream(cfg), tokenizers.identity(tokenizer_cfg)
     key = folder_key(
@@ -76,12 +76,12 @@ def _text(source: StreamSource) -> Iterator[str]:
 def _write_head(
     folder: Path, cfg: DataConfig, source: StreamSource, encoder: Encoder, meta: bins.Meta, show: PrepareProgress
 ) -> None:
-    """Writes the first whole segments with at least data.ring_val_tokens tokens, and where they end."""
+    """Writes the first whole segments, at least data.ring_val_tokens tokens, and the place where they end."""
     wanted = cfg.ring_val_tokens or 0
     show.start("the head", None)
     with BinWriter(folder, "val", meta["dtype"], cfg.shard_tokens or 2**30) as writer:
         for segment in segments(source, encoder, Place()):
-            last = writer.tokens + len(segment.ids) >= wanted  # what follows of its document is trained on
+            last = writer.tokens + len(segment.ids) >= wanted  # the rest of its document is trained on
             writer.append(segment.ids, ends_document=segment.ends or last, text_bytes=segment.text_bytes)
             show.advance(segment.text_bytes, len(segment.ids))
             if last:

@@ -1,9 +1,9 @@
-"""Rows of a stream: windows of shards that lie in a folder for as long as they are needed, the ring.
+"""Rows of a stream: windows of shards that lie in a folder, the ring, for as long as they are needed.
 
-A window is to the order of rows what an epoch is to a corpus (order.py): step s takes the rows s * G .. s * G + G - 1,
-window after window, each window's rows permuted by a key of (seed, window). So the order is a pure function of the two,
-and no row is in two windows. A thread (`Producer`) reads the stream ahead of training and writes shards where there is
-room.
+In the order of rows, a window takes the place of an epoch (order.py): step s takes the rows s * G .. s * G + G - 1,
+window after window, with each window's rows permuted by a key of (seed, window). So the order is a pure function of
+seed and step, and no row is in two windows. A thread (`Producer`) reads the stream ahead of training and writes shards
+when there is room.
 """
 
 import os
@@ -27,7 +27,7 @@ _POLL_SECONDS = 0.01
 
 @dataclass(frozen=True)
 class Ring:
-    """How a stream is cut: shards of so many tokens, windows of so many shards; at most `bytes` of them on disk."""
+    """How a stream is cut: rows into shards, and shards into windows; at most `bytes` of them are on disk."""
 
     bytes: int
     shard_rows: int
@@ -39,23 +39,23 @@ class Ring:
 
     @property
     def shard_tokens(self) -> int:
-        return self.shard_rows * self.seq_len + 1  # and the label of the last
+        return self.shard_rows * self.seq_len + 1  # plus the label of the last token
 
     @property
     def window_rows(self) -> int:
         return self.shard_rows * self.window_shards
 
     def window_of(self, step: int) -> int:
-        """The window in which a step's first row lies."""
+        """Returns the window that contains a step's first row."""
         return step * self.global_batch_size // self.window_rows
 
     def window_after(self, step: int) -> int:
-        """The window in which a step's last row lies."""
+        """Returns the window that contains a step's last row."""
         return ((step + 1) * self.global_batch_size - 1) // self.window_rows
 
 
 def make_ring(config: Config, dtype: str) -> Ring:
-    """UserError where the ring can't hold the two windows that are read from while one gives way to the next."""
+    """Builds the ring; raises UserError if a shard, a window or the ring is too small for what must be read at once."""
     d = config.data
     assert d.ring_bytes is not None
     assert d.ring_shard_tokens is not None
@@ -76,7 +76,7 @@ def make_ring(config: Config, dtype: str) -> Ring:
             f"{needed:,} bytes (2 x data.ring_window={d.ring_window} x data.ring_shard_tokens={d.ring_shard_tokens}, "
             f"{dtype}). Set data.ring_bytes={needed}, or lower data.ring_window"
         )
-    # A step and the next lie in two windows; loader workers read two steps ahead each.
+    # The rows of a step and those read ahead must lie in two windows; each loader worker reads two steps ahead.
     ahead = max(2, 1 + 2 * d.num_workers) * d.global_batch_size
     if ahead > ring.window_rows:
         workers = f" and data.num_workers={d.num_workers}" if d.num_workers else ""
@@ -92,14 +92,14 @@ def shard_file(folder: Path, number: int) -> Path:
 
 
 class StreamRows:
-    """The rows of one window after the other, read by (window, row) pairs as they come to lie in `folder`.
+    """The rows of one window after the other, read by (window, row) pairs as their shards appear in `folder`.
 
-    Reading waits for a shard that isn't there yet. Windows are asked for in order: files of an earlier one are closed.
+    Reading waits for a shard that isn't there yet. Windows must be read in order: files of earlier ones are closed.
     """
 
     def __init__(self, ring: Ring) -> None:
         self.ring = ring
-        self.folder: Path | None = None  # of a run that fills it
+        self.folder: Path | None = None  # set and filled by a run
         self._window = -1
         self._shards: dict[int, Shard] = {}
 
@@ -107,7 +107,7 @@ class StreamRows:
         return self.ring.window_rows
 
     def read(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
-        """A micro-batch from (window, row) pairs [B, 2]: see `make_batch`."""
+        """Reads a micro-batch from (window, row) pairs [B, 2]; see `make_batch`."""
         places = []
         for window, row in rows.tolist():
             shard, start = divmod(row, self.ring.shard_rows)
@@ -143,23 +143,23 @@ class StreamRows:
         return Shard(file, self.ring.dtype, self.ring.shard_tokens, docs)
 
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds between attempts to read; doubled each time
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds between attempts to read; the pause doubles each time
 
 
 class Producer:
-    """Shards of a stream in `folder`, from the first of `window`, which begins at `place`, on.
+    """A background thread that writes a stream's shards to `folder`, from window `window` on, which begins at `place`.
 
-    `error` is what ended it: ReadError where reading failed for `patience` seconds however often it was tried.
+    `error` is the exception that ended it, such as a ReadError when reading kept failing for `patience` seconds.
     """
 
     def __init__(self, head: Head, ring: Ring, folder: Path, window: int, place: Place, patience: float) -> None:
         self.head, self.ring, self.folder, self.patience = head, ring, folder, patience
-        self.begins = {window: place}  # where windows begin
+        self.begins = {window: place}  # the place at which each window begins
         self.error: Exception | None = None
-        self._oldest = window  # the first that is needed
-        self._next = window * ring.window_shards  # the shard to write
-        self._place = place  # where it begins
-        self._bytes: dict[int, int] = {}  # of each shard on disk
+        self._oldest = window  # the first window that is still needed
+        self._next = window * ring.window_shards  # number of the next shard to write
+        self._place = place  # where that shard begins
+        self._bytes: dict[int, int] = {}  # size of each shard on disk
         self._stopped = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="stream", daemon=True)
@@ -168,14 +168,14 @@ class Producer:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread, if need be later: in the middle of a download it may take a while."""
+        """Tells the thread to end and waits up to 10 seconds; in the middle of a download it may take longer."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
         self._thread.join(timeout=10)
 
     def wait_for(self, window: int, seconds: float) -> bool:
-        """Whether all of a window is on disk; waits so long for it, or for an error."""
+        """Waits up to `seconds` for a window or an error, and returns whether the whole window is on disk."""
         with self._changed:
             self._changed.wait_for(lambda: self._has(window) or self.error is not None, seconds)
             return self._has(window)
@@ -184,7 +184,7 @@ class Producer:
         return self._next >= (window + 1) * self.ring.window_shards
 
     def discard_before(self, window: int) -> None:
-        """Removes the shards of earlier windows: all ranks have read them."""
+        """Removes the shards of windows before `window`, which all ranks have read."""
         if window == self._oldest:
             return
         with self._changed:
@@ -212,7 +212,7 @@ class Producer:
                 with self._changed:
                     self._changed.wait_for(lambda: self._stopped, pause)
                 pause = min(2 * pause, _LONGEST_PAUSE)
-            except BaseException as error:  # what panics in the Rust of tokenizers is no Exception
+            except BaseException as error:  # a panic in tokenizers' Rust code is not an Exception
                 if not isinstance(error, Exception):
                     error = RunError(f"the stream can't be tokenized: {type(error).__name__}: {first_line(error)}")
                 return self._fail(error)
@@ -223,14 +223,14 @@ class Producer:
             self._changed.notify_all()
 
     def _produce(self) -> None:
-        """Writes shards from `_place` on until it is stopped or can't read."""
+        """Writes shards from `_place` on until the producer is stopped or reading fails."""
         stream = endless(self.head.source, self.head.encoder, self.head.begin, self._place)
         for shard in cut_shards(stream, self.ring.shard_tokens):
             files = self._files(shard)
             size = sum(len(content) for content in files.values())
             if not self._wait_for_room(size):
                 return
-            for file, content in files.items():  # the tokens last: then the shard is there
+            for file, content in files.items():  # the token file last: its presence means that the shard is complete
                 temporary = file.with_suffix(".tmp")
                 temporary.write_bytes(content)
                 os.replace(temporary, file)
@@ -244,7 +244,7 @@ class Producer:
         return {file.with_suffix(".docs"): shard.document_ends.astype(f"<u{END_BYTES}").tobytes(), **tokens}
 
     def _wait_for_room(self, size: int) -> bool:
-        """False where it is stopped meanwhile."""
+        """Waits until `size` more bytes fit into the ring; returns False if the producer is stopped meanwhile."""
         with self._changed:
             while sum(self._bytes.values()) + size > self.ring.bytes and not self._stopped:
                 if self._next < (self._oldest + 2) * self.ring.window_shards:

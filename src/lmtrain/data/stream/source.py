@@ -1,6 +1,6 @@
-"""What a stream is read from, from any place in it: files or a dataset of the hub, as text and as token ids.
+"""The source of a stream, which can be read from any place on: files or a hub dataset, as text and as token ids.
 
-A stream is read part after part and epoch after epoch, and cut into shards of so many tokens.
+A stream is read part by part and epoch by epoch, and cut into shards of a fixed number of tokens.
 """
 
 from collections import deque
@@ -20,13 +20,13 @@ from lmtrain.data.sources.tables import columns_of, json_lines_from, parquet_fro
 from lmtrain.data.text.encode import Encoder
 from lmtrain.errors import ReadError, UserError
 
-_BLOCK = 1 << 20  # characters of a plain text file that is one document, read at a time
+_BLOCK = 1 << 20  # characters per read of a plain text file that is one document
 
 
 class Block(NamedTuple):
-    """A document, or of a text file that is one document a part of it: `ends` with the last, which has no text.
+    """A document, or a chunk of a text file that is one document; an empty block ends such a file.
 
-    row: where it begins in its part of the source, the number that `rows(part, row)` starts again from.
+    row: where the block begins in its part of the source; `rows(part, row)` reads from there again.
     """
 
     row: int
@@ -35,24 +35,24 @@ class Block(NamedTuple):
 
 
 class StreamSource(Protocol):
-    """Text in parts (files, shards of the hub), each of which can be read from any row on."""
+    """Text in parts (files, shards of a hub dataset), each of which can be read from any row on."""
 
-    label: str  # its name in messages and in the folder of what is held out of it
-    identity: list[Any]  # plain values: what tells it from another, without reading it
+    label: str  # its name in messages and in the name of the folder of held-out tokens
+    identity: list[Any]  # plain values that identify it, known without reading it
     parts: int
-    notes: list[str]  # what of a folder is not read
+    notes: list[str]  # files of a folder that are not read
 
     def rows(self, part: int, start: int) -> Iterator[Block]:
-        """The blocks of a part from row `start` on.
+        """Returns the blocks of a part from row `start` on.
 
         Raises:
-            ReadError: reading broke, and may work again.
+            ReadError: reading failed, and may work if it is tried again.
             UserError: a row can't be read.
         """
 
 
 def open_stream(cfg: DataConfig) -> StreamSource:
-    """The source that `cfg` names; UserError where there is none."""
+    """Opens the stream that `cfg` names; raises UserError if it doesn't exist."""
     return _FileStream(cfg) if cfg.source == "files" or cfg.path else _HubStream(cfg)
 
 
@@ -77,7 +77,7 @@ class _FileStream:
         for text in text_blocks(path, _BLOCK, start):
             yield Block(start, text, False)
             start += len(text.encode())
-        if start:  # a compressed file may hold nothing
+        if start:  # a compressed file may be empty inside
             yield Block(start, "", True)
 
     def _rows(self, path: File, format: str, start: int) -> Iterator[Block]:
@@ -104,7 +104,7 @@ class _FileStream:
 
 
 def _told(file: File) -> list[Any]:
-    """Name, size and what a file system says of its version: to hash the files would be to read the stream."""
+    """Returns name, size and the file system's version, if any: hashing files would mean reading the whole stream."""
     return [str(file), file.size, file.version] if isinstance(file, Address) else [file.name, file.stat().st_size]
 
 
@@ -113,7 +113,7 @@ class _HubStream:
 
     def __init__(self, cfg: DataConfig) -> None:
         self.cfg, name, self.label = cfg, *hub.named(cfg)
-        folder = Path(name).expanduser()  # of a repository on this machine
+        folder = Path(name).expanduser()  # exists for a local dataset repository
         try:
             commit = None if folder.is_dir() else commit_of("dataset", name, cfg.revision)
         except Unreachable as error:
@@ -134,10 +134,10 @@ class _HubStream:
 
 
 class Place(NamedTuple):
-    """A token's place: `skip` tokens after a segment that begins `character` characters into a row of a part.
+    """The position of a token in the stream: `skip` tokens into the segment at character `character` of a row.
 
-    inside: whether the segment goes on with a document. How a document is cut into segments from here on depends on
-    nothing before, so reading from a place gives the tokens that reading from the beginning gives.
+    inside: whether the segment continues a document. How a document is cut into segments from here on depends on
+    nothing before it, so reading from a place gives the same tokens as reading from the beginning.
     """
 
     epoch: int = 0
@@ -158,7 +158,7 @@ class StreamSegment(NamedTuple):
 
 
 class StreamShard(NamedTuple):
-    """Token ids, uint32 [shard_tokens]; where documents end in it (exclusive, int64); the place of what follows."""
+    """Token ids, uint32 [shard_tokens]; document ends in the shard (exclusive, int64); the place of the next token."""
 
     ids: np.ndarray
     document_ends: np.ndarray
@@ -166,16 +166,16 @@ class StreamShard(NamedTuple):
 
 
 class _StreamReading:
-    """The pieces of one epoch from a place on, and where the text that has come back from the encoder lay."""
+    """A reader of one epoch's pieces from a place on, which tracks where the text that the encoder has returned lay."""
 
     def __init__(self, source: StreamSource, start: Place) -> None:
         self.source, self.start = source, start
-        self.blocks: deque[tuple[int, int, int, int]] = deque()  # part, row, first character of it read, how many
-        self.done = 0  # characters of the first block that have come back
-        self.error: ReadError | None = None  # where it broke off
+        self.blocks: deque[tuple[int, int, int, int]] = deque()  # part, row, index of the first character read, count
+        self.done = 0  # characters of the first block that the encoder has returned
+        self.error: ReadError | None = None  # what ended reading early
 
     def pieces(self) -> Iterator[Piece]:
-        """Ends where reading fails too, so that what was read before comes back."""
+        """Yields the pieces; ends if reading fails, too, so that the encoder still returns what was read before."""
         try:
             yield from self._pieces()
         except ReadError as error:
@@ -193,7 +193,7 @@ class _StreamReading:
             part, row, character = part + 1, 0, 0
 
     def place(self, inside: bool) -> Place:
-        """The place of the next character, to come back to."""
+        """Returns the place of the next character, from which reading can resume."""
         while self.done >= self.blocks[0][3]:
             self.done -= self.blocks.popleft()[3]
         part, row, first, _ = self.blocks[0]
@@ -201,10 +201,10 @@ class _StreamReading:
 
 
 def segments(source: StreamSource, encoder: Encoder, start: Place) -> Iterator[StreamSegment]:
-    """One epoch of a stream, or what is left of it from `start` on.
+    """Yields the segments of one epoch of a stream, from `start` on.
 
     Raises:
-        ReadError: reading broke, after the whole segments before that.
+        ReadError: reading failed; it is raised after the whole segments before the failure.
     """
     reading, inside, skip = _StreamReading(source, start), start.inside, start.skip
     for found in encoder.encode(reading.pieces(), start.inside):
@@ -217,7 +217,7 @@ def segments(source: StreamSource, encoder: Encoder, start: Place) -> Iterator[S
 
 
 def endless(source: StreamSource, encoder: Encoder, begin: Place, start: Place) -> Iterator[StreamSegment]:
-    """The stream from `start` on, epoch after epoch; each begins at `begin`.
+    """Yields the segments of the stream from `start` on, epoch after epoch; each further epoch begins at `begin`.
 
     Raises:
         UserError: there is no text after `begin`.
@@ -233,7 +233,7 @@ def endless(source: StreamSource, encoder: Encoder, begin: Place, start: Place) 
 
 
 def cut_shards(stream: Iterator[StreamSegment], shard_tokens: int) -> Iterator[StreamShard]:
-    """Cuts a stream into shards."""
+    """Yields the stream's tokens as shards of `shard_tokens` tokens."""
     parts: list[np.ndarray] = []
     ends: list[int] = []
     held = 0

@@ -1,10 +1,10 @@
-"""From documents to token ids, with bounded memory, on all cores.
+"""Converts documents to token ids, with bounded memory, on all cores.
 
-A long document is cut into segments that are tokenized apart. A cut is made only where tokenizers end a word anyway
-(after a single newline before a letter or digit, or before a single space between two), and only where tokenizing the
-surroundings whole and in two gives the same ids. A segment after a cut is tokenized with a newline before it, whose
-ids are then dropped: so it starts in the middle of a text for tokenizers that treat a text's start specially (Llama's
-puts a space there).
+A long document is cut into segments that are tokenized separately. A cut is made only where tokenizers end a word
+anyway (after a single newline before a letter or digit, or before a single space between two), and only where
+tokenizing the surroundings whole and in two parts gives the same ids. A segment after a cut is tokenized with a newline
+before it, whose ids are then dropped, so that tokenizers that treat the start of a text specially (Llama's puts a space
+there) don't see the segment as one.
 """
 
 import copy
@@ -25,30 +25,30 @@ from lmtrain.data.byte_bpe.processes import EncodeProcesses
 from lmtrain.data.sources.pieces import Piece
 from lmtrain.errors import UserError
 
-SEGMENT = 1 << 15  # characters; long enough that checking a cut costs little, short enough to feed many threads
-# Characters tokenized at a time: long arrays, few operations. The tokenizers library needs about 100 bytes for each of
-# their tokens.
+SEGMENT = 1 << 15  # characters; long enough that checking a cut is cheap, short enough to feed many threads
+# Characters tokenized at a time: long arrays need few operations, but the tokenizers library takes about 100 bytes for
+# each of their tokens.
 PART = 1 << 20
-_PROCESSES = 4  # more would wait for the text that this process reads
-_SURROUNDINGS = 48  # characters on either side of a cut: more than any token is long
+_PROCESSES = 4  # more would wait for this process to read the text
+_SURROUNDINGS = 48  # characters compared on either side of a cut: longer than any token
 _TRIES = 8
 _CUT = re.compile(r"(?<=\S)\n(?=[^\W_])|(?<=[^\W_])(?= [^\W_])")
 
 
 class Segment(NamedTuple):
-    """Text that is tokenized as a whole; `continues` after a cut, `ends` at a document's end."""
+    """A text that is tokenized as a whole; `continues` if it follows a cut, `ends` if it ends a document."""
 
     text: str
     continues: bool
     ends: bool
 
 
-_Found = list[np.ndarray]  # of each segment, uint32 [n]
+_Found = list[np.ndarray]  # token ids of each segment, uint32 [n]
 _Begun = tuple[list[Segment], Future[_Found]]
 
 
 class EncodedSegment(NamedTuple):
-    """Token ids [n] of a segment, and how many UTF-8 bytes and how many characters of text they are."""
+    """Token ids [n] of a segment, the UTF-8 bytes and characters of its text, and whether it ends a document."""
 
     ids: np.ndarray
     text_bytes: int
@@ -57,10 +57,11 @@ class EncodedSegment(NamedTuple):
 
 
 def make_encoder(tokenizer: PreTrainedTokenizerFast, cfg: DataConfig) -> "Encoder":
-    """As `cfg` says: with the end-of-text token after each document or without, in data.num_proc processes at most.
+    """Builds the encoder of `cfg`: with or without an end-of-text token after documents, data.num_proc processes at
+    most.
 
     Raises:
-        UserError: the tokenizer has no such token.
+        UserError: the tokenizer has no end-of-text token.
     """
     if cfg.append_eos and tokenizer.eos_token_id is None:
         raise UserError(
@@ -71,10 +72,10 @@ def make_encoder(tokenizer: PreTrainedTokenizerFast, cfg: DataConfig) -> "Encode
 
 
 class Encoder:
-    """Tokenizes streams of documents; special tokens are never read out of the text itself."""
+    """A tokenizer of streams of documents; special tokens that occur in the text are encoded as plain text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, eos_id: int | None, processes: int | None = None) -> None:
-        """eos_id: the token put after each document, or None for nothing; processes: at most; None for one a core."""
+        """eos_id: the token put after each document, None for none; processes: their maximum, None for one per core."""
         self.backend = copy.deepcopy(tokenizer.backend_tokenizer)
         self.backend.no_truncation()
         self.backend.no_padding()
@@ -86,12 +87,12 @@ class Encoder:
 
     @functools.cached_property
     def fast(self) -> bool:
-        """Whether ByteBPE finds the same ids; a text of less than a part is not worth the start of its processes."""
+        """Whether ByteBPE gives the same ids; for less text than a part it isn't worth starting its processes."""
         return ByteBPE.covers(self.backend)
 
     def encode(self, pieces: Iterable[Piece], continues: bool = False) -> Iterator[EncodedSegment]:
-        """Token ids of the documents, in order; `continues` where the first piece begins at a segment in a document."""
-        begun: deque[_Begun] = deque()  # while the next are read
+        """Yields the documents' token ids, in order; `continues` if the first piece begins at a cut in a document."""
+        begun: deque[_Begun] = deque()  # parts being encoded while the next are read
         fast = False
         with EncodeProcesses(self.backend) as processes, ThreadPoolExecutor(self.processes) as pool:
             for part in _parts(self.segments(pieces, continues), PART):
@@ -106,9 +107,9 @@ class Encoder:
                 yield from self._finish_first(begun)
 
     def segments(self, pieces: Iterable[Piece], continues: bool = False) -> Iterator[Segment]:
-        """Documents cut where it doesn't change their tokens, into segments of SEGMENT characters or somewhat more."""
+        """Cuts documents where it doesn't change their tokens, into segments of SEGMENT characters or somewhat more."""
         text = ""
-        done = searched = 0  # text[:done] has been handed out; no cut fits before `searched`
+        done = searched = 0  # text[:done] has been yielded; there is no safe cut before `searched`
         for piece in pieces:
             text, searched, done = text[done:] + piece.text, max(0, searched - done), 0
             while len(text) - done >= 2 * SEGMENT:
@@ -123,7 +124,7 @@ class Encoder:
                 text, continues, done, searched = "", False, 0, 0
 
     def _find_cut(self, text: str, start: int) -> int | None:
-        """Where to cut, at `start` or later; None where no cut is safe."""
+        """Returns where to cut, at `start` or later; None if none of the first _TRIES candidates is safe."""
         for _, match in zip(range(_TRIES), _CUT.finditer(text, start, len(text) - _SURROUNDINGS), strict=False):
             cut = match.end()
             left, right = text[cut - _SURROUNDINGS : cut], text[cut : cut + _SURROUNDINGS]
@@ -141,7 +142,7 @@ class Encoder:
         yield from self._finish(part, found.result())
 
     def _by_library(self, part: list[Segment]) -> _Found:
-        # A method of its own, at whose end the encodings, 100 bytes a token, are gone.
+        # A separate method, so that the encodings, 100 bytes per token, are freed when it returns.
         encodings = self.backend.encode_batch_fast(_texts(part), add_special_tokens=False)
         return [np.array(e.ids, dtype=np.uint32) for e in encodings]
 
@@ -157,7 +158,7 @@ def _texts(segments: list[Segment]) -> list[str]:
 
 
 def _parts(segments: Iterable[Segment], least: int) -> Iterator[list[Segment]]:
-    """Joins pieces into parts of `least` characters or somewhat more."""
+    """Groups segments into parts of `least` characters or somewhat more."""
     part: list[Segment] = []
     size = 0
     for segment in segments:

@@ -1,10 +1,10 @@
-"""Fill-in-the-middle: documents rearranged so that a model learns to write what stands between two texts.
+"""Fill-in-the-middle: documents rearranged so that a model learns to write the text between two others.
 
-Bavarian et al. 2022 (arXiv:2207.14255), with the documents of a row as a row holds them (the paper's context-level
-form): two places, drawn evenly, cut one into prefix, middle and suffix. They become
+Bavarian et al. 2022 (arXiv:2207.14255), applied to the documents as they stand in a row (the paper's context-level
+form): two positions, drawn uniformly, cut a document into prefix, middle and suffix. These become
     PSM   <prefix> prefix <suffix> suffix <middle> middle
     SPM   <prefix> <suffix> suffix <middle> prefix middle
-with the end of the document, where the row has it, after the middle. The places are between tokens.
+followed by the end of the document, if the row contains it. The positions are between tokens.
 """
 
 from dataclasses import dataclass
@@ -17,15 +17,15 @@ from lmtrain.data.order import mix64
 from lmtrain.data.store.shards import Shard
 from lmtrain.errors import UserError
 
-_MARKS = 3  # tokens that a rearranged document has more
+_MARKS = 3  # additional tokens of a rearranged document
 
 
 @dataclass(frozen=True)
 class FillInTheMiddle:
-    """What to rearrange, and the ids to do it with; every draw is a function of (seed, epoch, row, document of it).
+    """What to rearrange, and the token ids it takes; draws are a function of (seed, epoch, row, document in the row).
 
-    rate: of documents that are rearranged; spm_rate: of those, that become SPM.
-    end: the token that ends a document; None where there is none.
+    rate: share of documents that are rearranged; spm_rate: share of those that become SPM.
+    end: the token that ends a document; None if there is none.
     """
 
     rate: float
@@ -37,10 +37,10 @@ class FillInTheMiddle:
     seed: int
 
     def rearrange(self, tokens: np.ndarray, ends: np.ndarray, epoch: int, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens [n] of a row and where documents end in it, rearranged.
+        """Rearranges the documents of a row; returns the row's tokens [n] and where documents end in it.
 
-        As marks take room, as many tokens at the end of the row are left out; a document that is cut short by that, or
-        that goes on after the row, has no end.
+        The marker tokens take room, so the same number of tokens is dropped at the end of the row; a document that is
+        truncated by that, or that continues after the row, has no end.
 
         Args:
             tokens: int64 [n].
@@ -66,7 +66,7 @@ class FillInTheMiddle:
         return np.concatenate(done), np.array(new_ends, dtype=np.int64)
 
     def _parts_in_order(self, document: np.ndarray, draws: list[float]) -> np.ndarray:
-        """The document, [n], as PSM or SPM, [n + 3]."""
+        """Returns the document, [n], as PSM or SPM, [n + 3]."""
         has_end = len(document) > 0 and self.end is not None and document[-1] == self.end
         text, end = (document[:-1], document[-1:]) if has_end else (document, document[:0])
         first, second = sorted(int(draw * (len(text) + 1)) for draw in draws[1:3])
@@ -77,10 +77,10 @@ class FillInTheMiddle:
 
 
 def fill_in_the_middle(data: DataConfig, shards: list[Shard], tokenizer: Any, seed: int) -> FillInTheMiddle | None:
-    """What data.fim asks for; None where nothing is rearranged.
+    """Returns the FillInTheMiddle that data.fim asks for, or None if nothing is rearranged.
 
     Raises:
-        UserError: the tokenizer lacks one of its tokens; bins that don't say where documents end.
+        UserError: the tokenizer lacks one of the marker tokens, or the bins don't say where documents end.
     """
     fim = data.fim
     if not fim.rate:

@@ -1,4 +1,4 @@
-"""Several sources of text for one run: each prepared on its own, all by one tokenizer."""
+"""Several sources of text for one run: each is prepared separately, all with the same tokenizer."""
 
 import copy
 import dataclasses
@@ -19,7 +19,7 @@ from lmtrain.data.store.progress import PrepareProgress
 from lmtrain.data.text.prepare import prepare
 from lmtrain.errors import UserError
 
-_CHANGES = 6  # of a source's share that the plan shows
+_CHANGES = 6  # maximum number of a source's shares over time that the plan shows
 _MIXED = ("weight", "max_epochs")
 _KEYS = ("path", "val_path", "name", "config_name", "revision", "source", "format", "train_split", "val_split",
          "val_fraction", "min_val_rows", "num_samples", "streaming", "text_column", "column_separator", "sample_by",
@@ -28,7 +28,7 @@ _KEYS = ("path", "val_path", "name", "config_name", "revision", "source", "forma
 
 @dataclasses.dataclass(frozen=True)
 class TextSource:
-    """One source of a mixture: its config, its weights by the step from which they hold, its epochs at most."""
+    """One source of a mixture: its config, its weights by the step from which each holds, its maximum epochs."""
 
     cfg: DataConfig
     label: str
@@ -43,17 +43,17 @@ class PreparedMixture:
 
     @property
     def fingerprint(self) -> str:
-        """Names the tokens of all sources, and how they are mixed."""
+        """A hash of the tokens of all sources and of how they are mixed."""
         mixed = [[sorted(s.weights.items()), s.max_epochs] for s in self.sources]
         return contents.fingerprint([*(part.fingerprint for part in self.parts), mixed])
 
 
 def text_sources(cfg: DataConfig) -> list[TextSource]:
-    """The sources of data.mixture, none of them opened yet.
+    """Returns the sources of data.mixture, without opening them.
 
     Raises:
-        UserError: there is none, an entry has an unknown key, not one place to read from, or a wrong weight; the
-            weights are all 0 from some step on.
+        UserError: there are none; an entry has an unknown key, a wrong weight, or not exactly one place to read from;
+            the weights are all 0 from some step on.
     """
     if not cfg.mixture:
         raise UserError("data.mixture is empty: list sources, data.mixture=[{path: a.txt, weight: 3}, {name: b}]")
@@ -70,7 +70,7 @@ def text_sources(cfg: DataConfig) -> list[TextSource]:
 
 
 def _config(cfg: DataConfig, entry: dict[str, Any], where: str) -> DataConfig:
-    """The config of one source: that of the mixture, with what the entry says of its own."""
+    """Returns the config of one source: that of the mixture, overridden by the keys of the entry."""
     sources.check_keys(entry, _KEYS, where)
     own = {key: value for key, value in entry.items() if key not in _MIXED}
     if ("path" in own) + ("name" in own) + (own.get("source") == "python_stdlib") != 1:
@@ -78,13 +78,13 @@ def _config(cfg: DataConfig, entry: dict[str, Any], where: str) -> DataConfig:
     if own.get("source") not in (None, "python_stdlib", "bins", "files", "hub"):
         raise UserError(f"{where}.source={own['source']}: files, hub, bins or python_stdlib")
     place = {"source": "files" if "path" in own else "hub", "mixture": None, "mixture_temperature": None}
-    if "val_fraction" in own:  # as where it is typed
+    if "val_fraction" in own:  # as if it were set on the command line
         own = {"min_val_rows": 0, **own}
     return dataclasses.replace(cfg, **{**place, **own})
 
 
 def _weights(entry: dict[str, Any], where: str) -> dict[int, float]:
-    """Weights by the step from which they hold; a plain number holds from step 0."""
+    """Returns the weights by the step from which each holds; a plain number holds from step 0."""
     given = entry.get("weight", 1.0)
     weights = given if isinstance(given, dict) else {0: given}
     for step, weight in weights.items():
@@ -107,10 +107,10 @@ def _max_epochs(entry: dict[str, Any], where: str) -> float | None:
 
 
 def prepare_mixture(cfg: DataConfig, tokenizer_cfg: TokenizerConfig, progress: bool = True) -> PreparedMixture:
-    """Prepares each source in a folder of its own, which another mixture with it, or it alone, finds again.
+    """Prepares each source in a folder of its own, which is reused by other mixtures and by runs on that source alone.
 
     Raises:
-        UserError: as of `prepare`; sources that are bins of different tokenizers.
+        UserError: see `prepare`; also if sources are bins of different tokenizers.
     """
     found = text_sources(cfg)
     tokenizer_cfg = _shared_tokenizer(cfg, tokenizer_cfg, found, progress)
@@ -127,7 +127,7 @@ def prepare_mixture(cfg: DataConfig, tokenizer_cfg: TokenizerConfig, progress: b
 def _shared_tokenizer(
     cfg: DataConfig, tokenizer_cfg: TokenizerConfig, found: list[TextSource], progress: bool
 ) -> TokenizerConfig:
-    """A tokenizer that is made from text is made from all sources, their documents in turn, once."""
+    """Returns the tokenizer config for all sources; one that is made from text is built once, from all in turn."""
     if tokenizer_cfg.kind not in ("bpe", "char"):
         return tokenizer_cfg
     opened = [(sources.open_source(s.cfg), s.cfg) for s in found if s.cfg.source != "bins"]
@@ -158,7 +158,7 @@ def _shared_tokenizer(
 
 
 def mixture_words(parts: list[tuple[TextSource, PreparedData]], mixture: Mixture) -> list[str]:
-    """A line for each source: its share and when that changes, how many rows it has, where it lies."""
+    """Returns one line per source: its share and the changes of it, its number of rows, its folder."""
     lines = []
     for s, (source, part) in enumerate(parts):
         shares = [(mixture.step_sizes.step_of(stretch.start), stretch.shares[s]) for stretch in mixture.stretches]
@@ -170,7 +170,7 @@ def mixture_words(parts: list[tuple[TextSource, PreparedData]], mixture: Mixture
 
 
 def documents_of(cfg: DataConfig, name: str) -> Iterator[Any]:
-    """The documents of a split of all sources, one source after the other."""
+    """Yields the documents of a split of all sources, one source after the other."""
     for source in text_sources(cfg):
         if source.cfg.source == "bins":
             raise UserError(

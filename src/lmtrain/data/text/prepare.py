@@ -1,6 +1,6 @@
-"""From source text to a folder of tokenizer and bins, found again by a hash of everything that shaped them.
+"""Tokenizes source text into a folder with tokenizer and bins, found again by a hash of everything that shaped them.
 
-Bins that are there already (data=bins) are opened: a folder that lmtrain prepared, or nanoGPT's train.bin and val.bin.
+Existing bins (data=bins) are opened: a folder that lmtrain prepared, or nanoGPT's train.bin and val.bin.
 """
 
 import os
@@ -34,12 +34,12 @@ from lmtrain.data.text.repeats import RepeatCounter, without_repeats
 from lmtrain.data.tokenizers import Identity
 from lmtrain.errors import UserError
 
-# Raised when the same text and settings come to give other tokens, so that bins made before are not used any more.
+# To be raised when the same text and settings give other tokens than before, so that older bins are no longer used.
 PREPARE_VERSION = 2
 
 
 def prepare(cfg: DataConfig, tokenizer_cfg: TokenizerConfig, progress: bool = True) -> PreparedData:
-    """Tokenizes the text that `cfg` names into <cache_dir>/<label>-<hash>, or finds it there; opens ready bins.
+    """Tokenizes the text that `cfg` names into <cache_dir>/<label>-<hash>, or opens it there; opens existing bins.
 
     Raises:
         UserError: the text, a column, the tokenizer or the bins are missing or wrong, or the cache can't be written.
@@ -78,7 +78,7 @@ def prepare(cfg: DataConfig, tokenizer_cfg: TokenizerConfig, progress: bool = Tr
 
 
 def _prepared_before(target: Path, key: dict[str, Any], show: PrepareProgress) -> Path | None:
-    """The newest folder that differs from `target` only in what an unreachable hub couldn't tell."""
+    """Returns the newest folder that differs from `target` only in what an unreachable hub couldn't tell, or None."""
     unknown = [name for name, value in key["resolved"].items() if value is None]
     found = []
     for folder in target.parent.glob(f"{target.name.rpartition('-')[0]}-*"):
@@ -103,7 +103,7 @@ def _tokenizer_of(
     show: PrepareProgress,
 ) -> PreTrainedTokenizerFast:
     if cfg.num_proc:
-        # The tokenizers library starts its threads at first use and asks for their number only then.
+        # The tokenizers library starts its threads at first use and reads their number only then.
         os.environ["RAYON_NUM_THREADS"] = str(cfg.num_proc)
     if tokenizer_cfg.kind == "bpe" and tokenizer_cfg.vocab_size:
         show.say(f"training a BPE of {tokenizer_cfg.vocab_size:,} tokens on {source.label}")
@@ -126,11 +126,11 @@ def make_tokenizer(
     show: PrepareProgress,
     total_bytes: Callable[[], int | None],
 ) -> PreTrainedTokenizerFast:
-    """The tokenizer that `cfg` names, saved in `folder`/tokenizer and loaded from there as later runs will.
+    """Makes the tokenizer that `cfg` names, saves it in `folder`/tokenizer and loads it from there as later runs will.
 
     Args:
-        texts: as of `tokenizers.load_or_train`.
-        total_bytes: about how many bytes of text a BPE is trained on, None where that isn't known; asked if one is.
+        texts: see `tokenizers.load_or_train`.
+        total_bytes: returns about how many bytes of text a BPE is trained on, None if unknown; called only for a BPE.
     """
     made = tokenizers.load_or_train(cfg, texts, named, watch=lambda text: show.watch(text, total_bytes()))
     tokenizers.save(made, folder / "tokenizer")
@@ -147,7 +147,7 @@ def _write_split(
     repeats: RepeatCounter,
     show: PrepareProgress,
 ) -> bins.SplitMeta | None:
-    """Tokenizes one split; None where there is no such split or nothing is left of it."""
+    """Tokenizes one split and returns its counts, or None if there is no such split or no text is left in it."""
     pieces = sources.pieces(source, cfg, name)
     if pieces is None:
         return None
@@ -175,10 +175,11 @@ def _write_split(
 def open_ready(
     cfg: DataConfig, tokenizer_cfg: TokenizerConfig, say: Callable[[str], None]
 ) -> tuple[Path, bins.Meta, PreTrainedTokenizerFast]:
-    """The folder, its sidecar (made up where there is none) and the tokenizer of its tokens.
+    """Opens existing bins; returns the folder, its metadata (made up if there is no meta.json) and their tokenizer.
 
     Raises:
-        UserError: no bins there, made with another tokenizer than the one asked for, or ids it doesn't have.
+        UserError: there are no bins, or they were made with another tokenizer than the requested one or hold ids it
+            lacks.
     """
     if not cfg.path or not isinstance(cfg.path, str):
         raise UserError("data=bins needs data.path=<folder>: one that lmtrain prepared, or with train.bin and val.bin")
@@ -198,11 +199,11 @@ def open_ready(
 
 
 def _check_asked(meta: bins.Meta, own: PreTrainedTokenizerFast, cfg: TokenizerConfig, folder: Path) -> None:
-    """A tokenizer asked for by name must be the bins' own; one that would be made from a corpus is not made again."""
+    """Checks that a tokenizer requested by name is the bins' own; one that is made from a corpus is not made again."""
     if cfg.kind in ("bpe", "char"):
         return
     named = tokenizers.identity(cfg)
-    made_with = meta["key"].get("made_with", meta["key"].get("tokenizer"))  # the second in folders made earlier
+    made_with = meta["key"].get("made_with", meta["key"].get("tokenizer"))  # the second in folders of earlier versions
     if cfg.kind == "hub" and named.unreachable and made_with == named.settings:
         return
     asked = tokenizers.tokenizer_hash(tokenizers.load_or_train(cfg, lambda _: iter(()), named))
@@ -212,7 +213,7 @@ def _check_asked(meta: bins.Meta, own: PreTrainedTokenizerFast, cfg: TokenizerCo
 def _open_plain(
     cfg: DataConfig, tokenizer_cfg: TokenizerConfig, folder: Path, train: bins.SplitBins, say: Callable[[str], None]
 ) -> tuple[Path, bins.Meta, PreTrainedTokenizerFast]:
-    """nanoGPT's layout. Its meta.pkl is never read: a pickle can run any code."""
+    """Opens nanoGPT's layout. Its meta.pkl is never read: unpickling can run any code."""
     splits = {"train": train}
     if bins.has_split(folder, "val"):
         splits["val"] = bins.open_bins(folder, "val")
@@ -232,7 +233,7 @@ def _open_plain(
 def _plain_tokenizer(
     cfg: TokenizerConfig, folder: Path, largest: int, say: Callable[[str], None]
 ) -> PreTrainedTokenizerFast:
-    """The tokenizer asked for, where it can be had without a corpus; else one that writes ids as numbers."""
+    """Returns the folder's tokenizer, or the requested one if it needs no corpus, or one that shows ids as numbers."""
     reason = f"tokenizer.kind={cfg.kind} can't be made without the text"
     tokenizer: PreTrainedTokenizerFast | None = None
     if (folder / "tokenizer").is_dir():

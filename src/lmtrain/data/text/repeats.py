@@ -1,11 +1,11 @@
-"""What stands twice: validation text that training holds too, and training documents that repeat others (data.dedup).
+"""Duplicates: validation text that is also in training, and training documents that repeat others (data.dedup).
 
-Repeated documents are learned by heart and make validation look better than it is where they stand in both splits (Lee
-et al. 2022, arXiv:2107.06499). Of documents that are alike the first stays; one that is like a document of the
-validation split that the source itself has is left out of training.
+Models memorize repeated documents; documents that are in both splits make validation look better than it is (Lee et al.
+2022, arXiv:2107.06499). Of similar documents, the first is kept; a document that is similar to one of the validation
+split that the source itself has is left out of training.
 
-Two documents are nearly the same where the sets of their runs of _WORDS words have a Jaccard similarity of NEAR or
-more. It is estimated from MinHash signatures (Broder 1997), which locality-sensitive hashing looks up.
+Two documents are near duplicates if the sets of their n-grams of _WORDS words have a Jaccard similarity of NEAR or
+more. It is estimated from MinHash signatures (Broder 1997), which are looked up by locality-sensitive hashing.
 """
 
 import hashlib
@@ -28,43 +28,43 @@ from lmtrain.data.store.progress import PrepareProgress
 from lmtrain.errors import UserError
 from lmtrain.files import write_atomic
 
-PIECE = 100  # bytes; validation text of so many that training holds was copied
-_MOST = 1 << 23  # training tokens that are looked at, in half a second
+PIECE = 100  # bytes; validation text of this length that is also in the training text counts as copied
+_MOST = 1 << 23  # tokens of each split that are compared, which takes half a second
 _TOKENS_AT_ONCE = 1 << 20
 _BASE = 0x9E3779B97F4A7C15  # odd, so it has an inverse modulo 2^64
 
 NEAR = 0.8
 _WORDS = 5
 _SIGNATURE = 128  # hashes; the standard error of a similarity of 0.8 is 0.035
-_RUNS_AT_ONCE = 4096  # runs of words that are hashed together: 4 MB
-_COUNTED, _MANY = 1_000_000, 0.01  # some 100 MB of memory
-_VERSION = 1  # raised when the same text comes to leave out other documents
+_RUNS_AT_ONCE = 4096  # n-grams that are hashed together: 4 MB
+_COUNTED, _MANY = 1_000_000, 0.01  # documents (about 100 MB of memory); share of repeats that is worth a note
+_VERSION = 1  # to be raised when other documents of the same text are left out than before
 _ENDS_WORD = re.compile(r"\s(?=\S*$)")
 
 Hashes = NDArray[np.uint64]
 
 
 def share_seen(train: Sequence[Shard], val: Sequence[Shard], length: int) -> float:
-    """The share of the validation shards' pieces of `length` tokens that the first _MOST training tokens hold too.
+    """Returns the share of the validation shards' pieces of `length` tokens that also occur in the training shards.
 
-    Pieces follow one another in validation and begin at any token in training; they are compared by 64-bit polynomial
-    hashes (Karp and Rabin 1987).
+    The first _MOST tokens of each split are compared. Pieces are adjacent in validation and begin at any token in
+    training; they are compared by 64-bit polynomial hashes (Karp and Rabin 1987).
     """
     pieces = np.sort(np.concatenate([np.empty(0, np.uint64), *(h[::length] for h in _hashes(val, length))]))
     if len(pieces) == 0:
         return 0.0
     seen = np.zeros(len(pieces), dtype=bool)
-    possible = np.zeros(1 << 16, dtype=bool)  # by the first 16 bits: few hashes are left to search for
+    possible = np.zeros(1 << 16, dtype=bool)  # by the first 16 bits: leaves few hashes to search for
     possible[pieces >> np.uint64(48)] = True
     for hashes in _hashes(train, length):
         found = hashes[possible[hashes >> np.uint64(48)]]
         places = np.searchsorted(pieces, found).clip(max=len(pieces) - 1)
         seen[places[pieces[places] == found]] = True
-    return float(seen[np.searchsorted(pieces, pieces)].mean())  # of equal pieces, the first was marked
+    return float(seen[np.searchsorted(pieces, pieces)].mean())  # only the first of equal pieces was marked
 
 
 def _hashes(shards: Sequence[Shard], length: int) -> Iterator[Hashes]:
-    """Hashes of the pieces that begin at each token, a part of a shard at a time."""
+    """Yields the hashes of the pieces that begin at each of the first _MOST tokens, a part of a shard at a time."""
     most = _MOST
     for shard in shards:
         for start in range(0, min(shard.tokens, most), _TOKENS_AT_ONCE):
@@ -75,7 +75,7 @@ def _hashes(shards: Sequence[Shard], length: int) -> Iterator[Hashes]:
 
 
 def _rolling(tokens: NDArray[np.int64], length: int) -> Hashes:
-    """The hash of tokens[i : i + length] for each i: the sum of (token + 1) x BASE^j, modulo 2^64."""
+    """Returns the hash of tokens[i : i + length] for each i: the sum of (token + 1) x BASE^j, modulo 2^64."""
     powers = np.full(len(tokens), _BASE, dtype=np.uint64).cumprod(dtype=np.uint64)
     inverse = np.full(len(tokens), pow(_BASE, -1, 1 << 64), dtype=np.uint64).cumprod(dtype=np.uint64)
     sums = np.concatenate(
@@ -86,22 +86,23 @@ def _rolling(tokens: NDArray[np.int64], length: int) -> Hashes:
 
 
 def without_repeats(source: Source, cfg: DataConfig, show: PrepareProgress) -> Source:
-    """The source, or where data.dedup is set one whose training documents differ from each other.
+    """Returns the source or, if data.dedup is set, one without training documents that repeat others.
 
-    Its package is imported, and a UserError raised without it, where repeats are looked for: not of prepared data.
+    The package for data.dedup=near is imported (UserError if it is missing) only when repeats are searched for, and so
+    not for prepared data.
     """
     return source if cfg.dedup is None else _Deduplicated(source, cfg, show)
 
 
 class _Deduplicated:
-    """A source of text. What it leaves out is found once, and kept in the cache for later runs."""
+    """A source of text without repeated documents. The repeats are found once and cached for later runs."""
 
     def __init__(self, source: Source, cfg: DataConfig, show: PrepareProgress) -> None:
         self.source, self.cfg, self.show = source, cfg, show
         self.label, self.settings, self.resolved = source.label, source.settings, source.resolved
         self.notes = source.notes
         key = {"version": _VERSION, "data": settings(cfg), "source": source.settings, "resolved": source.resolved}
-        # Where no hub has said which version the text is, nothing tells later whether it is still the same.
+        # If the hub didn't report the text's version, a later run can't tell whether the text is still the same.
         self.kept_in = folder_of(cfg, "repeats", key).with_suffix(".json") if source.resolved is not None else None
         self.found: dict[str, Any] | None = None
 
@@ -113,7 +114,7 @@ class _Deduplicated:
         return self.source.records(name)
 
     def text_bytes(self, name: str) -> int | None:
-        return self.source.text_bytes(name)  # before documents are left out: a bar that ends early
+        return self.source.text_bytes(name)  # before documents are left out, so the progress bar ends early
 
     def notes_of_reading(self) -> list[str]:
         found = self._repeats()
@@ -123,7 +124,7 @@ class _Deduplicated:
         return [*theirs(), f"data.dedup left out {words}, which repeat others"]
 
     def _repeats(self) -> dict[str, Any]:
-        """{"documents": how many there are to train on, "left_out": the numbers of those that are left out}."""
+        """Returns {"documents": number of training documents, "left_out": indices of those that are left out}."""
         if self.found is None:
             self.found = _read(self.kept_in) or self._find()
         return self.found
@@ -140,7 +141,7 @@ class _Deduplicated:
         return found
 
     def _watched(self, name: str) -> Iterator[Iterable[str]]:
-        """The documents of a split, each as pieces of text to be read before the next is asked for."""
+        """Yields the documents of a split, each as pieces of text that must be read before requesting the next."""
         pieces = iter(filtered(self.source, self.cfg, name) or ())
         self.show.start(name, self.source.text_bytes(name), doing="look for repeats in")
         for piece in pieces:
@@ -148,7 +149,7 @@ class _Deduplicated:
         self.show.finish_bar()
 
     def _text(self, piece: Piece, pieces: Iterator[Piece]) -> Iterator[str]:
-        """The text of the document that begins with `piece`."""
+        """Yields the text of the document that begins with `piece`."""
         while True:
             self.show.advance(len(piece.text.encode()), 0)
             yield piece.text
@@ -170,7 +171,7 @@ def _without(pieces: Iterable[Piece], left_out: set[int]) -> Iterator[Piece]:
 
 
 class RepeatCounter:
-    """Counts training documents that an earlier one equals, of the first _COUNTED, while they are tokenized."""
+    """A counter of exact repeats among the first _COUNTED training documents, updated while they are tokenized."""
 
     def __init__(self) -> None:
         self.seen: set[bytes] = set()
@@ -189,7 +190,7 @@ class RepeatCounter:
                 digest = hashlib.blake2b(digest_size=16)
 
     def notes(self) -> list[str]:
-        """For the plan, where they are a share of _MANY or more."""
+        """Returns a note for the plan if the share of repeats is _MANY or more."""
         repeated = self.documents - len(self.seen)
         if repeated < _MANY * self.documents or not repeated:
             return []
@@ -204,7 +205,7 @@ class _Exact:
         self.seen: set[bytes] = set()
 
     def is_new(self, text: Iterable[str]) -> bool:
-        """Whether none of them is this one, which is then one of them."""
+        """Returns whether the document differs from all documents seen so far, and adds it to them."""
         digest = hashlib.blake2b(digest_size=16)
         for words in _words(text):
             digest.update("".join(f"{word} " for word in words).encode())
@@ -214,14 +215,14 @@ class _Exact:
 
 
 class _Near:
-    """The documents seen so far that differ from those before them; about 3 kB each."""
+    """The documents seen so far that are not near duplicates of earlier ones; about 3 kB each."""
 
     def __init__(self, empty: Any, lsh: Any) -> None:
         self.empty, self.lsh = empty, lsh
         self.signatures: list[Any] = []
 
     def is_new(self, text: Iterable[str]) -> bool:
-        """Whether none of them is nearly the same as this one, which is then one of them."""
+        """Returns whether the document is no near duplicate of those seen so far; if so, adds it to them."""
         signature = self.empty.copy()
         for runs in _runs(text):
             signature.update_batch(runs)
@@ -244,7 +245,7 @@ def _near() -> _Near:
 
 
 def _words(text: Iterable[str]) -> Iterator[list[str]]:
-    """The words of a document, some at a time, wherever its pieces are cut."""
+    """Yields the words of a document in groups, regardless of where its pieces are cut."""
     rest = ""
     for piece in text:
         rest += piece
@@ -256,7 +257,7 @@ def _words(text: Iterable[str]) -> Iterator[list[str]]:
 
 
 def _runs(text: Iterable[str]) -> Iterator[list[bytes]]:
-    """All runs of _WORDS words of a document, in lower case; one run, of all of its words, where it has fewer."""
+    """Yields all n-grams of _WORDS words of a document, in lower case; a shorter one gives one of all its words."""
     held: list[str] = []
     any_run = False
     for words in _words(text):

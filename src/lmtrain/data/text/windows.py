@@ -1,4 +1,4 @@
-"""Rows of token bins: window i of `seq_len` tokens with its labels, and where documents begin in a micro-batch."""
+"""Rows of token bins: windows of `seq_len` tokens with their labels, and document starts within a micro-batch."""
 
 from collections.abc import Sequence
 
@@ -11,20 +11,21 @@ from lmtrain.data.store.bins import Shard
 from lmtrain.data.text.fim import FillInTheMiddle
 from lmtrain.errors import UserError
 
-IGNORE = -100  # a label that is not trained on, torch's own default
+IGNORE = -100  # label of tokens that are not trained on, torch's own default
 
 
 class Windows:
     """All windows of a split.
 
     Each shard with T tokens is cut into windows of `seq_len` inputs; the label of a token is the one after it, so a
-    window reads seq_len + 1 tokens. In training the cut points move by an offset that each epoch draws again (less than
-    a window), so that repeated epochs do not always cut the same sentences; every window appears exactly once an epoch.
+    window reads seq_len + 1 tokens. In training, the cut points move by an offset (less than a window) that is drawn
+    anew for each epoch, so that epochs do not always cut the same sentences; every window appears exactly once per
+    epoch.
     """
 
     def __init__(self, shards: list[Shard], seq_len: int, *, seed: int | None, isolate_documents: bool) -> None:
         self.shards, self.seq_len, self.seed, self.isolate_documents = (shards, seq_len, seed, isolate_documents)
-        self.mixture: Mixture | None = None  # where the shards are of several sources: which rows make up a step
+        self.mixture: Mixture | None = None  # chooses the rows of each step if the shards are of several sources
         self.fim: FillInTheMiddle | None = None  # rearranges documents as they are read
         counts = [self._windows_in(s.tokens) for s in shards]
         self.first_row = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
@@ -53,7 +54,7 @@ class Windows:
         return mix64(self.seed, 0x0FF5E7, epoch, shard) % self.seq_len
 
     def read(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
-        """A micro-batch from (epoch, row) pairs [B, 2]: see `make_batch`."""
+        """Reads a micro-batch from (epoch, row) pairs [B, 2]; see `make_batch`."""
         places = [self._locate(int(epoch), int(row)) for epoch, row in rows]
         block, ends = read_places(places, self.seq_len, with_ends=self.isolate_documents or self.fim is not None)
         if self.fim is not None:
@@ -62,21 +63,22 @@ class Windows:
         return make_batch(block, ends if self.isolate_documents else None)
 
     def _locate(self, epoch: int, row: int) -> tuple[Shard, int]:
-        """The shard of a row, and its first token."""
+        """Returns the shard of a row, and the index of the row's first token in it."""
         shard = int(np.searchsorted(self.first_row, row, side="right")) - 1
         return self.shards[shard], (row - int(self.first_row[shard])) * self.seq_len + self._offset(shard, epoch)
 
     def empty(self) -> dict[str, torch.Tensor]:
-        """A row that trains nothing, for ranks that have none left on the last step."""
+        """Returns a row that trains nothing, for ranks that have no rows left in the last step."""
         return empty_window(self.seq_len, self.isolate_documents)
 
 
 def read_places(
     places: list[tuple[Shard, int]], seq_len: int, *, with_ends: bool
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    """The tokens of B rows, int64 [B, seq_len + 1], each from a shard and its first token; where documents end in them.
+    """Reads the tokens of B rows, int64 [B, seq_len + 1], each given by a shard and its first token, and document ends.
 
-    Returns: for each row, with `with_ends`, ascending places in 1 .. seq_len + 1, one past a document's last token.
+    Returns: the tokens; with `with_ends`, for each row, ascending ends in 1 .. seq_len + 1, one past a document's last
+    token.
     """
     block = np.empty((len(places), seq_len + 1), dtype=np.int64)
     ends = []
@@ -88,19 +90,20 @@ def read_places(
 
 
 def make_batch(block: np.ndarray, ends: list[np.ndarray] | None) -> dict[str, torch.Tensor]:
-    """A micro-batch of B rows of T tokens.
+    """Builds a micro-batch of B rows of T tokens.
 
     Args:
         block: int64 [B, T + 1], with the label of the last token.
-        ends: as `read_places` gives them, to keep documents apart; None where they may see each other.
+        ends: document ends from `read_places`, to isolate documents; None lets them attend to each other.
 
     Returns:
         input_ids int64 [B, T]; labels int64 [B, T], already shifted: labels[b, t] follows input_ids[b, t]. With
-        isolated documents also position_ids int64 [B, T], restarting at each document, and cu_seqlens int32
-        [n + 1], the document starts over the B * T flattened tokens; the label that would cross a border is IGNORE.
+        isolated documents also position_ids int64 [B, T], restarting at each document, and cu_seqlens int32 [n + 1],
+        the document starts in the B * T flattened tokens and their end; a label that would cross a document border is
+        IGNORE.
     """
     tokens = torch.from_numpy(block)
-    # Copies, also of one row, which is contiguous as it is: labels are written to.
+    # Copies, even of a single row, which is already contiguous: labels are modified in place.
     batch = {
         "input_ids": tokens[:, :-1].clone(memory_format=torch.contiguous_format),
         "labels": tokens[:, 1:].clone(memory_format=torch.contiguous_format),
@@ -109,7 +112,7 @@ def make_batch(block: np.ndarray, ends: list[np.ndarray] | None) -> dict[str, to
 
 
 def empty_window(seq_len: int, isolate_documents: bool) -> dict[str, torch.Tensor]:
-    """A row [1, seq_len] that trains nothing, as `make_batch` gives rows."""
+    """Returns a row [1, seq_len] that trains nothing, in the format of `make_batch`."""
     batch = {
         "input_ids": torch.zeros(1, seq_len, dtype=torch.int64),
         "labels": torch.full((1, seq_len), IGNORE, dtype=torch.int64),
@@ -129,7 +132,7 @@ def _isolate(labels: torch.Tensor, ends: list[np.ndarray]) -> dict[str, torch.Te
 
 
 def documents_at(starts: Sequence[int] | np.ndarray, rows: int, length: int) -> dict[str, torch.Tensor]:
-    """position_ids [rows, length] and cu_seqlens from the starts of documents, ascending, the first 0."""
+    """Returns position_ids [rows, length] and cu_seqlens for the given starts of documents, ascending, the first 0."""
     borders = np.array([*starts, rows * length], dtype=np.int32)
     positions = np.arange(rows * length) - np.repeat(borders[:-1], np.diff(borders))
     return {
@@ -139,14 +142,14 @@ def documents_at(starts: Sequence[int] | np.ndarray, rows: int, length: int) -> 
 
 
 def cut_rows(batch: dict[str, torch.Tensor], length: int) -> dict[str, torch.Tensor]:
-    """A micro-batch of `Windows` with each row cut into rows of `length` tokens, in their order.
+    """Cuts each row of a micro-batch of `Windows` into rows of `length` tokens, in their order.
 
     Args:
         batch: of [B, T] tokens; `length` divides T.
 
     Returns:
-        The same of [B * T / length, length]: the last token of a shorter row still has its label, the token after it.
-        Where there are document borders, the beginning of each row is one.
+        The same batch as [B * T / length, length]: the last token of a shorter row keeps its label, the token after it.
+        If documents are isolated, each row also begins a new document.
     """
     cut = {name: batch[name].reshape(-1, length) for name in ("input_ids", "labels")}
     if "cu_seqlens" not in batch:
