@@ -15,9 +15,9 @@ DEPTHS = range(1, 17)
 E, A, ALPHA, B, BETA = 1.067, 87.22, 0.5, 512.5, 0.5
 _TOKEN, _WEIGHT = 19.0, 8.5e-5  # training time of a token, in relative units: a constant part, and a part per weight
 _WORN = 15.4  # epochs after which a repeated token is worth little (R* of Muennighoff et al.)
-# A model memorizes a text after _FRESH * (tokens of the text) / (weights of the layers) epochs without weight decay. The
-# value of Muon's weight decay against that is large, as Kim et al. 2025 (arXiv:2509.14786) found for repeated text; with
-# fewer epochs no weight decay is better (benchmarks/RESULTS.md).
+# Without weight decay a model memorizes a text after _FRESH * (tokens of the text) / (weights of the layers) epochs.
+# Muon's weight decay against that is large, as Kim et al. 2025 (arXiv:2509.14786) found for repeated text; with fewer
+# epochs no weight decay is better (benchmarks/RESULTS.md).
 _FRESH, WEIGHT_DECAY = 2.0, 1.0
 # Coefficients of `forecast`, fitted to runs of experiment=dial that don't memorize (benchmarks/dial.py forecast); the
 # fractions of the steps at which it reads the curve (the third of ten validations is at 0.286); its relative error.
