@@ -158,7 +158,7 @@ def _forecast(config: Config, metrics: Metrics, length: Length, console: Console
         return None
     fresh = dial.fresh_epochs(config.model.num_hidden_layers, length.epoch_tokens)  # type: ignore[attr-defined]
     at_most = length.at_most * fresh / epochs if epochs is not None else math.inf
-    return Forecast(metrics, schedule, minutes, at_most, console)
+    return Forecast(metrics, schedule, minutes, min(at_most, dial.LONGEST), console)
 
 
 def time_budget(config: Config, console: Console, length: Length, parts: Sequence[pl.Callback]) -> TimeBudget | None:
